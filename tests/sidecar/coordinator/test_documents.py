@@ -38,7 +38,7 @@ def builder() -> Builder:
     made = Builder(CONTRACT, MESSAGE)
     for rank in (0, 1):
         document = rank_document(rank, 10)
-        made.learn(digest_of(document), document.decode())
+        made.add(digest_of(document), document.decode())
     return made
 
 
@@ -71,11 +71,11 @@ def test_a_layout_with_a_wrong_name_is_refused() -> None:
     made = Builder(CONTRACT, MESSAGE)
     document = rank_document(0, 10)
     with pytest.raises(CorruptionError):
-        made.learn(digest_of(b"other"), document.decode())
+        made.add(digest_of(b"other"), document.decode())
     junk = b'{"a":1}'
     with pytest.raises(FormatError):
-        made.learn(digest_of(junk), junk.decode())
-    assert not made.knows(digest_of(junk))
+        made.add(digest_of(junk), junk.decode())
+    assert not made.has(digest_of(junk))
 
 
 def test_without_a_rank_layout_nothing_is_built() -> None:

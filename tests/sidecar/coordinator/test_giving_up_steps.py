@@ -75,17 +75,19 @@ def test_without_room_only_the_newest_steps_of_a_silent_rank_are_kept() -> None:
     assert abandoned_steps(ledger, saves(20, 10, 20), pressed=True) == (30, 40), "it writes two"
 
 
-def report(told: str, *failures: Failure) -> WorkerReport:
+def report(reported_to: str, *failures: Failure) -> WorkerReport:
     rank = RankSaves(Rank(1), Step(40))
-    return WorkerReport(RestartRound(1), Worker(1), saves=(rank,), told=told, failures=failures)
+    return WorkerReport(
+        RestartRound(1), Worker(1), saves=(rank,), reported_to=reported_to, failures=failures
+    )
 
 
 def test_only_reports_to_this_process_of_the_coordinator_count() -> None:
     """Right after a coordinator restarted, a report still shows what its earlier life had heard."""
     members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
-    members.heard(report("an earlier life"), 1.0)
+    members.receive(report("an earlier life"), 1.0)
     assert members.saves("this life") == {}
-    members.heard(report("this life"), 2.0)
+    members.receive(report("this life"), 2.0)
     assert members.saves("this life").keys() == {1}
 
 
@@ -93,7 +95,7 @@ def test_failures_name_their_worker_and_a_full_node_sets_pressed() -> None:
     members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
     assert not members.pressed
     full = Failure(Step(3), TierName.NODE, "NodeVolumeFull", "no room")
-    members.heard(report("", full), 1.0)
+    members.receive(report("", full), 1.0)
     assert members.failures == (replace(full, worker=Worker(1)),)
     assert members.pressed
 

@@ -50,14 +50,14 @@ def test_a_manifest_is_expected_for_the_newest_step_alone() -> None:
 
 
 def test_replicated_is_reported_when_every_target_has_the_shard() -> None:
-    half = shard(prepared_told=True, committed=True, copied=frozenset({ONE}))
+    half = shard(prepared_acknowledged=True, committed=True, copied=frozenset({ONE}))
     assert next_actions([half], (ONE, TWO)) == (Action(Verb.COPY, KEY, TWO),)
-    whole = shard(prepared_told=True, copied=frozenset({ONE, TWO}))
+    whole = shard(prepared_acknowledged=True, copied=frozenset({ONE, TWO}))
     assert next_actions([whole], (ONE, TWO)) == (Action(Verb.REPLICATED, KEY),)
 
 
 def test_without_targets_nothing_is_reported_as_replicated() -> None:
-    assert next_actions([shard(prepared_told=True)], ()) == ()
+    assert next_actions([shard(prepared_acknowledged=True)], ()) == ()
 
 
 def test_a_shard_of_the_restore_point_is_copied_and_never_reported() -> None:
@@ -68,7 +68,7 @@ def test_a_shard_of_the_restore_point_is_copied_and_never_reported() -> None:
 
 
 def test_an_upload_waits_to_be_asked_for() -> None:
-    done = shard(prepared_told=True)
+    done = shard(prepared_acknowledged=True)
     assert next_actions([done], ()) == ()
     assert next_actions([replace(done, wanted=True)], ()) == (Action(Verb.UPLOAD, KEY),)
     uploaded = replace(done, wanted=True, uploaded=True)
@@ -76,16 +76,16 @@ def test_an_upload_waits_to_be_asked_for() -> None:
 
 
 def test_a_new_coordinator_receives_everything_again() -> None:
-    told = shard(
-        prepared_told=True,
+    acknowledged = shard(
+        prepared_acknowledged=True,
         copied=frozenset({ONE}),
-        replicated_told=True,
+        replicated_acknowledged=True,
         wanted=True,
         uploaded=True,
-        uploaded_told=True,
+        uploaded_acknowledged=True,
     )
-    assert next_actions([told], (ONE,)) == ()
-    assert [a.verb for a in next_actions([told.untold()], (ONE,))] == [
+    assert next_actions([acknowledged], (ONE,)) == ()
+    assert [a.verb for a in next_actions([acknowledged.unacknowledged()], (ONE,))] == [
         Verb.PREPARED,
         Verb.UPLOADED,
     ]
@@ -93,8 +93,8 @@ def test_a_new_coordinator_receives_everything_again() -> None:
 
 def test_one_copy_a_target_and_one_upload_at_a_time_oldest_first() -> None:
     wanted = [
-        shard(step=9, prepared_told=True, committed=True, wanted=True),
-        shard(step=8, prepared_told=True, committed=True, wanted=True),
+        shard(step=9, prepared_acknowledged=True, committed=True, wanted=True),
+        shard(step=8, prepared_acknowledged=True, committed=True, wanted=True),
     ]
     actions = next_actions(wanted, (ONE, TWO))
     chosen = startable(actions, frozenset())
@@ -127,19 +127,19 @@ def test_doing_what_is_planned_comes_to_rest(
         before = table[action.key.step]
         match action.verb:
             case Verb.PREPARED:
-                after = replace(before, prepared_told=True)
+                after = replace(before, prepared_acknowledged=True)
             case Verb.COPY:
                 after = replace(before, copied=before.copied | {action.target})
             case Verb.REPLICATED:
-                after = replace(before, replicated_told=True)
+                after = replace(before, replicated_acknowledged=True)
             case Verb.UPLOAD:
                 after = replace(before, uploaded=True)
             case Verb.UPLOADED:
-                after = replace(before, uploaded_told=True)
+                after = replace(before, uploaded_acknowledged=True)
         table[action.key.step] = after
     assert idle(table.values(), goal)
     for step, done in table.items():
-        assert done.prepared_told
+        assert done.prepared_acknowledged
         assert done.copied == targets
-        assert done.replicated_told == bool(targets)
-        assert done.uploaded_told == (step in wanted)
+        assert done.replicated_acknowledged == bool(targets)
+        assert done.uploaded_acknowledged == (step in wanted)

@@ -215,7 +215,7 @@ def test_a_layout_is_not_given_through_a_link(
     name = f"{hex_of(DIGEST)}.json"
     for guess in (name, f".{name}.sidecar", f".{name}.tmp", f"{name}.tmp"):
         (shared / "layouts" / guess).symlink_to(victim)
-    assert asyncio.run(layouts.give(DOCUMENT)) == DIGEST
+    assert asyncio.run(layouts.publish(DOCUMENT)) == DIGEST
     assert_untouched(victim)
     assert (shared / "layouts" / name).read_bytes() == DOCUMENT
 
@@ -225,7 +225,7 @@ def test_a_layout_is_not_given_into_a_directory_that_is_a_link(
 ) -> None:
     (shared / "layouts").symlink_to(victim.parent)
     with pytest.raises(HoldfastError):
-        asyncio.run(layouts.give(DOCUMENT))
+        asyncio.run(layouts.publish(DOCUMENT))
     assert_untouched(victim)
 
 

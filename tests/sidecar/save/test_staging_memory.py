@@ -180,7 +180,7 @@ async def test_with_two_slots_every_step_is_written_at_once(tmp_path: Path) -> N
         await world.until(lambda: world.slots() == [FREE, FREE])
         assert sorted(world.node.begun) == [1, 2]
         assert world.holding().shards == ()
-        assert world.stager.untold is None
+        assert world.stager.unreported is None
 
 
 async def test_a_write_waits_while_a_rank_copies(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ async def test_one_write_at_a_time_and_the_chosen_step_next(tmp_path: Path) -> N
         assert world.stored() == [1, 3]
         said = {s.step: s.stored for s in world.holding().shards}
         assert said == {2: False, 3: True}, "so that nobody takes step 3 for lost"
-        world.stager.told(world.stager.holding())
+        world.stager.mark_reported(world.stager.holding())
         assert [s.step for s in world.holding().shards] == [2]
         record = next(r for r in world.node.list_shards() if r.header.step == 3)
         assert world.stager.memory[slot_name(RANK, 2)] == record
@@ -360,10 +360,10 @@ async def test_another_coordinator_receives_everything_again(tmp_path: Path) -> 
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
-        world.stager.told(world.stager.holding())
-        assert world.stager.untold is None
+        world.stager.mark_reported(world.stager.holding())
+        assert world.stager.unreported is None
         world.stager.coordinator_changed()
-        assert world.stager.untold is not None
+        assert world.stager.unreported is not None
         assert not world.stager.has_coordinator
         world.stager.coordinator_replied()
         assert world.stager.has_coordinator
@@ -373,11 +373,11 @@ async def test_another_coordinator_receives_everything_again(tmp_path: Path) -> 
 async def test_a_step_that_is_written_at_once_is_not_reported_as_held(tmp_path: Path) -> None:
     async with running(tmp_path, 3) as world:
         await world.save(0, 1)
-        assert world.stager.untold is None
+        assert world.stager.unreported is None
         assert not world.stager.idle
         world.node.let(1)
         await world.until(lambda: world.slots() == [FREE] * 3)
-        assert world.stager.untold is None
+        assert world.stager.unreported is None
         assert world.stager.idle
 
 
@@ -390,7 +390,7 @@ async def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_
         world.stager.choose(Step(2))
         world.node.let(1)
         await world.until(lambda: world.holding().writing == 2)
-        world.stager.told(world.stager.holding())
+        world.stager.mark_reported(world.stager.holding())
         world.stager.seal()
         world.state = replace(world.state, round=RestartRound(1))
         world.stager.recover(world.state)
@@ -400,7 +400,7 @@ async def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_
         world.node.let(2)
         await world.until(lambda: world.stored() == [1, 2] and world.slots() == [FREE] * 3)
         assert world.holding().shards == (), "written"
-        assert world.stager.untold is None
+        assert world.stager.unreported is None
 
 
 async def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ async def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_pa
         await world.until(lambda: world.slots() == [FREE] * 3)
         assert [(s.step, s.stored) for s in world.holding().shards] == [(1, True)]
         assert [o.record for o in world.outcomes] == [record]
-        world.stager.told(world.stager.holding())
+        world.stager.mark_reported(world.stager.holding())
         assert world.stager.idle
 
 

@@ -94,7 +94,7 @@ class WorkerReport:
     """This worker has no save left to write, copy or upload."""
     saves_skipped: Natural = 0
     saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
-    told: str = ""
+    reported_to: str = ""
     """`Ok.instance` of the coordinator that has received all of this worker's messages, except those about
     the steps that `saves` lists as under way."""
     instance: str = ""

@@ -90,7 +90,7 @@ class Failures:
         self._kept[subject] = failure
         while len(self._kept) > _MAX_KEPT:
             self._kept.pop(next(iter(self._kept)))
-        self._changed.say(subject, reason, detail=failure.message, tier=tier, step=step)
+        self._changed.log(subject, reason, detail=failure.message, tier=tier, step=step)
         if before is None or (before.reason, before.step) != (reason, step):
             self._on_change()
         return failure

@@ -89,18 +89,18 @@ class Changed:
     """Log that omits a message if it is the same as the last one about its subject."""
 
     def __init__(self) -> None:
-        self._said: dict[str, str] = {}
+        self._last_messages: dict[str, str] = {}
 
-    def say(self, subject: str, message: str, *, calm: bool = False, **fields: Any) -> None:
+    def log(self, subject: str, message: str, *, calm: bool = False, **fields: Any) -> None:
         """Log the message unless it is the last one about `subject`. `calm`: at level info, not warning."""
-        if self._said.get(subject) == message:
+        if self._last_messages.get(subject) == message:
             return
-        if len(self._said) > 1000:
-            self._said.clear()
-        self._said[subject] = message
+        if len(self._last_messages) > 1000:
+            self._last_messages.clear()
+        self._last_messages[subject] = message
         (info if calm else warning)(message, subject=subject, **fields)
 
     def healthy(self, subject: str) -> None:
         """Log that the subject is healthy again, if a message about it was logged."""
-        if self._said.pop(subject, None) is not None:
+        if self._last_messages.pop(subject, None) is not None:
             info("healthy again", subject=subject)

@@ -121,7 +121,7 @@ class To(StrEnum):
 
     ANY = "any sidecar"
     COORDINATOR = "the coordinator"
-    ASKED = "the coordinator, or the sidecar of rank 0 on request of the coordinator"
+    REQUESTED = "the coordinator, or the sidecar of rank 0 on request of the coordinator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ RULES: dict[type[Any], Rule] = {
     Seal: Rule(From.OPERATOR, To.ANY, fenced=False),
     Round: Rule(From.OPERATOR, To.ANY, fenced=False),
     Certificate: Rule(From.OPERATOR, To.ANY, fenced=False),
-    GangRequest: Rule(From.OPERATOR_OR_COORDINATOR, To.ASKED, fenced=True),
+    GangRequest: Rule(From.OPERATOR_OR_COORDINATOR, To.REQUESTED, fenced=True),
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
     Prepared: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Holding: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
@@ -355,9 +355,9 @@ def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None
             return None
         case To.COORDINATOR:
             return None if state.is_coordinator else _not_coordinator(state)
-        case To.ASKED:
-            asked = state.is_coordinator if caller.operator else state.worker == 0
-            return None if asked else _not_coordinator(state)
+        case To.REQUESTED:
+            accepts = state.is_coordinator if caller.operator else state.worker == 0
+            return None if accepts else _not_coordinator(state)
 
 
 def _speaks_for_itself(state: RoundState, caller: Caller, message: Any) -> Refused | None:

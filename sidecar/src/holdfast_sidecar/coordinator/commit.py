@@ -56,7 +56,7 @@ from holdfast_sidecar.coordinator.documents import Builder, shard_infos
 from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
-from holdfast_sidecar.coordinator.rebuild import Learned, learn_from
+from holdfast_sidecar.coordinator.rebuild import RebuildTarget, rebuild_from
 from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune, uploading
 from holdfast_sidecar.coordinator.uploads import Uploads
 from holdfast_sidecar.save.plan import StoredAs
@@ -148,12 +148,12 @@ class Coordinator:
     def start(self) -> None:
         self._outbox.start(self._message)
         for worker in self._ledger.workers:
-            rebuild = learn_from(
+            rebuild = rebuild_from(
                 worker,
                 self._message.round,
                 self._peers,
                 self._clock,
-                Learned(self._found, self._knows, self._adopt),
+                RebuildTarget(self._found, self._has_manifest, self._adopt),
             )
             self._tasks.spawn(rebuild, f"rebuild from worker {worker}")
         self._tasks.spawn(self._uploads.run(), "uploads")
@@ -205,8 +205,8 @@ class Coordinator:
                 pruned=self._ledger.is_pruned(message.step),
             )
         if message.rank_layout is not None:
-            self._builder.learn(message.layout, message.rank_layout)
-        if not self._builder.knows(message.layout):
+            self._builder.add(message.layout, message.rank_layout)
+        if not self._builder.has(message.layout):
             return PreparedReply(need_layout=True)
         with _Conflicts():
             entry = self._ledger.prepared(message.step, message.shard, message.layout)
@@ -222,17 +222,17 @@ class Coordinator:
             FormatError: A layout in the message is not a rank layout.
         """
         for text in message.layouts:
-            self._builder.learn(digest_of(text.encode()), text)
+            self._builder.add(digest_of(text.encode()), text)
         layouts = {s.layout for r in message.ranks for s in r.shards}
-        missing = tuple(sorted(d for d in layouts if not self._builder.knows(d)))
+        missing = tuple(sorted(d for d in layouts if not self._builder.has(d)))
         if missing:
             return HoldingReply(need_layouts=missing)
         base = self._message.restore_point.step
         drop: set[Step] = set()
-        for said in message.ranks:
-            drop.update(self._ledger.holds(said, base))
-        for said in message.ranks:
-            for shard in said.shards:
+        for holding in message.ranks:
+            drop.update(self._ledger.update_holding(holding, base))
+        for holding in message.ranks:
+            for shard in holding.shards:
                 entry = self._ledger.steps.get(shard.step)
                 if entry is None:
                     continue
@@ -264,7 +264,7 @@ class Coordinator:
         before = self._gathered.reports.get(message.worker)
         if before is not None and before.instance != message.instance:
             self._outbox.repeat(message.worker)
-        urgent = self._gathered.heard(message, self._clock.monotonic())
+        urgent = self._gathered.receive(message, self._clock.monotonic())
         self._alarm.look(self._message.policy.interval_steps)
         pressed = self._gathered.pressed
         if pressed:
@@ -273,13 +273,13 @@ class Coordinator:
         self._changed(urgent=urgent)
         return Ok(message.round, self.instance)
 
-    def ask(self, path: str, message: GangRequest) -> Ok:
+    def request(self, path: str, message: GangRequest) -> Ok:
         """Queue a save-now or stop request for worker 0, which runs rank 0.
 
         The same request with the same token has an effect only once. The first step that is committed above
         the ranks' present progress is persisted.
         """
-        if self._outbox.ask(path, message):
+        if self._outbox.request(path, message):
             steps = [p.step for p in self._gathered.progress] or [Step(-1)]
             base = self._message.restore_point.step
             self._uploads.ask_after(max(*steps, Step(-1) if base is None else base))
@@ -526,7 +526,7 @@ class Coordinator:
             entry.layout = document.layout.encode()
         self._changed()
 
-    def _knows(self, step: Step) -> bool:
+    def _has_manifest(self, step: Step) -> bool:
         entry = self._ledger.steps.get(step)
         return self._ledger.is_forgotten(step) or (entry is not None and entry.manifest is not None)
 

@@ -48,10 +48,10 @@ class Builder:
         self._rank_layouts: dict[Digest, bytes] = {}
         self._merged: tuple[tuple[Digest, ...], bytes] | None = None
 
-    def knows(self, layout: Digest) -> bool:
+    def has(self, layout: Digest) -> bool:
         return layout in self._rank_layouts
 
-    def learn(self, layout: Digest, text: str) -> None:
+    def add(self, layout: Digest, text: str) -> None:
         """Store a rank's layout.
 
         Raises:
@@ -141,10 +141,10 @@ def check_put(message: ManifestPut, contract: SidecarContract) -> Manifest:
             the message name, or the layout in the message is not the one that the manifest names.
     """
     manifest = parse_manifest(message.manifest.encode())
-    said = (manifest.job.uid, manifest.restart_round, manifest.step)
+    found = (manifest.job.uid, manifest.restart_round, manifest.step)
     wanted = (contract.job_uid, message.round, message.step)
-    if said != wanted:
-        raise FormatError(f"manifest put: job, round, step are {said}, expected {wanted}")
+    if found != wanted:
+        raise FormatError(f"manifest put: job, round, step are {found}, expected {wanted}")
     if message.layout is not None and digest_of(message.layout.encode()) != manifest.layout:
         raise FormatError(f"manifest put: expected layout {manifest.layout}, found another one")
     return manifest

@@ -32,7 +32,7 @@ class Gathered:
     barrier_at: float | None = None
     first_step_at: float | None = None
 
-    def heard(self, report: WorkerReport, now: float) -> bool:
+    def receive(self, report: WorkerReport, now: float) -> bool:
         """Store a member's report. Return whether it changes anything urgent, which is more than progress.
 
         Args:
@@ -52,13 +52,13 @@ class Gathered:
         """Return the saves of the ranks whose worker has sent this coordinator everything it had to send.
 
         Args:
-            instance: Identity of this coordinator, which such a report names in `told`.
+            instance: Identity of this coordinator, which such a report names in `reported_to`.
         """
         return {
-            said.rank: said
+            entry.rank: entry
             for report in self.reports.values()
-            if report.told == instance
-            for said in report.saves
+            if report.reported_to == instance
+            for entry in report.saves
         }
 
     @property
@@ -70,8 +70,8 @@ class Gathered:
     def _complete(self) -> bool:
         return self.reports.keys() >= self.workers
 
-    def _all(self, said: Callable[[WorkerReport], bool]) -> bool:
-        return self._complete and all(said(self.reports[w]) for w in self.workers)
+    def _all(self, condition: Callable[[WorkerReport], bool]) -> bool:
+        return self._complete and all(condition(self.reports[w]) for w in self.workers)
 
     @property
     def progress(self) -> tuple[RankProgress, ...]:

@@ -152,7 +152,7 @@ class Ledger:
         entry.layouts[shard.rank] = layout
         return entry
 
-    def holds(self, said: RankHolding, base: Step | None = None) -> tuple[Step, ...]:
+    def update_holding(self, holding: RankHolding, base: Step | None = None) -> tuple[Step, ...]:
         """Record all shards that a rank holds in memory now.
 
         A step that the rank held before and does not name now is lost, unless its shard is durable.
@@ -165,7 +165,7 @@ class Ledger:
             digest differs from the known one, which are lost.
         """
         drop: list[Step] = []
-        for shard in said.shards:
+        for shard in holding.shards:
             if self.is_forgotten(shard.step) or (base is not None and shard.step <= base):
                 drop.append(shard.step)
                 continue
@@ -177,20 +177,20 @@ class Ledger:
                 continue
             entry.failed = entry.failed or shard.failed
             if shard.stored:
-                entry.durable.add(said.rank)
-                entry.held.discard(said.rank)
-            elif said.rank not in entry.durable:
-                entry.held.add(said.rank)
-        there = {s.step for s in said.shards}.union(said.digesting)
-        self.named[said.rank] = frozenset(there - {s.step for s in said.shards if s.stored})
+                entry.durable.add(holding.rank)
+                entry.held.discard(holding.rank)
+            elif holding.rank not in entry.durable:
+                entry.held.add(holding.rank)
+        present = {s.step for s in holding.shards}.union(holding.digesting)
+        self.named[holding.rank] = frozenset(present - {s.step for s in holding.shards if s.stored})
         for entry in self.steps.values():
-            if said.rank in entry.held and entry.step not in there:
-                entry.held.discard(said.rank)
+            if holding.rank in entry.held and entry.step not in present:
+                entry.held.discard(holding.rank)
                 entry.lost = True
-        if said.writing is None:
-            self.writing.pop(said.rank, None)
+        if holding.writing is None:
+            self.writing.pop(holding.rank, None)
         else:
-            self.writing[said.rank] = said.writing
+            self.writing[holding.rank] = holding.writing
         return tuple(drop)
 
     def committed(

@@ -34,11 +34,11 @@ from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 from holdfast_sidecar.wire.client import Peers
 
 _MAX_RECENT = 1024
-_RETOLD_PRUNES = 64
+_REPEATED_PRUNES = 64
 
 
 @dataclass(slots=True)
-class _Told:
+class _Acknowledged:
     """Record of what one member has acknowledged."""
 
     levels: dict[Step, Level] = field(default_factory=dict)
@@ -48,14 +48,14 @@ class _Told:
     memory: int = 0
     """Number of acknowledged entries of `Outbox._memory`."""
     chosen: Step | None = None
-    asks: int = 0
-    """Number of acknowledged entries of `Outbox._asks`."""
+    requests: int = 0
+    """Number of acknowledged entries of `Outbox._requests`."""
     released: bool = False
     layouts: set[bytes] = field(default_factory=set)
     """Layout documents that were sent with a manifest."""
 
-    def asked(self) -> None:
-        self.asks += 1
+    def request_acknowledged(self) -> None:
+        self.requests += 1
 
     def was_released(self) -> None:
         self.released = True
@@ -109,8 +109,8 @@ class Outbox:
         self._on_lost = on_lost
         self._tasks = Tasks()
         self._wakes: dict[Worker, asyncio.Event] = {}
-        self._told: dict[Worker, _Told] = {}
-        self._asks: list[tuple[str, GangRequest]] = []
+        self._acknowledged: dict[Worker, _Acknowledged] = {}
+        self._requests: list[tuple[str, GangRequest]] = []
         self._prunes = Recent()
         self._memory = Recent()
         self._persist: dict[Step, PersistRequest] = {}
@@ -121,7 +121,7 @@ class Outbox:
     def start(self, message: Round) -> None:
         self._message = message
         for worker in self._ledger.workers:
-            self._told[worker] = _Told()
+            self._acknowledged[worker] = _Acknowledged()
             self._wakes[worker] = asyncio.Event()
             self._tasks.spawn(self._serve(worker), f"sending to worker {worker}")
 
@@ -131,8 +131,8 @@ class Outbox:
         self._message = message
         pods = {} if before is None else {m.worker: m.pod for m in before.members}
         for member in message.members:
-            if pods.get(member.worker) != member.pod and member.worker in self._told:
-                self._told[member.worker] = _Told()
+            if pods.get(member.worker) != member.pod and member.worker in self._acknowledged:
+                self._acknowledged[member.worker] = _Acknowledged()
         self.wake()
 
     async def close(self) -> None:
@@ -144,11 +144,11 @@ class Outbox:
 
     # ------------------------------------------------------------------ what is to be sent
 
-    def ask(self, path: str, message: GangRequest) -> bool:
+    def request(self, path: str, message: GangRequest) -> bool:
         """Queue a request for worker 0. Return False if the same one was queued before in this round."""
-        if (path, message) in self._asks:
+        if (path, message) in self._requests:
             return False
-        self._asks.append((path, message))
+        self._requests.append((path, message))
         self.wake()
         return True
 
@@ -161,9 +161,9 @@ class Outbox:
         for step in going:
             self._prunes.add(step)
             self._persist.pop(step, None)
-            for told in self._told.values():
-                told.levels.pop(step, None)
-                told.persists.pop(step, None)
+            for record in self._acknowledged.values():
+                record.levels.pop(step, None)
+                record.persists.pop(step, None)
         self.wake()
 
     def in_memory(self, step: Step) -> None:
@@ -186,11 +186,11 @@ class Outbox:
 
     def repeat(self, worker: Worker) -> None:
         """Send everything again to a member whose sidecar has restarted and has only the data on its disk."""
-        told = _Told()
+        record = _Acknowledged()
         # The last prunes are sent again: the sidecar may have ended before it had deleted those steps.
-        told.pruned = max(0, self._told[worker].pruned - _RETOLD_PRUNES)
-        told.memory = self._told[worker].memory
-        self._told[worker] = told
+        record.pruned = max(0, self._acknowledged[worker].pruned - _REPEATED_PRUNES)
+        record.memory = self._acknowledged[worker].memory
+        self._acknowledged[worker] = record
         self.wake()
 
     # ------------------------------------------------------------------ one member
@@ -214,7 +214,7 @@ class Outbox:
                 if isinstance(error, NotFoundError) and isinstance(message, ManifestPut):
                     self._on_lost(message.step)
                     continue
-                changed.say(f"worker {worker}", f"{type(message).__name__}: {error}")
+                changed.log(f"worker {worker}", f"{type(message).__name__}: {error}")
                 await self._clock.sleep(backoff.next_seconds())
             else:
                 backoff.reset()
@@ -238,26 +238,26 @@ class Outbox:
             The message, its path if it is not the default for its type, and a function to call when the
             message is acknowledged.
         """
-        told = self._told[worker]
-        if worker == 0 and told.asks < len(self._asks):
-            path, ask = self._asks[told.asks]
-            return ask, path, told.asked
+        record = self._acknowledged[worker]
+        if worker == 0 and record.requests < len(self._requests):
+            path, message = self._requests[record.requests]
+            return message, path, record.request_acknowledged
         if (notice := self._hold_notice(worker)) is not None:
             return notice
         for step in sorted(self._ledger.steps):
             entry = self._ledger.steps[step]
             put = self._manifest_for(worker, entry)
             if put is not None:
-                return put, None, self._manifest_told(worker, entry)
+                return put, None, self._manifest_acknowledged(worker, entry)
             request = self._persist.get(step)
-            if request is not None and entry.local and told.persists.get(step) != request:
-                return request, None, functools.partial(told.persists.__setitem__, step, request)
-            said, level = told.levels.get(step), entry.level
-            if level is not None and (said is None or not said.includes(level)):
+            if request is not None and entry.local and record.persists.get(step) != request:
+                return request, None, functools.partial(record.persists.__setitem__, step, request)
+            known, level = record.levels.get(step), entry.level
+            if level is not None and (known is None or not known.includes(level)):
                 return self._notice(worker, step, level)
-        if told.pruned < self._prunes.count and (newest := self._newest()) is not None:
+        if record.pruned < self._prunes.count and (newest := self._newest()) is not None:
             return self._notice(worker, newest.step, newest.level or Level.LOCAL)
-        if self._may_release(worker) and not told.released:
+        if self._may_release(worker) and not record.released:
             return self._release_notice(worker)
         return None
 
@@ -271,7 +271,7 @@ class Outbox:
         if worker != self._own and self._own not in entry.acknowledged:
             return None
         layout = entry.layout
-        known = layout is None or layout in self._told[worker].layouts
+        known = layout is None or layout in self._acknowledged[worker].layouts
         return ManifestPut(
             self._ledger.round,
             entry.step,
@@ -280,12 +280,12 @@ class Outbox:
             held=len(entry.durable) < entry.world_size,
         )
 
-    def _manifest_told(self, worker: Worker, entry: StepEntry) -> Callable[[], None]:
-        told, layout = self._told[worker], entry.layout
+    def _manifest_acknowledged(self, worker: Worker, entry: StepEntry) -> Callable[[], None]:
+        record, layout = self._acknowledged[worker], entry.layout
 
         def acknowledged() -> None:
             if layout is not None:
-                told.layouts.add(layout)
+                record.layouts.add(layout)
             self._on_manifest(entry.step, worker)
 
         return acknowledged
@@ -293,13 +293,13 @@ class Outbox:
     def _notice(
         self, worker: Worker, step: Step, level: Level
     ) -> tuple[LevelNotice, None, Callable[[], None]]:
-        told = self._told[worker]
+        record = self._acknowledged[worker]
         count = self._prunes.count
-        prune = self._prunes.after(told.pruned)
+        prune = self._prunes.after(record.pruned)
 
         def acknowledged() -> None:
-            told.levels[step] = level
-            told.pruned = count
+            record.levels[step] = level
+            record.pruned = count
 
         notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, prune)
         return notice, None, acknowledged
@@ -309,20 +309,20 @@ class Outbox:
 
         It also carries the prunes while no step is local yet, because a LevelNotice must name a local step.
         """
-        told, chosen = self._told[worker], self._ledger.chosen
+        record, chosen = self._acknowledged[worker], self._ledger.chosen
         pruned, reached = self._prunes.count, self._memory.count
-        urgent = told.pruned < pruned and self._newest() is None
-        if (told.chosen, told.memory) == (chosen, reached) and not urgent:
+        urgent = record.pruned < pruned and self._newest() is None
+        if (record.chosen, record.memory) == (chosen, reached) and not urgent:
             return None
 
         def acknowledged() -> None:
-            told.chosen, told.pruned, told.memory = chosen, pruned, reached
+            record.chosen, record.pruned, record.memory = chosen, pruned, reached
 
         notice = HoldNotice(
             self._ledger.round,
-            self._memory.after(told.memory),
+            self._memory.after(record.memory),
             chosen,
-            self._prunes.after(told.pruned),
+            self._prunes.after(record.pruned),
         )
         return notice, None, acknowledged
 
@@ -336,7 +336,7 @@ class Outbox:
         """
         if not self._released or self._released_at is None:
             return False
-        others = [t.released for w, t in self._told.items() if w != self._own]
+        others = [t.released for w, t in self._acknowledged.items() if w != self._own]
         waited = self._clock.monotonic() - self._released_at
         return worker != self._own or all(others) or waited > self._settings.release_seconds
 
@@ -345,4 +345,4 @@ class Outbox:
         step = Step(0) if newest is None else newest.step
         level = Level.LOCAL if newest is None or newest.level is None else newest.level
         notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, released=True)
-        return notice, None, self._told[worker].was_released
+        return notice, None, self._acknowledged[worker].was_released

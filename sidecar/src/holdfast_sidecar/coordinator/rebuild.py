@@ -20,19 +20,19 @@ from holdfast_sidecar.wire.client import Peers
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class RebuildTarget:
     """Callbacks of the coordinator."""
 
     inventory: Callable[[Inventory], None]
     """Called with the inventory of the member."""
-    knows: Callable[[Step], bool]
+    has_manifest: Callable[[Step], bool]
     """Returns whether the manifest of a step of this round need not be read."""
     manifest: Callable[[Step, Digest, ManifestDocument], None]
     """Called with a manifest of this round. An error that it raises is logged."""
 
 
-async def learn_from(
-    worker: Worker, round_: RestartRound, peers: Peers, clock: Clock, learned: Learned
+async def rebuild_from(
+    worker: Worker, round_: RestartRound, peers: Peers, clock: Clock, target: RebuildTarget
 ) -> None:
     """Request the member's inventory until it answers, then read its manifests of this round that are new."""
     backoff = Backoff(0.2, 5.0)
@@ -42,14 +42,14 @@ async def learn_from(
             break
         except HoldfastError:
             await clock.sleep(backoff.next_seconds())
-    learned.inventory(inventory)
+    target.inventory(inventory)
     for found in inventory.manifests:
-        if found.round != round_ or learned.knows(found.step):
+        if found.round != round_ or target.has_manifest(found.step):
             continue
         query = {"step": str(found.step), "round": str(found.round)}
         try:
             document = await peers.get(worker, "/v1/manifest", ManifestDocument, query=query)
             if digest_of(document.manifest.encode()) == found.manifest:
-                learned.manifest(found.step, found.manifest, document)
+                target.manifest(found.step, found.manifest, document)
         except HoldfastError as error:
             logs.warning("a manifest was not adopted", step=found.step, error=str(error))

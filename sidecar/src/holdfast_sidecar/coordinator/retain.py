@@ -87,9 +87,9 @@ def abandoned_steps(
 
     def is_gone(step: Step) -> bool:
         missing = set(map(Rank, range(ledger.world_size))) - ledger.steps[step].shards.keys()
-        said = [saves.get(rank) for rank in missing]
-        under_way = [s is not None and step in s.under_way for s in said]
-        passed = [s is not None and s.newest >= step for s in said]
+        found = [saves.get(rank) for rank in missing]
+        under_way = [s is not None and step in s.under_way for s in found]
+        passed = [s is not None and s.newest >= step for s in found]
         if any(p and not u for p, u in zip(passed, under_way, strict=True)):
             return True
         return pressed and step not in recent and not all(under_way)

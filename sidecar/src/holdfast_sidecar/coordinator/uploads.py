@@ -66,7 +66,7 @@ class Uploads:
         self._owed: Step | None = None
         """The oldest step that was due by the interval and was dropped before it was local."""
         self._gave_up = False
-        self._asked: PersistRequest | None = None
+        self._persist_request: PersistRequest | None = None
         """The request that members were sent for the step that is being uploaded."""
         self.last = message.last_persisted
         """Newest persisted step of the job, as far as this coordinator has a record of it."""
@@ -191,8 +191,8 @@ class Uploads:
 
         It stays the same for all members until the step is persisted or must be uploaded whole.
         """
-        asked = self._asked
-        if asked is None or (asked.step, asked.whole) != (entry.step, entry.whole):
+        request = self._persist_request
+        if request is None or (request.step, request.whole) != (entry.step, entry.whole):
             store = None if entry.whole else self._packing
             base = None if store is None or self.last is None else self.last.own_checkpoint
             if base == CheckpointId(entry.step, entry.round):
@@ -200,7 +200,7 @@ class Uploads:
             older: tuple[Reference, ...] = ()
             if store is not None and base is not None:
                 older = await self._older(store, base)
-            asked = PersistRequest(
+            request = PersistRequest(
                 self._round,
                 entry.step,
                 entry.round,
@@ -209,8 +209,8 @@ class Uploads:
                 whole=entry.whole,
                 compress=self._compress and not entry.whole,
             )
-            self._asked = asked
-        return asked
+            self._persist_request = request
+        return request
 
     async def _older(self, store: S3ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
         """Return the checkpoints that store most of the bytes that the base refers to."""
@@ -270,10 +270,10 @@ def _merged(
     """Return the references of all shards of a checkpoint, and the checkpoints that vouch for them."""
     bytes_in: dict[CheckpointId, int] = {}
     bases: set[CheckpointId] = set()
-    for said in stored:
-        for reference in said.references:
+    for stored_as in stored:
+        for reference in stored_as.references:
             earlier = CheckpointId(reference.step, reference.round)
             bytes_in[earlier] = bytes_in.get(earlier, 0) + reference.payload_bytes
-        if said.base is not None:
-            bases.add(CheckpointId(said.base.step, said.base.round))
+        if stored_as.base is not None:
+            bases.add(CheckpointId(stored_as.base.step, stored_as.base.round))
     return References(checkpoint, bytes_in), frozenset(bases)

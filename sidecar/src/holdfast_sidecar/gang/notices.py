@@ -35,7 +35,7 @@ class RankNotices:
         self._current = current
         self._connections = connections
         self._released = asyncio.Event()
-        self._asked: list[SaveRequested | StopRequested] = []
+        self._requests: list[SaveRequested | StopRequested] = []
         self._levels: dict[Step, LevelReached] = {}
         """The newest levels of this round."""
         self._overtaken: dict[Step, SaveFailed] = {}
@@ -48,7 +48,7 @@ class RankNotices:
             return
         self._reached(LevelReached(message.step, message.step_round, message.level))
         if message.level is Level.LOCAL:
-            self._asked = [a for a in self._asked if isinstance(a, StopRequested)]
+            self._requests = [a for a in self._requests if isinstance(a, StopRequested)]
 
     def in_memory(self, steps: tuple[Step, ...]) -> None:
         """Notify the ranks that these steps have reached level memory."""
@@ -72,13 +72,13 @@ class RankNotices:
             for connection in self._ranks():
                 connection.push(failed)
 
-    def ask(self, path: str, message: GangRequest) -> None:
+    def request(self, path: str, message: GangRequest) -> None:
         """Send a save-now or stop request to rank 0. It is kept for a rank 0 that connects later."""
         kind = StopRequested if path == STOP else SaveRequested
         request = kind(message.round, message.token)
-        if request in self._asked:
+        if request in self._requests:
             return
-        self._asked.append(request)
+        self._requests.append(request)
         self._connections.push_rank(Rank(0), request)
 
     def repeat(self, connection: Connection) -> None:
@@ -88,7 +88,7 @@ class RankNotices:
         for failed in self._overtaken.values():
             connection.push(failed)
         if connection.rank == 0:
-            for request in self._asked:
+            for request in self._requests:
                 connection.push(request)
 
     async def released(self) -> None:
@@ -99,7 +99,7 @@ class RankNotices:
         """Discard what belongs to the old round, and end its waits for the release."""
         released, self._released = self._released, asyncio.Event()
         released.set()
-        self._asked = []
+        self._requests = []
         self._levels = {}
         self._overtaken = {}
 

@@ -39,14 +39,16 @@ class Sources:
     failures: Failures
 
 
-def compose(state: RoundState, sources: Sources, instance: str, told: str = "") -> WorkerReport:
+def compose(
+    state: RoundState, sources: Sources, instance: str, reported_to: str = ""
+) -> WorkerReport:
     """Return the present report of this worker.
 
     Args:
         state: The round that the report is of.
         sources: The components to read.
         instance: Random id of this sidecar process.
-        told: Id of the coordinator process that was sent everything. "": there is none.
+        reported_to: Id of the coordinator process that was sent everything. "": there is none.
     """
     gang, rehydrator = sources.gang, sources.rehydrator
     return WorkerReport(
@@ -63,7 +65,7 @@ def compose(state: RoundState, sources: Sources, instance: str, told: str = "") 
         idle=sources.stager.idle and sources.flow.idle,
         saves_skipped=gang.saves_skipped,
         saves=tuple(_saves(state, sources)),
-        told=told,
+        reported_to=reported_to,
         instance=instance,
     )
 
@@ -73,7 +75,7 @@ def _saves(state: RoundState, sources: Sources) -> Iterator[RankSaves]:
     for rank in map(Rank, state.own_ranks):
         newest = sources.stager.newest(rank)
         if newest is not None:
-            under_way = {*sources.stager.under_way(rank), *sources.flow.untold(rank)}
+            under_way = {*sources.stager.under_way(rank), *sources.flow.unacknowledged(rank)}
             yield RankSaves(rank, newest, tuple(sorted(under_way)))
 
 
@@ -125,7 +127,7 @@ class Reporter:
         self._tasks = Tasks()
         self._changed = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._heard: tuple[RestartRound, Worker, str] | None = None
+        self._answered_by: tuple[RestartRound, Worker, str] | None = None
         """The coordinator that replied last: round, worker, and id of its process."""
         self._instance = secrets.token_hex(8)
 
@@ -137,17 +139,18 @@ class Reporter:
 
     def now(self) -> WorkerReport:
         """Return the report that would be sent now."""
-        return compose(self._current(), self._sources, self._instance, self._told())
+        return compose(self._current(), self._sources, self._instance, self._reported_to())
 
-    def _told(self) -> str:
+    def _reported_to(self) -> str:
         """Return the id of the coordinator process of this round that has replied, or "" without one.
 
-        It has been sent everything except the steps that the report names as under way (`Flow.untold`).
+        It has been sent everything except the steps that the report names as under way
+        (`Flow.unacknowledged`).
         """
-        state, heard = self._current(), self._heard
-        if state.held is None or heard is None:
+        state, answered_by = self._current(), self._answered_by
+        if state.held is None or answered_by is None:
             return ""
-        return heard[2] if heard[:2] == (state.round, state.held.coordinator) else ""
+        return answered_by[2] if answered_by[:2] == (state.round, state.held.coordinator) else ""
 
     def changed(self) -> None:
         """Send a report soon, and without the minimum interval if a rank has died."""
@@ -158,7 +161,7 @@ class Reporter:
     async def _run(self) -> None:
         settings = self._pod.settings
         backoff = self._pod.backoff()
-        said = logs.Changed()
+        changes = logs.Changed()
         last: WorkerReport | None = None
         while True:
             await _wait(self._changed, settings.heartbeat_seconds)
@@ -167,25 +170,25 @@ class Reporter:
             state = self._current()
             if state.held is None:
                 continue
-            report = compose(state, self._sources, self._instance, self._told())
+            report = compose(state, self._sources, self._instance, self._reported_to())
             if report == last and not beat:
                 continue
             self._urgent.clear()
             try:
                 reply = await self._peers.call(state.held.coordinator, report, Ok)
             except HoldfastError as error:
-                said.say("report", str(error), round=state.round)
+                changes.log("report", str(error), round=state.round)
                 self._changed.set()
                 await _wait(self._urgent, min(backoff.next_seconds(), 2.0))
                 continue
             backoff.reset()
-            said.healthy("report")
+            changes.healthy("report")
             last = report
-            self._met(state.held.coordinator, reply)
+            self._note_coordinator(state.held.coordinator, reply)
             if not report.dead:
                 await _wait(self._urgent, settings.report_interval_seconds)
 
-    def _met(self, coordinator: Worker, reply: Ok) -> None:
+    def _note_coordinator(self, coordinator: Worker, reply: Ok) -> None:
         """Record the coordinator that replied. If it is a new one or has restarted, send it everything."""
         state = self._current()
         if state.held is None or (state.round, state.held.coordinator) != (
@@ -193,12 +196,16 @@ class Reporter:
             coordinator,
         ):
             return  # the round or its coordinator has changed: the next report's reply counts
-        met = (state.round, coordinator, reply.instance)
-        if self._heard is not None and self._heard[0] == met[0] and self._heard != met:
+        found = (state.round, coordinator, reply.instance)
+        if (
+            self._answered_by is not None
+            and self._answered_by[0] == found[0]
+            and self._answered_by != found
+        ):
             logs.info("the coordinator has changed: reporting everything again")
-            self._sources.flow.retell()
+            self._sources.flow.report_again()
             self._sources.stager.coordinator_changed()
-        self._heard = met
+        self._answered_by = found
         self._sources.stager.coordinator_replied()
 
 

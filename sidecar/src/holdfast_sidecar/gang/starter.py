@@ -90,8 +90,8 @@ class Starter:
             did not reply within `Settings.end_seconds`.
         """
         self._ended.clear()
-        told = self._connections.push_launcher(End(round_))
-        if not told or self._gang.running_round is None:
+        sent = self._connections.push_launcher(End(round_))
+        if not sent or self._gang.running_round is None:
             # No ranks run. A launcher without ranks may be busy preloading for long, so its reply is not
             # waited for.
             return True
@@ -119,7 +119,7 @@ class Starter:
             )
         )
         if not isinstance(run, Run):
-            self._waiting.say("barrier", run, calm=True, round=state.round)
+            self._waiting.log("barrier", run, calm=True, round=state.round)
             return
         if self._connections.push_launcher(run):
             logs.info("barrier open", round=state.round, step=run.restore_point.step)
@@ -191,11 +191,11 @@ class Starter:
             host = self._peers.endpoint(member).host
         except HoldfastError:
             host = self._settings.contract.pod_ip
-        self._know(Rendezvous(message.round, f"{host}:{message.port}", message.secret))
+        self._set_store(Rendezvous(message.round, f"{host}:{message.port}", message.secret))
 
     # ------------------------------------------------------------------ rendezvous
 
-    def _know(self, store: Rendezvous) -> None:
+    def _set_store(self, store: Rendezvous) -> None:
         if self._store == store:
             return
         self._store = store
@@ -230,11 +230,11 @@ class Starter:
                     seconds=_POLL_SECONDS + 5,
                 )
             except HoldfastError as error:
-                self._waiting.say("rendezvous", str(error), round=round_)
+                self._waiting.log("rendezvous", str(error), round=round_)
                 await self._clock.sleep(min(backoff.next_seconds(), 1.0))
                 continue
             backoff.reset()
             _, _, port = answer.address.rpartition(":")
             if answer.round == round_ and port.isdecimal() and answer.secret:
-                self._know(answer)
+                self._set_store(answer)
                 return

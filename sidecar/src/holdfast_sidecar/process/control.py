@@ -137,9 +137,9 @@ class Control:
             case Prune():
                 return await self._role.require().prune(message)
             case GangRequest() if caller.operator:
-                return self._role.require().ask(path, message)
+                return self._role.require().request(path, message)
             case GangRequest():
-                receivers.notices.ask(path, message)
+                receivers.notices.request(path, message)
             case ManifestPut():
                 return await receivers.manifests.put(message)
             case LevelNotice():

@@ -34,7 +34,7 @@ class Deaths:
                 "callback" or "connection".
         """
         self._counted = counted
-        self._said = logs.Changed()
+        self._log_changes = logs.Changed()
         self._fatal = asyncio.Event()
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -63,13 +63,15 @@ class Deaths:
             self._die(context["message"], error, "task")
         else:
             self._counted("callback")
-            self._said.say("event loop", f"{context['message']}: {error!r}")
+            self._log_changes.log("event loop", f"{context['message']}: {error!r}")
 
     def in_thread(self, name: str, error: BaseException) -> None:
         """Handle the exception that ended a thread. That of a bulk connection's thread is not fatal."""
         if name == CONNECTION_THREAD:
             self._counted("connection")
-            self._said.say("bulk connection", f"the thread of a bulk connection ended: {error!r}")
+            self._log_changes.log(
+                "bulk connection", f"the thread of a bulk connection ended: {error!r}"
+            )
         else:
             self._die(f"thread {name!r} ended with an unexpected error", error, "thread")
 

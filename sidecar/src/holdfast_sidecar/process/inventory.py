@@ -64,7 +64,7 @@ class Inventories:
         if left_out:
             oldest = fitting.manifests[0].step
             text = "the inventory is too large: it leaves out its oldest steps. Lower retention.keepLast"
-            self._changed.say("inventory", text, steps=left_out, oldest_listed=oldest)
+            self._changed.log("inventory", text, steps=left_out, oldest_listed=oldest)
         else:
             self._changed.healthy("inventory")
         return fitting

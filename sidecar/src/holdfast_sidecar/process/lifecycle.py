@@ -229,7 +229,7 @@ class Lifecycle:
         if before.coordinator != message.coordinator:
             await self._role.end()
             self._role.begin(message)
-            self._saves.flow.retell()
+            self._saves.flow.report_again()
             self._saves.stager.coordinator_changed()
         elif self._role.coordinator is not None:
             self._role.coordinator.update(message)

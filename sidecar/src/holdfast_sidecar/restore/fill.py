@@ -104,7 +104,7 @@ class Filler:
         same = restored.layout is None
         layout = None
         if message.with_layout or not same:
-            layout = await self._layouts.give(await self._layout(restored))
+            layout = await self._layouts.publish(await self._layout(restored))
         return RestoreReply(
             restored.point,
             payload_bytes=restored.payload_bytes.get(message.rank, 0),
@@ -212,7 +212,7 @@ class Filler:
             logs.warning("reading a shard's layout failed", rank=rank, error=str(error))
             return None
         try:
-            return await self._layouts.give(document)
+            return await self._layouts.publish(document)
         except UnavailableError as error:
             logs.warning("handing a shard's layout to the rank failed", rank=rank, error=str(error))
             return None

@@ -173,7 +173,7 @@ class Rehydrator:
     async def _until_done(self, point: RestorePoint) -> None:
         started = self._pod.clock.monotonic()
         patience = self._pod.patience()
-        said = ""
+        logged = ""
         while True:
             self._kick.clear()
             source_errors = SourceErrors()
@@ -194,8 +194,8 @@ class Rehydrator:
                 )
                 self._on_change()
                 return
-            if (text := str(source_errors)) != said:
-                said = text
+            if (text := str(source_errors)) != logged:
+                logged = text
                 logs.warning(
                     "the restore point cannot be read yet", step=point.step, source_errors=text
                 )
@@ -273,7 +273,7 @@ class Rehydrator:
             source_errors.failed("manifest in the node tier", error)
         for member in self.others():
             try:
-                answer = await self._ask(member, job_uid, checkpoint)
+                answer = await self._request_documents(member, job_uid, checkpoint)
                 document = answer.manifest.encode()
                 manifest = self._accept(document, point, checkpoint)
                 layout = answer.layout.encode() if answer.layout is not None else None
@@ -302,7 +302,7 @@ class Rehydrator:
             source_errors.failed("manifest in the object store", error)
             return None
 
-    async def _ask(
+    async def _request_documents(
         self, member: Member, job_uid: JobUid, checkpoint: CheckpointId
     ) -> ManifestDocument:
         """Request a checkpoint's manifest and layout from a member."""
@@ -333,7 +333,7 @@ class Rehydrator:
             source_errors.failed("layout in the node tier", error)
         for member in self.others():
             try:
-                answer = await self._ask(member, job_uid, manifest.checkpoint)
+                answer = await self._request_documents(member, job_uid, manifest.checkpoint)
                 if answer.layout is not None and digest_of(answer.layout.encode()) == digest:
                     return await self._keep_layout(answer.layout.encode())
                 source_errors.add(

@@ -52,7 +52,7 @@ class _Read:
     """Ranks whose shard no place has provided, and which an unreachable place may have."""
     copying: dict[tuple[Move, ...], Copying] = field(default_factory=dict)
     """Progress for each group of one shard's moves. A later pass continues there."""
-    said: set[tuple[Rank, str]] = field(default_factory=set)
+    reported: set[tuple[Rank, str]] = field(default_factory=set)
     """Pairs of shard and place whose failure was logged."""
 
 
@@ -191,8 +191,11 @@ class Resharder:
                     away = True
                 if isinstance(error, CorruptionError):
                     await self._shards.bad(place, ref, str(error))
-                if not isinstance(error, NotFoundError) and (ref.rank, place.name) not in read.said:
-                    read.said.add((ref.rank, place.name))
+                if (
+                    not isinstance(error, NotFoundError)
+                    and (ref.rank, place.name) not in read.reported
+                ):
+                    read.reported.add((ref.rank, place.name))
                     logs.warning(
                         "a shard is read from another source",
                         rank=ref.rank,

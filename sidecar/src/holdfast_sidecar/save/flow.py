@@ -147,17 +147,19 @@ class Flow:
         for key, shard in tuple(self._shards.items()):
             if (key.step, key.round) == (request.step, request.step_round):
                 good = shard.uploaded and not (request.whole and shard.stored_as.references)
-                self._shards[key] = replace(shard, wanted=True, uploaded=good, uploaded_told=False)
+                self._shards[key] = replace(
+                    shard, wanted=True, uploaded=good, uploaded_acknowledged=False
+                )
         self.wake()
 
-    def retell(self) -> None:
+    def report_again(self) -> None:
         """Send PREPARED, REPLICATED and UPLOADED of every shard again, without waiting for back-offs.
 
         Call this when the coordinator moved to another worker or its process restarted: the new one has
         received none of these messages.
         """
         self._coordinator_epoch += 1
-        self._shards = {k: s.untold() for k, s in self._shards.items()}
+        self._shards = {k: s.unacknowledged() for k, s in self._shards.items()}
         self._backoffs.clear()
         self._paused.clear()
         self.wake()
@@ -193,12 +195,12 @@ class Flow:
     def shards(self) -> tuple[OwnShard, ...]:
         return tuple(self._shards.values())
 
-    def untold(self, rank: Rank) -> tuple[Step, ...]:
+    def unacknowledged(self, rank: Rank) -> tuple[Step, ...]:
         """Return the rank's durable steps of this round whose PREPARED is not acknowledged yet."""
         return tuple(
             k.step
             for k, s in self._shards.items()
-            if k.rank == rank and s.reported and not s.prepared_told
+            if k.rank == rank and s.reported and not s.prepared_acknowledged
         )
 
     def wake(self) -> None:
@@ -291,20 +293,20 @@ class Flow:
                 await self._upload(shard)
                 return
             case Verb.PREPARED:
-                await self._tell_prepared(shard)
+                await self._send_prepared(shard)
             case Verb.REPLICATED:
                 message = Replicated(*self._speaker(shard), shard.ref.rank, shard.ref.blake3)
                 await self._members.control.call(self._coordinator(), message, Ok)
             case Verb.UPLOADED:
-                await self._tell_uploaded(shard)
+                await self._send_uploaded(shard)
         if coordinator_epoch == self._coordinator_epoch:
-            self._update(shard, told=action.verb)
+            self._update(shard, acknowledged=action.verb)
 
     def _update(
         self,
         shard: OwnShard,
         *,
-        told: Verb | None = None,
+        acknowledged: Verb | None = None,
         stored_as: StoredAs | None = None,
         copied: Worker | None = None,
     ) -> None:
@@ -317,11 +319,13 @@ class Flow:
             return
         self._shards[shard.key] = replace(
             now,
-            prepared_told=now.prepared_told or told is Verb.PREPARED,
-            replicated_told=now.replicated_told or told is Verb.REPLICATED,
+            prepared_acknowledged=now.prepared_acknowledged or acknowledged is Verb.PREPARED,
+            replicated_acknowledged=now.replicated_acknowledged or acknowledged is Verb.REPLICATED,
             # If the whole shard was requested meanwhile, the UPLOADED that named the pack does not count.
-            uploaded_told=now.uploaded_told
-            or (told is Verb.UPLOADED and now.uploaded and now.stored_as == shard.stored_as),
+            uploaded_acknowledged=now.uploaded_acknowledged
+            or (
+                acknowledged is Verb.UPLOADED and now.uploaded and now.stored_as == shard.stored_as
+            ),
             uploaded=now.uploaded or stored_as is not None,
             stored_as=stored_as or now.stored_as,
             copied=now.copied if copied is None else now.copied | {copied},
@@ -333,7 +337,7 @@ class Flow:
             raise UnavailableError("no ROUND has been received: the coordinator is unknown")
         return held.coordinator
 
-    async def _tell_prepared(self, shard: OwnShard) -> None:
+    async def _send_prepared(self, shard: OwnShard) -> None:
         """Send PREPARED, with the rank's layout if the coordinator requests it.
 
         The shard is deleted if the coordinator replies that its step was pruned.
@@ -357,7 +361,7 @@ class Flow:
             self._shards.pop(shard.key, None)
             await self._tiers.pools.shard.run(self._tiers.node.delete_shard, shard.ref)
 
-    async def _tell_uploaded(self, shard: OwnShard) -> None:
+    async def _send_uploaded(self, shard: OwnShard) -> None:
         message = Uploaded(
             *self._speaker(shard),
             shard.ref.rank,

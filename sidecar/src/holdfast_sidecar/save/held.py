@@ -86,8 +86,8 @@ def holding_of(
         owned: All slots that the sidecar owns, of any rank.
         stored: Shards that were held and are durable by now, of any rank.
     """
-    mine = sorted((o for o in owned if o.stage.rank == rank), key=lambda o: o.stage.step)
-    waited = [o for o in mine if o.waited and not o.dropped and o.stage.round == round_]
+    of_rank = sorted((o for o in owned if o.stage.rank == rank), key=lambda o: o.stage.step)
+    waited = [o for o in of_rank if o.waited and not o.dropped and o.stage.round == round_]
     shards = [digested(o.record, failed=o.failed) for o in waited if o.record is not None]
     shards.extend(
         digested(r, stored=True)
@@ -98,7 +98,7 @@ def holding_of(
         rank,
         tuple(sorted(shards, key=lambda s: s.step)),
         tuple(o.stage.step for o in waited if o.record is None),
-        max((o.stage.step for o in mine if o.where is Where.WRITING), default=None),
+        max((o.stage.step for o in of_rank if o.where is Where.WRITING), default=None),
     )
 
 
@@ -107,7 +107,7 @@ def is_quiet(holding: Iterable[RankHolding]) -> bool:
 
     Shards that were written without being held are reported by PREPARED.
     """
-    return not any(said.shards or said.digesting for said in holding)
+    return not any(entry.shards or entry.digesting for entry in holding)
 
 
 def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> OwnedSlot | None:
@@ -115,11 +115,11 @@ def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> O
 
     None while another slot of the rank is being written: each rank has at most one write under way.
     """
-    mine = [o for o in owned if o.stage.rank == rank]
-    if any(o.where is Where.WRITING for o in mine):
+    of_rank = [o for o in owned if o.stage.rank == rank]
+    if any(o.where is Where.WRITING for o in of_rank):
         return None
     ready = (
-        o for o in mine if o.where is Where.HELD and o.pending_write and o.stage.step == chosen
+        o for o in of_rank if o.where is Where.HELD and o.pending_write and o.stage.step == chosen
     )
     return next(ready, None)
 

@@ -51,33 +51,33 @@ class HoldTeller:
 
     async def _run(self) -> None:
         backoff = self._pod.backoff()
-        said = logs.Changed()
+        changes = logs.Changed()
         while True:
             await self._changed.wait()
             self._changed.clear()
             state = self._pod.state
-            holding = self._stager.untold
+            holding = self._stager.unreported
             if state.held is None or holding is None or not self._stager.has_coordinator:
                 continue
             coordinator_epoch = self._stager.coordinator_epoch
             try:
-                reply = await self._tell(state.held, holding)
+                reply = await self._report(state.held, holding)
             except HoldfastError as error:
-                said.say("holding", str(error), round=state.round)
+                changes.log("holding", str(error), round=state.round)
                 self._changed.set()
                 await self._pod.clock.sleep(backoff.next_seconds())
                 continue
             backoff.reset()
-            said.healthy("holding")
+            changes.healthy("holding")
             if (
                 self._pod.state.round == state.round
                 and self._stager.coordinator_epoch == coordinator_epoch
             ):
-                self._stager.told(holding)
+                self._stager.mark_reported(holding)
                 if reply.drop:
                     self._on_drop(frozenset(reply.drop))
 
-    async def _tell(self, held: Round, holding: tuple[RankHolding, ...]) -> HoldingReply:
+    async def _report(self, held: Round, holding: tuple[RankHolding, ...]) -> HoldingReply:
         """Send HOLDING, and once more with the layouts that the first reply requests."""
         message = Holding(held.round, self._pod.contract.worker, holding)
         reply = await self._peers.call(held.coordinator, message, HoldingReply)

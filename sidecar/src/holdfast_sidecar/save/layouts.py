@@ -73,9 +73,9 @@ class RankLayouts:
         """Extract one rank's layout from the layout of a checkpoint. Raises FormatError, CorruptionError."""
         return await self._pools.fill.run(_part, document, rank)
 
-    async def give(self, document: bytes) -> Digest:
+    async def publish(self, document: bytes) -> Digest:
         """Write a layout to the shared volume, where the ranks read it. Raises UnavailableError."""
-        return await self._pools.meta.run(self._give, document)
+        return await self._pools.meta.run(self._publish, document)
 
     def _store(self, digest: Digest) -> None:
         self._node.put_layout(self._checked(digest))
@@ -93,7 +93,7 @@ class RankLayouts:
             raise CorruptionError(f"layout {digest}: the document's digest is {found}")
         return document
 
-    def _give(self, document: bytes) -> Digest:
+    def _publish(self, document: bytes) -> Digest:
         digest = digest_of(document)
         with contextlib.suppress(HoldfastError):
             # Every rank of the pod requests the same document. One that is there already is not written

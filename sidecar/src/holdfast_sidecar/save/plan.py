@@ -47,30 +47,35 @@ class OwnShard:
     reported: bool = True
     """Whether the coordinator is sent messages about the shard. False for a shard of the restore point,
     which is only copied to targets that lack it: the coordinator has a record of its step already."""
-    prepared_told: bool = False
+    prepared_acknowledged: bool = False
     """Whether the current coordinator has acknowledged PREPARED."""
     committed: bool = False
     """Whether the step's manifest is on this node. Copies wait for it, because every rank's shard is
     durable then: a target reuses equal chunks of its own shard, and only the others are sent (ADR 0029)."""
     copied: frozenset[Worker] = frozenset()
     """Workers that have acknowledged a durable copy."""
-    replicated_told: bool = False
+    replicated_acknowledged: bool = False
     """Whether the current coordinator has acknowledged REPLICATED."""
     wanted: bool = False
     """Whether the coordinator has requested the upload."""
     uploaded: bool = False
     stored_as: StoredAs = StoredAs()
     """How the object store holds the shard. Valid if `uploaded` is set."""
-    uploaded_told: bool = False
+    uploaded_acknowledged: bool = False
     """Whether the current coordinator has acknowledged UPLOADED."""
 
     @property
     def key(self) -> ShardKey:
         return ShardKey(self.ref.step, self.ref.round, self.ref.rank)
 
-    def untold(self) -> OwnShard:
+    def unacknowledged(self) -> OwnShard:
         """Return the shard as a new coordinator requires it, with no message acknowledged."""
-        return replace(self, prepared_told=False, replicated_told=False, uploaded_told=False)
+        return replace(
+            self,
+            prepared_acknowledged=False,
+            replicated_acknowledged=False,
+            uploaded_acknowledged=False,
+        )
 
 
 class Verb(StrEnum):
@@ -101,22 +106,22 @@ def next_actions(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> tup
     """
     actions: list[Action] = []
     for shard in sorted(shards, key=lambda s: s.key):
-        if shard.reported and not shard.prepared_told:
+        if shard.reported and not shard.prepared_acknowledged:
             actions.append(Action(Verb.PREPARED, shard.key))
         missing = [t for t in targets if t not in shard.copied]
         if shard.committed:
             actions.extend(Action(Verb.COPY, shard.key, target) for target in missing)
         if (
             shard.reported
-            and shard.prepared_told
+            and shard.prepared_acknowledged
             and targets
             and not missing
-            and not shard.replicated_told
+            and not shard.replicated_acknowledged
         ):
             actions.append(Action(Verb.REPLICATED, shard.key))
         if shard.wanted and not shard.uploaded:
             actions.append(Action(Verb.UPLOAD, shard.key))
-        if shard.uploaded and not shard.uploaded_told:
+        if shard.uploaded and not shard.uploaded_acknowledged:
             actions.append(Action(Verb.UPLOADED, shard.key))
     return tuple(actions)
 

@@ -89,7 +89,7 @@ class Stager:
         self._stored: dict[tuple[Rank, Step], ShardRecord] = {}
         """Shards that were held and are durable now, until the coordinator has acknowledged that."""
         self._newest: dict[Rank, Step] = {}
-        self._told: tuple[RankHolding, ...] | None = None
+        self._reported: tuple[RankHolding, ...] | None = None
         """The last HOLDING that the coordinator acknowledged; None if it has no entry of this worker."""
         self._chosen: Step | None = None
         self._held_round: RoundState | None = None
@@ -115,9 +115,9 @@ class Stager:
             o.where is not Where.HELD or (o.committed and o.pending_write)
             for o in self._owned.values()
         )
-        said = self.holding()
-        is_told = is_quiet(said) or said == self._told
-        return not busy and is_told
+        now = self.holding()
+        is_reported = is_quiet(now) or now == self._reported
+        return not busy and is_reported
 
     @property
     def waiting(self) -> bool:
@@ -230,20 +230,20 @@ class Stager:
         )
 
     @property
-    def untold(self) -> tuple[RankHolding, ...] | None:
+    def unreported(self) -> tuple[RankHolding, ...] | None:
         """`holding`, or None if the coordinator has acknowledged it or there is nothing to report."""
         now = self.holding()
-        return None if now == self._told or (is_quiet(now) and self._told is None) else now
+        return None if now == self._reported or (is_quiet(now) and self._reported is None) else now
 
-    def told(self, holding: tuple[RankHolding, ...]) -> None:
+    def mark_reported(self, holding: tuple[RankHolding, ...]) -> None:
         """Record that the coordinator has acknowledged `holding`."""
         known: list[RankHolding] = []
-        for said in holding:
-            for shard in said.shards:
+        for entry in holding:
+            for shard in entry.shards:
                 if shard.stored:
-                    self._stored.pop((said.rank, shard.step), None)
-            known.append(replace(said, shards=tuple(s for s in said.shards if not s.stored)))
-        self._told = None if is_quiet(known) else tuple(known)
+                    self._stored.pop((entry.rank, shard.step), None)
+            known.append(replace(entry, shards=tuple(s for s in entry.shards if not s.stored)))
+        self._reported = None if is_quiet(known) else tuple(known)
         self._on_held()
 
     def coordinator_changed(self) -> None:
@@ -251,7 +251,7 @@ class Stager:
 
         Sending starts when the coordinator has replied to a report.
         """
-        self._told = None
+        self._reported = None
         self.coordinator_epoch += 1
         self.has_coordinator = False
 
@@ -369,7 +369,7 @@ class Stager:
         """
         self._held_round = state
         self.room.open()
-        self._chosen = self._told = None
+        self._chosen = self._reported = None
         self.has_coordinator = False
         self._stored.clear()
         self._newest.clear()

@@ -31,7 +31,7 @@ class Replacer:
         self._pools = tiers.pools
         self._rehydrator = rehydrator
         self._current = current
-        self._said = logs.Changed()
+        self._log_changes = logs.Changed()
         self._shards: dict[ShardRef, None] = {}
         self._manifests: dict[tuple[JobUid, CheckpointId], None] = {}
         self._layouts: dict[Digest, tuple[JobUid, CheckpointId]] = {}
@@ -75,9 +75,9 @@ class Replacer:
         source_errors = SourceErrors()
         tier = await self._rehydrator.fetch(ref, source_errors)
         if tier is None:
-            self._said.say(str(ref), f"a bad shard cannot be replaced now: {source_errors}")
+            self._log_changes.log(str(ref), f"a bad shard cannot be replaced now: {source_errors}")
             return False
-        self._said.healthy(str(ref))
+        self._log_changes.healthy(str(ref))
         if not await self._is_wanted(ref):
             # Its step was pruned during the fetch, when the pruning could not find the shard.
             await self._pools.shard.run(self._node.delete_shard, ref)
@@ -104,7 +104,9 @@ class Replacer:
         if await self._rehydrator.manifest(point, checkpoint, source_errors) is not None:
             logs.info("replaced a bad manifest", checkpoint=str(checkpoint))
             return True
-        self._said.say(str(checkpoint), f"a bad manifest cannot be replaced now: {source_errors}")
+        self._log_changes.log(
+            str(checkpoint), f"a bad manifest cannot be replaced now: {source_errors}"
+        )
         return not source_errors.retryable
 
     async def _layout(self, digest: Digest, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
@@ -118,7 +120,7 @@ class Replacer:
             # The checkpoint was pruned, no place has the layout, or the next pass finds the bad manifest.
             return True
         except HoldfastError as error:
-            self._said.say(digest, f"a bad layout cannot be replaced now: {error}")
+            self._log_changes.log(digest, f"a bad layout cannot be replaced now: {error}")
             return False
         logs.info("replaced a bad layout", layout=digest)
         return True

@@ -158,7 +158,7 @@ class ControlServer:
     def _post(self, endpoint: Endpoint) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request, caller: Caller) -> Any:
             refused = refuse_caller(
-                self._handler.state, caller, endpoint.request, _said_round(request)
+                self._handler.state, caller, endpoint.request, _round_of_header(request)
             )
             if refused is not None:
                 raise_refused(refused)
@@ -293,7 +293,7 @@ class PlainServer:
         return self._render_page()
 
 
-def _said_round(request: web.Request) -> RestartRound | None:
+def _round_of_header(request: web.Request) -> RestartRound | None:
     text = request.headers.get(ROUND_HEADER)
     if text is None:
         return None
