@@ -35,33 +35,27 @@ class Listener:
 
     def __init__(
         self,
-        name: str,
         factory: Callable[[], asyncio.Protocol],
         *,
         context: ssl.SSLContext | None,
         limits: ListenerLimits,
         expected: Callable[[], Container[str]] = frozenset,
-        dropped: Callable[[str, str], None] = lambda port, reason: None,
-        warn: Callable[..., None] = lambda reason, message, **fields: None,
+        closed: Callable[[str, str], None],
     ) -> None:
         """Create a listener; it accepts nothing before it is started.
 
         Args:
-            name: Name of the port, for `dropped` and `warn`.
             factory: Makes the protocol of an admitted connection.
             context: TLS settings. None serves without TLS, and then every caller counts as a stranger.
             limits: Places and the time-out of the handshake.
             expected: Returns the addresses that callers are expected from.
-            dropped: Called with the port's name and the reason for each connection that the listener closes
-                or cannot accept.
-            warn: Called in the same cases with the reason, a sentence and `port=`. It must limit its own
-                log lines.
+            closed: Called with the reason and a sentence for each connection that the listener closes before
+                its end or cannot accept. Strangers can cause many calls.
         """
-        self._name = name
         self._factory = factory
         self._context = context
         self._limits = limits
-        self._dropped = dropped
+        self._closed = closed
         self._admission: Admission[_Connection] = Admission(
             limits.places, self._displace, expected=expected
         )
@@ -69,7 +63,6 @@ class Listener:
         self._acceptor: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
-        self._warn = warn
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the bound port. Raises OSError."""
@@ -111,7 +104,7 @@ class Listener:
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as error:
-                self._drop("accept", f"accepting a connection failed: {error}")
+                self._closed("accept", f"accepting a connection failed: {error}")
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             connection = _Connection(self, sock)
@@ -133,7 +126,7 @@ class Listener:
             )
         except OSError as error:
             if not connection.is_displaced:
-                self._drop("handshake", f"a connection was closed during its handshake: {error}")
+                self._closed("handshake", f"a connection was closed during its handshake: {error}")
             self._left(connection)
 
     def _made(self, connection: _Connection, transport: asyncio.Transport) -> bool:
@@ -146,7 +139,7 @@ class Listener:
         if self._context is not None:
             name = ",".join(_dns_names(transport)) or "unnamed"
             if not self._admission.is_known(connection, name):
-                self._drop("room", f"a connection of {name} was refused: too many connections")
+                self._closed("room", f"a connection of {name} was refused: too many connections")
                 return False
         return True
 
@@ -160,11 +153,7 @@ class Listener:
 
     def _displace(self, connection: _Connection) -> None:
         connection.displace()
-        self._drop("room", "a connection was closed to make room for a newer one")
-
-    def _drop(self, reason: str, message: str) -> None:
-        self._dropped(self._name, reason)
-        self._warn(reason, message, port=self._name)
+        self._closed("room", "a connection was closed to make room for a newer one")
 
 
 class _Connection(asyncio.Protocol):

@@ -22,22 +22,18 @@ class Port:
 
     def __init__(
         self,
-        name: str,
         *,
         context: ssl.SSLContext | None,
         limits: ListenerLimits,
         idle_seconds: float,
         expected: Callable[[], Container[str]] = frozenset,
-        dropped: Callable[[str, str], None],
-        warn: Callable[..., None],
+        closed: Callable[[str, str], None],
     ) -> None:
-        self._name = name
         self._context = context
         self._limits = limits
         self._idle_seconds = idle_seconds
         self._expected = expected
-        self._dropped = dropped
-        self._warn = warn
+        self._closed = closed
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
 
@@ -56,13 +52,11 @@ class Port:
         server = self._runner.server
         assert server is not None
         self._listener = Listener(
-            self._name,
             server,
             context=self._context,
             limits=self._limits,
             expected=self._expected,
-            dropped=self._dropped,
-            warn=self._warn,
+            closed=self._closed,
         )
         return await self._listener.start(host, port)
 

@@ -8,6 +8,7 @@ of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import web
 from prometheus_client import generate_latest
@@ -45,17 +46,19 @@ class PlainPorts:
         self._rendered: tuple[float, bytes] | None = None
         self._ports = {
             name: Port(
-                name,
                 context=None,
                 limits=limits or ListenerLimits(PLACES),
                 idle_seconds=_IDLE_SECONDS,
-                dropped=metrics.dropped_connection,
-                warn=self._log_changes.warning_once,
+                closed=partial(self._closed, name),
             )
             for name in ("metrics", "health")
         }
         self.metrics_port = 0
         self.health_port = 0
+
+    def _closed(self, port: str, reason: str, message: str) -> None:
+        self._metrics.dropped_connection(port, reason)
+        self._log_changes.warning_once(reason, message, port=port)
 
     async def start(self, host: str, metrics_port: int, health_port: int) -> None:
         """Listen on both ports; port 0 lets the system choose. Raises OSError if a port is in use."""

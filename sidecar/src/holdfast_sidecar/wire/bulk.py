@@ -20,10 +20,10 @@ from holdfast_core.peer.remote import Peer
 from holdfast_core.peer.server import BulkServer
 from holdfast_core.shards.file import Trailer
 from holdfast_core.tiers.base import NodeTier, ShardRecord
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import Caller, RoundState, refuse_copy, refuse_reader
 from holdfast_sidecar.wire.certificates import Certificates
 from holdfast_sidecar.wire.client import Peers, raise_refused
+from holdfast_sidecar.wire.closed import ClosedConnections
 from holdfast_sidecar.wire.server import caller_of
 
 _OPTIONS = BulkOptions(attempts=2)
@@ -53,8 +53,7 @@ class BulkServing:
         self._certificates = certificates
         self._current = current
         self._expected = expected
-        self._dropped = dropped
-        self._seldom = logs.Seldom()
+        self._closed = ClosedConnections("bulk", dropped)
         self._server: BulkServer | None = None
 
     def start(self, host: str, port: int) -> int:
@@ -66,7 +65,7 @@ class BulkServing:
             host=host,
             port=port,
             expected=self._expected,
-            dropped=self._drop,
+            dropped=lambda reason: self._closed(reason, f"a bulk connection was closed: {reason}"),
         )
         self._server.start()
         return self._server.port
@@ -108,10 +107,6 @@ class BulkServing:
 
     def allows_plain(self) -> bool:
         return plain_copies(self._current())
-
-    def _drop(self, reason: str) -> None:
-        self._dropped("bulk", reason)
-        self._seldom.warning(reason, f"a bulk connection was closed: {reason}", port="bulk")
 
     def _caller(self, peer_dns_name: str) -> Caller:
         caller = caller_of((peer_dns_name,), self._contract.job_uid)

@@ -37,6 +37,7 @@ from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.wire.budget import ByteBudget
+from holdfast_sidecar.wire.closed import ClosedConnections
 
 _MAX_BUFFERED_BYTES = 256 << 10
 _READ_BYTES = 16 << 10
@@ -192,8 +193,7 @@ class Intake:
     ) -> None:
         """Create the server; `start` begins to listen. `dropped` is as in `ControlServer`."""
         self._limits = limits or IntakeLimits()
-        self._dropped = dropped
-        self._seldom = logs.Seldom()
+        self._closed = ClosedConnections("socket", dropped)
         self._large = ByteBudget(_LARGE_FRAMES_BYTES)
         self._admission: Admission[Connection] = Admission(self._limits.places, self._displace)
         self._path = path
@@ -232,9 +232,9 @@ class Intake:
         try:
             await self._read(reader, connection)
         except FormatError as error:
-            self._drop("frame", f"a local connection sent an invalid frame: {error}")
+            self._closed("frame", f"a local connection sent an invalid frame: {error}")
         except (OSError, UnavailableError) as error:
-            self._drop("broken", f"a local connection broke: {error or type(error).__name__}")
+            self._closed("broken", f"a local connection broke: {error or type(error).__name__}")
         finally:
             self._admission.leave(connection)
             self._connections.discard(connection)
@@ -245,11 +245,7 @@ class Intake:
 
     def _displace(self, connection: Connection) -> None:
         connection.abort()
-        self._drop("room", "a local connection was closed to make room for a newer one")
-
-    def _drop(self, reason: str, message: str) -> None:
-        self._dropped("socket", reason)
-        self._seldom.warning(reason, message)
+        self._closed("room", "a local connection was closed to make room for a newer one")
 
     @property
     def connections(self) -> int:

@@ -39,6 +39,7 @@ from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
 from holdfast_sidecar.wire.bodies import Bodies
 from holdfast_sidecar.wire.client import raise_refused
+from holdfast_sidecar.wire.closed import ClosedConnections
 from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Endpoint
 
 MAX_POLL_SECONDS = 60.0
@@ -125,13 +126,11 @@ class ControlServer:
         self._job_uid = job_uid
         self._bodies = Bodies(_BODIES_BYTES)
         self._port = Port(
-            "control",
             context=context,
             limits=limits or ListenerLimits(),
             idle_seconds=_IDLE_SECONDS,
             expected=expected,
-            dropped=dropped,
-            warn=logs.Seldom().warning,
+            closed=ClosedConnections("control", dropped),
         )
 
     async def start(self, host: str, port: int) -> int:
@@ -248,12 +247,10 @@ class PlainServer:
         self._rendering: asyncio.Task[bytes] | None = None
         self._not_before = 0.0
         self._port = Port(
-            "metrics",
             context=None,
             limits=limits or ListenerLimits(_PLAIN_PLACES),
             idle_seconds=_PLAIN_IDLE_SECONDS,
-            dropped=dropped,
-            warn=logs.Seldom().warning,
+            closed=ClosedConnections("metrics", dropped),
         )
 
     async def start(self, host: str, port: int) -> int:
