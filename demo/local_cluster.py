@@ -19,7 +19,7 @@ import aiohttp
 from tests.support.servers.pki import Authority
 
 from demo.local_pods import LocalPod, PodSpec
-from holdfast_core.api import TrainingJob, TrainingJobStatus, changed
+from holdfast_core.api import Checkpoint, CheckpointStatus, TrainingJob, TrainingJobStatus, changed
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import Digest, RestartRound, Worker
@@ -37,7 +37,6 @@ from holdfast_core.names import parse_pod_name
 from holdfast_operator.apply.apply import apply, memory_after
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import (
-    CheckpointRecord,
     CreateCertificates,
     EmitEvent,
     PruneObject,
@@ -45,12 +44,12 @@ from holdfast_operator.model.actions import (
     RequestStop,
     SealWorker,
     SendRound,
+    UpdateCheckpoint,
     round_digest,
 )
 from holdfast_operator.model.effects import ConflictError
 from holdfast_operator.model.job import (
     AckedRound,
-    CheckpointView,
     JobMemory,
     NodeView,
     Now,
@@ -93,7 +92,7 @@ class LocalCluster:
     _pods_change: threading.Lock = field(default_factory=threading.Lock)
     nodes: dict[str, NodeView] = field(default_factory=dict)
     sidecars: dict[str, SidecarView] = field(default_factory=dict)
-    checkpoints: dict[str, CheckpointView] = field(default_factory=dict)
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     services: set[str] = field(default_factory=set)
     secrets: set[str] = field(default_factory=set)
     coordinator: CoordinatorState | None = None
@@ -268,32 +267,24 @@ class LocalCluster:
         self.secrets.discard(secret)
 
     async def create_checkpoint(
-        self, job: TrainingJob, body: Mapping[str, Any], record: CheckpointRecord
+        self, job: TrainingJob, body: Mapping[str, Any], status: CheckpointStatus
     ) -> None:
-        name = body["metadata"]["name"]
+        created = Checkpoint.from_dict(body)
+        metadata = changed(created.metadata, uid=str(uuid.uuid4()), resource_version="1")
         self.checkpoints.setdefault(
-            name,
-            CheckpointView(name, str(uuid.uuid4()), "1", job.name, self.clock.utc_now()),
+            created.name, changed(created, metadata=metadata, status=status)
         )
-        await self.update_checkpoint(job, name, self.checkpoints[name].resource_version, record)
+        self._wake.set()
 
-    async def update_checkpoint(
-        self, job: TrainingJob, name: str, resource_version: str, record: CheckpointRecord
-    ) -> None:
-        known = self.checkpoints[name]
-        checkpoint = record.checkpoint
-        self.checkpoints[name] = replace(
-            known,
-            resource_version=str(int(known.resource_version) + 1),
-            step=known.step if checkpoint is None else checkpoint.step,
-            round=known.round if checkpoint is None else checkpoint.round,
-            manifest=record.manifest,
-            job_uid=record.job_uid,
-            world_size=record.world_size,
-            phase=record.phase,
-            persisted=record.persisted,
-            payload_bytes=record.payload_bytes,
-        )
+    async def update_checkpoint(self, job: TrainingJob, action: UpdateCheckpoint) -> None:
+        known = self.checkpoints[action.name]
+        if known.resource_version != action.resource_version:
+            raise ConflictError(
+                f"status of {known.name}: {action.resource_version} is not the newest"
+            )
+        version = str(int(known.resource_version) + 1)
+        metadata = changed(known.metadata, resource_version=version)
+        self.checkpoints[action.name] = changed(known, metadata=metadata, status=action.status)
         self._wake.set()
 
     async def delete_checkpoint(self, job: TrainingJob, name: str, uid: str) -> None:

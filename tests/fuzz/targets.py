@@ -19,7 +19,7 @@ from tests.support.api_objects import checkpoint_object, job_object, store_objec
 from tests.support.operator.builders import raw_job
 
 from holdfast.launcher.record import RoundRecord
-from holdfast_core.api import CheckpointStore, TrainingJob
+from holdfast_core.api import Checkpoint, CheckpointStore, TrainingJob
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
     ConfigError,
@@ -58,9 +58,6 @@ from holdfast_core.shards.pack import index_bytes_of, unpack_index
 from holdfast_core.shards.stream import ShardStream
 from holdfast_core.shm.slot_header import SlotHeader, SlotState
 from holdfast_operator.loop.stores_probe import parse_message
-from holdfast_operator.watch.records import (
-    read_checkpoint,
-)
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
@@ -314,7 +311,7 @@ def _api() -> Iterator[Target]:
     saved = {"phase": "Committed", "round": 3, "manifest": "b3:00", "worldSize": 2, "bytes": 9}
     yield Target(
         "Checkpoint",
-        _object(read_checkpoint),
+        _object(Checkpoint.from_dict),
         (stored(checkpoint_object()), stored(checkpoint_object(), status=saved)),
         refuses,
     )

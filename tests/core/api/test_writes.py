@@ -243,3 +243,28 @@ def test_a_request_to_save_has_no_id() -> None:
     done = checkpoint_object(step=40)
     done["status"] = {"round": 2}
     assert Checkpoint.from_dict(done).id == CheckpointId(Step(40), RestartRound(2))
+
+
+@pytest.mark.parametrize(
+    ("policy", "hold", "deletes"),
+    [("DeleteData", False, True), ("DeleteData", True, False), ("Retain", False, False)],
+)
+def test_a_pinned_checkpoint_keeps_its_data(policy: str, hold: bool, deletes: bool) -> None:
+    raw = checkpoint_object(step=40, deletionPolicy=policy, hold=hold)
+    raw["metadata"]["finalizers"] = ["other.dev/x", Checkpoint.FINALIZER]
+    raw["status"] = {
+        "conditions": [
+            {
+                "type": "Persisted",
+                "status": "True",
+                "reason": "Persisted",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }
+        ]
+    }
+    checkpoint = Checkpoint.from_dict(raw)
+    assert (checkpoint.deletes_data, checkpoint.persisted, checkpoint.has_finalizer) == (
+        deletes,
+        True,
+        True,
+    )

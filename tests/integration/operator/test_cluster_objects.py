@@ -15,7 +15,7 @@ from tests.support.operator.operator_bed import (
 )
 from tests.support.servers.control_plane import ControlPlaneError
 
-from holdfast_operator.model import labels
+from holdfast_core.api import Checkpoint
 
 pytestmark = pytest.mark.integration
 
@@ -121,7 +121,7 @@ def test_a_deleted_checkpoint_whose_job_is_gone_does_not_hang(empty_bed: Operato
             {
                 "apiVersion": "holdfast.dev/v1alpha1",
                 "kind": "Checkpoint",
-                "metadata": {"name": name, "finalizers": [labels.DATA_FINALIZER]},
+                "metadata": {"name": name, "finalizers": [Checkpoint.FINALIZER]},
                 "spec": {"jobRef": {"name": "gpt"}, "step": 10, "deletionPolicy": "DeleteData"},
             },
         )

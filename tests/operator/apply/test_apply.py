@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import job
 
-from holdfast_core.api import TrainingJobStatus
+from holdfast_core.api import CheckpointPhase, CheckpointStatus, TrainingJobStatus
 from holdfast_core.errors import HoldfastError, UnavailableError
-from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
+from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import PruneReply, RestorePoint
 from holdfast_operator.apply.apply import ActionFailed, Applied, apply, memory_after
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
-    CheckpointRecord,
     CreateCertificates,
     CreateCheckpointObject,
     CreatePod,
@@ -54,9 +53,8 @@ PRUNE = PruneObject(
 )
 RECORD = CreateCheckpointObject(
     "job-l2msg4-s40-r0",
-    CheckpointId(Step(40), RestartRound(0)),
-    "Retain",
-    CheckpointRecord("Committed"),
+    Step(40),
+    CheckpointStatus(phase=CheckpointPhase.COMMITTED),
 )
 
 

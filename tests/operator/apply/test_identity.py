@@ -6,10 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import UID, manifest_digest, metadata, raw_job, raw_store
+from tests.support.operator.builders import (
+    UID,
+    checkpoint,
+    metadata,
+    raw_job,
+    raw_store,
+)
 from tests.support.operator.fake_api import FakeApi, Raw
 
-from holdfast_core.api import TrainingJob
+from holdfast_core.api import CheckpointStatus, TrainingJob
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
@@ -23,7 +29,7 @@ from holdfast_operator.kube.events import Events
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.stores_probe import probe_name
 from holdfast_operator.model import labels
-from holdfast_operator.model.actions import CheckpointRecord, CreateCheckpointObject
+from holdfast_operator.model.actions import CreateCheckpointObject
 from holdfast_operator.model.effects import NameTakenError
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.keys import Key
@@ -211,19 +217,12 @@ async def test_a_foreign_service_is_reported_and_does_not_stop_the_job() -> None
     )
 
 
-def record() -> CheckpointRecord:
-    return CheckpointRecord(
-        phase="Committed",
-        checkpoint=COMMIT,
-        manifest=manifest_digest(100, 0),
-        world_size=2,
-        job_uid=UID,
-        persisted=True,
-    )
+def record() -> CheckpointStatus:
+    return checkpoint(100, 0).status
 
 
 def checkpoint_body(job: TrainingJob, name: str) -> Raw:
-    return render_checkpoint(job, CreateCheckpointObject(name, COMMIT, "Retain", record()))
+    return render_checkpoint(job, CreateCheckpointObject(name, COMMIT.step, record()))
 
 
 async def test_a_record_is_repaired_where_an_operator_died_before_its_status() -> None:

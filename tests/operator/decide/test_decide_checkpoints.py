@@ -14,12 +14,20 @@ from tests.support.operator.builders import (
     manifest_digest,
     now,
     pod,
+    request,
     sidecar,
     status,
     store,
 )
 
-from holdfast_core.api import LineageEntry, PersistedStep, RestorePointStatus, changed
+from holdfast_core.api import (
+    Checkpoint,
+    LineageEntry,
+    PersistedStep,
+    RestorePointStatus,
+    ShardCounts,
+    changed,
+)
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -38,10 +46,10 @@ from holdfast_operator.model.actions import (
     DeleteCheckpoint,
     PruneObject,
     RequestSave,
-    UpdateCheckpointStatus,
+    UpdateCheckpoint,
     WriteStatus,
 )
-from holdfast_operator.model.job import CheckpointView, JobMemory, Observed
+from holdfast_operator.model.job import JobMemory, Observed
 
 
 def persisted(step: int, round_: int = 2) -> PersistedStep:
@@ -58,7 +66,7 @@ def world(
     *,
     committed: PersistedStep | None = None,
     reported: RestorePoint | None = None,
-    checkpoints: tuple[CheckpointView, ...] = (),
+    checkpoints: tuple[Checkpoint, ...] = (),
     coordinator: dict[str, Any] | None = None,
     memory: JobMemory | None = None,
     **spec: Any,
@@ -132,7 +140,7 @@ def only(decision: Decision, kind: type[Any]) -> list[Any]:
 def test_commit(
     committed: PersistedStep | None,
     reported: RestorePoint,
-    objects: tuple[CheckpointView, ...],
+    objects: tuple[Checkpoint, ...],
     expected: int | None,
 ) -> None:
     decision = decide(world(committed=committed, reported=reported, checkpoints=objects), now())
@@ -158,27 +166,24 @@ def test_the_object_is_a_projection_of_the_commit() -> None:
     decision = decide(world(committed=persisted(40), reported=point(40)), now())
     (create,) = only(decision, CreateCheckpointObject)
     assert create.name == "job-l2msg4-s40-r2"
-    record = create.record
-    assert (record.phase, record.manifest) == ("Committed", manifest_digest(40, 2))
-    assert (record.payload_bytes, record.world_size, record.job_uid) == (1234, 2, UID)
+    written = create.status
+    assert (written.phase, written.manifest) == ("Committed", manifest_digest(40, 2))
+    assert (written.bytes, written.world_size, written.job_uid) == (1234, 2, UID)
+    assert (create.step, written.round, written.job_namespace) == (40, 2, "team-a")
+    assert written.shards == ShardCounts(total=2, object=2)
+    held = {c.type for c in written.conditions if c.is_true}
+    assert held == {"Committed", "Replicated", "Persisted", "Restorable"}
 
 
 # --------------------------------------------------------------------------- requests
-
-
-def request(**changes: Any) -> CheckpointView:
-    base = CheckpointView(
-        name="before-lunch", uid="u", resource_version="5", job="job", created_at=START
-    )
-    return replace(base, **changes)
 
 
 def test_a_request_is_asked_once_and_becomes_the_record() -> None:
     first = decide(world(checkpoints=(request(),)), now())
     (ask,) = only(first, RequestSave)
     assert (ask.token, ask.round, ask.worker) == ("before-lunch", 2, 0)
-    (update,) = only(first, UpdateCheckpointStatus)
-    assert update.record.phase == "InProgress"
+    (update,) = only(first, UpdateCheckpoint)
+    assert update.status.phase == "InProgress"
 
     waiting = request(phase="InProgress", started_at=START)
     second = decide(world(checkpoints=(waiting,), memory=first.memory), now(1001.0))
@@ -192,14 +197,14 @@ def test_a_request_is_asked_once_and_becomes_the_record() -> None:
         ),
         now(1002.0),
     )
-    assert not only(older, UpdateCheckpointStatus), "saved before it was asked for"
+    assert not only(older, UpdateCheckpoint), "saved before it was asked for"
 
     done = decide(
         world(committed=persisted(45), checkpoints=(waiting,), memory=older.memory), now(1003.0)
     )
-    (record,) = only(done, UpdateCheckpointStatus)
-    assert record.record.phase == "Committed"
-    assert str(record.record.checkpoint) == "s45-r2"
+    (record,) = only(done, UpdateCheckpoint)
+    assert record.status.phase == "Committed"
+    assert (record.step, record.status.round) == (45, 2)
     assert not only(done, CreateCheckpointObject), "the request is the object of this commit"
 
 
@@ -221,16 +226,16 @@ def test_without_a_store_a_request_is_recorded_when_it_is_replicated() -> None:
         ),
         now(),
     )
-    (record,) = only(done, UpdateCheckpointStatus)
-    assert str(record.record.checkpoint) == "s45-r2"
-    assert not record.record.persisted
+    (record,) = only(done, UpdateCheckpoint)
+    assert (record.step, record.status.round) == (45, 2)
+    assert not record.status.is_true("Persisted")
 
 
 # --------------------------------------------------------------------------- retention
 
 
 def names(actions: list[Action]) -> list[str]:
-    return [a.name for a in actions if isinstance(a, UpdateCheckpointStatus | PruneObject)]
+    return [a.name for a in actions if isinstance(a, UpdateCheckpoint | PruneObject)]
 
 
 FOUR = tuple(checkpoint(step, 2) for step in (40, 50, 60, 70))
@@ -238,10 +243,10 @@ FOUR = tuple(checkpoint(step, 2) for step in (40, 50, 60, 70))
 
 def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
     marked = decide(world(committed=persisted(70), checkpoints=FOUR), now())
-    updates = only(marked, UpdateCheckpointStatus)
-    assert [(u.name, u.record.phase) for u in updates] == [("job-l2msg4-s40-r2", "Deleting")]
+    updates = only(marked, UpdateCheckpoint)
+    assert [(u.name, u.status.phase) for u in updates] == [("job-l2msg4-s40-r2", "Deleting")]
     assert not only(marked, PruneObject)
-    doomed = (replace(FOUR[0], phase="Deleting"), *FOUR[1:])
+    doomed = (checkpoint(40, 2, phase="Deleting"), *FOUR[1:])
     (prune,) = only(decide(world(committed=persisted(70), checkpoints=doomed), now()), PruneObject)
     assert (prune.name, prune.checkpoint.step, prune.uid) == ("job-l2msg4-s40-r2", 40, "ckpt-40-2")
 
@@ -253,7 +258,7 @@ def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
         pytest.param(
             FOUR, {"keep_last": 2}, ["job-l2msg4-s40-r2", "job-l2msg4-s50-r2"], id="two are kept"
         ),
-        pytest.param((replace(FOUR[0], hold=True), *FOUR[1:]), {}, [], id="held"),
+        pytest.param((checkpoint(40, 2, hold=True), *FOUR[1:]), {}, [], id="held"),
         pytest.param((checkpoint(30, 1), *FOUR[1:]), {}, [], id="the restore point"),
         pytest.param(
             (checkpoint(35, 1), *FOUR[1:]), {}, ["job-l2msg4-s35-r1"], id="off the lineage"
@@ -268,12 +273,12 @@ def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
             id="replicated in an older round",
         ),
         pytest.param(
-            (replace(FOUR[0], job_uid=JobUid("former")), *FOUR[1:]), {}, [], id="of a former job"
+            (checkpoint(40, 2, job_uid="former"), *FOUR[1:]), {}, [], id="of a former job"
         ),
     ],
 )
 def test_retention(
-    objects: tuple[CheckpointView, ...], changes: dict[str, Any], pruned: list[str]
+    objects: tuple[Checkpoint, ...], changes: dict[str, Any], pruned: list[str]
 ) -> None:
     decision = decide(world(committed=persisted(70), checkpoints=objects, **changes), now())
     assert names(list(decision.actions)) == pruned
@@ -282,24 +287,23 @@ def test_retention(
 # --------------------------------------------------------------------------- deletes
 
 
-GOING = replace(checkpoint(40, 2), deleting=True, has_finalizer=True, deletion_policy="DeleteData")
+def going(**changes: Any) -> Checkpoint:
+    """Return a Checkpoint with deletionPolicy DeleteData that a user has deleted."""
+    given = {"deleting": True, "has_finalizer": True, "deletion_policy": "DeleteData", **changes}
+    return checkpoint(40, 2, **given)
 
 
 @pytest.mark.parametrize(
     ("view", "committed", "pruned", "released"),
     [
-        pytest.param(GOING, 70, True, False, id="data first"),
-        pytest.param(GOING, 40, False, False, id="not the newest commit"),
-        pytest.param(
-            replace(GOING, deletion_policy="Retain"), 70, False, True, id="retained after all"
-        ),
-        pytest.param(replace(GOING, hold=True), 70, False, True, id="held: the data stays"),
-        pytest.param(replace(GOING, has_finalizer=False), 70, False, False, id="not ours to do"),
+        pytest.param(going(), 70, True, False, id="data first"),
+        pytest.param(going(), 40, False, False, id="not the newest commit"),
+        pytest.param(going(deletion_policy="Retain"), 70, False, True, id="retained after all"),
+        pytest.param(going(hold=True), 70, False, True, id="held: the data stays"),
+        pytest.param(going(has_finalizer=False), 70, False, False, id="not ours to do"),
     ],
 )
-def test_deletes_by_people(
-    view: CheckpointView, committed: int, pruned: bool, released: bool
-) -> None:
+def test_deletes_by_people(view: Checkpoint, committed: int, pruned: bool, released: bool) -> None:
     objects = (view, checkpoint(70, 2)) if committed == 70 else (view,)
     decision = decide(world(committed=persisted(committed), checkpoints=objects), now())
     assert bool(only(decision, PruneObject)) is pruned
@@ -307,11 +311,11 @@ def test_deletes_by_people(
 
 
 def test_delete_data_gets_our_finalizer() -> None:
-    view = replace(checkpoint(40, 2), deletion_policy="DeleteData")
+    view = checkpoint(40, 2, deletion_policy="DeleteData")
     decision = decide(world(committed=persisted(40), checkpoints=(view,)), now())
-    (update,) = only(decision, UpdateCheckpointStatus)
-    assert update.record.finalizer
-    assert update.record.phase == "Committed"
+    (update,) = only(decision, UpdateCheckpoint)
+    assert update.finalizers == ("holdfast.dev/delete-data",)
+    assert update.status.phase == "Committed"
 
 
 # --------------------------------------------------------------------------- status

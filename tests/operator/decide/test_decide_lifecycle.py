@@ -22,6 +22,7 @@ from tests.support.operator.builders import (
 )
 
 from holdfast_core.api import (
+    Checkpoint,
     Condition,
     ConditionStatus,
     JobCondition,
@@ -59,7 +60,8 @@ def writes(decision: Decision) -> list[TrainingJobStatus]:
 # --------------------------------------------------------------------------- acceptance
 
 
-OTHER = checkpoint(1200, 2, name="src", job="other", job_uid="other-uid")
+def other(**changes: Any) -> Checkpoint:
+    return checkpoint(1200, 2, name="src", job="other", job_uid="other-uid", **changes)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +91,14 @@ OTHER = checkpoint(1200, 2, name="src", job="other", job_uid="other-uid")
         ),
         pytest.param(
             {"restore_from": "src", "store": "main"},
-            {"store": store(), "checkpoints": (replace(OTHER, phase="InProgress"),)},
+            {"store": store(), "checkpoints": (other(phase="InProgress"),)},
             Reason.CHECKPOINT_NOT_RESTORABLE,
             False,
             id="checkpoint not committed",
         ),
         pytest.param(
             {"restore_from": "src"},
-            {"checkpoints": (OTHER,)},
+            {"checkpoints": (other(),)},
             Reason.CHECKPOINT_NOT_RESTORABLE,
             False,
             id="no store to read it from",
@@ -119,7 +121,7 @@ def test_problems_keep_the_first_round_from_beginning(
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_a_checkpoint_of_any_number_of_ranks_is_accepted(ranks: int) -> None:
-    source = replace(OTHER, world_size=ranks)
+    source = other(world_size=ranks)
     given = job(2, restore_from="src", store="main")
     decision = decide(Observed(job=given, store=store(), checkpoints=(source,)), now())
     (begun,) = (action for action in decision.actions if isinstance(action, BeginRound))

@@ -20,7 +20,14 @@ from tests.support.operator.builders import (
     store,
 )
 
-from holdfast_core.api import Condition, JobCondition, PersistedStep, RestorePointStatus, changed
+from holdfast_core.api import (
+    Checkpoint,
+    Condition,
+    JobCondition,
+    PersistedStep,
+    RestorePointStatus,
+    changed,
+)
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.releases import RELEASE_SECONDS
@@ -28,9 +35,14 @@ from holdfast_operator.model.actions import DeleteCheckpoint, EmitEvent
 from holdfast_operator.model.job import Observed
 from holdfast_operator.model.reasons import Reason
 
-DELETED = checkpoint(
-    10, 0, deleting=True, has_finalizer=True, deletion_policy="DeleteData", job_namespace="team-a"
-)
+
+def deleted(**changes: Any) -> Checkpoint:
+    """Return a Checkpoint with deletionPolicy DeleteData that a user has deleted."""
+    given = {"deleting": True, "has_finalizer": True, "deletion_policy": "DeleteData", **changes}
+    return checkpoint(10, 0, job_namespace="team-a", **given)
+
+
+DELETED = deleted()
 PERSISTED = PersistedStep(step=Step(10), round=RestartRound(0), manifest=manifest_digest(10, 0))
 
 
@@ -133,7 +145,7 @@ def test_the_wait_outlives_a_round() -> None:
 
 
 def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
-    former = replace(DELETED, job_uid="former-uid")  # type: ignore[arg-type]
+    former = deleted(job_uid="former-uid")
     names, said = released(observed(checkpoints=(former,)))
     assert names == [former.name]
     assert "the job that saved it no longer exists" in said[0]
@@ -146,12 +158,12 @@ def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
 )
 def test_no_event_is_sent_when_the_data_was_to_be_kept(changes: dict[str, Any]) -> None:
     given = observed(conditions=(true(JobCondition.COMPLETE),), completion_time=START)
-    names, said = released(replace(given, checkpoints=(replace(DELETED, **changes),)))
+    names, said = released(replace(given, checkpoints=(deleted(**changes),)))
     assert names == [DELETED.name]
     assert said == []
 
 
 def test_objects_that_were_not_deleted_stay() -> None:
     given = observed(conditions=(true(JobCondition.COMPLETE),), completion_time=START)
-    names, _ = released(replace(given, checkpoints=(replace(DELETED, deleting=False),)))
+    names, _ = released(replace(given, checkpoints=(deleted(deleting=False),)))
     assert names == []

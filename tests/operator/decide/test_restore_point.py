@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.support.operator.builders import (
@@ -247,9 +248,9 @@ def test_an_older_checkpoint_object_is_better_than_waiting() -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_checkpoint_objects_that_are_no_candidates(changes: dict[str, object]) -> None:
+def test_checkpoint_objects_that_are_no_candidates(changes: dict[str, Any]) -> None:
     state = status(1, (1, 1), last_committed_step=Step(20))
-    bad = replace(checkpoint(10, 0), **changes)  # type: ignore[arg-type]
+    bad = checkpoint(10, 0, **changes)
     assert isinstance(pick(state, [pod(0, 1), NEW_B], [], checkpoints=(bad,)), Wait)
 
 
@@ -287,10 +288,9 @@ def test_restore_from_another_jobs_checkpoint() -> None:
 
 
 def test_the_sources_are_the_ranks_that_saved() -> None:
-    source = checkpoint(1200, 2, name="src", job="other", job_uid="other-uid")
+    source = checkpoint(1200, 2, name="src", job="other", job_uid="other-uid", world_size=6)
     base = job(2, status(0), restore_from="src", store="main")
-    other = replace(source, world_size=6)
-    observed = Observed(job=base, pods=(A, B), checkpoints=(other,), store=store())
+    observed = Observed(job=base, pods=(A, B), checkpoints=(source,), store=store())
     choice = choose(World(observed), JUST_BEGUN, now())
     assert isinstance(choice, Chosen)
     assert choice.point.sources == TierCounts(object=6)

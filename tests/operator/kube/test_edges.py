@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +21,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
-from holdfast_operator.apply.status_writer import checkpoint_status
+from holdfast_core.ids import RestartRound
 from holdfast_operator.base.logs import Changed
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
@@ -31,7 +29,6 @@ from holdfast_operator.kube.access import from_kubeconfig, from_service_account,
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
-from holdfast_operator.model.actions import CheckpointRecord
 from holdfast_operator.watch.expectations import Expectations, is_at_least
 
 NEEDED = {"HOLDFAST_SIDECAR_IMAGE": "i", "HOLDFAST_OPERATOR_NAMESPACE": "n"}
@@ -196,41 +193,6 @@ def test_changed_forgets() -> None:
 
 
 # --------------------------------------------------------------------------- statuses, metrics
-
-
-def test_checkpoint_record_as_status() -> None:
-    record = CheckpointRecord(
-        phase="Committed",
-        checkpoint=CheckpointId(Step(50), RestartRound(2)),
-        manifest=Digest("b3:aa"),
-        payload_bytes=10,
-        world_size=2,
-        job_uid=JobUid("u"),
-        committed_at=NOW,
-        persisted=True,
-        replicated=True,
-    )
-    old = {
-        "conditions": [
-            {"type": "Committed", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
-            {"type": "Verified", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
-        ]
-    }
-    status = checkpoint_status(job(), record, NOW, old)
-    by_type = {c["type"]: c for c in status["conditions"]}
-    assert by_type["Committed"]["lastTransitionTime"] == "2026-01-01T00:00:00Z"
-    assert by_type["Persisted"]["lastTransitionTime"] == "2026-05-01T00:00:00Z"
-    assert by_type["Verified"]["status"] == "True"  # another writer's condition stays
-    assert by_type["Restorable"]["status"] == "True"
-    assert by_type["Held"]["status"] == "False"
-    assert (status["round"], status["jobNamespace"], status["bytes"]) == (2, "team", 10)
-    json.dumps(status)
-
-
-def test_request_under_way_as_status() -> None:
-    status = checkpoint_status(job(), CheckpointRecord(phase="InProgress"), NOW, {})
-    assert "round" not in status
-    assert {c["status"] for c in status["conditions"]} == {"False"}
 
 
 def test_metrics_count_what_a_status_write_adds() -> None:

@@ -69,7 +69,7 @@ async def test_a_job_created_again_completes_while_the_old_one_is_still_going(
     assert status.last_persisted.step == 60
     assert status.restarts == 0
     assert {n: cluster.checkpoints.get(n) for n in left} == left
-    own = {c.step for c in cluster.checkpoints.values() if c.job_uid == cluster.uid}
+    own = {c.spec.step for c in cluster.checkpoints.values() if c.status.job_uid == cluster.uid}
     assert 60 in own
     await operator.sweep()
     assert cluster.api.names("secrets", OPERATOR_NAMESPACE) == {ca_secret_name(cluster.uid)}
@@ -92,12 +92,12 @@ async def test_an_old_checkpoint_can_be_restored_by_name() -> None:
     cluster = build(object=OBJECT)
     operator = FakeOperator(cluster)
     await advance(cluster, operator, 40)
-    (newest, *_) = sorted(cluster.checkpoints.values(), key=lambda c: -(c.step or 0))
+    (newest, *_) = sorted(cluster.checkpoints.values(), key=lambda c: -(c.spec.step or 0))
     cluster.job["spec"]["restoreFrom"] = {"checkpointRef": {"name": newest.name}}
     cluster.create_job_again()
     await advance(cluster, operator, 5)
     point = cluster.choices[0].status["restorePoint"]
-    assert (point["step"], point["jobUid"]) == (newest.step, UID)
+    assert (point["step"], point["jobUid"]) == (newest.spec.step, UID)
 
 
 # --------------------------------------------------------------------------- forged pods

@@ -40,10 +40,10 @@ async def test_a_job_runs_to_its_end_and_keeps_its_last_checkpoints() -> None:
     assert status.last_persisted.step == 60
     assert status.restarts == 0
     assert {p.view.phase for p in cluster.pods.values()} == {PodPhase.SUCCEEDED}
-    assert {c.step for c in cluster.checkpoints.values()} >= {60}
+    assert {c.spec.step for c in cluster.checkpoints.values()} >= {60}
     assert len(cluster.checkpoints) <= 3
     assert {i.step for i in cluster.store.checkpoints} == {
-        c.step for c in cluster.checkpoints.values()
+        c.spec.step for c in cluster.checkpoints.values()
     }
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import UID, job, store
 
-from holdfast_core.api import TrainingJob, changed
+from holdfast_core.api import CheckpointStatus, TrainingJob, changed
 from holdfast_core.contract import PodContract, SidecarContract
-from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
+from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_operator.model import labels
-from holdfast_operator.model.actions import CheckpointRecord, CreateCheckpointObject
+from holdfast_operator.model.actions import CreateCheckpointObject
 from holdfast_operator.model.job import StoreView
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
@@ -254,16 +254,11 @@ def test_service_is_headless_and_names_pods_before_they_are_ready() -> None:
     assert service["spec"]["selector"] == {labels.JOB_UID: UID}
 
 
-@pytest.mark.parametrize(
-    ("policy", "finalizers"), [("Retain", None), ("DeleteData", [labels.DATA_FINALIZER])]
-)
-def test_checkpoint_objects_outlive_their_job(policy: str, finalizers: list[str] | None) -> None:
-    id_ = CheckpointId(Step(40), RestartRound(2))
-    action = CreateCheckpointObject("job-l2msg4-s40-r2", id_, policy, CheckpointRecord("Committed"))
+def test_checkpoint_objects_outlive_their_job() -> None:
+    action = CreateCheckpointObject("job-l2msg4-s40-r2", Step(40), CheckpointStatus())
     body = render_checkpoint(job(2), action)
     assert "ownerReferences" not in body["metadata"]
-    assert body["metadata"].get("finalizers") == finalizers
-    assert body["spec"] == {"jobRef": {"name": "job"}, "step": 40, "deletionPolicy": policy}
+    assert body["spec"] == {"jobRef": {"name": "job"}, "step": 40, "deletionPolicy": "Retain"}
 
 
 def test_workers_are_reached_by_each_other_the_operator_and_readers_of_metrics() -> None:

@@ -23,11 +23,9 @@ from holdfast_core.api import (
     merge_patch,
 )
 from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
-from holdfast_operator.model import labels
 from holdfast_operator.model.job import PodPhase, Taint
 from holdfast_operator.model.ownership import WorkerIdentity
 from holdfast_operator.watch.views import (
-    checkpoint_view,
     node_view,
     pod_view,
 )
@@ -215,37 +213,3 @@ def test_nodes() -> None:
     assert (view.name, view.lost, view.labels) == ("n", False, {"zone": "a"})
     assert view.taints == {Taint("node.kubernetes.io/unreachable", "NoSchedule")}
     assert node_view({"metadata": {"name": "n"}, "spec": {}}).taints == frozenset()
-
-
-def test_checkpoints() -> None:
-    raw = {
-        "metadata": {
-            "name": "job-l2msg4-s40-r2",
-            "uid": "u",
-            "resourceVersion": "5",
-            "creationTimestamp": "2026-01-01T00:00:00Z",
-            "finalizers": [labels.DATA_FINALIZER],
-        },
-        "spec": {"jobRef": {"name": "job"}, "step": 40, "deletionPolicy": "DeleteData"},
-        "status": {
-            "phase": "Committed",
-            "round": 2,
-            "manifest": "b3:x",
-            "jobUid": "uid",
-            "conditions": [
-                {
-                    "type": "Persisted",
-                    "status": "True",
-                    "reason": "Persisted",
-                    "lastTransitionTime": "2026-01-01T00:00:00Z",
-                }
-            ],
-        },
-    }
-    view = checkpoint_view(raw)
-    assert str(view.id) == "s40-r2"
-    assert view.persisted
-    assert view.has_finalizer
-    assert view.deletion_policy == "DeleteData"
-    request = checkpoint_view({"metadata": {"name": "r"}, "spec": {"jobRef": {"name": "job"}}})
-    assert request.id is None

@@ -8,10 +8,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from holdfast_core.api import (
+    Checkpoint,
+    CheckpointCondition,
+    CheckpointPhase,
     CheckpointPolicySpec,
+    CheckpointSpec,
+    CheckpointStatus,
     Compression,
     Condition,
     ConditionStatus,
+    DeletionPolicy,
     FailureRule,
     NameRef,
     ObjectMeta,
@@ -43,7 +49,6 @@ from holdfast_core.ids import (
 from holdfast_core.messages.schema import HeldShard, Inventory, ManifestInfo, ShardInfo
 from holdfast_core.names import checkpoint_name, pod_name
 from holdfast_operator.model.job import (
-    CheckpointView,
     Now,
     PodPhase,
     PodView,
@@ -323,20 +328,62 @@ def store(**changes: Any) -> StoreView:
     return replace(base, **changes)
 
 
-def checkpoint(step: int, round_: int, **changes: Any) -> CheckpointView:
-    """Return the Checkpoint of a persisted commit."""
-    base = CheckpointView(
-        name=checkpoint_name("job", UID, CheckpointId(Step(step), RestartRound(round_))),
-        uid=f"ckpt-{step}-{round_}",
-        resource_version="1",
-        job="job",
-        created_at=START,
-        step=Step(step),
-        round=RestartRound(round_),
-        manifest=manifest_digest(step, round_),
-        job_uid=UID,
-        world_size=2,
-        phase="Committed",
-        persisted=True,
+def checkpoint(
+    step: int | None,
+    round_: int | None,
+    *,
+    name: str | None = None,
+    job: str = "job",
+    hold: bool = False,
+    deletion_policy: str = "Retain",
+    deleting: bool = False,
+    has_finalizer: bool = False,
+    persisted: bool = True,
+    quarantined: bool = False,
+    **changes: Any,
+) -> Checkpoint:
+    """Return the Checkpoint of a persisted commit; `changes` are fields of its status."""
+    if name is None:
+        assert step is not None and round_ is not None
+        name = checkpoint_name("job", UID, CheckpointId(Step(step), RestartRound(round_)))
+    status = CheckpointStatus(
+        **{
+            "phase": CheckpointPhase.COMMITTED,
+            "round": round_,
+            "manifest": None if step is None else manifest_digest(step, round_ or 0),
+            "job_uid": UID,
+            "world_size": 2,
+            "conditions": (
+                condition(CheckpointCondition.PERSISTED, persisted, "R"),
+                condition(CheckpointCondition.QUARANTINED, quarantined, "R"),
+            ),
+            **changes,
+        }
     )
-    return replace(base, **changes)
+    return Checkpoint(
+        metadata=ObjectMeta(
+            namespace=NAMESPACE,
+            name=name,
+            uid=f"ckpt-{step}-{round_}",
+            resource_version="1",
+            creation_timestamp=START,
+            deletion_timestamp=START if deleting else None,
+            finalizers=(Checkpoint.FINALIZER,) if has_finalizer else (),
+        ),
+        spec=CheckpointSpec(
+            job_ref=NameRef(name=job),
+            step=None if step is None else Step(step),
+            hold=hold,
+            deletion_policy=DeletionPolicy(deletion_policy),
+        ),
+        status=status,
+    )
+
+
+def request(name: str = "before-lunch", **status: Any) -> Checkpoint:
+    """Return a Checkpoint that requests a save; `status` are fields of its status."""
+    return Checkpoint(
+        metadata=ObjectMeta(namespace=NAMESPACE, name=name, uid="u", resource_version="5"),
+        spec=CheckpointSpec(job_ref=NameRef(name="job")),
+        status=CheckpointStatus(**status),
+    )

@@ -16,6 +16,7 @@ from tests.support.operator.builders import NAMESPACE, raw_store
 from tests.support.operator.fake_api import STAMP, FakeApi, Key, merge
 from tests.support.operator.toy_gang import ToyGang, ToySidecar, ToyStore
 
+from holdfast_core.api import Checkpoint
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, JobUid, Level, RestartRound, Step
@@ -23,9 +24,8 @@ from holdfast_core.names import pod_name
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.model import labels
 from holdfast_operator.model.effects import ConflictError
-from holdfast_operator.model.job import CheckpointView, PodPhase, PodView
+from holdfast_operator.model.job import PodPhase, PodView
 from holdfast_operator.model.ownership import worker_identity
-from holdfast_operator.watch.views import checkpoint_view
 
 LEASE_SECONDS = 20
 """Seconds of silence after which a node counts as lost."""
@@ -139,12 +139,12 @@ class FakeCluster:
         return JobUid(self.job["metadata"]["uid"])
 
     @property
-    def checkpoints(self) -> dict[str, CheckpointView]:
+    def checkpoints(self) -> dict[str, Checkpoint]:
         """Readable Checkpoints of all jobs, by name."""
         found = {}
         for raw in self.api.all("checkpoints", NAMESPACE):
             with suppress(ValueError, HoldfastError):
-                found[raw["metadata"]["name"]] = checkpoint_view(raw)
+                found[raw["metadata"]["name"]] = Checkpoint.from_dict(raw)
         return found
 
     @property

@@ -169,6 +169,8 @@ class Checkpoint(ApiObject):
     KIND: ClassVar[str] = "Checkpoint"
     PLURAL: ClassVar[str] = "checkpoints"
     SHORT_NAME: ClassVar[str] = "ckpt"
+    FINALIZER: ClassVar[str] = "holdfast.dev/delete-data"
+    """Keeps an object with deletionPolicy DeleteData until its data is deleted."""
 
     api_version: Literal["holdfast.dev/v1alpha1"] = "holdfast.dev/v1alpha1"
     kind: Literal["Checkpoint"] = "Checkpoint"
@@ -186,3 +188,16 @@ class Checkpoint(ApiObject):
         if self.spec.step is None or self.status.round is None:
             return None
         return CheckpointId(self.spec.step, self.status.round)
+
+    @property
+    def persisted(self) -> bool:
+        return self.status.is_true(CheckpointCondition.PERSISTED)
+
+    @property
+    def has_finalizer(self) -> bool:
+        return self.FINALIZER in self.metadata.finalizers
+
+    @property
+    def deletes_data(self) -> bool:
+        """True: the data is deleted with the object, unless a user has pinned it."""
+        return self.spec.deletion_policy is DeletionPolicy.DELETE_DATA and not self.spec.hold

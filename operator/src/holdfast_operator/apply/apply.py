@@ -40,7 +40,7 @@ from holdfast_operator.model.actions import (
     SealWorker,
     SendRound,
     StatusWrite,
-    UpdateCheckpointStatus,
+    UpdateCheckpoint,
     WriteStatus,
 )
 from holdfast_operator.model.effects import ConflictError, Effects
@@ -160,7 +160,7 @@ def _stages(
                 then.append(action)
             case (
                 CreateCheckpointObject()
-                | UpdateCheckpointStatus()
+                | UpdateCheckpoint()
                 | PruneObject()
                 | DeleteCheckpoint()
                 | DeletePod()
@@ -255,11 +255,9 @@ class _Interpreter:
             case RequestStop():
                 await effects.request_stop(job, action)
             case CreateCheckpointObject():
-                await effects.create_checkpoint(job, render_checkpoint(job, action), action.record)
-            case UpdateCheckpointStatus():
-                await effects.update_checkpoint(
-                    job, action.name, action.resource_version, action.record
-                )
+                await effects.create_checkpoint(job, render_checkpoint(job, action), action.status)
+            case UpdateCheckpoint():
+                await effects.update_checkpoint(job, action)
             case PruneObject():
                 await self._prune(action)
             case DeleteCheckpoint():

@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast_core.api import API_VERSION, TrainingJob, TrainingJobStatus
+from holdfast_core.api import (
+    API_VERSION,
+    Checkpoint,
+    CheckpointStatus,
+    TrainingJob,
+    TrainingJobStatus,
+    merge_patch,
+)
 from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
 from holdfast_core.messages.schema import GangRequest, Prune, PruneReply
 from holdfast_operator.apply.status_parts import write_status
-from holdfast_operator.apply.status_writer import checkpoint_status
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import (
-    CheckpointRecord,
     CreateCertificates,
     EmitEvent,
     EventKind,
@@ -29,6 +34,7 @@ from holdfast_operator.model.actions import (
     RequestStop,
     SealWorker,
     SendRound,
+    UpdateCheckpoint,
 )
 from holdfast_operator.model.effects import ConflictError, NameTakenError
 from holdfast_operator.model.reasons import Reason
@@ -146,7 +152,7 @@ class JobEffects:
     # ------------------------------------------------------------------ Checkpoint objects
 
     async def create_checkpoint(
-        self, job: TrainingJob, body: Mapping[str, Any], record: CheckpointRecord
+        self, job: TrainingJob, body: Mapping[str, Any], status: CheckpointStatus
     ) -> None:
         """Create the object, then write its status.
 
@@ -154,59 +160,42 @@ class JobEffects:
         none, which happens if an operator ended between the two writes.
 
         Raises:
+            ConflictError: The object was deleted or changed after it was created.
             NameTakenError: The object that exists is not a record of this commit.
         """
-        name = str(body["metadata"]["name"])
-        await self._cluster.create_checkpoint(job.namespace, body)
-        try:
-            await self._write_record(job, name, None, record)
-        except NameTakenError as error:
-            await self._warn(job, Reason.NAME_TAKEN, str(error))
-            raise
-
-    async def update_checkpoint(
-        self, job: TrainingJob, name: str, resource_version: str, record: CheckpointRecord
-    ) -> None:
-        await self._write_record(job, name, resource_version, record)
-
-    async def _write_record(
-        self, job: TrainingJob, name: str, expected: str | None, record: CheckpointRecord
-    ) -> None:
-        """Write spec.step and our finalizer if the object lacks them, then the status.
-
-        Args:
-            job: The job that saved the checkpoint.
-            name: Name of the Checkpoint object.
-            expected: The resourceVersion that a direct read must find. None: the object must be a record of
-                this commit, and its status is written only if it has no phase.
-            record: The status to write.
-
-        Raises:
-            ConflictError: The object is gone, or has another resourceVersion.
-            NameTakenError: `expected` is None, and the object is not a record of this commit.
-        """
-        raw = await self._cluster.get_checkpoint(job.namespace, name)
-        version = "" if raw is None else str(raw["metadata"]["resourceVersion"])
-        if raw is None or (expected is not None and version != expected):
+        name, cluster = str(body["metadata"]["name"]), self._cluster
+        await cluster.create_checkpoint(job.namespace, body)
+        raw = await cluster.get_checkpoint(job.namespace, name)
+        if raw is None:
             raise ConflictError(
-                f"Checkpoint {job.namespace}/{name}: expected resourceVersion {expected}, found "
-                f"{version or 'no such object'}"
+                f"Checkpoint {job.namespace}/{name} was deleted after it was created"
             )
-        if expected is None and not _is_record_of(raw, job, record):
-            raise NameTakenError(
-                f"Checkpoint {job.namespace}/{name} cannot record {record.checkpoint} of job "
-                f"{job.name} (uid {job.uid}): an object of that name exists, but does not record "
-                "this commit. Holdfast does not change it. Delete it, or create it again under "
-                "another name, so that the job can continue"
+        if not _is_record_of(raw, body, status):
+            text = (
+                f"Checkpoint {job.namespace}/{name} cannot record step {body['spec']['step']} of round "
+                f"{status.round} of job {job.name} (uid {job.uid}): an object of that name exists that is "
+                "no record of this commit; it is left alone, delete it or rename it so that the job can go on"
             )
-        patch = _spec_patch(raw, record)
+            await self._warn(job, Reason.NAME_TAKEN, text)
+            raise NameTakenError(text)
+        if not (raw.get("status") or {}).get("phase"):
+            version = str(raw["metadata"]["resourceVersion"])
+            patch = merge_patch(status)
+            await cluster.patch_checkpoint_status(job.namespace, name, version, patch)
+
+    async def update_checkpoint(self, job: TrainingJob, action: UpdateCheckpoint) -> None:
+        version, patch = action.resource_version, dict[str, Any]()
+        if action.step is not None:
+            patch["spec"] = {"step": action.step}
+        if action.finalizers:
+            patch["metadata"] = {"finalizers": list(action.finalizers)}
         if patch:
-            version = await self._cluster.patch_checkpoint(job.namespace, name, version, patch)
-        previous = raw.get("status") or {}
-        if expected is None and previous.get("phase"):
-            return
-        status = checkpoint_status(job, record, self._clock.utc_now(), previous)
-        await self._cluster.patch_checkpoint_status(job.namespace, name, version, status)
+            version = await self._cluster.patch_checkpoint(
+                job.namespace, action.name, version, patch
+            )
+        await self._cluster.patch_checkpoint_status(
+            job.namespace, action.name, version, merge_patch(action.status)
+        )
 
     async def delete_checkpoint(self, job: TrainingJob, name: str, uid: str) -> None:
         await self.release_checkpoint(job.namespace, name, uid)
@@ -217,7 +206,7 @@ class JobEffects:
         if raw is None or raw["metadata"]["uid"] != uid:
             return
         await self._cluster.delete_checkpoint(namespace, name, uid)
-        kept = [f for f in raw["metadata"].get("finalizers") or [] if f != labels.DATA_FINALIZER]
+        kept = [f for f in raw["metadata"].get("finalizers") or [] if f != Checkpoint.FINALIZER]
         if kept == (raw["metadata"].get("finalizers") or []):
             return
         again = await self._cluster.get_checkpoint(namespace, name)
@@ -260,34 +249,21 @@ class JobEffects:
         await self._events.emit(subject, event.kind, event.reason, event.message)
 
 
-def _is_record_of(raw: Mapping[str, Any], job: TrainingJob, record: CheckpointRecord) -> bool:
+def _is_record_of(
+    raw: Mapping[str, Any], body: Mapping[str, Any], status: CheckpointStatus
+) -> bool:
     """Return whether an existing Checkpoint is the record of this commit of this job.
 
     It must have the job's uid as a label, the job's name and the step in its spec, and a status that is empty
     or the same. Only the operator may write that status.
     """
-    marks = raw["metadata"].get("labels") or {}
-    spec, status = raw.get("spec") or {}, raw.get("status") or {}
-    checkpoint = record.checkpoint
+    marks, spec = raw["metadata"].get("labels") or {}, raw.get("spec") or {}
+    known = raw.get("status") or {}
     return (
-        marks.get(labels.JOB_UID) == job.uid
-        and (spec.get("jobRef") or {}).get("name") == job.name
-        and checkpoint is not None
-        and spec.get("step") == checkpoint.step
-        and status.get("jobUid") in (None, job.uid)
-        and status.get("round") in (None, checkpoint.round)
-        and status.get("manifest") in (None, record.manifest)
+        marks.get(labels.JOB_UID) == body["metadata"]["labels"][labels.JOB_UID]
+        and (spec.get("jobRef") or {}) == body["spec"]["jobRef"]
+        and spec.get("step") == body["spec"]["step"]
+        and known.get("jobUid") in (None, status.job_uid)
+        and known.get("round") in (None, status.round)
+        and known.get("manifest") in (None, status.manifest)
     )
-
-
-def _spec_patch(raw: Mapping[str, Any], record: CheckpointRecord) -> dict[str, Any]:
-    """Return a merge patch with spec.step and our finalizer, as far as the object lacks them."""
-    patch: dict[str, Any] = {}
-    checkpoint = record.checkpoint
-    if checkpoint is not None and raw["spec"].get("step") is None:
-        patch["spec"] = {"step": checkpoint.step}
-    finalizers = list(raw["metadata"].get("finalizers") or [])
-    deleting = raw["metadata"].get("deletionTimestamp") is not None
-    if record.finalizer and labels.DATA_FINALIZER not in finalizers and not deleting:
-        patch["metadata"] = {"finalizers": [*finalizers, labels.DATA_FINALIZER]}
-    return patch

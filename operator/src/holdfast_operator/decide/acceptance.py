@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast_core.api import Checkpoint, CheckpointStore
+from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase, CheckpointStore
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.isolation import find_breach, items_of
@@ -121,10 +121,14 @@ def _restore_from_problem(world: World) -> Note | None:
         problem = "this job has no checkpoint.object.storeRef to read it from"
     elif source.deleting:
         problem = "it is being deleted"
-    elif source.quarantined:
+    elif source.status.is_true(CheckpointCondition.QUARANTINED):
         problem = "it is quarantined"
-    elif source.phase != "Committed" or source.manifest is None or source.job_uid is None:
-        problem = f"its phase is {source.phase or 'unknown'}, expected Committed"
+    elif (
+        source.status.phase is not CheckpointPhase.COMMITTED
+        or source.status.manifest is None
+        or source.status.job_uid is None
+    ):
+        problem = f"its phase is {source.status.phase or 'unknown'}, expected Committed"
     elif not source.persisted:
         problem = "it is not in an object store"
     if problem is not None:

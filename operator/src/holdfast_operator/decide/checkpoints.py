@@ -14,21 +14,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import Checkpoint, CheckpointPhase, PersistedStep
+from holdfast_core.api import (
+    Checkpoint,
+    CheckpointPhase,
+    CheckpointStatus,
+    DeletionPolicy,
+    PersistedStep,
+    ShardCounts,
+    changed,
+)
+from holdfast_core.format.manifest import FORMAT_VERSION
 from holdfast_core.ids import CheckpointId, Step
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.names import checkpoint_name
 from holdfast_operator.decide.facts.world import World, on_lineage
+from holdfast_operator.decide.report.checkpoint_status import with_phase
 from holdfast_operator.model.actions import (
     Action,
-    CheckpointRecord,
     CreateCheckpointObject,
     DeleteCheckpoint,
     PruneObject,
     RequestSave,
-    UpdateCheckpointStatus,
+    UpdateCheckpoint,
 )
-from holdfast_operator.model.job import CheckpointView, JobMemory, Now, RequestedSave
+from holdfast_operator.model.job import JobMemory, Now, RequestedSave
 
 PRUNES_PER_PASS = 4
 
@@ -39,11 +48,13 @@ class CheckpointPlan:
     memory: JobMemory
 
 
-def own_checkpoints(world: World) -> tuple[CheckpointView, ...]:
+def own_checkpoints(world: World) -> tuple[Checkpoint, ...]:
     """Return the Checkpoints of this job, without those that a former job of the same name left."""
     job = world.observed.job
     return tuple(
-        c for c in world.observed.checkpoints if c.job == job.name and c.job_uid in (None, job.uid)
+        c
+        for c in world.observed.checkpoints
+        if c.job == job.name and c.status.job_uid in (None, job.uid)
     )
 
 
@@ -95,19 +106,16 @@ def plan(world: World, memory: JobMemory, now: Now) -> CheckpointPlan:
     return CheckpointPlan(tuple(actions), memory)
 
 
-def expire_requests(world: World) -> tuple[Action, ...]:
+def expire_requests(world: World, now: Now) -> tuple[Action, ...]:
     """Return actions that expire the open requests to save of a job that has ended."""
+    message = "the job ended before this was saved"
     return tuple(
-        UpdateCheckpointStatus(
+        UpdateCheckpoint(
             c.name,
             c.resource_version,
-            CheckpointRecord(
-                phase=CheckpointPhase.EXPIRED,
-                message=("the job ended before this checkpoint was saved"),
-            ),
+            with_phase(c.status, CheckpointPhase.EXPIRED, now, held=c.spec.hold, message=message),
         )
-        for c in own_checkpoints(world)
-        if c.step is None and not c.deleting and c.phase != CheckpointPhase.EXPIRED
+        for c in _open_requests(world)
     )
 
 
@@ -119,46 +127,53 @@ def _projection(world: World, now: Now, requests: list[Action]) -> list[Action]:
     if last is None or has_object(world, last.id):
         return []
     becomes = any(
-        isinstance(a, UpdateCheckpointStatus) and a.record.checkpoint == last.id for a in requests
+        isinstance(a, UpdateCheckpoint) and (a.step, a.status.round) == (last.step, last.round)
+        for a in requests
     )
     if becomes:
         return []
     job = world.observed.job
     name = checkpoint_name(job.name, job.uid, last.id)
-    return [
-        CreateCheckpointObject(
-            name=name,
-            checkpoint=last.id,
-            deletion_policy="Retain",
-            record=_record(world, last, now),
-        )
-    ]
+    status = _with_commit(CheckpointStatus(), world, last, now, persisted=True, held=False)
+    return [CreateCheckpointObject(name, last.step, status)]
 
 
-def _record(world: World, last: PersistedStep, now: Now) -> CheckpointRecord:
-    job = world.observed.job
-    state = world.coordinator
-    size = 0
+def _with_commit(
+    status: CheckpointStatus,
+    world: World,
+    last: PersistedStep,
+    now: Now,
+    *,
+    persisted: bool,
+    held: bool,
+) -> CheckpointStatus:
+    """Return the status of a Checkpoint object as the record of this commit."""
+    job, state = world.observed.job, world.coordinator
     point = None if state is None else state.last_persisted
+    size_bytes = 0
     if (
         state is not None
         and point is not None
         and (point.step, point.round) == (last.step, last.round)
     ):
-        size = state.last_persisted_bytes
-    parents = [e for e in world.status.lineage if e.round == last.round]
-    return CheckpointRecord(
-        phase=CheckpointPhase.COMMITTED,
-        checkpoint=last.id,
+        size_bytes = state.last_persisted_bytes
+    parents = [e.base_manifest for e in world.status.lineage if e.round == last.round]
+    ranks = job.spec.procs_per_worker * len(world.members)
+    status = changed(
+        status,
+        round=last.round,
         manifest=last.manifest,
-        payload_bytes=size,
-        world_size=job.spec.procs_per_worker * len(world.members),
+        bytes=size_bytes or None,
+        world_size=ranks,
+        shards=ShardCounts(total=ranks, object=ranks) if persisted else None,
         job_uid=job.uid,
-        parent=parents[0].base_manifest if parents else None,
+        job_namespace=job.namespace,
+        parent=parents[0] if parents else None,
         committed_at=now.utc,
-        persisted=True,
-        replicated=True,
+        format_version=FORMAT_VERSION,
     )
+    committed = CheckpointPhase.COMMITTED
+    return with_phase(status, committed, now, held=held, persisted=persisted, replicated=True)
 
 
 # --------------------------------------------------------------------------- requests
@@ -167,11 +182,7 @@ def _record(world: World, last: PersistedStep, now: Now) -> CheckpointRecord:
 def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], JobMemory]:
     coordinator = world.coordinator_member()
     state = world.coordinator
-    open_ = [
-        c
-        for c in own_checkpoints(world)
-        if c.step is None and not c.deleting and c.phase != CheckpointPhase.EXPIRED
-    ]
+    open_ = _open_requests(world)
     save_requests = {
         a.name: a
         for a in memory.save_requests
@@ -182,14 +193,18 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
         known = save_requests.get(checkpoint.name)
         done = None if known is None else _fulfilled(world, known)
         if done is not None:
-            record = replace(
-                _record(world, done, now),
-                started_at=checkpoint.started_at,
+            status = _with_commit(
+                checkpoint.status,
+                world,
+                done,
+                now,
                 persisted=world.observed.job.spec.store is not None,
-                held=checkpoint.hold,
+                held=checkpoint.spec.hold,
             )
             actions.append(
-                UpdateCheckpointStatus(checkpoint.name, checkpoint.resource_version, record)
+                UpdateCheckpoint(
+                    checkpoint.name, checkpoint.resource_version, status, step=done.step
+                )
             )
             continue
         if known is not None or state is None or not state.running or state.finished:
@@ -209,14 +224,24 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
                 token=checkpoint.name,
             )
         )
-        if checkpoint.phase != CheckpointPhase.IN_PROGRESS:
-            record = CheckpointRecord(
-                phase=CheckpointPhase.IN_PROGRESS, started_at=now.utc, held=checkpoint.hold
+        if checkpoint.status.phase is not CheckpointPhase.IN_PROGRESS:
+            status = with_phase(
+                changed(checkpoint.status, started_at=now.utc),
+                CheckpointPhase.IN_PROGRESS,
+                now,
+                held=checkpoint.spec.hold,
             )
-            actions.append(
-                UpdateCheckpointStatus(checkpoint.name, checkpoint.resource_version, record)
-            )
+            actions.append(UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status))
     return actions, replace(memory, save_requests=tuple(save_requests.values()))
+
+
+def _open_requests(world: World) -> list[Checkpoint]:
+    """Return the requests to save that no commit has fulfilled yet."""
+    return [
+        c
+        for c in own_checkpoints(world)
+        if c.spec.step is None and not c.deleting and c.status.phase is not CheckpointPhase.EXPIRED
+    ]
 
 
 def _fulfilled(world: World, request: RequestedSave) -> PersistedStep | None:
@@ -244,31 +269,32 @@ def _fulfilled(world: World, request: RequestedSave) -> PersistedStep | None:
 def _finalizers(world: World, now: Now) -> list[Action]:
     """Return actions that add our finalizer to committed Checkpoints with deletionPolicy DeleteData."""
     return [
-        UpdateCheckpointStatus(c.name, c.resource_version, replace(_as_record(c), finalizer=True))
+        UpdateCheckpoint(
+            c.name,
+            c.resource_version,
+            _with_phase_of_record(c, CheckpointPhase.COMMITTED, now),
+            finalizers=(*c.metadata.finalizers, Checkpoint.FINALIZER),
+        )
         for c in own_checkpoints(world)
-        if c.deletion_policy == "DeleteData"
-        and c.phase == CheckpointPhase.COMMITTED
+        if c.spec.deletion_policy is DeletionPolicy.DELETE_DATA
+        and c.status.phase is CheckpointPhase.COMMITTED
         and c.persisted
         and not c.has_finalizer
         and not c.deleting
     ]
 
 
-def _as_record(view: CheckpointView) -> CheckpointRecord:
-    """Return the present status of an object as a record."""
-    return CheckpointRecord(
-        phase=view.phase,
-        checkpoint=view.id,
-        manifest=view.manifest,
-        payload_bytes=view.payload_bytes,
-        world_size=view.world_size,
-        job_uid=view.job_uid,
-        started_at=view.started_at,
-        committed_at=view.committed_at,
-        persisted=view.persisted,
+def _with_phase_of_record(
+    checkpoint: Checkpoint, phase: CheckpointPhase, now: Now, message: str = ""
+) -> CheckpointStatus:
+    return with_phase(
+        checkpoint.status,
+        phase,
+        now,
+        held=checkpoint.spec.hold,
+        persisted=checkpoint.persisted,
         replicated=True,
-        held=view.hold,
-        finalizer=view.has_finalizer,
+        message=message,
     )
 
 
@@ -303,8 +329,7 @@ def _deletes(world: World) -> list[Action]:
     for checkpoint in own_checkpoints(world):
         if not checkpoint.deleting or not checkpoint.has_finalizer:
             continue
-        keep = checkpoint.deletion_policy != "DeleteData" or checkpoint.hold
-        if keep or checkpoint.id is None or not checkpoint.persisted:
+        if not checkpoint.deletes_data or checkpoint.id is None or not checkpoint.persisted:
             actions.append(DeleteCheckpoint(checkpoint.name, checkpoint.uid))
         elif checkpoint.id not in _protected(world):
             actions.extend(_prune(world, checkpoint))
@@ -321,26 +346,25 @@ def _retention(world: World, now: Now) -> list[Action]:
         for c in own_checkpoints(world)
         if (id_ := c.id) is not None and c.persisted and not c.deleting
     ]
-    doomed = [c for _, c in records if c.phase == CheckpointPhase.DELETING]
-    committed = [(i, c) for i, c in records if c.phase == CheckpointPhase.COMMITTED]
+    doomed = [c for _, c in records if c.status.phase is CheckpointPhase.DELETING]
+    committed = [(i, c) for i, c in records if c.status.phase is CheckpointPhase.COMMITTED]
     on = sorted({i for i, _ in committed if on_lineage(i, status.lineage)}, reverse=True)
     kept = set(on[: world.observed.job.spec.checkpoint.retention.keep_last]) | protected
-    kept |= {i for i, c in committed if c.hold}  # an id may have two objects, one of them pinned
+    kept |= {
+        i for i, c in committed if c.spec.hold
+    }  # an id may have two objects, one of them pinned
     actions: list[Action] = []
     for checkpoint in doomed[:PRUNES_PER_PASS]:
         actions.extend(_prune(world, checkpoint))
     excess = [c for i, c in committed if i not in kept]
     for checkpoint in excess[:PRUNES_PER_PASS]:
-        record = replace(
-            _as_record(checkpoint),
-            phase=CheckpointPhase.DELETING,
-            message="pruned by spec.checkpoint.retention",
-        )
-        actions.append(UpdateCheckpointStatus(checkpoint.name, checkpoint.resource_version, record))
+        message = "pruned by spec.checkpoint.retention"
+        deleting = _with_phase_of_record(checkpoint, CheckpointPhase.DELETING, now, message)
+        actions.append(UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, deleting))
     return actions
 
 
-def _prune(world: World, checkpoint: CheckpointView) -> list[Action]:
+def _prune(world: World, checkpoint: Checkpoint) -> list[Action]:
     coordinator = world.coordinator_member()
     if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
         return []
@@ -354,6 +378,8 @@ def _prune(world: World, checkpoint: CheckpointView) -> list[Action]:
             round=world.round,
             name=checkpoint.name,
             uid=checkpoint.uid,
-            checkpoint=RestorePoint(checkpoint.step, checkpoint.round, checkpoint.manifest),
+            checkpoint=RestorePoint(
+                checkpoint.spec.step, checkpoint.status.round, checkpoint.status.manifest
+            ),
         )
     ]

@@ -143,7 +143,7 @@ def _decide(observed: Observed, now: Now) -> Decision:
 def _over(world: World, memory: JobMemory, now: Now) -> Decision:
     state = world.coordinator
     actions = [
-        *checkpoints.expire_requests(world),
+        *checkpoints.expire_requests(world, now),
         *releases.release_all(world, "the job is over"),
         *lifecycle.after_the_end(world, now),
     ]

@@ -27,6 +27,7 @@ from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
+from holdfast_operator.decide.checkpoints import own_checkpoints
 from holdfast_operator.decide.facts.failure import (
     Failure,
     counted_restarts,
@@ -401,12 +402,7 @@ def _policy(world: World) -> Policy:
 
 
 def _holds_of_job(world: World) -> tuple[Step, ...]:
-    job = world.observed.job
-    held = {
-        c.step
-        for c in world.observed.checkpoints
-        if c.hold and c.step is not None and c.job == job.name and c.job_uid in (None, job.uid)
-    }
+    held = {c.spec.step for c in own_checkpoints(world) if c.spec.hold and c.spec.step is not None}
     return tuple(sorted(held))
 
 

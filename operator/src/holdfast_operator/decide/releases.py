@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast_core.api import Checkpoint
 from holdfast_operator.decide.checkpoints import own_checkpoints
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import Action, DeleteCheckpoint, EmitEvent, EventKind
-from holdfast_operator.model.job import CheckpointView, JobMemory, Now
+from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
 RELEASE_SECONDS = 600.0
@@ -22,7 +23,7 @@ RELEASE_SECONDS = 600.0
 deletion of a namespace."""
 
 
-def hanging(checkpoints: Iterable[CheckpointView]) -> tuple[CheckpointView, ...]:
+def hanging(checkpoints: Iterable[Checkpoint]) -> tuple[Checkpoint, ...]:
     """Return the Checkpoints that a user has deleted and that our finalizer keeps."""
     return tuple(c for c in checkpoints if c.deleting and c.has_finalizer)
 
@@ -51,24 +52,24 @@ def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
     return [*_released(late, waited), *_released(former, "the job that saved it no longer exists")]
 
 
-def kept_data(checkpoint: CheckpointView, why: str) -> str | None:
+def kept_data(checkpoint: Checkpoint, why: str) -> str | None:
     """Describe the data that stays in the object store. None: there is none, or it had to be kept."""
-    if checkpoint.deletion_policy != "DeleteData" or checkpoint.hold or not checkpoint.persisted:
+    if not checkpoint.deletes_data or not checkpoint.persisted:
         return None
-    where = f"{checkpoint.job_namespace}/{checkpoint.job_uid}"
+    where = f"{checkpoint.status.job_namespace}/{checkpoint.status.job_uid}"
     return (
-        f"Checkpoint {checkpoint.name} is deleted, but the data of step {checkpoint.step} of round "
-        f"{checkpoint.round} is not: {why}. The data remains in the object store under {where}/ "
+        f"Checkpoint {checkpoint.name} is deleted, but the data of step {checkpoint.spec.step} of round "
+        f"{checkpoint.status.round} is not: {why}. The data remains in the object store under {where}/ "
         "below the prefix of the CheckpointStore; delete it there if nothing else needs it"
     )
 
 
-def _of_name(world: World) -> list[CheckpointView]:
+def _of_name(world: World) -> list[Checkpoint]:
     name = world.observed.job.name
     return [c for c in world.observed.checkpoints if c.job == name]
 
 
-def _released(checkpoints: tuple[CheckpointView, ...], why: str) -> list[Action]:
+def _released(checkpoints: tuple[Checkpoint, ...], why: str) -> list[Action]:
     actions: list[Action] = []
     for checkpoint in checkpoints:
         actions.append(DeleteCheckpoint(checkpoint.name, checkpoint.uid))

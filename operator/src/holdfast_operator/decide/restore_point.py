@@ -229,19 +229,25 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
             return Chosen(beginning, Reason.SHARDS_LOST, text)
         return Chosen(beginning, Reason.RESTORE_POINT_CHOSEN, text)
     source = next((c for c in world.observed.checkpoints if c.name == name), None)
-    if source is None or source.step is None or source.manifest is None or source.job_uid is None:
+    id_ = None if source is None else source.id
+    if (
+        source is None
+        or id_ is None
+        or source.status.manifest is None
+        or source.status.job_uid is None
+    ):
         text = f"Checkpoint {name} of spec.restoreFrom does not exist, or is not committed"
         return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, text))
     point = RestorePointStatus(
-        step=source.step,
-        round=source.round,
-        manifest=source.manifest,
+        step=id_.step,
+        round=id_.round,
+        manifest=source.status.manifest,
         # Ranks of the source, whose number may differ: this job's ranks read any shard from the store.
-        sources=TierCounts(object=source.world_size or job.spec.world_size),
-        job_uid=source.job_uid,
-        job_namespace=source.job_namespace or job.namespace,
+        sources=TierCounts(object=source.status.world_size or job.spec.world_size),
+        job_uid=source.status.job_uid,
+        job_namespace=source.status.job_namespace or job.namespace,
     )
-    text = f"round {world.round} starts from Checkpoint {name}, step {source.step}"
+    text = f"round {world.round} starts from Checkpoint {name}, step {id_.step}"
     return Chosen(point, Reason.RESTORE_POINT_CHOSEN, text)
 
 

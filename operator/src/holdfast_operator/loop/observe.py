@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from holdfast_core.api import CheckpointStore, StoreCondition, TrainingJob
+from holdfast_core.api import Checkpoint, CheckpointStore, StoreCondition, TrainingJob
 from holdfast_core.clock import Clock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import Worker
 from holdfast_core.names import job_prefix
 from holdfast_operator.apply.job_effects import JobEffects
 from holdfast_operator.model.job import (
-    CheckpointView,
     JobMemory,
     NodeView,
     Observed,
@@ -174,7 +173,7 @@ class Observer:
         ]
         return tuple(sorted(nodes, key=lambda n: n.renewed_at or 0.0, reverse=True))
 
-    def _checkpoints(self, job: TrainingJob) -> tuple[CheckpointView, ...]:
+    def _checkpoints(self, job: TrainingJob) -> tuple[Checkpoint, ...]:
         own = self._cache.checkpoints(job.namespace, job.name)
         source = job.spec.source_checkpoint
         if source is None or any(c.name == source for c in own):

@@ -8,13 +8,12 @@ contains at most one status write.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import datetime
 from enum import StrEnum
 
 from blake3 import blake3
 
-from holdfast_core.api import TrainingJobStatus
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Worker
+from holdfast_core.api import CheckpointStatus, TrainingJobStatus
+from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import RestorePoint, Round
 from holdfast_operator.model.job import JobMemory
@@ -144,47 +143,25 @@ class RequestStop:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRecord:
-    """Status of a Checkpoint object, and the finalizer, as the operator writes them."""
-
-    phase: str
-    checkpoint: CheckpointId | None = None
-    manifest: Digest | None = None
-    payload_bytes: int = 0
-    world_size: int | None = None
-    job_uid: JobUid | None = None
-    parent: Digest | None = None
-    started_at: datetime | None = None
-    committed_at: datetime | None = None
-    persisted: bool = False
-    replicated: bool = False
-    held: bool = False
-    finalizer: bool = False
-    """Whether the write adds our finalizer to an object that lacks it. False leaves the finalizers as they
-    are."""
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class CreateCheckpointObject:
-    """Creation of a Checkpoint object with its status."""
+    """Creation of a Checkpoint object, which records a commit, with its status."""
 
     name: str
-    checkpoint: CheckpointId
-    deletion_policy: str
-    record: CheckpointRecord
+    step: Step
+    status: CheckpointStatus
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateCheckpointStatus:
-    """Write of a Checkpoint's status.
-
-    If the record names a step and spec.step is not set, the write also sets spec.step.
-    """
+class UpdateCheckpoint:
+    """Write of a Checkpoint's status, and before it of spec.step and the finalizers if they are given."""
 
     name: str
     resource_version: str
-    record: CheckpointRecord
+    status: CheckpointStatus
+    step: Step | None = None
+    """Value for spec.step. None leaves it as it is."""
+    finalizers: tuple[str, ...] = ()
+    """Value for metadata.finalizers. () leaves them as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +224,7 @@ Action = (
     | RequestSave
     | RequestStop
     | CreateCheckpointObject
-    | UpdateCheckpointStatus
+    | UpdateCheckpoint
     | PruneObject
     | DeleteCheckpoint
     | EmitEvent

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from holdfast_core.api import TrainingJob, TrainingJobStatus
+from holdfast_core.api import CheckpointStatus, TrainingJob, TrainingJobStatus
 from holdfast_core.errors import HoldfastError
 from holdfast_core.messages.schema import PruneReply
 from holdfast_operator.model.actions import (
-    CheckpointRecord,
     CreateCertificates,
     EmitEvent,
     PruneObject,
@@ -25,6 +24,7 @@ from holdfast_operator.model.actions import (
     RequestStop,
     SealWorker,
     SendRound,
+    UpdateCheckpoint,
 )
 
 
@@ -79,7 +79,7 @@ class Effects(Protocol):
     async def delete_certificates(self, job: TrainingJob, secret: str) -> None: ...
 
     async def create_checkpoint(
-        self, job: TrainingJob, body: Mapping[str, Any], record: CheckpointRecord
+        self, job: TrainingJob, body: Mapping[str, Any], status: CheckpointStatus
     ) -> None:
         """Create the object if it does not exist, then write its status.
 
@@ -88,10 +88,8 @@ class Effects(Protocol):
         """
         ...
 
-    async def update_checkpoint(
-        self, job: TrainingJob, name: str, resource_version: str, record: CheckpointRecord
-    ) -> None:
-        """Write the status, and spec.step if it is not set and `record` names a checkpoint.
+    async def update_checkpoint(self, job: TrainingJob, action: UpdateCheckpoint) -> None:
+        """Write spec.step and the finalizers if the action has them, then the status.
 
         Raises:
             ConflictError: The object is gone, or no longer at `resource_version`.

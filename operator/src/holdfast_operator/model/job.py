@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from holdfast_core.api import TrainingJob
+from holdfast_core.api import Checkpoint, TrainingJob
 from holdfast_core.contract import StoreConfig
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step, Worker
+from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, Inventory
 
 
@@ -178,41 +178,6 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointView:
-    name: str
-    uid: str
-    resource_version: str
-    job: str
-    """spec.jobRef.name."""
-    created_at: datetime
-    step: Step | None = None
-    """None: the object is a request to save now that no commit has fulfilled yet."""
-    round: RestartRound | None = None
-    manifest: Digest | None = None
-    job_uid: JobUid | None = None
-    """Uid of the job that saved it, which is part of its keys in the store. None: not recorded yet."""
-    job_namespace: str | None = None
-    world_size: int | None = None
-    hold: bool = False
-    deletion_policy: str = "Retain"
-    phase: str = ""
-    """A CheckpointPhase of core.api, or "" for an object without a status."""
-    committed_at: datetime | None = None
-    started_at: datetime | None = None
-    payload_bytes: int = 0
-    persisted: bool = False
-    quarantined: bool = False
-    deleting: bool = False
-    has_finalizer: bool = False
-
-    @property
-    def id(self) -> CheckpointId | None:
-        if self.step is None or self.round is None:
-            return None
-        return CheckpointId(self.step, self.round)
-
-
-@dataclass(frozen=True, slots=True)
 class StoreView:
     name: str
     config: StoreConfig
@@ -308,7 +273,7 @@ class Observed:
     first. Empty if every member's pod has started."""
     coordinator: CoordinatorState | None = None
     """The newest reply of the round's coordinator. None: this process has received none yet."""
-    checkpoints: tuple[CheckpointView, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
     """Checkpoints of this job, and the one that spec.restoreFrom names."""
     store: StoreView | None = None
     """The store that the spec names. None: the spec names no store, or the store does not exist, cannot be

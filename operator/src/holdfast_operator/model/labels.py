@@ -1,4 +1,4 @@
-"""Every label, annotation, finalizer and field manager that the operator writes."""
+"""Every label, annotation and field manager that the operator writes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,6 @@ MANAGED_BY_VALUE = "holdfast"
 COMPONENT = "app.kubernetes.io/component"
 COMPONENT_WORKER = "worker"
 """Value of COMPONENT on worker pods. Store probes have COMPONENT_STORE_PROBE."""
-
-DATA_FINALIZER = f"{GROUP}/delete-data"
-"""Finalizer of Checkpoints with deletionPolicy DeleteData. It keeps the object until its data is deleted."""
 
 FIELD_MANAGER = "holdfast-operator"
 

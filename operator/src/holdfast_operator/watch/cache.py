@@ -15,7 +15,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import CheckpointView, NodeView, PodView, Unreadable
+from holdfast_operator.model.job import NodeView, PodView, Unreadable
 from holdfast_operator.model.keys import Key, job_key, store_key
 from holdfast_operator.watch.expectations import (
     Expectations,
@@ -27,12 +27,10 @@ from holdfast_operator.watch.expectations import (
 from holdfast_operator.watch.node_leases import NodeLeases
 from holdfast_operator.watch.pods import PodCache, key_of
 from holdfast_operator.watch.records import (
-    CheckpointRecordItem,
     Lease,
     ManagedPod,
     ProbePod,
     WorkerPod,
-    read_checkpoint,
     read_lease,
     read_node,
     read_pod,
@@ -40,7 +38,7 @@ from holdfast_operator.watch.records import (
 from holdfast_operator.watch.reflector import Collection, Reflector
 
 T = TypeVar("T")
-_NamedT = TypeVar("_NamedT", TrainingJob, CheckpointStore)
+_NamedT = TypeVar("_NamedT", TrainingJob, Checkpoint, CheckpointStore)
 
 LEASES_PATH = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
@@ -69,8 +67,8 @@ class ClusterCache:
         self._pods = PodCache()
         self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
         """Objects of our own kinds that cannot be parsed, by kind, namespace and name."""
-        self._checkpoints: dict[tuple[str, str], CheckpointView] = {}
-        self._checkpoints_of: dict[tuple[str, str], dict[str, CheckpointView]] = {}
+        self._checkpoints: dict[tuple[str, str], Checkpoint] = {}
+        self._checkpoints_of: dict[tuple[str, str], dict[str, Checkpoint]] = {}
         self._stores: dict[tuple[str, str], CheckpointStore] = {}
         self._nodes: dict[str, NodeView] = {}
         self._hidden_nodes: set[str] = set()
@@ -91,7 +89,7 @@ class ClusterCache:
                 )
             )
             watch(api, jobs, TrainingJob.from_dict, self._job)
-            watch(api, checkpoints, read_checkpoint, self._ckpt)
+            watch(api, checkpoints, Checkpoint.from_dict, self._ckpt)
             watch(api, stores, CheckpointStore.from_dict, self._store)
             watch(api, Collection("pods", f"/api/v1{scope}/pods", mine, "Pod"), read_pod, self._pod)
         nodes = Collection("nodes", "/api/v1/nodes", kind="Node")
@@ -164,10 +162,10 @@ class ClusterCache:
             job_key(p.namespace, p.job) for p in self._pods.all_workers() if p.view.node == node
         }
 
-    def checkpoints(self, namespace: str, job: str) -> tuple[CheckpointView, ...]:
+    def checkpoints(self, namespace: str, job: str) -> tuple[Checkpoint, ...]:
         return tuple(self._checkpoints_of.get((namespace, job), {}).values())
 
-    def checkpoint(self, namespace: str, name: str) -> CheckpointView | None:
+    def checkpoint(self, namespace: str, name: str) -> Checkpoint | None:
         return self._checkpoints.get((namespace, name))
 
     def store(self, namespace: str, name: str) -> CheckpointStore | None:
@@ -276,45 +274,30 @@ class ClusterCache:
                 self._enqueue(key)
 
     def _ckpt(
-        self,
-        old: CheckpointRecordItem | Unreadable | None,
-        new: CheckpointRecordItem | Unreadable | None,
+        self, old: Checkpoint | Unreadable | None, new: Checkpoint | Unreadable | None
     ) -> None:
         self._note_unreadable(old, new)
-        jobs: set[str | None] = set()
-        for item in (old, new):
-            if isinstance(item, CheckpointRecordItem):
-                jobs.add(item.view.job)
-            elif item is not None:
-                jobs.add(item.job)
-        if isinstance(old, CheckpointRecordItem):
+        if isinstance(old, Checkpoint) and self._is_known(self._checkpoints, old):
             self._drop_checkpoint(old)
-        if isinstance(new, CheckpointRecordItem):
-            view = new.view
-            self._checkpoints[new.namespace, view.name] = view
-            self._checkpoints_of.setdefault((new.namespace, view.job), {})[view.name] = view
+        if isinstance(new, Checkpoint):
+            self._checkpoints[new.namespace, new.name] = new
+            self._checkpoints_of.setdefault((new.namespace, new.job), {})[new.name] = new
         subject = new or old
         if subject is None:
             return
-        name = subject.view.name if isinstance(subject, CheckpointRecordItem) else subject.name
+        jobs = {item.job for item in (old, new) if item is not None and item.job is not None}
         for job in self._jobs.values():
-            if job.namespace == subject.namespace and job.spec.source_checkpoint == name:
+            if (job.namespace, job.spec.source_checkpoint) == (subject.namespace, subject.name):
                 jobs.add(job.name)
-        for wanted in jobs:
-            if wanted is not None:
-                self._enqueue(job_key(subject.namespace, wanted))
+        for name in jobs:
+            self._enqueue(job_key(subject.namespace, name))
 
-    def _drop_checkpoint(self, item: CheckpointRecordItem) -> None:
-        """Remove the Checkpoint, unless its name already belongs to a newer object."""
-        view = item.view
-        known = self._checkpoints.get((item.namespace, view.name))
-        if known is None or known.uid != view.uid:
-            return
-        del self._checkpoints[item.namespace, view.name]
-        of_job = self._checkpoints_of.get((item.namespace, view.job), {})
-        of_job.pop(view.name, None)
+    def _drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        del self._checkpoints[checkpoint.namespace, checkpoint.name]
+        of_job = self._checkpoints_of[checkpoint.namespace, checkpoint.job]
+        del of_job[checkpoint.name]
         if not of_job:
-            self._checkpoints_of.pop((item.namespace, view.job), None)
+            del self._checkpoints_of[checkpoint.namespace, checkpoint.job]
 
     def _store(
         self, old: CheckpointStore | Unreadable | None, new: CheckpointStore | Unreadable | None

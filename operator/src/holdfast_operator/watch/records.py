@@ -12,19 +12,12 @@ from typing import Any
 
 from holdfast_core.clock import parse_stamp
 from holdfast_core.ids import JobUid
-from holdfast_operator.model.job import CheckpointView, NodeView, Owner, PodView
+from holdfast_operator.model.job import NodeView, Owner, PodView
 from holdfast_operator.model.ownership import probed_store, whose, worker_identity
 from holdfast_operator.watch.views import (
-    checkpoint_view,
     node_view,
     pod_view,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointRecordItem:
-    namespace: str
-    view: CheckpointView
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +72,6 @@ class Lease:
     node: str
     renewed: str
     """renewTime by the node's own clock, therefore compared for equality only."""
-
-
-def read_checkpoint(raw: Mapping[str, Any]) -> CheckpointRecordItem:
-    return CheckpointRecordItem(str(raw["metadata"].get("namespace")), checkpoint_view(raw))
 
 
 def read_pod(raw: Mapping[str, Any]) -> ManagedPod:

@@ -1,4 +1,4 @@
-"""Convert the API's JSON to views. Pure.
+"""Convert the JSON of pods and nodes to views. Pure.
 
 Parsing raises pydantic.ValidationError, KeyError or ValueError for an object that the API server should have
 refused. The reflector then keeps it as an Unreadable.
@@ -10,45 +10,11 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from holdfast_core.api import Checkpoint, CheckpointCondition
 from holdfast_core.clock import parse_stamp
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import CheckpointView, NodeView, PodPhase, PodView, Taint
+from holdfast_operator.model.job import NodeView, PodPhase, PodView, Taint
 from holdfast_operator.model.ownership import WorkerIdentity
-
-# --------------------------------------------------------------------------- Checkpoint
-
-
-def checkpoint_view(raw: Mapping[str, Any]) -> CheckpointView:
-    checkpoint = Checkpoint.from_dict(raw)
-    meta, spec, status = checkpoint.metadata, checkpoint.spec, checkpoint.status
-    return CheckpointView(
-        name=meta.name,
-        uid=meta.uid,
-        resource_version=meta.resource_version,
-        job=spec.job_ref.name,
-        created_at=meta.creation_timestamp,
-        step=spec.step,
-        round=status.round,
-        manifest=status.manifest,
-        job_uid=status.job_uid,
-        job_namespace=status.job_namespace,
-        world_size=status.world_size,
-        hold=spec.hold,
-        deletion_policy=spec.deletion_policy,
-        phase="" if status.phase is None else status.phase,
-        committed_at=status.committed_at,
-        started_at=status.started_at,
-        payload_bytes=status.bytes or 0,
-        persisted=status.is_true(CheckpointCondition.PERSISTED),
-        quarantined=status.is_true(CheckpointCondition.QUARANTINED),
-        deleting=meta.deletion_timestamp is not None,
-        has_finalizer=labels.DATA_FINALIZER in meta.finalizers,
-    )
-
-
-# --------------------------------------------------------------------------- pods, nodes
 
 
 def _never_started(trainer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase
 from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import ManifestInfo, RestorePoint
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
-from holdfast_operator.model.job import CheckpointView
 
 Holders = Mapping[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]]
 """Workers that hold a shard, each with the tier, by checkpoint, rank and digest of the shard."""
@@ -126,25 +126,25 @@ def _persisted(world: World) -> list[tuple[CheckpointId, Digest]]:
     """Return the commit in the status and those that Checkpoint objects of this job record."""
     found: list[tuple[CheckpointId, Digest]] = []
     for checkpoint in world.observed.checkpoints:
-        id_ = checkpoint.id
-        if id_ is not None and checkpoint.manifest is not None and _restorable(world, checkpoint):
-            found.append((id_, checkpoint.manifest))
+        id_, manifest = checkpoint.id, checkpoint.status.manifest
+        if id_ is not None and manifest is not None and _restorable(world, checkpoint):
+            found.append((id_, manifest))
     last = world.last_persisted
     if last is not None:
         found.append((last.id, last.manifest))
     return found
 
 
-def _restorable(world: World, checkpoint: CheckpointView) -> bool:
-    job = world.observed.job
+def _restorable(world: World, checkpoint: Checkpoint) -> bool:
+    job, status = world.observed.job, checkpoint.status
     return (
         checkpoint.job == job.name
-        and checkpoint.job_uid == job.uid
+        and status.job_uid == job.uid
         and checkpoint.persisted
-        and checkpoint.phase == "Committed"
-        and not checkpoint.quarantined
+        and status.phase is CheckpointPhase.COMMITTED
+        and not status.is_true(CheckpointCondition.QUARANTINED)
         and not checkpoint.deleting
-        and checkpoint.world_size == job.spec.procs_per_worker * len(world.members)
+        and status.world_size == job.spec.procs_per_worker * len(world.members)
     )
 
 

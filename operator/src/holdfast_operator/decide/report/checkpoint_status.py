@@ -1,0 +1,48 @@
+"""The phase of a Checkpoint object, and the conditions that follow from it. Pure."""
+
+from __future__ import annotations
+
+from holdfast_core.api import CheckpointCondition, CheckpointPhase, CheckpointStatus, changed
+from holdfast_operator.model.job import Now
+from holdfast_operator.model.reasons import Reason
+
+
+def with_phase(
+    status: CheckpointStatus,
+    phase: CheckpointPhase,
+    now: Now,
+    *,
+    held: bool,
+    persisted: bool = False,
+    replicated: bool = False,
+    message: str = "",
+) -> CheckpointStatus:
+    """Return the status in that phase. Conditions of other types stay as they are.
+
+    Args:
+        held: Whether a user has pinned the checkpoint.
+        message: Message of the conditions Committed and Restorable. "" stands for the usual one.
+    """
+    done = phase in (CheckpointPhase.COMMITTED, CheckpointPhase.DELETING)
+    why = Reason.COMMITTED if done else Reason.SAVE_REQUESTED
+    durable = "every shard and the manifest are durable"
+    committed = message or (durable if done else "the save is in progress")
+    pruning = Reason.PRUNING if phase is CheckpointPhase.DELETING else why
+    stored = "every shard and the manifest are in the object store" if persisted else ""
+    restorable = persisted and phase is CheckpointPhase.COMMITTED
+    conditions = (
+        (CheckpointCondition.COMMITTED, done, why, committed),
+        (CheckpointCondition.REPLICATED, replicated, pruning, ""),
+        (
+            CheckpointCondition.PERSISTED,
+            persisted,
+            Reason.PERSISTED if persisted else pruning,
+            stored,
+        ),
+        (CheckpointCondition.RESTORABLE, restorable, pruning, message),
+        (CheckpointCondition.HELD, held, Reason.HELD if held else Reason.NOT_HELD, ""),
+    )
+    status = changed(status, phase=phase)
+    for kind, value, reason, text in conditions:
+        status = status.with_condition(kind, value, reason, text, now.utc)
+    return status
