@@ -221,7 +221,7 @@ def test_forged_pods_are_left_alone(bed: OperatorBed) -> None:
     left = {bed.pod(0, 0), bed.pod(1, 1), "gpt-1-r0", "forged"}
     assert set(bed.pod_names()) == left
     assert not bed.is_gone(f"/api/v1/namespaces/{other}/pods/{meta['name']}")
-    assert "is ignored" in bed.log()
+    assert "The operator ignores it" in bed.log()
 
 
 def test_a_job_that_cannot_be_read_is_not_changed(bed: OperatorBed) -> None:
