@@ -134,5 +134,5 @@ def test_a_folder_that_no_demo_made_is_not_deleted(folder: Path) -> None:
     (folder / "thesis.tex").write_text("mine")
     process = start(folder)
     assert process.wait(120) == 1
-    assert "is not of a demo" in text_of(folder)
+    assert "was not created by a demo" in text_of(folder)
     assert (folder / "thesis.tex").read_text() == "mine"

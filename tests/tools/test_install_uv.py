@@ -117,6 +117,6 @@ def test_a_file_with_another_digest_is_not_installed(tmp_path: Path, index: Inde
     index.served = b"something else"
     done = make(tmp_path, index)
     assert done.returncode != 0
-    assert "is not the file with SHA-256" in done.stderr
+    assert "does not have the SHA-256" in done.stderr
     assert "https://docs.astral.sh/uv/" in done.stderr
     assert not (tmp_path / "tools/uv").exists()

@@ -98,7 +98,7 @@ async def test_four_ranks_become_two_with_what_is_on_two_nodes(gangs: Gangs) -> 
             assert filled.tier is tier
             header = rank.header(filled.slot)
             assert (header.state, header.step) == (SlotState.FREE, None)
-            with pytest.raises(RefusedError, match="expected one, since another number"):
+            with pytest.raises(RefusedError, match="expected one, because another number"):
                 await rank.restore()
 
 

@@ -227,7 +227,7 @@ def test_an_unmounted_folder_fails_saves_until_it_is_back(
         ckpt.save(1, state(1, 1)).wait(timeout=60)
         volume.move(tmp_path / "kept")
         failed = ckpt.save(2, state(2, 1))
-        until(lambda: "is not mounted there any more" in caplog.text, "the reason is logged")
+        until(lambda: "is no longer mounted there" in caplog.text, "the reason is logged")
         assert list(volume.path.iterdir()) == [], "the directory below the mount point"
         volume.bring_back(tmp_path / "kept")
         until(lambda: "saves continue" in caplog.text, "the folder is back")

@@ -133,7 +133,7 @@ def test_a_manifest_under_the_name_of_another_step_is_not_that_step(tmp_path: Pa
     shutil.copytree(manifests / "s000000000001", manifests / "s000000000009")
     assert chosen_step(opened(tmp_path)) == 1
     shutil.rmtree(manifests / "s000000000001")
-    with pytest.raises(CorruptionError, match=r"manifest of s9.* is of s1"):
+    with pytest.raises(CorruptionError, match=r"manifest of s9.* names s1"):
         choose(opened(tmp_path))
 
 

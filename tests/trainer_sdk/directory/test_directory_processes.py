@@ -54,7 +54,7 @@ def test_a_writer_that_never_ends_is_given_up(
 ) -> None:
     writer = Claim(process.writer)
     wait_for_writers(process.directory, longest_seconds=0.0)
-    assert "starting from what is committed" in caplog.text
+    assert "starting from the newest committed checkpoint" in caplog.text
     assert process.writer.exists()
     writer.release()
 

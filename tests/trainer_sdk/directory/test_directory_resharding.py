@@ -231,7 +231,9 @@ def test_a_rank_of_another_world_must_say_what_it_wants(
     assert LayoutFiles(tmp_path / "layouts").read(reply.layout)
     ring = SlotRing(tmp_path / "slots", Rank(0), 1)
     ring.ensure(1 << 22, RestartRound(1))
-    with pytest.raises(RefusedError, match="saved by 4 ranks, this is one of 2: say the layout"):
+    with pytest.raises(
+        RefusedError, match="saved by 4 ranks, expected 2: the request must name the layout"
+    ):
         service.handle(Fill(service.round, Rank(0), (ring.slots[0].offer(),)), print)
     service.abort()
 

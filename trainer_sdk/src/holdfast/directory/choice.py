@@ -67,7 +67,7 @@ def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
     manifest = parse_manifest_of(document, JOB_UID, checkpoint)
     missing = [s.rank for s in manifest.shards if tier.look_up(manifest.ref(s.rank)) is None]
     if missing:
-        raise NotFoundError(f"checkpoint {checkpoint}: the shards of ranks {missing} are not there")
+        raise NotFoundError(f"checkpoint {checkpoint}: the shards of ranks {missing} do not exist")
     return Choice(manifest, manifest_digest(document))
 
 
@@ -88,14 +88,14 @@ def choose(tier: DiskNodeTier, rejected: Collection[CheckpointId] = ()) -> Choic
             break
     else:
         raise UnavailableError(
-            f"the checkpoints changed {_LOOKS} times while they were looked at: another run saves and "
-            "prunes here faster than they can be read; keep more of them, or try again"
+            f"the checkpoints changed {_LOOKS} times while they were read: another run saves and "
+            "prunes here faster than they can be read. Keep more of them, or try again"
         )
     if choice is None and reasons:
         raise CorruptionError(
-            "the directory holds checkpoints, but none that can be restored: "
+            "the directory has checkpoints, but none that can be restored: "
             + "; ".join(reasons[:5])
-            + "; move them away to start from the beginning"
+            + "; move them away to start without a checkpoint"
         )
     return choice
 

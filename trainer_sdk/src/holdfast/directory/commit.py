@@ -96,7 +96,7 @@ class Committer:
                 if self.is_committed(checkpoint):
                     return
                 raise NotFoundError(
-                    f"checkpoint {checkpoint}: no record {error.filename}"
+                    f"checkpoint {checkpoint}: the record {error.filename} does not exist"
                 ) from None
             self._commit(checkpoint, prepared)
 
@@ -243,7 +243,9 @@ class Committer:
         try:
             self._commit(checkpoint, self._prepared(checkpoint))
         except (HoldfastError, OSError) as error:
-            logger.info("checkpoint %s of a former run stays uncommitted: %s", checkpoint, error)
+            logger.info(
+                "checkpoint %s of an earlier run cannot be committed: %s", checkpoint, error
+            )
 
     def _prepared(self, checkpoint: CheckpointId) -> list[Prepared]:
         """Return the records in the order of ranks.
@@ -259,8 +261,8 @@ class Committer:
         runs = {one.run_id for one in prepared}
         if len(runs) > 1:
             raise FormatError(
-                f"checkpoint {checkpoint}: its shards are of the runs {sorted(runs)}; expected those of one "
-                "run. Two runs have trained in this folder in the same round"
+                f"checkpoint {checkpoint}: its shards are of the runs {sorted(runs)}; expected "
+                "shards of one run. Two runs have trained in this folder in the same round"
             )
         records = [one.record for one in prepared]
         for record in records:
@@ -283,8 +285,8 @@ class Committer:
             self.tier.open_shard(record.ref).close()  # the tier's index may be out of date
         if found != record:
             raise NotFoundError(
-                f"checkpoint {record.checkpoint}: its record of rank {record.header.rank} names {record}, "
-                f"and the folder holds {found or 'no such shard'}"
+                f"checkpoint {record.checkpoint}: its record of rank {record.header.rank} names "
+                f"{record}, but the folder has {found or 'no such shard'}"
             )
 
     def _directory(self, checkpoint: CheckpointId) -> Path:

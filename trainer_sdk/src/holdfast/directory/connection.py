@@ -118,7 +118,7 @@ class Connection:
             return self._refused(error)
         except BaseException as error:
             # Otherwise the process would end, and the trainer would repeat the request to the next one.
-            logger.exception("%s could not be served", type(message).__name__)
+            logger.exception("serving %s failed", type(message).__name__)
             return self._refused(error)
 
     def _refused(self, error: BaseException) -> Refused:

@@ -113,8 +113,8 @@ def _expect_all(destinations: Destinations, done: int) -> None:
     """Raise CorruptionError unless all bytes were copied: a tensor could keep old values unnoticed."""
     if done != destinations.wanted_bytes:
         raise CorruptionError(
-            f"{done} bytes of the payload found their place in the state, "
-            f"{destinations.wanted_bytes} expected"
+            f"{done} bytes of the payload belong to tensors of the state, expected "
+            f"{destinations.wanted_bytes}"
         )
 
 

@@ -111,7 +111,7 @@ class OpenFolder:
         """Raise NotFoundError if the folder was deleted or unmounted since it was opened."""
         if self._is_lost():
             raise NotFoundError(
-                f"{self.options.root}: the folder that this run opened is not there any more; it was "
+                f"{self.options.root}: the folder that this run opened no longer exists: it was "
                 "deleted or unmounted"
             )
 
@@ -143,8 +143,8 @@ class OpenFolder:
                 gone = self.committer.make_room(wanted, self.protected)
                 if gone is None:
                     raise CapacityError(
-                        f"{self.options.root} has no room for step {wanted.step}, and nothing in it may "
-                        f"be deleted: the newest checkpoint stays ({error})"
+                        f"{self.options.root} has no room for step {wanted.step}, and nothing in "
+                        f"it may be deleted, because the newest checkpoint is kept ({error})"
                     ) from error
                 logger.warning(
                     "%s has no room for step %d: %s was deleted, although keep_last is %d. Free space in "
@@ -166,9 +166,9 @@ def _take_round(options: ServiceOptions, tier: DiskNodeTier, committer: Committe
         lowest = next_round(tier, committer.rounds)
         if options.read_only:
             return lowest
-        with disk_errors(f"taking a round in {directory}"):
+        with disk_errors(f"claiming a round in {directory}"):
             return claim_round(directory, lowest, options.run_id)
     if options.leads and not options.read_only:
-        with disk_errors(f"keeping round {options.round} in {directory}"):
+        with disk_errors(f"recording round {options.round} in {directory}"):
             keep_round(directory, options.round, options.run_id)
     return options.round

@@ -66,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         Connection(sock, service).serve()
     except Exception:
-        logger.exception("the connection to the trainer failed; what it has handed over is written")
+        logger.exception(
+            "the connection to the trainer failed; the saves that it handed over are written"
+        )
     service.write_out()
     if writing is not None:  # the next run can commit what all ranks have written
         writing.release()

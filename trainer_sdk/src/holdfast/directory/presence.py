@@ -32,8 +32,8 @@ def expect_not_unmounted(root: Path, device: int | None) -> None:
     """
     if device is not None and device_of(root) != device:
         raise TierError(
-            f"{root}: the file system on which this run opened the folder is not mounted there any more; "
-            "mount it again, and saves go on"
+            f"{root}: the file system on which this run opened the folder is no longer mounted "
+            "there; mount it again, and saves continue"
         )
 
 

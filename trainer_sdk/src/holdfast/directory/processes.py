@@ -62,11 +62,12 @@ def _wait(writer: Path, deadline: float) -> None:
     whose = ""
     with contextlib.suppress(OSError):
         whose = writer.read_text()
-    logger.warning("waiting for %s, which still writes what an ended run had saved", whose)
+    logger.warning("waiting for %s, which still writes the saves of a run that has ended", whose)
     while is_held(writer):
         if time.monotonic() >= deadline:
             logger.warning(
-                "%s still writes: starting from what is committed; what it was given may be lost",
+                "%s still writes: starting from the newest committed checkpoint; the saves that "
+                "it still writes may be lost",
                 whose,
             )
             return

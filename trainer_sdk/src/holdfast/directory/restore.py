@@ -80,8 +80,10 @@ class FolderRestore:
         if manifest.world_size != self._world_size:
             raise RefusedError(
                 Refusal.BAD_REQUEST,
-                f"checkpoint {manifest.checkpoint} was saved by {manifest.world_size} ranks, this is "
-                f"one of {self._world_size}: say the layout that is wanted",
+                (
+                    f"checkpoint {manifest.checkpoint} was saved by {manifest.world_size} ranks, "
+                    f"expected {self._world_size}: the request must name the layout that it needs"
+                ),
             )
         ref = manifest.ref(message.rank)
         size = manifest.shards[message.rank].payload_bytes
@@ -107,7 +109,9 @@ class FolderRestore:
             raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
         with closing(self._fitting(message.slots, wanted.payload_bytes)) as slot:
             read = assemble_payload(self._tier, manifest, wanted, slot)
-        logger.info("rank %d: %d bytes read for %d", wanted.rank, read, wanted.payload_bytes)
+        logger.info(
+            "rank %d: read %d bytes for a payload of %d", wanted.rank, read, wanted.payload_bytes
+        )
         return Filled(slot.name, wanted.payload_bytes, TierName.NODE)
 
     def _give_layout(self, digest: Digest) -> Digest:
@@ -184,4 +188,6 @@ def assemble_payload(
             tier.quarantine(ref, str(error))
         except NotFoundError as error:
             bad[rank] = str(error)  # another rank's process has quarantined it in the meantime
-        logger.warning("shard of rank %d: %s: its slices are read elsewhere", rank, bad[rank])
+        logger.warning(
+            "shard of rank %d: %s: its slices are read from other shards", rank, bad[rank]
+        )

@@ -240,7 +240,7 @@ class SaveWorker:
             while self._work_once():
                 pass
         except BaseException as error:
-            logger.critical("the writer has ended, nothing is saved any more", exc_info=True)
+            logger.critical("the writer has ended, so nothing is saved", exc_info=True)
             self._fail_all(error)
             self._on_end(error)
 
@@ -431,7 +431,7 @@ def _levels(checkpoint: CheckpointId) -> list[Any]:
     return [
         LevelReached(step, round_, Level.LOCAL),
         LevelReached(step, round_, Level.REPLICATED),
-        _failed(checkpoint, Level.PERSISTED, "NoObjectTier", "a directory has no object tier"),
+        _failed(checkpoint, Level.PERSISTED, "NoObjectTier", "a folder has no object tier"),
     ]
 
 

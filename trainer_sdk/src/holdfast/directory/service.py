@@ -117,7 +117,8 @@ class DirectoryService:
                 return self._worker.stage(message, push)
             case _:
                 raise RefusedError(
-                    Refusal.BAD_REQUEST, f"{type(message).__name__} is not served by a directory"
+                    Refusal.BAD_REQUEST,
+                    (f"{type(message).__name__} is not a request that a folder serves"),
                 )
 
     def progressed(self, message: Progress) -> None:
@@ -131,10 +132,11 @@ class DirectoryService:
     def _fence(self, round_: RestartRound) -> None:
         if round_ < self.round:
             raise StaleRoundError(
-                f"the request carries round {round_}, this directory is in round {self.round}",
+                f"the request carries round {round_}, this folder is in round {self.round}",
                 own_round=self.round,
             )
         if round_ > self.round:
             raise RefusedError(
-                Refusal.FUTURE_ROUND, f"round {round_} has not begun here, it is {self.round}"
+                Refusal.FUTURE_ROUND,
+                (f"round {round_} has not begun in this folder, which is in round {self.round}"),
             )
