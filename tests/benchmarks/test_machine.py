@@ -71,7 +71,7 @@ def test_a_result_is_found_below_what_a_library_prints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("errors", "words"),
+    ("errors", "message"),
     [
         pytest.param(
             "Traceback\n  line\nImportError: no grpc\n\n", "ImportError: no grpc", id="why"
@@ -79,6 +79,6 @@ def test_a_result_is_found_below_what_a_library_prints() -> None:
         pytest.param("", "without output", id="silent"),
     ],
 )
-def test_a_visit_without_a_result_names_the_reason(errors: str, words: str) -> None:
-    with pytest.raises(VisitError, match=words):
+def test_a_visit_without_a_result_names_the_reason(errors: str, message: str) -> None:
+    with pytest.raises(VisitError, match=message):
         parse_result("noise\n", errors)

@@ -38,10 +38,10 @@ def test_verdict(
 
 
 def test_all_values_are_kept() -> None:
-    figure = at_least("A2", [0.70004, 0.9], "x", 0.85, what="words")
+    figure = at_least("A2", [0.70004, 0.9], "x", 0.85, what="a share")
     assert figure.details == {
         "bound": ">=",
-        "what": "words",
+        "what": "a share",
         "values": [0.7, 0.9],
         "min": 0.7,
         "max": 0.9,

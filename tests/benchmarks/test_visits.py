@@ -17,17 +17,17 @@ from benchmarks.datapath.visits import Run, visit_part
 from holdfast_core.node.tier import DiskNodeTier
 
 
-def run(tmp_path: Path, said: list[str], timeout_seconds: float = 120) -> Run:
-    return Run(tmp_path, 1, 2, 0.1, timeout_seconds, said.append)
+def run(tmp_path: Path, lines: list[str], timeout_seconds: float = 120) -> Run:
+    return Run(tmp_path, 1, 2, 0.1, timeout_seconds, lines.append)
 
 
 def test_who_fails_in_the_first_round_is_named_and_not_tried_again(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     part = Part("save", ("A1",), (Participant("nobody", "save", "benchmarks.no_such_module"),), 1)
-    (record,) = visit_part(run(tmp_path, said), part)
+    (record,) = visit_part(run(tmp_path, lines), part)
     assert (record.round, record.name, record.result) == (0, "nobody", None)
     assert record.error == "ModuleNotFoundError: No module named 'benchmarks.no_such_module'"
-    (line,) = said
+    (line,) = lines
     assert "FAILED: ModuleNotFoundError" in line
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
 

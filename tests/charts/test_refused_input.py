@@ -1,4 +1,4 @@
-"""What people get wrong is refused by the API server, in words that name field, value and remedy."""
+"""The API server refuses wrong input with a message that names field, value and remedy."""
 
 from __future__ import annotations
 

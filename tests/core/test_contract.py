@@ -1,4 +1,4 @@
-"""What a sidecar is told of a store: an endpoint that no connection can be made to is refused at once."""
+"""The contract of a sidecar refuses a store endpoint that no connection can be made to."""
 
 from __future__ import annotations
 

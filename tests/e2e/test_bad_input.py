@@ -2,7 +2,7 @@
 
 Nothing here trains longer than it must. Every refusal is made by the real API server, every
 condition and Event by the running operator. Also: correcting the mistake is enough, and what was
-wrong with one job costs nobody else anything.
+wrong with one job costs no other job anything.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def without_restarts(manifest: Object) -> Object:
     return manifest
 
 
-def assert_says(text: str, *words: str) -> None:
-    missing = [w for w in words if w not in text]
+def assert_contains(text: str, *texts: str) -> None:
+    missing = [w for w in texts if w not in text]
     assert not missing, f"{missing} missing in:\n{text}"
 
 
-def wait_event(kube: Kube, name: str, reason: str, *words: str) -> None:
-    """Until an Event of that reason about our object `name` says all `words`."""
+def wait_event(kube: Kube, name: str, reason: str, *texts: str) -> None:
+    """Wait for an Event of that reason about our object `name` that contains all `texts`."""
 
     def probe() -> list[str]:
         return [
@@ -91,11 +91,11 @@ def wait_event(kube: Kube, name: str, reason: str, *words: str) -> None:
             for e in kube.events(SPACE)
             if e["involvedObject"]["name"] == name
             and e["reason"] == reason
-            and all(w in e["message"] for w in words)
+            and all(w in e["message"] for w in texts)
         ]
 
     wait_for(
-        f"Event {reason} of {name} that says {words}",
+        f"Event {reason} of {name} that contains {texts}",
         probe,
         timeout_seconds=30,
         describe=lambda: show(
@@ -170,13 +170,13 @@ REFUSED: dict[str, tuple[Callable[[Object], Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_api_server_refuses_with_field_value_and_remedy(installed, namespace, case):
-    spoil, words = REFUSED[case]
+    spoil, texts = REFUSED[case]
     manifest = job_manifest("refused", namespace, Training(workers=2))
     spoil(manifest)
     with pytest.raises(ApiException) as refused:
         installed.create(manifest)
     assert refused.value.status == 422
-    assert_says(json.loads(refused.value.body)["message"], *words)
+    assert_contains(json.loads(refused.value.body)["message"], *texts)
 
 
 def test_misspelt_field_is_refused_as_kubectl_asks(installed, namespace):
@@ -186,7 +186,7 @@ def test_misspelt_field_is_refused_as_kubectl_asks(installed, namespace):
         installed.custom.create_namespaced_custom_object(
             GROUP, VERSION, namespace, "trainingjobs", manifest, field_validation="Strict"
         )
-    assert_says(json.loads(refused.value.body)["message"], "spec.checkpoint.intervall")
+    assert_contains(json.loads(refused.value.body)["message"], "spec.checkpoint.intervall")
 
 
 # --------------------------------------------------------------------------- stores
@@ -230,7 +230,7 @@ BAD_STORES: dict[str, tuple[dict[str, Any], dict[str, str] | None, str, tuple[st
         ("nowhere.minio.svc",),
     ),
 }
-"""Name of the store -> spec, keys in its Secret, reason, words."""
+"""Name of the store -> spec, keys in its Secret, reason, texts of the message."""
 
 
 def _create_store(kube: Kube, name: str) -> None:
@@ -259,13 +259,13 @@ def _wait_store(kube: Kube, name: str, status: str, timeout_seconds: float) -> O
 def test_a_store_that_does_not_work_reports_why_on_itself_and_on_its_job(
     installed, namespace, submit, name
 ):
-    _, _, reason, words = BAD_STORES[name]
+    _, _, reason, texts = BAD_STORES[name]
     _create_store(installed, name)
     found = _wait_store(installed, name, "False", 90)
     assert found["reason"] == reason, show(found)
-    assert_says(found["message"], *words)
+    assert_contains(found["message"], *texts)
     assert MINIO_PASSWORD not in found["message"], "no secret is ever repeated"
-    wait_event(installed, name, reason, *words)
+    wait_event(installed, name, reason, *texts)
 
     manifest = job_manifest(f"on-{name}", namespace, ALONE, copies=0)
     manifest["spec"]["checkpoint"]["object"]["storeRef"]["name"] = name
@@ -276,8 +276,8 @@ def test_a_store_that_does_not_work_reports_why_on_itself_and_on_its_job(
         60,
     )
     assert accepted["status"] == "False"
-    assert_says(accepted["message"], f"CheckpointStore {name}", *words)
-    wait_event(installed, job.name, "StoreUnavailable", *words)
+    assert_contains(accepted["message"], f"CheckpointStore {name}", *texts)
+    wait_event(installed, job.name, "StoreUnavailable", *texts)
     assert job.pods() == [], "no pod waits for a store that does not work"
 
 
@@ -297,11 +297,11 @@ def test_missing_store_created_later_is_enough(installed, namespace, submit):
     manifest = job_manifest("store-late", namespace, ALONE, copies=0)
     manifest["spec"]["checkpoint"]["object"]["storeRef"]["name"] = "late"
     job = submit(manifest)
-    words = ("CheckpointStore late", f"namespace {namespace}", "create it, or correct storeRef")
+    texts = ("CheckpointStore late", f"namespace {namespace}", "create it, or correct storeRef")
     found = job.wait_condition("Accepted", "False", 30)
     assert found["reason"] == "StoreNotFound"
-    assert_says(found["message"], *words)
-    wait_event(installed, job.name, "StoreNotFound", *words)
+    assert_contains(found["message"], *texts)
+    wait_event(installed, job.name, "StoreNotFound", *texts)
     ref = {"name": STORE_SECRET}
     installed.create(store_manifest(namespace, "late", credentialsSecretRef=ref))
     job.wait_condition("Accepted", "True", 90)
@@ -315,10 +315,10 @@ def test_restore_from_a_checkpoint_that_is_not_there(installed, namespace, submi
     manifest = job_manifest("from-nowhere", namespace, ALONE, copies=0, restore_from="gone-s20-r0")
     job = submit(manifest)
     found = job.wait_condition("Accepted", "False", 60)
-    words = ("spec.restoreFrom", "Checkpoint gone-s20-r0", f"not in namespace {namespace}")
+    texts = ("spec.restoreFrom", "Checkpoint gone-s20-r0", f"not in namespace {namespace}")
     assert found["reason"] == "CheckpointNotFound"
-    assert_says(found["message"], *words)
-    wait_event(installed, job.name, "CheckpointNotFound", *words)
+    assert_contains(found["message"], *texts)
+    wait_event(installed, job.name, "CheckpointNotFound", *texts)
     assert job.pods() == [], "it never starts from the beginning instead"
 
 
@@ -352,9 +352,9 @@ def test_restore_from_other_shapes(installed, namespace, submit, one_rank_checkp
     )
     job = submit(without_restarts(manifest))
     found = job.wait_condition("Failed", "True", 120)
-    words = ("StateMismatchError", "model.", "expected float32 [", "48]", "found float32 [", "32]")
-    assert_says(found["message"], *words)
-    wait_event(installed, job.name, found["reason"], *words)
+    texts = ("StateMismatchError", "model.", "expected float32 [", "48]", "found float32 [", "32]")
+    assert_contains(found["message"], *texts)
+    wait_event(installed, job.name, found["reason"], *texts)
     kept = installed.get("Checkpoint", namespace, one_rank_checkpoint)
     assert is_true(kept, "Persisted"), "nothing was lost"
 
@@ -375,7 +375,7 @@ def test_image_that_cannot_be_pulled(installed, namespace, submit):
 
 
 def test_image_without_the_launcher(installed, namespace, submit):
-    """The kubelet tries again and again: the job waits with its words, and spends no restart."""
+    """The kubelet tries again and again. The job waits with its message, and uses no restart."""
     manifest = job_manifest("no-launcher", namespace, ALONE, **ONE_WORKER)
     trainer(manifest)["image"] = "holdfast/operator:dev"
     job = submit(manifest)
@@ -395,16 +395,16 @@ def _tries(job: Job) -> int:
     )
 
 
-def _assert_cannot_start(job: Job, *words: str) -> None:
+def _assert_cannot_start(job: Job, *texts: str) -> None:
     def probe() -> Object | None:
         found = condition(job.read(), "Running")
-        said = found.get("reason") == "ContainerCannotStart"
-        return found if said and all(w in found["message"] for w in words) else None
+        cannot_start = found.get("reason") == "ContainerCannotStart"
+        return found if cannot_start and all(w in found["message"] for w in texts) else None
 
-    found = job.wait(f"ContainerCannotStart that says {words}", probe, 90)
+    found = job.wait(f"ContainerCannotStart that contains {texts}", probe, 90)
     assert found["status"] == "False"
-    assert_says(found["message"], f"pod {job.pod_name(0)}")
-    wait_event(job.kube, job.name, "ContainerCannotStart", *words)
+    assert_contains(found["message"], f"pod {job.pod_name(0)}")
+    wait_event(job.kube, job.name, "ContainerCannotStart", *texts)
     assert job.status["restartsCountTowardsMax"] == 0, "waiting costs no restart"
 
 
@@ -416,9 +416,9 @@ def test_too_little_shared_memory_is_reported_before_the_first_step(installed, n
     manifest["spec"]["checkpoint"]["memory"] = {"sizeLimit": "1Mi"}
     job = submit(without_restarts(manifest))
     found = job.wait_condition("Failed", "True", 120)
-    words = ("CapacityError", "shared memory volume", "needs", "has", "spec.checkpoint.memory")
-    assert_says(found["message"], "rank 0 ended with code 1", *words)
-    wait_event(installed, job.name, found["reason"], *words)
+    texts = ("CapacityError", "shared memory volume", "needs", "has", "spec.checkpoint.memory")
+    assert_contains(found["message"], "rank 0 ended with code 1", *texts)
+    wait_event(installed, job.name, found["reason"], *texts)
     assert not job.status.get("step"), "not one step was trained for nothing"
 
 
@@ -431,9 +431,9 @@ def test_too_small_node_volume_does_not_stop_training(installed, namespace, subm
     assert found["reason"] == "NodeVolumeFull"
     assert job.status["restartsCountTowardsMax"] == 0, "no rank and no pod died of it"
     assert not job.status.get("lastCommittedStep"), "a save that failed is no commit"
-    words = ("needs", "bytes", "available", "checkpoint.node.volume")
-    assert_says(found["message"], *words)
-    wait_event(installed, job.name, "NodeVolumeFull", *words)
+    texts = ("needs", "bytes", "available", "checkpoint.node.volume")
+    assert_contains(found["message"], *texts)
+    wait_event(installed, job.name, "NodeVolumeFull", *texts)
 
 
 # --------------------------------------------------------------------------- state
@@ -460,12 +460,12 @@ def test_state_that_cannot_be_saved_names_its_path(installed, namespace, submit)
     manifest["spec"]["template"]["spec"]["volumes"] = [volume]
     job = submit(without_restarts(manifest))
     found = job.wait_condition("Failed", "True", 120)
-    words = ("UnsupportedStateError", "seen.documents", "set cannot be saved", "expected tensors")
-    assert_says(found["message"], *words)
-    wait_event(installed, job.name, found["reason"], *words)
+    texts = ("UnsupportedStateError", "seen.documents", "set cannot be saved", "expected tensors")
+    assert_contains(found["message"], *texts)
+    wait_event(installed, job.name, found["reason"], *texts)
 
 
-# --------------------------------------------------------------------------- nobody else
+# --------------------------------------------------------------------------- other jobs
 
 
 def test_the_good_store_and_a_good_job_are_untouched(installed, namespace, submit):

@@ -116,8 +116,8 @@ def test_operator_pod_is_admitted_by_restricted(installed):
 def test_notes_print_commands_that_work(installed):
     notes = install.helm("get", "notes", install.RELEASE)
     commands = [w.strip() for w in notes.splitlines() if w.strip().startswith("kubectl ")]
-    told = "\n".join(commands)
-    assert "rollout status deployment/holdfast" in told, notes
+    printed = "\n".join(commands)
+    assert "rollout status deployment/holdfast" in printed, notes
     assert "helm uninstall" in notes and "keeps the CRDs" in notes
     for command in commands:
         if "-w" in command.split() or " delete " in command:
@@ -154,7 +154,7 @@ def test_uninstall_hangs_nothing_and_install_goes_on_from_there(scenario, kube):
         )
     )["items"]
     assert leftovers == [], "nothing of the release is left in the cluster's scope but CRDs"
-    assert finalizers(kube, scenario.namespace) == {}, "nobody is there to take a finalizer away"
+    assert finalizers(kube, scenario.namespace) == {}, "no operator is left to remove a finalizer"
 
     step = job.wait_step(25)
     job.wait_step(step + 15)

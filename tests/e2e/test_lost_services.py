@@ -16,7 +16,7 @@ def test_store_down_during_training_and_back(scenario):
     with faults.store_down():
         step = job.wait_step(30)
         condition = job.wait_condition("RemoteTierHealthy", "False", 90)
-        assert condition["message"], "says what the store or the network said"
+        assert condition["message"], "the error of the store or the network"
         assert step >= 30, "training went on"
     job.wait_condition("RemoteTierHealthy", "True", 120)
     scenario.finish_and_judge(job)

@@ -1,4 +1,4 @@
-"""Everything that reads bytes which somebody else wrote: a parser, valid inputs, allowed refusals.
+"""Everything that reads bytes of another process: a parser, valid inputs, allowed errors.
 
 A target fails where its parser raises anything but what it says it raises, or where what it accepted
 does not survive being written and read again.
@@ -127,7 +127,7 @@ class Wire:
 
 def _bulk() -> Iterator[Target]:
     ref = ShardRef(JOB_UID, Step(10), RestartRound(0), Rank(1), digest_of(b"x"))
-    refused = Refused(Refusal.BUSY, "words", RestartRound(3))
+    refused = Refused(Refusal.BUSY, "the message", RestartRound(3))
     frames = (
         BulkFrame(Kind.PUT_COPY, ref, RestartRound(3), length=9000, plain=True),
         BulkFrame(Kind.REPLY, ref, RestartRound(3), Status.REFUSED, refused=refused),
@@ -299,12 +299,12 @@ def _api() -> Iterator[Target]:
                 "type": "Running",
                 "status": "True",
                 "reason": "Training",
-                "message": "words",
+                "message": "the message",
                 "lastTransitionTime": "2026-05-01T00:00:00Z",
             }
         ],
     }
-    # As the reflectors do: what is refused like this is left alone and said once.
+    # As the reflectors do: an object that is refused like this is not changed, and reported once.
     refuses = (ValueError, HoldfastError)
     jobs = (stored(job_object()), stored(job_object(), status=status), stored(raw_job()))
     yield Target("TrainingJob", _object(TrainingJob.from_dict), jobs, refuses)

@@ -22,7 +22,7 @@ from holdfast_core.shards.file import FORMAT_VERSION
 
 WORLD_SIZE = 2
 CHUNK_BYTES = 4 << 20
-"""Each shard says its own: readers take any."""
+"""Return the shards; each has its own chunk size, and readers accept any."""
 FOLDER = Path(__file__).parent / f"format_v{FORMAT_VERSION}"
 
 

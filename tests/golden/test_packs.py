@@ -61,8 +61,8 @@ def test_a_pack_reads_and_makes_the_shard_file() -> None:
 
 
 def test_references_read() -> None:
-    said = parse_references(read("references.json"))
-    assert (said.checkpoint, said.bytes_in) == (NEXT, {BASE: 2 * CHUNK_BYTES})
+    references = parse_references(read("references.json"))
+    assert (references.checkpoint, references.bytes_in) == (NEXT, {BASE: 2 * CHUNK_BYTES})
 
 
 def test_a_compressed_pack_reads_and_makes_the_payload() -> None:

@@ -81,19 +81,19 @@ def test_it_completes_after_it_was_interrupted_and_after_it_was_killed(folder: P
 
     process = start(folder)
     assert process.wait(1500) == 0, text_of(folder)
-    said = text_of(folder)
-    assert "bit-identical to an uninterrupted run" in said
-    lines = said.splitlines()
+    output = text_of(folder)
+    assert "bit-identical to an uninterrupted run" in output
+    lines = output.splitlines()
     assert max(len(line) for line in lines) <= 80
     repeated = [a for a, b in itertools.pairwise(lines) if a == b]
     assert repeated == []
-    assert_phases_add_up(said)
+    assert_phases_add_up(output)
     assert (folder.parent / "demo.png").stat().st_size > 0
 
 
-def assert_phases_add_up(said: str) -> None:
+def assert_phases_add_up(output: str) -> None:
     """In the table at the end, as it is printed."""
-    table = said.partition("What was lost, and what it cost")[2].partition("  rank 0:")[0]
+    table = output.partition("What was lost, and what it cost")[2].partition("  rank 0:")[0]
     totals: list[float] = []
     sums: list[float] = []
     for line in table.splitlines():

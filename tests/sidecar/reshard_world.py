@@ -72,7 +72,7 @@ class World:
         self.asked: list[tuple[str, int]] = []
         self.clock = Turning()
         self.waits: list[str] = []
-        """What fills have said of sources that stay away."""
+        """What fills have reported of sources that stay away."""
         self.gate: Gate | None = None
         """Waits in the next source of a member that is opened."""
         self.layouts = [layout_of(TENSORS, [2, 2], rank) for rank in range(4)]
@@ -136,7 +136,7 @@ class World:
     # -------------------------------------------------------------- the test's side
 
     def slot(self, directory: Path, capacity_bytes: int) -> Path:
-        """A slot of rank 1 that holds what nobody needs."""
+        """A slot of rank 1 with bytes that are not needed."""
         size = capacity_bytes
         header = SlotHeader(SlotState.FREE, Rank(1), size, RestartRound(0), Step(4), size)
         path = directory / slot_name(Rank(1), 0)
@@ -179,7 +179,7 @@ class World:
 
 
 class Turning(ManualClock):
-    """Time passes only where somebody waits for it. `at` is called at the end of each wait."""
+    """Time passes only while a task waits for it. `at` is called at the end of each wait."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ store.write_text(json.dumps(images))
 
 
 @pytest.mark.parametrize(
-    ("script", "mode", "said"),
+    ("script", "mode", "warning"),
     [
         pytest.param("exit 0", "registry", "", id="an engine that pulls"),
         pytest.param(
@@ -63,7 +63,7 @@ store.write_text(json.dumps(images))
 def test_the_mode_is_found_and_kept(
     script: str,
     mode: str,
-    said: str,
+    warning: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -73,8 +73,8 @@ def test_the_mode_is_found_and_kept(
     assert bed.local == (mode == "local")
     assert (tmp_path / "bed/mode").read_text() == mode
     warned = capsys.readouterr().err
-    assert said in warned
-    assert bool(warned) == bool(said)
+    assert warning in warned
+    assert bool(warned) == bool(warning)
     docker_that(tmp_path, "exit 1", monkeypatch)
     assert engine.detect(tmp_path / "bed") == bed
 

@@ -1,4 +1,4 @@
-"""Stamps: what counts as done, and what a failure tells."""
+"""Stamps of steps: what counts as done, and what a failure reports."""
 
 from __future__ import annotations
 

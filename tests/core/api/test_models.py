@@ -83,7 +83,7 @@ def test_bad_jobs_are_refused_by_name_and_value(case: str) -> None:
 def test_round_trip(model: Any, data: dict[str, Any]) -> None:
     parsed = strict(model, data)
     written = parsed.to_dict()
-    assert merged(written, data) == written, "nothing that was said is lost or changed"
+    assert merged(written, data) == written, "no value is lost or changed"
     assert strict(model, written) == parsed
 
 

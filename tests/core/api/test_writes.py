@@ -41,7 +41,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         goodput=GoodputStatus(ratio=1 / 3, training_seconds=10.00049),
         workers=WorkersStatus(ready=1, total=2),
         start_time=START,
-    ).with_condition(JobCondition.RUNNING, None, "Starting", "words", START, 4)
+    ).with_condition(JobCondition.RUNNING, None, "Starting", "the message", START, 4)
     assert merge_patch(status) == {
         "phase": None,
         "restartRound": 3,
@@ -94,7 +94,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
                 "type": "Running",
                 "status": "Unknown",
                 "reason": "Starting",
-                "message": "words",
+                "message": "the message",
                 "lastTransitionTime": "2026-01-01T12:30:15Z",
                 "observedGeneration": 4,
             }
@@ -129,13 +129,17 @@ def test_the_transition_time_follows_the_value(value: bool | None, moves: bool) 
     )
     before = TrainingJobStatus(conditions=(kept,)).with_condition("Running", True, "R", "", START)
     later = START + timedelta(hours=1)
-    after = before.with_condition("Running", value, "Other", "words", later, 7)
+    after = before.with_condition("Running", value, "Other", "the message", later, 7)
     assert [c.type for c in after.conditions] == ["Failed", "Running"]
     assert after.conditions[0] == kept
     running = after.condition("Running")
     assert running is not None
     assert running.last_transition_time == (later if moves else START)
-    assert (running.reason, running.message, running.observed_generation) == ("Other", "words", 7)
+    assert (running.reason, running.message, running.observed_generation) == (
+        "Other",
+        "the message",
+        7,
+    )
     assert after.is_true("Running") is (value is True)
 
 

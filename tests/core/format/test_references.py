@@ -20,9 +20,9 @@ DOCUMENT = (
 
 
 def test_references_are_parsed_from_their_bytes() -> None:
-    said = References(at(20, 1), {at(10, 1): 9, at(10): 7})
-    assert said.to_bytes() == DOCUMENT
-    assert parse_references(DOCUMENT) == said
+    references = References(at(20, 1), {at(10, 1): 9, at(10): 7})
+    assert references.to_bytes() == DOCUMENT
+    assert parse_references(DOCUMENT) == references
 
 
 REFUSED = {

@@ -1,4 +1,4 @@
-"""Which connections keep their places on a port, whoever comes and however many."""
+"""Which connections keep their places on a port when many others arrive."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.support.crash.crash import (
     record,
 )
 from tests.support.crash.traced import Say
-from tests.support.crash.write_orders import Link, Op, Rename, Said, Sync
+from tests.support.crash.write_orders import Acknowledged, Link, Op, Rename, Sync
 from tests.support.shards.builders import (
     JOB,
     JOB_UID,
@@ -177,17 +177,19 @@ def whole_life(directory: Path, say: Say, order: str = "") -> None:
         save(tier, step, say, order)
 
 
-def check(directory: Path, said: Sequence[str]) -> list[str]:
+def check(directory: Path, acknowledged: Sequence[str]) -> list[str]:
     """I1, I2, I7 and order of a fresh process over what is left; then it saves again."""
     tier = DiskNodeTier(directory / "node", capacity_bytes=64 << 20)
     report = tier.open()
     problems = [f"quarantined: {why}" for why in report.quarantined]
     problems += [f"skipped: {why}" for why in report.skipped]
     problems += leftovers(directory)
-    rounds = [int(text.split()[1]) for text in said if text.startswith("round")]
+    rounds = [int(text.split()[1]) for text in acknowledged if text.startswith("round")]
     if rounds and (tier.read_round() or (-1, 0))[0] < max(rounds):
         problems.append(f"round {max(rounds)} was acknowledged, the disk says {tier.read_round()}")
-    problems += restorable(tier, [int(w.split()[1]) for w in said if w.startswith("committed")])
+    problems += restorable(
+        tier, [int(w.split()[1]) for w in acknowledged if w.startswith("committed")]
+    )
     last = max((c.step for _, c in tier.list_manifests()), default=Step(0))
     for step in (last + 1, last + 2):  # the first of them may be what the crash interrupted
         save(tier, step, lambda _: None)
@@ -255,11 +257,11 @@ def rename_before_fsync(log: Sequence[Op]) -> list[Op]:
 
 
 def acknowledged_early(log: Sequence[Op]) -> list[Op]:
-    """Words are said one durable change too soon: before the last fsync."""
+    """Acknowledge one durable change too early, before the last fsync."""
     result: list[Op] = []
     for op in log:
         result.append(op)
-        if isinstance(op, Said):
+        if isinstance(op, Acknowledged):
             last = max(n for n, before in enumerate(result) if isinstance(before, Sync))
             result.insert(last, result.pop())
     return result

@@ -1,4 +1,4 @@
-"""What the disk does on bad days, and what the node tier says and keeps then."""
+"""Errors of the disk: what the node tier reports, and what it keeps."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ DAMAGE: list[Callable[[Path, int], None]] = [
 def test_a_wrong_block_anywhere_in_a_shard_is_found(
     root: Path, damage: Callable[[Path, int], None]
 ) -> None:
-    """By the scan, or by whoever reads; never given away. Each block in turn."""
+    """The scan or a reader finds each wrong block, and no reader receives it."""
     tier = opened(root)
     write(tier, step=9)
     write(tier)
@@ -131,7 +131,7 @@ def test_a_wrong_block_anywhere_in_a_shard_is_found(
 
 
 def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
-    """F29 for a whole file: both are sound, and neither is the one that its name says."""
+    """F29 for a whole file: both are sound, and neither is the one of its name."""
     tier = opened(root)
     write(tier, step=9)
     record = write(tier)

@@ -150,7 +150,7 @@ def test_the_bytes_of_a_step_count_the_node_the_copies_and_the_uploads() -> None
 
 
 def test_a_step_that_is_reported_again_counts_once(tmp_path: Path) -> None:
-    """A save after the step costs time, and says so in a second message about the same step."""
+    """A save after the step takes time, which a second message about the same step reports."""
     trainer = Trainer(tmp_path)
     trainer.background.begin()
     for _ in range(60):

@@ -24,7 +24,7 @@ def put(directory: Path, state: SlotState, *, step: int = 1, rank: int = 0, inde
 
 
 class Clock:
-    """Time passes only where somebody sleeps; `meanwhile` is what others do then."""
+    """Time passes only in sleeps; `meanwhile` is called in each of them."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -104,7 +104,7 @@ def test_files_that_are_no_slots_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_restore_is_not_stood_aside_for(tmp_path: Path) -> None:
-    """It fills a slot without an identity, and nobody trains meanwhile."""
+    """It fills a slot without an identity, and no rank trains meanwhile."""
     header = SlotHeader(SlotState.FILLING, Rank(0), 0).pack().ljust(HEADER_BYTES, b"\0")
     (tmp_path / slot_name(Rank(0), 0)).write_bytes(header)
     assert copy_gate(tmp_path, Clock()).wait_for_copies() == 0.0

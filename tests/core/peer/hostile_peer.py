@@ -1,4 +1,4 @@
-"""A peer with the right certificate that answers as a test says, and a shard to ask it for."""
+"""A peer with the right certificate that answers as a test sets, and a shard to request from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Answer = Callable[[socket.socket, BulkFrame], None]
 
 
 class HostilePeer:
-    """Has the right certificate, and answers as the test says."""
+    """Has the right certificate, and answers as the test sets."""
 
     def __init__(self, certificates: tuple[TlsFiles, TlsFiles], record: ShardRecord) -> None:
         self.record = record

@@ -335,7 +335,7 @@ def socket_free_read(fd: int, size: int) -> bytes:
 
 
 def test_a_sender_that_comes_back_takes_over_from_its_dead_connection(pair: Pair) -> None:
-    """The first one is silent in the middle: nothing tells this side that it is dead."""
+    """The first one becomes silent in the middle, without an error on this side."""
     source, record = filled()
     request = BulkFrame(Kind.PUT_COPY, record.ref, ROUND, length=record.file_bytes)
     with socket.create_connection(("127.0.0.1", pair.port)) as plain:

@@ -55,7 +55,7 @@ class Slow:
         self.hostile.answers[Kind.GET_TABLE] = table_of(self.trailer)
 
     def drip(self, sock: socket.socket, content: bytes) -> None:
-        """Ten bytes alone, and then all the rest at once: whoever waits for it has it."""
+        """Ten bytes arrive alone, and then all the rest at once, for which the receiver has waited."""
         for index in range(10):
             self.clock.advance(SILENCE_SECONDS)
             sock.sendall(content[index : index + 1])

@@ -1,4 +1,4 @@
-"""`peer.encryption: None`: payloads outside TLS, and what somebody on the wire can do about them."""
+"""`peer.encryption: None`: payloads outside TLS, and what an attacker on the network can do to them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Meddle = Callable[[bytearray], bytearray]
 
 @dataclass
 class Wire:
-    """Whoever sits between the two: a relay that sees every byte, and may change those of the first
+    """An attacker between the two: a relay that reads every byte, and may change those of the first
     connection. `upwards` is what the caller sends."""
 
     target: int

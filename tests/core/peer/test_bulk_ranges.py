@@ -234,7 +234,7 @@ def test_a_hostile_peer_gives_no_byte(
 
 
 def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
-    """Consistent in itself, under the identity that was asked for: only the digest tells."""
+    """It is consistent and has the requested identity, so that only its digest differs."""
     forged = MemoryTier()
     header = shard_header(SIZE, chunk_bytes=CHUNK)
     record = forged.write_shard(header, BytesSource(payload(SIZE, seed=1)))

@@ -1,4 +1,4 @@
-"""A peer that is there and does nothing (F40, F45): it is given up after its time, and holds up nobody."""
+"""A peer that is connected and does nothing (F40, F45) is disconnected after its time and blocks no other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Everybody:
     def authorize_put(
         self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
     ) -> None:
-        raise AssertionError("nobody puts here")
+        raise AssertionError("no test puts a shard here")
 
     def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
         return
@@ -127,7 +127,7 @@ def test_f40_a_caller_that_sends_nothing_is_disconnected(
 def test_f40_a_server_that_vanished_is_given_up(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
-    """The kernel accepts for it; nobody answers."""
+    """The kernel accepts the connection, and no process answers."""
     tier = MemoryTier()
     record = tier.write_shard(shard_header(1000), BytesSource(payload(1000)))
     options = BulkOptions(connect_seconds=0.3, io_seconds=0.3, reply_seconds=0.3, attempts=2)

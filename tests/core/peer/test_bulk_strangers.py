@@ -1,4 +1,4 @@
-"""Callers without a certificate, and members that are silent: they hold up nobody and hold few places."""
+"""Callers without a certificate and silent members block no other caller and occupy few connections."""
 
 from __future__ import annotations
 

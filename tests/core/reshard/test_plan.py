@@ -149,7 +149,7 @@ def test_any_placement_to_any_other(case: tuple[list[int], Tensors, list[int], T
 def test_one_owner_of_each_box_is_enough(
     case: tuple[list[int], Tensors, list[int], Tensors], random: object
 ) -> None:
-    """Sources are whoever holds a box, not the shard of the same rank."""
+    """The sources are the shards that hold a box, not the shard of the same rank."""
     old, tensors, mesh, new = case
     n = math.prod(old)
     layouts = [layout_of(tensors, old, rank) for rank in range(n)]

@@ -16,7 +16,7 @@ from holdfast_core.reshard.reads import by_source, bytes_read, reads_of
 from holdfast_core.shards.record import CHUNK_BYTES
 
 CHUNK = 8
-WORDS = 128256
+VOCABULARY = 128256
 """Rows of the largest tensor. Fewer where columns are cut: each row of each is a read of its own."""
 
 
@@ -85,12 +85,12 @@ def test_moves_are_grouped_by_source_in_order() -> None:
 @pytest.mark.parametrize(
     ("old", "before", "new", "after", "text"),
     [
-        pytest.param(8, [0], 6, [0], WORDS, id="rows 8 to 6"),
-        pytest.param(6, [0], 8, [0], WORDS, id="rows 6 to 8"),
-        pytest.param(8, [0], 4, [0], WORDS, id="rows 8 to 4"),
-        pytest.param(1, None, 4, [0], WORDS, id="1 to 4"),
-        pytest.param(8, None, 6, None, WORDS, id="replicated 8 to 6"),
-        pytest.param(4, [1], 2, [1], WORDS // 16, id="columns 4 to 2"),
+        pytest.param(8, [0], 6, [0], VOCABULARY, id="rows 8 to 6"),
+        pytest.param(6, [0], 8, [0], VOCABULARY, id="rows 6 to 8"),
+        pytest.param(8, [0], 4, [0], VOCABULARY, id="rows 8 to 4"),
+        pytest.param(1, None, 4, [0], VOCABULARY, id="1 to 4"),
+        pytest.param(8, None, 6, None, VOCABULARY, id="replicated 8 to 6"),
+        pytest.param(4, [1], 2, [1], VOCABULARY // 16, id="columns 4 to 2"),
     ],
 )
 def test_little_is_read_besides_what_is_needed(

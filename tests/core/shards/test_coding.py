@@ -98,7 +98,7 @@ def test_what_is_not_the_chunk_is_refused(stored: bytes) -> None:
 
 
 def test_a_bomb_is_not_decoded() -> None:
-    """A frame of some KiB that says 64 MiB; and one that says the plane's length and holds 64 MiB."""
+    """A frame of some KiB that claims 64 MiB, and one that claims the plane's length and holds 64 MiB."""
     bomb = frame(b"\0" * (64 << 20))
     assert len(bomb) < 1 << 14
     with pytest.raises(CorruptionError, match=r"a frame of 67108864 bytes .* expected 65536"):

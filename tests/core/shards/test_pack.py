@@ -1,4 +1,4 @@
-"""The pack's index: what it says comes back, and nothing that is damaged is believed."""
+"""The index of a pack is read back as it was written, and a damaged one is refused."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_coding_that_cannot_be_is_not_written(bad: PackIndex) -> None:
 
 
 def test_a_coding_that_cannot_be_is_not_read() -> None:
-    """A whole index whose checksums are right: chunk 0 is said to take more than it has."""
+    """A complete index with right checksums, in which chunk 0 takes more bytes than it has."""
     good = pack_index(CODED)
     at = good.rindex(struct.pack("<I", 3000))
     body = good[:at] + struct.pack("<I", CHUNK + 1) + good[at + 4 : -FOOTER.size]

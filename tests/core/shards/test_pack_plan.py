@@ -1,4 +1,4 @@
-"""What is left out of a pack can always be found, bit for bit, and what it needs is what it says."""
+"""Every chunk that a pack leaves out is found again bit for bit, in the checkpoints that it refers to."""
 
 from __future__ import annotations
 
@@ -236,5 +236,5 @@ def test_the_references_with_the_most_bytes_are_kept() -> None:
     def at(step: int) -> CheckpointId:
         return trailer_of(b"x", step=step, rank=0).record.checkpoint
 
-    said = References(at(9), {at(1): 50, at(2): 70, at(3): 50, at(4): 1})
-    assert said.most_needed(3) == (at(2), at(3), at(1))
+    document = References(at(9), {at(1): 50, at(2): 70, at(3): 50, at(4): 1})
+    assert document.most_needed(3) == (at(2), at(3), at(1))

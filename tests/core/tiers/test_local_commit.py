@@ -122,10 +122,10 @@ def test_a_step_without_a_shard_is_passed_over(tier: NodeTier) -> None:
     commit(tier, 10)
     _, records = commit(tier, 20)
     tier.delete_shard(records[1].ref)
-    heard: list[tuple[CheckpointId, str]] = []
-    found = list(candidates(tier, JOB_UID, skipped=lambda c, why: heard.append((c, why))))
+    left_out: list[tuple[CheckpointId, str]] = []
+    found = list(candidates(tier, JOB_UID, skipped=lambda c, why: left_out.append((c, why))))
     assert [c.manifest.step for c in found] == [10]
-    assert [c for c, _ in heard] == [CheckpointId(Step(20), RestartRound(0))]
+    assert [c for c, _ in left_out] == [CheckpointId(Step(20), RestartRound(0))]
     assert steps(tier, [Rank(0)]) == [(20, 0), (10, 0)]
 
 
@@ -146,8 +146,8 @@ def test_a_manifest_under_another_name_is_passed_over() -> None:
     document = build_manifest(JOB, records, parent=None, layout=LAYOUT)
     tier.put_manifest(JOB_UID, CheckpointId(Step(99), RestartRound(0)), document)
     tier.put_manifest(JOB_UID, CheckpointId(Step(98), RestartRound(0)), b"not a manifest")
-    heard: list[str] = []
+    left_out: list[str] = []
     assert [
-        c.manifest.step for c in candidates(tier, JOB_UID, skipped=lambda _, w: heard.append(w))
+        c.manifest.step for c in candidates(tier, JOB_UID, skipped=lambda _, w: left_out.append(w))
     ] == [10]
-    assert "says it is s10-r0" in heard[0]
+    assert "names s10-r0" in left_out[0]

@@ -119,9 +119,9 @@ def test_a_round_never_runs_twice(tmp_path: Path, sidecar: FakeSidecar) -> None:
         os.kill(run.process.pid, signal.SIGKILL)  # the trainer's container dies
         run.wait()
 
-    heard = len(launcher_hellos(sidecar))
+    before = len(launcher_hellos(sidecar))
     with launch(tmp_path, sidecar) as again:
-        until(lambda: len(launcher_hellos(sidecar)) > heard, "the second launcher")
+        until(lambda: len(launcher_hellos(sidecar)) > before, "the second launcher")
         hello = launcher_hellos(sidecar)[-1]
         assert (hello.round, hello.last_round) == (None, 0)
         begin(sidecar)
@@ -134,11 +134,11 @@ def test_the_sidecar_may_restart_under_running_ranks(tmp_path: Path, sidecar: Fa
         sidecar.wait_for(Hello)
         begin(sidecar)
         until(lambda: run.step_of(0) >= 3, "three steps")
-        heard = len(launcher_hellos(sidecar))
+        before = len(launcher_hellos(sidecar))
         sidecar.die()
         until(lambda: run.step_of(0) >= 8, "training goes on")
         sidecar.start(0)
-        until(lambda: len(launcher_hellos(sidecar)) > heard, "the launcher comes back")
+        until(lambda: len(launcher_hellos(sidecar)) > before, "the launcher comes back")
         assert launcher_hellos(sidecar)[-1].round == 0
         assert run.wait() == 0, run.err()
 

@@ -208,4 +208,4 @@ def test_a_connection_without_the_secret_cannot_stop_a_gang(tmp_path: Path) -> N
     done = run(tmp_path, ["--nproc", "2"], command)
     assert done.process.returncode == 0, done.err()
     assert sorted(done.out().splitlines()) == ["[rank 0] done", "[rank 1] done"]
-    assert done.err().count("another process on the network") == 2  # each rank says it once
+    assert done.err().count("another process on the network") == 2  # each rank reports it once

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[ControlPlane]:
-    """Fails, and says what to run, where the test bed's binaries are missing."""
+    """Start the API server, or fail with the command to run if the test bed's binaries are missing."""
     with ControlPlane() as plane:
         path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         names = []

@@ -171,11 +171,11 @@ def test_chunks_that_the_base_stores_are_not_sent_and_refer_to_it(pod: Pod) -> N
     for rank in (0, 1):
         pod.upload(2, rank)
     pod.save(4, payload(SIZE))
-    told = pod.upload(4, base=pod.persisted(2))
+    stored = pod.upload(4, base=pod.persisted(2))
     at = Reference(Step(2), RestartRound(0))
-    # Blocks of 4 MiB: the first is rank 0's own, the second rank 1's; the third nobody answers for,
+    # Blocks of 4 MiB: the first is rank 0's own, the second rank 1's; for the third no member answers,
     # and the base has it, too.
-    assert told == StoredAs(at, (replace(at, payload_bytes=5 << 20),))
+    assert stored == StoredAs(at, (replace(at, payload_bytes=5 << 20),))
     assert pod.places(4) == {(2, 0), (4, 1)}
 
 
@@ -258,7 +258,7 @@ def test_the_chunks_of_a_pack_are_compressed_by_the_width_of_their_numbers(pod: 
 
 
 def test_a_shard_that_shares_nothing_is_compressed(pod: Pod) -> None:
-    """Then it is a pack all the same, which needs nobody."""
+    """It is a pack without references."""
     pod.save(2, weights(SIZE), alike=False)
     pod.answer(2)
     assert pod.upload(2, compress=True) == StoredAs()
@@ -266,8 +266,8 @@ def test_a_shard_that_shares_nothing_is_compressed(pod: Pod) -> None:
     assert widths(pod, 2) == {4}
     pod.save(4, weights(SIZE), alike=False)
     at = Reference(Step(2), RestartRound(0))
-    told = pod.upload(4, base=pod.persisted(2), compress=True)
-    assert told == StoredAs(at, (replace(at, payload_bytes=SIZE),))
+    stored = pod.upload(4, base=pod.persisted(2), compress=True)
+    assert stored == StoredAs(at, (replace(at, payload_bytes=SIZE),))
 
 
 def test_a_later_upload_refers_to_the_checkpoint_that_stores_the_chunks(pod: Pod) -> None:

@@ -27,11 +27,11 @@ def shards_on(gang: Any, worker: int) -> list[str]:
     return sorted(p.name for p in node.rglob("*.shard") if "quarantine" not in p.parts)
 
 
-async def told(gang: Any, worker: int, step: int) -> None:
+async def save_fails(gang: Any, worker: int, step: int) -> None:
     rank = gang.ranks[worker]
     await until(
         lambda: any(isinstance(m, SaveFailed) and m.step == step for m in rank.pushed),
-        f"rank {worker} is told that step {step} failed",
+        f"rank {worker} is notified that step {step} failed",
     )
 
 
@@ -45,7 +45,7 @@ async def test_one_full_node_does_not_fill_the_others(gangs: Gangs, slots: int) 
         await gang.commit(1, Level.REPLICATED)
         for step in range(2, 6):
             await gang.save(step)
-            await told(gang, 1, step)
+            await save_fails(gang, 1, step)
         await until(lambda: len(shards_on(gang, 0)) <= 4, "steps that cannot be committed go")
         state = await gang.operator.state_until(0, lambda s: bool(s.failures), "a failure")
         failure = state.failures[0]

@@ -83,7 +83,7 @@ async def test_a_sealed_sidecar_refuses_the_old_round(gangs: Gangs) -> None:
 
 
 async def test_a_late_survivor_loses_what_it_committed_off_the_lineage(gangs: Gangs) -> None:
-    """Worker 1 is not heard while round 1 goes back to step 2; when it comes, its step 3 of round 0
+    """Worker 1 does not answer while round 1 goes back to step 2. When it answers, its step 3 of round 0
     is deleted, and step 3 trained again is what everybody restores."""
     async with gangs(2) as gang:
         await gang.start()
@@ -173,7 +173,7 @@ async def test_bad_copies_are_quarantined_and_the_next_source_is_asked(gangs: Ga
 
 
 async def test_a_failed_restore_names_every_place_that_was_tried(gangs: Gangs) -> None:
-    """Every copy of rank 1's shard is gone and there is no store: the gang waits, and says why."""
+    """Every copy of rank 1's shard is gone and there is no store: the gang waits, and reports why."""
     async with gangs(2) as gang:
         gang.copies = ()
         await gang.start()

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.integration
 
 
 def caller(gang: Any, dns_name: str, authority: Authority | None = None) -> FakeOperator:
-    """Somebody with a certificate for `dns_name`, of the job's CA or of another."""
+    """Return a client with a certificate for `dns_name`, of the job's CA or of another."""
     folder = gang.root / f"as-{dns_name}-{authority is None}"
     (authority or gang.authority).write_leaf(folder, dns_name)
     if authority is not None:
@@ -187,7 +187,7 @@ async def test_hostile_bodies_are_bad_requests(gangs: Gangs, body: bytes) -> Non
 
 
 async def test_the_client_refuses_an_address_that_is_another_pod(gangs: Gangs) -> None:
-    """The address of worker 1 now belongs to worker 0's pod: nobody talks to it as worker 1."""
+    """The address of worker 1 now belongs to worker 0's pod, which is not taken for worker 1."""
     async with gangs(2) as gang:
         for worker in (0, 1):
             await gang.launch(worker)

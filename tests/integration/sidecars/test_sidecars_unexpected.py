@@ -27,7 +27,7 @@ def sample(gang: Any, worker: int, line: str) -> float:
 
 @pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "may wait in memory"])
 async def test_a_bug_in_a_write_is_a_counted_failure_of_that_save(gangs: Gangs, slots: int) -> None:
-    """The rank is told, the condition has a reason, and the next save is committed."""
+    """The rank is notified, the condition has a reason, and the next save is committed."""
     async with gangs(2) as gang:
         gang.slots = slots
         gang.failpoints[1] = "node.mid_write=raise:RuntimeError@1"
@@ -36,7 +36,7 @@ async def test_a_bug_in_a_write_is_a_counted_failure_of_that_save(gangs: Gangs, 
         rank = gang.ranks[1]
         await until(
             lambda: any(isinstance(m, SaveFailed) and m.step == 1 for m in rank.pushed),
-            "rank 1 is told that its save failed",
+            "rank 1 is notified that its save failed",
         )
         state = await gang.operator.state_until(0, lambda s: bool(s.failures), "a failure")
         assert [(f.step, f.reason) for f in state.failures] == [(1, "UnexpectedError")]

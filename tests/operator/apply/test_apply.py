@@ -41,7 +41,7 @@ CERTIFICATES = CreateCertificates("job-l2msg4-certs-r0", RestartRound(0), ("job-
 POD = CreatePod("job-l2msg4-0-r0", Worker(0), RestartRound(0))
 SEAL = SealWorker(Worker(1), "job-l2msg4-1-r0", "u", "10.0.0.1", RestartRound(1))
 OBSOLETE = DeletePod("job-l2msg4-2-r0", "u2")
-EVENT = EmitEvent(EventKind.NORMAL, "Why", "words")
+EVENT = EmitEvent(EventKind.NORMAL, "Why", "the message")
 PRUNE = PruneObject(
     Worker(0),
     "job-l2msg4-0-r0",
@@ -60,7 +60,7 @@ RECORD = CreateCheckpointObject(
 
 @dataclass
 class Recorder:
-    """Effects that note what was called, and fail where they are told to."""
+    """Effects that record the calls, and raise the errors that a test sets."""
 
     errors: dict[str, HoldfastError] = field(default_factory=dict)
     present: set[str] = field(default_factory=set)

@@ -177,8 +177,8 @@ async def test_forged_pods_are_counted_and_reported_once_for_each_namespace(
     await edge.look()
     await edge.look()
     assert edge.cache.foreign_pods() == 50
-    said = [r for r in caplog.records if "ignores it" in r.getMessage()]
-    assert len(said) == 1
+    reported = [r for r in caplog.records if "ignores it" in r.getMessage()]
+    assert len(reported) == 1
     for pod in list(edge.api.all("pods")):
         edge.api.remove("pods", "mallory", pod["metadata"]["name"])
     await edge.look()
@@ -400,7 +400,7 @@ async def test_problem_is_bounded() -> None:
     assert hidden.problem.startswith("spec.checkpoint.interval.steps: ")
 
 
-# --------------------------------------------------------------------------- what is said about it
+# --------------------------------------------------------------------------- what is reported
 
 
 async def test_an_unreadable_job_names_the_field_and_keeps_the_rest_of_its_status() -> None:
@@ -451,7 +451,7 @@ async def test_a_foreign_pod_with_the_name_of_a_probe_is_reported_on_the_store()
     events = Events(edge.cluster, edge.clock)
     stores = Stores(edge.cluster, edge.cache, events, SidecarSettings("i"), edge.clock)
     await stores.reconcile(NAMESPACE, "main")
-    (said,) = edge.api.all("checkpointstores")[0]["status"]["conditions"]
-    assert (said["status"], said["reason"]) == ("False", "ProbeRefused")
-    assert name in said["message"]
+    (reported,) = edge.api.all("checkpointstores")[0]["status"]["conditions"]
+    assert (reported["status"], reported["reason"]) == ("False", "ProbeRefused")
+    assert name in reported["message"]
     assert name in edge.api.names("pods", NAMESPACE)

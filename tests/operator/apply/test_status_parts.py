@@ -37,9 +37,9 @@ AFTER = changed(
         RecoveryStatus(round=RestartRound(4), reason="RankDied"), rehydrate_seconds=-5.0
     ),
     conditions=(
-        condition(JobCondition.RUNNING, False, "RankDied", "words", START, 1),
+        condition(JobCondition.RUNNING, False, "RankDied", "the message", START, 1),
         changed(
-            condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, "R", "words", START, 1),
+            condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, "R", "the message", START, 1),
             reason="x" * 200,
         ),
     ),
@@ -47,7 +47,7 @@ AFTER = changed(
 
 
 class Server:
-    """Takes a status where `takes` says so."""
+    """Accepts a status for which `takes` returns True."""
 
     def __init__(self, takes: Callable[[str], bool], status: int = 422) -> None:
         self._takes = takes
@@ -65,7 +65,7 @@ class Server:
         return "2"
 
 
-@pytest.mark.parametrize("refused", ["-1.0", "-5.0", "x" * 200, '"words"'])
+@pytest.mark.parametrize("refused", ["-1.0", "-5.0", "x" * 200, '"the message"'])
 def test_a_refused_detail_is_left_as_it_was(refused: str) -> None:
     server = Server(lambda text: refused not in text)
     version, written = asyncio.run(

@@ -106,7 +106,7 @@ def test_the_condition_shows_the_back_off() -> None:
     assert "boom" in decision.reason
 
 
-def heard(observed: Observed, *answered_at: float | None) -> Observed:
+def with_answers_at(observed: Observed, *answered_at: float | None) -> Observed:
     """The sidecars of workers 0 and 1 answered last at these times."""
     views = zip(observed.sidecars, answered_at, strict=True)
     return replace(observed, sidecars=tuple(replace(s, answered_at=at) for s, at in views))
@@ -119,18 +119,18 @@ def heard(observed: Observed, *answered_at: float | None) -> Observed:
         ("one has not", (1000.1, 999.0), 0.2, False),
         ("its lease had the time to stop, and has not", (1000.1, 999.0), 25.0, True),
         ("shortly before that", (1000.1, 999.0), 24.9, False),
-        ("this process never heard it", (1000.1, None), 0.2, True),
+        ("this process never received an answer", (1000.1, None), 0.2, True),
     ],
 )
 def test_failed_ranks_wait_for_a_sign_of_life_of_every_peer(
     name: str, answered_at: tuple[float, float | None], after: float, begun: bool
 ) -> None:
-    assert begins(heard(failing(0), *answered_at), after) is begun, name
+    assert begins(with_answers_at(failing(0), *answered_at), after) is begun, name
 
 
 def test_a_lost_node_spends_no_budget_that_its_peers_would_have_spent() -> None:
     """Ranks fail first. The last restart of the budget must not be theirs."""
-    observed = heard(failing(0, max_restarts=0), 1000.1, 999.0)
+    observed = with_answers_at(failing(0, max_restarts=0), 1000.1, 999.0)
     decision = decide(observed, now(1005.0))
     assert "has not answered since" in decision.reason
     assert not any(isinstance(a, BeginRound) for a in decision.actions)

@@ -1,4 +1,4 @@
-"""A pod is told its store when it is created: none is created while the store is absent."""
+"""A pod gets its store when it is created, so no pod is created while the store is absent."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def test_the_absence_of_a_pod_is_confirmed_before_the_round_begins() -> None:
         pytest.param(DRAIN_SECONDS, {}, True, id="not for ever"),
         pytest.param(0.0, {"coordinator": state(finished=True)}, True, id="it has saved"),
         pytest.param(0.0, {"coordinator": state(dead=DEAD)}, True, id="it is broken already"),
-        pytest.param(0.0, {"coordinator": None}, True, id="nobody trains"),
+        pytest.param(0.0, {"coordinator": None}, True, id="no gang trains"),
     ],
 )
 def test_a_pod_that_is_being_deleted(

@@ -123,7 +123,7 @@ def test_recovery_seals_survivors_creates_the_missing_and_deletes_the_obsolete()
         pytest.param(False, False, [False], id="deleted with grace"),
         pytest.param(False, True, [], id="on its way out"),
         pytest.param(True, False, [True], id="by force from a lost node"),
-        pytest.param(True, True, [True], id="nobody will confirm"),
+        pytest.param(True, True, [True], id="no kubelet will confirm"),
     ],
 )
 def test_obsolete_pods(lost: bool, terminating: bool, expected: list[bool]) -> None:
@@ -202,8 +202,8 @@ def test_a_round_message_names_the_encryption_of_copies_and_the_compression_of_u
 
 def test_a_sidecar_that_has_the_round_receives_it_once() -> None:
     observed = gang()
-    heard = tuple(acked(observed, s) for s in observed.sidecars)
-    assert not of_kind(decide(replace(observed, sidecars=heard), now()).actions, SendRound)
+    acknowledged = tuple(acked(observed, s) for s in observed.sidecars)
+    assert not of_kind(decide(replace(observed, sidecars=acknowledged), now()).actions, SendRound)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_the_first_coordinator_is_the_lowest_survivor_that_answers() -> None:
 @pytest.mark.parametrize(
     ("domains", "copies", "expected"),
     [
-        pytest.param(("a",), 1, [], id="one worker has nobody"),
+        pytest.param(("a",), 1, [], id="one worker has no peer"),
         pytest.param(("a", "b"), 0, [], id="no copies"),
         pytest.param(("a", "a"), 1, [(0, 1), (1, 0)], id="one node: better than none"),
         pytest.param(("a", "b"), 3, [(0, 1), (1, 0)], id="at most workers - 1"),

@@ -34,7 +34,7 @@ def test_a_template_that_reaches_for_the_sidecar_is_refused(case: str) -> None:
         pytest.param(mounted("/holdfasts/shared"), id="a longer name"),
         pytest.param(mounted("/data/holdfast"), id="the name further down"),
         pytest.param(mounted("/..data"), id="dots in a name"),
-        pytest.param(template(shareProcessNamespace=False, hostPID=False), id="said to be off"),
+        pytest.param(template(shareProcessNamespace=False, hostPID=False), id="explicitly off"),
         pytest.param(
             template(volumes=[{"name": "v", "secret": {"secretName": "my-certs"}}]),
             id="another Secret",

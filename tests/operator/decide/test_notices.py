@@ -16,10 +16,10 @@ REMOTE, SAVED = JobCondition.REMOTE_TIER_HEALTHY, JobCondition.LAST_CHECKPOINT_S
 RUNNING = JobCondition.RUNNING
 
 
-def said(kind: JobCondition, value: bool | None, reason: str) -> TrainingJobStatus:
+def status_with(kind: JobCondition, value: bool | None, reason: str) -> TrainingJobStatus:
     if value is None:
         return TrainingJobStatus()
-    return TrainingJobStatus(conditions=(condition(kind, value, reason, "words", START),))
+    return TrainingJobStatus(conditions=(condition(kind, value, reason, "the message", START),))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_a_changed_condition_sends_its_event(
     after: tuple[bool | None, str],
     event: EventKind | None,
 ) -> None:
-    found = notices(said(kind, *before), said(kind, *after))
-    expected = [] if event is None else [EmitEvent(event, after[1], "words")]
+    found = notices(status_with(kind, *before), status_with(kind, *after))
+    expected = [] if event is None else [EmitEvent(event, after[1], "the message")]
     assert found == expected
 
 

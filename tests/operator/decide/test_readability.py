@@ -76,14 +76,14 @@ def test_nothing_is_done_while_a_pod_cannot_be_read(of: TrainingJob) -> None:
     decision = decide(seen, now(10_000_000.0))
     assert {type(a) for a in decision.actions} == {WriteStatus, EmitEvent}
     (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
-    said = write.status.condition(JobCondition.READABLE)
-    assert said is not None
-    assert (said.status, said.reason) == ("False", "CannotRead")
-    assert name in said.message
-    assert "status.phase: unknown" in said.message
+    reported = write.status.condition(JobCondition.READABLE)
+    assert reported is not None
+    assert (reported.status, reported.reason) == ("False", "CannotRead")
+    assert name in reported.message
+    assert "status.phase: unknown" in reported.message
     assert changed(write.status, conditions=()) == changed(of.status, conditions=())
     again = replace(seen, job=changed(of, status=write.status))
-    assert decide(again, now(10_000_010.0)).actions == (), "said once"
+    assert decide(again, now(10_000_010.0)).actions == (), "it is reported once"
 
 
 def test_the_job_goes_on_when_everything_can_be_read() -> None:
@@ -138,10 +138,10 @@ def test_no_first_round_on_what_cannot_be_read(
     decision = decide(seen, now())
     assert not any(isinstance(a, BeginRound) for a in decision.actions)
     (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
-    said = write.status.condition(JobCondition.ACCEPTED)
-    assert said is not None
-    assert said.reason == reason
-    assert "status.phase: unknown" in said.message
+    reported = write.status.condition(JobCondition.ACCEPTED)
+    assert reported is not None
+    assert reported.reason == reason
+    assert "status.phase: unknown" in reported.message
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_round_that_no_status_can_have_missed_is_not_believed() -> None:
 
 
 def test_a_sidecar_does_not_use_up_the_numbers_of_rounds() -> None:
-    """It says that it is sealed for the last round that there can be."""
+    """It claims to be sealed for the highest round that exists."""
     pods = (pod(0), pod(1, 1))
     lies = sidecar(pods[1], 999_999)
     seen = Observed(job=job(2, status(1, (0, 1))), pods=pods, sidecars=(sidecar(pods[0], 1), lies))

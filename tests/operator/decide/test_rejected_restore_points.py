@@ -1,4 +1,4 @@
-"""A checkpoint that ends every script that restores it is passed over for the one before, and said."""
+"""A checkpoint that ends every script that restores it is rejected and reported, and an older one used."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_the_next_older_one_is_taken_after_three_failures() -> None:
     assert life.status.is_true("Running")
     choices = [c.status["restorePoint"]["step"] for c in life.cluster.choices[1:]]
     assert choices == [bad.step, bad.step, bad.step, bad.step - 5]
-    said = [e for e in life.operator.events if e.reason == Reason.RESTORE_POINT_REJECTED]
-    assert len(said) == 1
-    assert f"gives up 5 steps: ranks that restored step {bad.step}" in said[0].message
+    rejections = [e for e in life.operator.events if e.reason == Reason.RESTORE_POINT_REJECTED]
+    assert len(rejections) == 1
+    assert f"gives up 5 steps: ranks that restored step {bad.step}" in rejections[0].message
     assert life.status.last_recovery is not None
     assert life.status.last_recovery.lost_steps is not None
     assert life.status.last_recovery.lost_steps >= 5

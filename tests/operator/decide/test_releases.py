@@ -1,4 +1,4 @@
-"""Deleted Checkpoints never hang: where nobody can delete the data, the object goes and says so."""
+"""A deleted Checkpoint is always released. If no sidecar can delete its data, an Event reports that."""
 
 from __future__ import annotations
 
@@ -75,11 +75,13 @@ def observed(**changes: Any) -> Observed:
 
 
 def released(given: Observed, seconds: float = 1000.0) -> tuple[list[str], list[str]]:
-    """Names of released objects, and what is said."""
+    """Return the names of the released objects, and the messages of Events that data was kept."""
     actions = decide(given, now(seconds)).actions
     names = [a.name for a in actions if isinstance(a, DeleteCheckpoint)]
-    said = [a.message for a in actions if isinstance(a, EmitEvent) and a.reason == Reason.DATA_KEPT]
-    return names, said
+    messages = [
+        a.message for a in actions if isinstance(a, EmitEvent) and a.reason == Reason.DATA_KEPT
+    ]
+    return names, messages
 
 
 @pytest.mark.parametrize(
@@ -110,12 +112,12 @@ def released(given: Observed, seconds: float = 1000.0) -> tuple[list[str], list[
 def test_a_checkpoint_is_released_at_once_when_no_sidecar_can_delete_its_data(
     given: dict[str, Any], why: str
 ) -> None:
-    names, said = released(observed(**given))
+    names, messages = released(observed(**given))
     assert names == [DELETED.name]
-    assert len(said) == 1
-    assert why in said[0]
-    assert "step 10 of round 0" in said[0]
-    assert "team-a/" in said[0]
+    assert len(messages) == 1
+    assert why in messages[0]
+    assert "step 10 of round 0" in messages[0]
+    assert "team-a/" in messages[0]
 
 
 def test_a_job_that_is_being_deleted_lets_go() -> None:
@@ -130,9 +132,9 @@ def test_a_job_that_runs_may_order_the_delete_for_a_while() -> None:
     assert not any(isinstance(a, DeleteCheckpoint) for a in first.actions)
     again = replace(given, memory=first.memory)
     assert released(again, 999.0 + RELEASE_SECONDS)[0] == []
-    names, said = released(again, 1000.0 + RELEASE_SECONDS)
+    names, messages = released(again, 1000.0 + RELEASE_SECONDS)
     assert names == [DELETED.name]
-    assert "no sidecar could delete it" in said[0]
+    assert "no sidecar could delete it" in messages[0]
 
 
 def test_the_wait_outlives_a_round() -> None:
@@ -146,9 +148,9 @@ def test_the_wait_outlives_a_round() -> None:
 
 def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
     former = deleted(job_uid="former-uid")
-    names, said = released(observed(checkpoints=(former,)))
+    names, messages = released(observed(checkpoints=(former,)))
     assert names == [former.name]
-    assert "the job that saved it no longer exists" in said[0]
+    assert "the job that saved it no longer exists" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -158,9 +160,9 @@ def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
 )
 def test_no_event_is_sent_when_the_data_was_to_be_kept(changes: dict[str, Any]) -> None:
     given = observed(conditions=(true(JobCondition.COMPLETE),), completion_time=START)
-    names, said = released(replace(given, checkpoints=(deleted(**changes),)))
+    names, messages = released(replace(given, checkpoints=(deleted(**changes),)))
     assert names == [DELETED.name]
-    assert said == []
+    assert messages == []
 
 
 def test_objects_that_were_not_deleted_stay() -> None:

@@ -165,7 +165,7 @@ def test_a_committed_step_is_never_given_up_for_silence(recorded: int | None) ->
 
 
 def test_the_store_is_no_reason_to_give_up_what_silent_survivors_may_hold() -> None:
-    """Nobody who was there answers, so the status may be hours behind the gang."""
+    """No earlier member answers, so the status may be hours behind the gang."""
     persisted = PersistedStep(step=Step(10), round=RestartRound(0), manifest=manifest_digest(10, 0))
     state = changed(SURVIVOR_AND_NEW, last_persisted=persisted, last_committed_step=Step(10))
     answering = sidecar(NEW_B, 1)

@@ -1,4 +1,4 @@
-"""What the status says of saves that fail: the reason, and where to look."""
+"""The status names why saves fail, and where to look."""
 
 from __future__ import annotations
 

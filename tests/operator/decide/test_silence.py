@@ -1,4 +1,4 @@
-"""Sidecars that do not answer: no copy is deleted, no step is given up, and the job says so."""
+"""Sidecars that do not answer: no copy is deleted, no step is given up, and the job reports it."""
 
 from __future__ import annotations
 

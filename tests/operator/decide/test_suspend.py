@@ -291,7 +291,7 @@ def test_time_that_a_job_is_suspended_does_not_count_towards_its_deadline() -> N
     assert not failed(life)
     resumed = life.cluster.seconds
     life.change_spec(suspend=False)
-    assert not reached(life, 95, failed), "the clock starts anew at the resumption"
+    assert not reached(life, 95, failed), "the clock starts again at the resumption"
     assert reached(life, 20, failed)
     reason = life.status.condition(JobCondition.FAILED)
     assert reason is not None

@@ -1,4 +1,4 @@
-"""A job that waits says for what, does not write for ever, and is looked at less and less often."""
+"""A waiting job reports its reason, writes its status once, and has a pass less and less often."""
 
 from __future__ import annotations
 

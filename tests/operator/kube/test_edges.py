@@ -172,8 +172,8 @@ async def test_events_at_most_one_a_minute_a_reason() -> None:
     events = Events(cast(Cluster, recorder), clock)
     subject = Subject("v", "TrainingJob", "team", "gpt", "u")
     for _ in range(5):
-        await events.emit(subject, "Warning", "PodLost", "words")
-    await events.emit(subject, "Normal", "Accepted", "words")
+        await events.emit(subject, "Warning", "PodLost", "the message")
+    await events.emit(subject, "Normal", "Accepted", "the message")
     assert [b["reason"] for b in recorder.bodies] == ["PodLost", "Accepted"]
     clock.advance(61)
     await events.emit(subject, "Warning", "PodLost", "w" * 5000)
@@ -185,11 +185,11 @@ async def test_events_at_most_one_a_minute_a_reason() -> None:
 
 
 def test_changed_forgets() -> None:
-    said = Changed()
-    assert not said.forget("a")
-    said.info("a", "x")
-    assert said.forget("a")
-    assert not said.forget("a")
+    logged = Changed()
+    assert not logged.forget("a")
+    logged.info("a", "x")
+    assert logged.forget("a")
+    assert not logged.forget("a")
 
 
 # --------------------------------------------------------------------------- statuses, metrics

@@ -149,9 +149,9 @@ async def test_an_unreadable_job_keeps_everything_and_goes_on() -> None:
     assert changes_of_job(cluster) == []
     assert cluster.api.names("secrets") == secrets
     assert [e.reason for e in operator.events][-1] == "CannotRead"
-    (said,) = [c for c in cluster.job["status"]["conditions"] if c["type"] == "Readable"]
-    assert said["status"] == "False"
-    assert said["message"].startswith("status.phase: ")
+    (readable,) = [c for c in cluster.job["status"]["conditions"] if c["type"] == "Readable"]
+    assert readable["status"] == "False"
+    assert readable["message"].startswith("status.phase: ")
     assert cluster.job["status"]["phase"] == UNKNOWN
     del cluster.job["status"]["phase"]
     cluster.touch_job()
@@ -173,10 +173,10 @@ async def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
     held = await advance(cluster, operator, 30)
     assert changes_of_job(cluster) == []
     assert held.restart_round == 0
-    said = held.condition("Readable")
-    assert said is not None
-    assert said.is_false
-    assert pod_name("job", UID, 2, 0) in said.message
+    readable = held.condition("Readable")
+    assert readable is not None
+    assert readable.is_false
+    assert pod_name("job", UID, 2, 0) in readable.message
     cluster.pods[pod_name("job", UID, 2, 0)].unreadable = False
     after = await advance(cluster, operator, 25)
     assert after.is_true("Running")

@@ -115,9 +115,9 @@ def test_requests_that_are_not_http_fill_no_log(
         root.handlers[:] = before[0]
         root.setLevel(before[1])
         own.setLevel(before[2])
-    said = capsys.readouterr().err
-    assert 1 <= said.count("Error handling request") <= 5
-    assert len(said) < 100_000
+    log = capsys.readouterr().err
+    assert 1 <= log.count("Error handling request") <= 5
+    assert len(log) < 100_000
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def store(
                 "type": "Available",
                 "status": str(available),
                 "reason": reason,
-                "message": "words",
+                "message": "the message",
                 "lastTransitionTime": since,
             }
         ]

@@ -14,8 +14,8 @@ from holdfast_operator.loop.workqueue import WorkQueue
 
 
 def make(clock: ManualClock, errors: list[str] | None = None) -> WorkQueue[str]:
-    said = errors if errors is not None else []
-    return WorkQueue(clock, lambda key, error: said.append(f"{key}: {error}"), random.Random(7))
+    reported = errors if errors is not None else []
+    return WorkQueue(clock, lambda key, error: reported.append(f"{key}: {error}"), random.Random(7))
 
 
 async def settle() -> None:

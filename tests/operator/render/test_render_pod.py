@@ -119,7 +119,7 @@ def test_a_job_without_a_store_mounts_no_store_keys() -> None:
     ("shared", "trainer", "expected"),
     [
         pytest.param(None, {"resources": {"limits": {"memory": "4Gi"}}}, str(4 << 30), id="limit"),
-        pytest.param("1Gi", {}, str(1 << 30), id="the spec says"),
+        pytest.param("1Gi", {}, str(1 << 30), id="set in the spec"),
         pytest.param(None, {"resources": {}}, None, id="none"),
     ],
 )

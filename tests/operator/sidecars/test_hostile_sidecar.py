@@ -130,7 +130,7 @@ async def test_workers_that_list_the_same_manifests_share_them_in_memory() -> No
 
 
 async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
-    """Each silent pod accepts the connection and says nothing, which holds a call for seconds."""
+    """Each silent pod accepts the connection and sends nothing, which blocks a call for seconds."""
     async with bench() as b:
         pod = pod_view(0)
         await b.serve(pod)

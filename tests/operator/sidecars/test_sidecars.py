@@ -148,7 +148,7 @@ async def test_the_long_poll_follows_the_coordinator_and_acknowledges_versions()
         await b.until(lambda: server.since == 3)
         server.publish(CoordinatorState(4, RestartRound(0), finished=True))
         await b.until(lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.finished)
-        # The operator names another one: its versions begin anew.
+        # The operator names another coordinator, whose versions start again.
         second.publish(CoordinatorState(1, RestartRound(0), running=True))
         b.follow(pod, other, coordinator=1)
         await b.until(lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.running)

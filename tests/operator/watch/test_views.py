@@ -68,7 +68,7 @@ FULL = TrainingJobStatus(
     workers=WorkersStatus(ready=1, total=2),
     start_time=START,
     completion_time=START,
-    conditions=(condition("Accepted", None, "StoreNotProbed", "words", START, 1),),
+    conditions=(condition("Accepted", None, "StoreNotProbed", "the message", START, 1),),
     phase=JobPhase.RESTARTING,
     observed_generation=4,
 )

@@ -183,7 +183,7 @@ CASES = [
         Refusal.NOT_NEWER,
     ),
     Case("round: from a member", sealed(0), MEMBER[1], round_of_three(), Refusal.NOT_MEMBER),
-    # words to the coordinator
+    # messages to the coordinator
     *fenced("prepared", prepared, 1, MEMBER[0]),
     *fenced("holding", said_to_hold, 1, MEMBER[0]),
     *fenced("replicated", replicated, 1, MEMBER[0]),
@@ -218,7 +218,7 @@ CASES = [
             Case(f"{name}: of its second rank", COORDINATOR, MEMBER[0], make(rank=1), None),
         )
     ],
-    # words of the coordinator
+    # messages of the coordinator
     *fenced("manifest", manifest, 0, MEMBER[1]),
     *fenced("level", level, 0, MEMBER[1]),
     *fenced("hold", hold, 0, MEMBER[1]),
@@ -347,7 +347,7 @@ def test_nothing_that_is_served_is_refused_before_its_body_is_read(case: Case) -
 def test_a_former_member_is_refused_before_its_body_is_read(
     kind: type[object], state: RoundState, round_: RestartRound | None
 ) -> None:
-    """Whatever it says of its round."""
+    """The round that it names does not matter."""
     assert refuse_caller(state, STRANGER, kind, round_) is not None
 
 

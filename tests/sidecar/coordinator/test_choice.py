@@ -1,4 +1,4 @@
-"""Which step in memory is written next, and which give way: tables over what the members said."""
+"""Which step in memory is written next, and which are dropped, by the reports of the members."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def held(
     return DigestedShard(Step(step), shard_info(rank, digest), SHARD_DIGEST, **fields)
 
 
-def says(ledger: Ledger, *steps: int, writing: int | None = None, rank: int = SLOW) -> None:
-    """The rank holds exactly these steps."""
+def holds_steps(ledger: Ledger, *steps: int, writing: int | None = None, rank: int = SLOW) -> None:
+    """Report that the rank holds exactly these steps."""
     ledger.update_holding(
         RankHolding(
             Rank(rank),
@@ -42,7 +42,7 @@ def in_memory(ledger: Ledger, *steps: int, writing: int | None = None) -> None:
     """Durable at the fast rank, held by the slow one, manifest everywhere."""
     for step in steps:
         ledger.prepared(Step(step), shard_info(FAST), SHARD_DIGEST)
-    says(ledger, *steps, writing=writing)
+    holds_steps(ledger, *steps, writing=writing)
     acknowledge(ledger, *steps)
     assert all(ledger.steps[Step(s)].memory and not ledger.steps[Step(s)].local for s in steps)
 
@@ -71,7 +71,7 @@ def test_a_manifest_on_every_node_does_not_make_a_step_local() -> None:
     assert acknowledge(ledger, 5) == [None]
     ledger.prepared(Step(5), shard_info(FAST), SHARD_DIGEST)
     assert ledger.rise(Step(5)) is None
-    says(ledger, 5)
+    holds_steps(ledger, 5)
     assert ledger.rise(Step(5)) is Level.MEMORY
 
 
@@ -79,7 +79,7 @@ def test_the_newest_step_is_chosen_and_older_ones_are_dropped_in_order() -> None
     ledger = new_ledger()
     in_memory(ledger, 2, 3, 4, writing=1)
     assert weigh(ledger) == Choice(None, (Step(2), Step(3))), "the rank is busy: nothing is pinned"
-    says(ledger, 4)
+    holds_steps(ledger, 4)
     assert weigh(ledger) == Choice(Step(4), ())
 
 
@@ -91,7 +91,7 @@ def test_the_chosen_step_stays_until_it_is_local() -> None:
     assert weigh(ledger) == Choice(Step(4), (Step(5),))
     ledger.prepared(Step(4), shard_info(SLOW), SHARD_DIGEST)
     ledger.rise(Step(4))
-    says(ledger, 6)
+    holds_steps(ledger, 6)
     assert weigh(ledger) == Choice(Step(6), ())
 
 
@@ -101,7 +101,7 @@ def test_a_choice_whose_write_failed_makes_room_for_a_newer_one() -> None:
     weigh(ledger)
     ledger.update_holding(RankHolding(Rank(SLOW), (held(4, failed=True),)))
     assert weigh(ledger) == Choice(None, ()), "it is not dropped: a seal may still write it"
-    assert ledger.pending == (), "and nobody waits for it"
+    assert ledger.pending == (), "and nothing waits for it"
     in_memory(ledger, 4, 5)
     assert weigh(ledger) == Choice(Step(5), (Step(4),))
 
@@ -110,7 +110,7 @@ def test_a_step_that_a_rank_holds_no_longer_is_lost_and_another_is_chosen() -> N
     ledger = new_ledger()
     in_memory(ledger, 4)
     weigh(ledger)
-    says(ledger)
+    holds_steps(ledger)
     assert ledger.newest(Level.MEMORY) is None
     assert weigh(ledger) == Choice(None, (Step(4),))
     in_memory(ledger, 5)
@@ -130,16 +130,16 @@ def test_a_step_that_was_stored_meanwhile_is_not_lost() -> None:
     weigh(ledger)
     ledger.update_holding(RankHolding(Rank(SLOW), (held(4, stored=True),)))
     assert ledger.rise(Step(4)) is Level.LOCAL
-    says(ledger)
+    holds_steps(ledger)
     assert not ledger.steps[Step(4)].lost
 
 
 def test_another_digest_is_refused_and_its_step_lost() -> None:
     ledger = new_ledger()
     ledger.prepared(Step(4), shard_info(FAST), SHARD_DIGEST)
-    says(ledger, 4)
-    said = RankHolding(Rank(SLOW), (held(4, digest=OTHER_DIGEST), held(5)))
-    assert ledger.update_holding(said) == (4,)
+    holds_steps(ledger, 4)
+    holding = RankHolding(Rank(SLOW), (held(4, digest=OTHER_DIGEST), held(5)))
+    assert ledger.update_holding(holding) == (4,)
     assert ledger.steps[Step(4)].lost
     assert ledger.steps[Step(5)].held == {SLOW}
     assert weigh(ledger).dropped == (4,)
@@ -149,10 +149,10 @@ def test_a_pruned_step_is_asked_to_be_dropped() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4, 5)
     weigh(ledger)
-    said = RankHolding(Rank(SLOW), (held(4), held(5)))
-    assert ledger.update_holding(said) == (4,)
+    holding = RankHolding(Rank(SLOW), (held(4), held(5)))
+    assert ledger.update_holding(holding) == (4,)
     assert Step(4) not in ledger.steps
-    assert ledger.update_holding(said, base=Step(5)) == (4, 5)
+    assert ledger.update_holding(holding, base=Step(5)) == (4, 5)
 
 
 def test_a_restarted_coordinator_keeps_the_step_that_is_being_written() -> None:
@@ -171,20 +171,20 @@ def test_a_step_that_one_rank_writes_at_once_is_not_chosen() -> None:
 
 def test_a_step_that_only_some_ranks_have_is_never_chosen() -> None:
     ledger = new_ledger()
-    says(ledger, 4, 5)
+    holds_steps(ledger, 4, 5)
     assert weigh(ledger) == Choice(None, ())
 
 
 def test_steps_that_other_ranks_skipped_are_dropped_so_that_saves_continue() -> None:
     """Nothing of what fills the slots ever becomes complete."""
     ledger = new_ledger()
-    says(ledger, 4, 5, 6, rank=FAST)
+    holds_steps(ledger, 4, 5, 6, rank=FAST)
     assert weigh(ledger) == Choice(None, ()), "the other rank may have them, too"
-    says(ledger, 7, 8, 9, rank=SLOW)
+    holds_steps(ledger, 7, 8, 9, rank=SLOW)
     assert weigh(ledger) == Choice(None, (Step(4),)), (
-        "7 may still come: nobody has saved a newer one"
+        "7 may still become complete: no rank has saved a newer one"
     )
-    says(ledger, 5, 6, 10, rank=FAST)
+    holds_steps(ledger, 5, 6, 10, rank=FAST)
     assert weigh(ledger) == Choice(None, (Step(5), Step(7)))
 
 
@@ -192,22 +192,22 @@ def test_skipped_steps_are_dropped_although_the_complete_one_cannot_be_written()
     ledger = new_ledger()
     in_memory(ledger, 4)
     ledger.update_holding(RankHolding(Rank(SLOW), tuple(held(s, failed=s == 4) for s in (4, 5, 6))))
-    says(ledger, 7, rank=FAST)
+    holds_steps(ledger, 7, rank=FAST)
     assert weigh(ledger) == Choice(None, (Step(5),))
 
 
 def test_a_step_that_may_still_become_complete_is_not_dropped() -> None:
     ledger = new_ledger()
     ledger.prepared(Step(7), shard_info(SLOW), SHARD_DIGEST)
-    for said in (
+    for holding in (
         RankHolding(Rank(SLOW), (held(8),), digesting=(Step(4), Step(5), Step(6))),
         RankHolding(Rank(SLOW), (held(8),), digesting=(Step(5), Step(6)), writing=Step(4)),
     ):
-        ledger.update_holding(said)
-        says(ledger, 4, 5, 6, rank=FAST)
+        ledger.update_holding(holding)
+        holds_steps(ledger, 4, 5, 6, rank=FAST)
         assert weigh(ledger) == Choice(None, ())
-    says(ledger, 8)
-    says(ledger, 4, 5, 6, rank=FAST, writing=3)
+    holds_steps(ledger, 8)
+    holds_steps(ledger, 4, 5, 6, rank=FAST, writing=3)
     assert weigh(ledger) == Choice(None, ()), "a slot comes free"
 
 

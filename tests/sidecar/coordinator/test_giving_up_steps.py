@@ -37,9 +37,9 @@ def written_by_rank_0(*steps: int) -> Ledger:
 
 
 @pytest.mark.parametrize(
-    ("said", "gone"),
+    ("reported", "gone"),
     [
-        pytest.param({}, (), id="the rank has said nothing"),
+        pytest.param({}, (), id="the rank has reported nothing"),
         pytest.param(saves(20, 10, 20), (), id="it is writing them"),
         pytest.param(saves(20, 20), (10,), id="one failed or was skipped"),
         pytest.param(saves(40), (10, 20, 30, 40), id="all failed"),
@@ -48,9 +48,9 @@ def written_by_rank_0(*steps: int) -> Ledger:
     ],
 )
 def test_a_step_that_a_rank_no_longer_saves_is_given_up(
-    said: dict[Rank, RankSaves], gone: tuple[int, ...]
+    reported: dict[Rank, RankSaves], gone: tuple[int, ...]
 ) -> None:
-    assert abandoned_steps(written_by_rank_0(10, 20, 30, 40), said) == gone
+    assert abandoned_steps(written_by_rank_0(10, 20, 30, 40), reported) == gone
 
 
 def test_an_incomplete_step_below_a_replicated_one_is_pruned() -> None:
@@ -83,12 +83,12 @@ def report(reported_to: str, *failures: Failure) -> WorkerReport:
 
 
 def test_only_reports_to_this_process_of_the_coordinator_count() -> None:
-    """Right after a coordinator restarted, a report still shows what its earlier life had heard."""
+    """Right after a restart of the coordinator, a report still names what the earlier process received."""
     members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
-    members.receive(report("an earlier life"), 1.0)
-    assert members.saves("this life") == {}
-    members.receive(report("this life"), 2.0)
-    assert members.saves("this life").keys() == {1}
+    members.receive(report("an earlier process"), 1.0)
+    assert members.saves("this process") == {}
+    members.receive(report("this process"), 2.0)
+    assert members.saves("this process").keys() == {1}
 
 
 def test_failures_name_their_worker_and_a_full_node_sets_pressed() -> None:

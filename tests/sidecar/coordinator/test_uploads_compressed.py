@@ -36,15 +36,15 @@ class UnreachableStore(S3ObjectTier):
 def asked(compression: str, *, whole: bool = False, changed: str | None = None) -> PersistRequest:
     """The coordinator's first request when step 10 is local. `changed`: the compression in a later
     version of the ROUND."""
-    ledger, versioned, heard = new_ledger(), Versioned(), asyncio.Event()
+    ledger, versioned, requested = new_ledger(), Versioned(), asyncio.Event()
     requests: list[PersistRequest] = []
 
     def persist(request: PersistRequest) -> None:
         requests.append(request)
-        heard.set()
+        requested.set()
 
-    def round_with(word: str) -> Mock:
-        policy = Policy(1, object_every_steps=10, object_compression=word)
+    def round_with(compression: str) -> Mock:
+        policy = Policy(1, object_every_steps=10, object_compression=compression)
         return Mock(policy=policy, last_persisted=None, round=ledger.round)
 
     store = UnreachableStore()
@@ -74,7 +74,7 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
         versioned.tick()
         task = asyncio.create_task(uploads.run())
         async with asyncio.timeout(120):
-            await heard.wait()
+            await requested.wait()
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task

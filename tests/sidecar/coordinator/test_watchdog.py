@@ -1,4 +1,4 @@
-"""Training goes on and nothing is committed: the coordinator says so, whatever the cause."""
+"""The coordinator reports a gang that trains without commits, for every cause."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_commit_or_a_step_back_restarts_the_count() -> None:
 
 
 class World:
-    """A coordinator of two workers that hears what a test says."""
+    """A coordinator of two workers whose reports a test sends."""
 
     def __init__(self, folder: Path) -> None:
         message = first_round().held

@@ -26,7 +26,7 @@ STATE = RoundState(Worker(0), 1, RestartRound(1))
 
 
 class Handler:
-    """LocalHandler that hands the launcher's words to the starter."""
+    """LocalHandler that passes the launcher's messages to the starter."""
 
     starter: Starter
 
@@ -55,7 +55,7 @@ def shared() -> Iterator[Path]:
 
 
 class Silent(FakeLauncher):
-    """Hears End and says nothing."""
+    """Receives End and does not answer."""
 
     def _obey(self, message: object) -> None:
         return

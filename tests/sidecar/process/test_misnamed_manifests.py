@@ -41,7 +41,7 @@ class Liars:
 
 
 def tried(point: RestorePoint, node: MemoryTier) -> str:
-    """What the rehydrator says of a restore point that it cannot have."""
+    """Return what the rehydrator reports of a restore point that it cannot restore."""
     held = round_message(SAVED.round + 1, restore_point=point)
     state = accepted(held)
 

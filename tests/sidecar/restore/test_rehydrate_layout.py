@@ -1,4 +1,4 @@
-"""Why a checkpoint's layout is not here: nobody has it, or somebody did not answer."""
+"""A checkpoint's layout is missing: no place has it, or one did not answer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ AWAY = UnavailableError("connection refused")
 @pytest.mark.parametrize(
     ("answers", "store", "expected"),
     [
-        pytest.param((None, NONE), NONE, NotFoundError, id="nobody has it"),
+        pytest.param((None, NONE), NONE, NotFoundError, id="no place has it"),
         pytest.param((b"{}",), NONE, NotFoundError, id="another one"),
         pytest.param((AWAY, None), NONE, UnavailableError, id="a member is away"),
         pytest.param((None, None), AWAY, UnavailableError, id="the store is away"),

@@ -1,4 +1,4 @@
-"""A shard that a place may yet give is asked for again; the operator hears at once only what is final."""
+"""A shard that a place may still have is requested again. Only a final failure is reported at once."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_a_store_that_stays_away_is_reported_and_called_again() -> None:
         assert world.rehydrator.cannot_restore == ""
 
 
-@pytest.mark.parametrize("final", [NONE, BAD], ids=["nobody has it", "all copies are bad"])
+@pytest.mark.parametrize("final", [NONE, BAD], ids=["no place has it", "all copies are bad"])
 async def test_a_final_failure_is_reported_at_once(final: HoldfastError) -> None:
     async with running(final) as world:
         world.rehydrator.begin(ROUND)

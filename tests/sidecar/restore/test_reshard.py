@@ -185,10 +185,10 @@ def test_a_holder_that_is_busy_is_asked_again_for_the_rest(world: World) -> None
 def test_a_member_that_stays_away_is_reported_and_called_again(world: World) -> None:
     world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
     world.put(world.members[Worker(4)], 0, 1, 2, 3)
-    told: list[int] = []
+    reported: list[int] = []
 
     def back(waits: int) -> None:
-        told.append(len(world.waits))
+        reported.append(len(world.waits))
         if world.waits:
             world.faults[Worker(4)].clear()
 
@@ -196,7 +196,7 @@ def test_a_member_that_stays_away_is_reported_and_called_again(world: World) -> 
     before = world.clock.monotonic()
     assert world.fill() == (TierName.PEER, GOOD)
     assert world.clock.monotonic() - before > 60
-    assert told[-2:] == [0, 1]
+    assert reported[-2:] == [0, 1]
     assert "rank 1: worker 4" in world.waits[0]
 
 

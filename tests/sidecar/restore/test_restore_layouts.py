@@ -1,4 +1,4 @@
-"""What a rank is told of how its shard was cut, and out of which documents."""
+"""The layout that a rank receives of its shard, and the documents that it is made of."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def pod(tmp_path: Path) -> Pod:
 
 def test_a_pod_that_saved_the_shard_has_its_layout(pod: Pod) -> None:
     pod.node.put_layout(OWN)
-    pod.document = NotFoundError("nobody has the checkpoint's layout")
+    pod.document = NotFoundError("no place has the checkpoint's layout")
     reply = pod.restore()
     assert (pod.given(reply.rank_layout), reply.layout) == (OWN, None)
 
@@ -158,7 +158,7 @@ def test_a_rank_that_asks_has_the_checkpoints_layout_too(pod: Pod) -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        NotFoundError("nobody has it"),
+        NotFoundError("no place has it"),
         CorruptionError("flipped"),
         MERGED[:-1],
         replace(parse_layout(MERGED), ranks=parse_layout(MERGED).ranks[::-1]).to_bytes(),

@@ -77,7 +77,7 @@ class Pod:
         self.node = SlowNode(self.world)
         self.path = self.world.slot(root, self.world.layouts[1].payload_bytes)
         self.memory: dict[str, Any] = {}
-        self.told: list[str] = []
+        self.reported: list[str] = []
         manifest = self.world.saved.manifest
         ref = self.world.records[1].ref
         self.restored = Restored(
@@ -101,8 +101,8 @@ class Pod:
         return self.world.saved.namespace
 
     def failed(self, rank: Rank, text: str) -> None:
-        if text != (self.told[-1] if self.told else ""):
-            self.told.append(text)
+        if text != (self.reported[-1] if self.reported else ""):
+            self.reported.append(text)
 
     # -------------------------------------------------------------- the test's side
 
@@ -181,7 +181,7 @@ async def test_a_fill_that_outlives_its_round_leaves_the_next_rounds_save_alone(
         await old
     pools.close()
     assert pod.path.read_bytes() == saved
-    assert pod.told == []
+    assert pod.reported == []
 
 
 async def test_a_fill_that_the_rank_asked_for_again_writes_no_more(pod: Pod, whole: bool) -> None:
@@ -239,7 +239,7 @@ async def test_missing_bytes_of_a_stopped_fill_are_not_reported_for_the_next_rou
     with pytest.raises(RefusedError, match="round 2 is sealed"):
         await old
     pools.close()
-    assert pod.told == []
+    assert pod.reported == []
     assert len(pod.world.asked) == 1, "no other shard is asked for"
 
 
@@ -251,7 +251,7 @@ def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
         filler = pod.filler(pools)
 
         def sealed(waits: int) -> None:
-            if pod.told:
+            if pod.reported:
                 filler.stop("round 2 is sealed")
 
         pod.world.clock.at = sealed
@@ -260,7 +260,7 @@ def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
         pools.close()
 
     asyncio.run(scenario())
-    (text,) = pod.told
+    (text,) = pod.reported
     assert text.startswith("rank 1: ")
 
 
@@ -268,7 +268,7 @@ def test_bytes_that_arrived_late_are_no_failure_of_the_fill(pod: Pod) -> None:
     pod.world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
 
     def back(waits: int) -> None:
-        if pod.told:
+        if pod.reported:
             pod.world.faults[Worker(4)].clear()
 
     pod.world.clock.at = back
@@ -279,8 +279,8 @@ def test_bytes_that_arrived_late_are_no_failure_of_the_fill(pod: Pod) -> None:
         pools.close()
 
     asyncio.run(scenario())
-    assert len(pod.told) == 2
-    assert pod.told[1] == ""
+    assert len(pod.reported) == 2
+    assert pod.reported[1] == ""
 
 
 async def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: Pod) -> None:

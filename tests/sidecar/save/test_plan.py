@@ -64,7 +64,7 @@ def test_a_shard_of_the_restore_point_is_copied_and_never_reported() -> None:
     again = shard(reported=False, committed=True)
     assert next_actions([again], (ONE,)) == (Action(Verb.COPY, KEY, ONE),)
     assert next_actions([replace(again, copied=frozenset({ONE}))], (ONE,)) == ()
-    assert idle([again], (ONE,)), "it holds up nobody's end"
+    assert idle([again], (ONE,)), "it delays no end of a process"
 
 
 def test_an_upload_waits_to_be_asked_for() -> None:
@@ -116,7 +116,7 @@ def test_one_copy_a_target_and_one_upload_at_a_time_oldest_first() -> None:
 def test_doing_what_is_planned_comes_to_rest(
     steps: list[int], targets: set[Worker], wanted: set[int], order: object
 ) -> None:
-    """Whatever order actions end in, the plan runs dry and says so."""
+    """In every order of the actions' ends, the plan becomes empty and idle."""
     table = {s: shard(step=s, committed=True, wanted=s in wanted) for s in steps}
     goal = tuple(sorted(targets))
     for _ in range(len(steps) * 6 + 1):

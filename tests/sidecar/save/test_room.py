@@ -127,7 +127,7 @@ async def running(folder: Path) -> AsyncIterator[World]:
 
 
 async def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None:
-    """One report says that the volume is full, and no report follows: each commit after it lets an
+    """One report names a full volume, and no report follows. Each commit after it lets an
     older step go."""
     async with running(tmp_path) as world:
         await world.commit(1)
@@ -185,7 +185,7 @@ class FullOnce(MemoryTier):
 
 
 async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) -> None:
-    """While it says so, older steps are pruned, and a write of a large shard takes long."""
+    """While the failure is reported, older steps are pruned, and a write of a large shard takes long."""
     node, pools, failures = FullOnce(), Pools(disk=1, copy=1, store=1), Failures(lambda: None)
     settings = Settings(contract_with(shared_dir=str(tmp_path)))
     outcomes: list[Outcome] = []

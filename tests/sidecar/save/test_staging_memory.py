@@ -1,4 +1,4 @@
-"""What a sidecar does with slots while its disk does not keep up: a tier that writes when it is told to."""
+"""Slots of a sidecar whose disk does not keep up, played by a tier that writes when the test lets it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GatedTier(DiskNodeTier):
         with self._changed:
             assert self._changed.wait_for(lambda: header.step in self._open, 120)
         if header.step in self.fails:
-            raise UnavailableError(f"step {header.step}: the disk says no")
+            raise UnavailableError(f"step {header.step}: the disk fails")
         return super().write_shard(header, source)
 
 
@@ -212,7 +212,7 @@ async def test_one_write_at_a_time_and_the_chosen_step_next(tmp_path: Path) -> N
         await world.until(lambda: world.slots() == [FREE, OWNED, FREE])
         assert world.stored() == [1, 3]
         said = {s.step: s.stored for s in world.holding().shards}
-        assert said == {2: False, 3: True}, "so that nobody takes step 3 for lost"
+        assert said == {2: False, 3: True}, "so that step 3 does not count as lost"
         world.stager.mark_reported(world.stager.holding())
         assert [s.step for s in world.holding().shards] == [2]
         record = next(r for r in world.node.list_shards() if r.header.step == 3)
@@ -308,7 +308,7 @@ async def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, 
             document = manifest([record, other]).to_bytes()
             world.node.put_manifest(CONTRACT.job_uid, checkpoint, document)
         if dies:
-            world.stager = world.process()  # it has heard no ROUND
+            world.stager = world.process()  # it has received no ROUND
         assert await world.stager.write_held(manifests, 30)
         assert world.node.begun == [1, 2, 3]
         assert world.stored() == [1, 2, 3]
@@ -404,7 +404,7 @@ async def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_
 
 
 async def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_path: Path) -> None:
-    """It died before the slot was free. Nobody chooses a step that is on the nodes already."""
+    """It died before the slot was free. A step that is on the nodes is not chosen again."""
     async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         header = ShardHeader(CONTRACT.job_uid, ROUND, Step(1), RANK, 2, LAYOUT, 1000)

@@ -1,4 +1,4 @@
-"""F24: a write that neither returns nor gets on is said while it lasts, and taken when it arrives."""
+"""F24: a write that hangs is reported while it hangs, and its result is accepted when it returns."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def settings_in(folder: Path) -> Settings:
 
 
 async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) -> None:
-    said, written = asyncio.Event(), asyncio.Event()
+    reported, written = asyncio.Event(), asyncio.Event()
     outcomes: list[Outcome] = []
 
-    def heard(outcome: Outcome) -> None:
+    def noted(outcome: Outcome) -> None:
         outcomes.append(outcome)
         written.set()
 
-    node, pools, failures = HangingNode(), Pools(disk=1, copy=1, store=1), Failures(said.set)
+    node, pools, failures = HangingNode(), Pools(disk=1, copy=1, store=1), Failures(reported.set)
     settings = settings_in(tmp_path)
     stager = Stager(
         settings,
@@ -67,13 +67,13 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
         Metrics(),
         SystemClock(),
         BackgroundLimit(settings.slots_dir),
-        heard,
+        noted,
     )
     rank = FakeRank(tmp_path, JOB, 0, 0)
     state = accepted(round_message(workers=1))
     await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
 
-    await asyncio.wait_for(said.wait(), 120)
+    await asyncio.wait_for(reported.wait(), 120)
     (failure,) = failures.current
     assert (failure.reason, failure.step) == ("NodeVolumeHangs", 7)
     assert f"{len(PAYLOAD) // 2} of {len(PAYLOAD)} bytes" in failure.message
@@ -91,7 +91,7 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
 
 async def test_a_slow_call_is_not_a_stalled_one() -> None:
     """Every look finds progress, until one does not; then it moves again."""
-    heard: list[str] = []
+    noted: list[str] = []
     looks = iter([0, 1, 2, 2, 2, 3])
     ended = asyncio.get_running_loop().create_future()
 
@@ -107,11 +107,11 @@ async def test_a_slow_call_is_not_a_stalled_one() -> None:
         ended,
         progress,
         quiet_seconds=0.001,
-        stalled=lambda seconds: heard.append(f"stalled {seconds:.3f}"),
-        moving=lambda: heard.append("moving"),
+        stalled=lambda seconds: noted.append(f"stalled {seconds:.3f}"),
+        moving=lambda: noted.append("moving"),
     )
     assert result == "done"
-    assert heard[:3] == ["stalled 0.001", "stalled 0.002", "moving"]
+    assert noted[:3] == ["stalled 0.001", "stalled 0.002", "moving"]
 
 
 def test_an_error_of_the_call_is_raised() -> None:

@@ -1,4 +1,4 @@
-"""When the coordinator looks for what nobody will finish, and for what nobody needs."""
+"""When the coordinator looks for unfinished uploads and for objects that are no longer needed."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ async def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: P
 async def test_an_unreadable_file_does_not_stop_the_scrub_of_the_others(
     tmp_path: Path, operation: str
 ) -> None:
-    """A bad sector. One pass reads all the rest, and then says what it could not read."""
+    """A bad sector: one pass reads all the rest, and then reports what it could not read."""
     world = World(tmp_path)
     other = replace(HEADER, step=Step(HEADER.step + 1))
     world.node.write_shard(other, BytesSource(PAYLOAD))

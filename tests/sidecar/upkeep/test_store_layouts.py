@@ -93,7 +93,7 @@ def test_a_layout_that_is_used_again_in_between_is_kept(world: World) -> None:
     newer = world.persist(2, 0)
     assert world.layouts.look() == frozenset()
     world.store.delete_checkpoint(*NAME, newer)
-    assert world.layouts.look() == frozenset(), "it counts anew"
+    assert world.layouts.look() == frozenset(), "the count starts again"
 
 
 def test_no_layout_is_deleted_while_a_save_is_being_uploaded(world: World) -> None:
@@ -103,7 +103,7 @@ def test_no_layout_is_deleted_while_a_save_is_being_uploaded(world: World) -> No
     world.uploading = {CheckpointId(Step(2), RestartRound(0))}
     world.layouts.look()
     world.uploading = set()
-    assert world.layouts.look() == frozenset(), "what the save found there counts anew"
+    assert world.layouts.look() == frozenset(), "the count starts again for what the save found"
     assert world.layouts.look() == {digest(0)}
 
 

@@ -37,13 +37,17 @@ def main() -> Report:
                 certificates.renew(Certificate(leaf.decode(), key.decode()))
                 say(str(number))
 
-        def check(directory: Path, said: Sequence[str]) -> list[str]:
+        def check(directory: Path, acknowledged: Sequence[str]) -> list[str]:
             """Find the last acknowledged certificate, or a newer one, on the node volume."""
-            if not said:
+            if not acknowledged:
                 return []
             kept = (directory / "certificate.pem").read_text()
-            newest = [leaf.decode().strip() for leaf, _ in leaves[int(said[-1]) - 1 :]]
-            return [] if any(leaf in kept for leaf in newest) else [f"renewal {said[-1]} is lost"]
+            newest = [leaf.decode().strip() for leaf, _ in leaves[int(acknowledged[-1]) - 1 :]]
+            return (
+                []
+                if any(leaf in kept for leaf in newest)
+                else [f"renewal {acknowledged[-1]} is lost"]
+            )
 
         return cut_power(record(renew), check)
 

@@ -1,4 +1,4 @@
-"""Whether payloads may leave TLS is said by the ROUND that is held, and by nothing else."""
+"""Only the policy of the accepted ROUND decides whether payloads may leave TLS."""
 
 from __future__ import annotations
 

@@ -236,11 +236,11 @@ async def test_a_body_of_unknown_length_is_refused(certificates: Files) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("header", "code"),
     [("4", "StaleRound"), ("6", "FutureRound"), ("5", "NotMember"), ("x", "BadRequest")],
 )
 async def test_the_round_is_checked_before_the_body(
-    certificates: Files, said: str, code: str
+    certificates: Files, header: str, code: str
 ) -> None:
     async with control(certificates, Handler()) as (_, port, _):
         former = client_context(certificates(peer_dns_name("gpt-9-r0", JOB)))
@@ -249,6 +249,6 @@ async def test_the_round_is_checked_before_the_body(
             former,
             "/v1/report",
             body=b"not even JSON",
-            headers={"Holdfast-Round": said},
+            headers={"Holdfast-Round": header},
         )
-        assert (status, refused["code"]) == (400 if said == "x" else 409, code)
+        assert (status, refused["code"]) == (400 if header == "x" else 409, code)

@@ -30,7 +30,7 @@ STATE = RoundState(Worker(0), 1, RestartRound(1))
 
 
 class Failing:
-    """LocalHandler whose requests end as the test says."""
+    """LocalHandler whose requests end as the test sets."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -99,10 +99,10 @@ class Listening(Failing):
 
     def __init__(self) -> None:
         super().__init__(UnavailableError("no request is expected"))
-        self.heard: list[object] = []
+        self.received: list[object] = []
 
     def notify(self, connection: Connection, message: object) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
 
 def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) 
         writer.write(write_frame(Progress(RestartRound(1), Rank(0), Step(7)), 0))
         writer.close()
         assert await ended
-        heard = list(handler.heard)
+        received = list(handler.received)
         await intake.close()
-        return heard
+        return received
 
     assert asyncio.run(scenario()) == [Progress(RestartRound(1), Rank(0), Step(7))]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.support.crash.traced import Recorder, Say, Strike, run
-from tests.support.crash.write_orders import Op, Said, build, power_cuts
+from tests.support.crash.write_orders import Acknowledged, Op, build, power_cuts
 
 Check = Callable[[Path, Sequence[str]], list[str]]
 """Receives the directory and the acknowledgements that the program had made; returns the problems found."""
@@ -87,7 +87,9 @@ def _strike_every_call(
                 problems.append(f"call {strike.at}: {error}")
             else:
                 where = f"call {strike.at} ({outcome.calls[strike.at - 1 :][:1]})"
-                problems += [f"{where}: {p}" for p in in_child(check, directory, outcome.said)]
+                problems += [
+                    f"{where}: {p}" for p in in_child(check, directory, outcome.acknowledged)
+                ]
                 if not outcome.struck:
                     return Report(strike.at - 1, outcome.calls, tuple(problems))
             shutil.rmtree(directory)
@@ -144,7 +146,7 @@ def cut_power_after_a_restart(
             begun = len(recorder.log)
             run(_bound(program, directory), directory, recorder=recorder)
         log = recorder.log
-        at = [n + 1 for n in range(begun, len(log)) if isinstance(log[n], Said)]
+        at = [n + 1 for n in range(begun, len(log)) if isinstance(log[n], Acknowledged)]
         report = cut_power(log, check, at=at, enough=1)
         tried += report.tried
         problems += [f"killed after {first.calls[-2]}: {problem}" for problem in report.problems]
@@ -168,8 +170,8 @@ def cut_power(
             directory.mkdir()
             build(cut.tree, directory)
             lost = ", ".join(str(change)[:80] for change in cut.lost)
-            where = f"power cut after op {cut.after}, lost [{lost}], said {cut.said[-1:]}"
-            problems += [f"{where}: {p}" for p in _checked(check, directory, cut.said)]
+            where = f"power cut after op {cut.after}, lost [{lost}], said {cut.acknowledged[-1:]}"
+            problems += [f"{where}: {p}" for p in _checked(check, directory, cut.acknowledged)]
     return Report(tried, (), tuple(problems))
 
 
@@ -188,14 +190,14 @@ def report_of(program: Path, *arguments: str) -> Report:
     return Report(found["tried"], tuple(found["calls"]), tuple(found["problems"]))
 
 
-def in_child(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
+def in_child(check: Check, directory: Path, acknowledged: Sequence[str]) -> list[str]:
     """Return the problems that `check` finds in a child process."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             with open(writes, "w") as answer:
-                json.dump(_checked(check, directory, said), answer)
+                json.dump(_checked(check, directory, acknowledged), answer)
         finally:
             os._exit(0)
     os.close(writes)
@@ -206,9 +208,9 @@ def in_child(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
     return found
 
 
-def _checked(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
+def _checked(check: Check, directory: Path, acknowledged: Sequence[str]) -> list[str]:
     try:
-        return check(directory, said)
+        return check(directory, acknowledged)
     except Exception:  # noqa: BLE001 - any exception of a restore is a problem of this crash
         return [traceback.format_exc(limit=-3)]
 

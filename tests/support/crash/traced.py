@@ -23,13 +23,13 @@ from typing import NoReturn
 from tests.support.crash.syscalls import NAMES, Call, read_call
 from tests.support.crash.write_orders import (
     ROOT,
+    Acknowledged,
     Create,
     Link,
     Op,
     Remove,
     Rename,
     Resize,
-    Said,
     Sync,
     Write,
 )
@@ -195,7 +195,7 @@ class Recorder:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     struck: bool
-    said: tuple[str, ...]
+    acknowledged: tuple[str, ...]
     calls: tuple[str, ...]
     """The changes below the scope that were begun, as text; a kill prevents the last one."""
 
@@ -222,20 +222,20 @@ def run(
         tracer = _Tracer(pid, writes, scope.resolve(), strike, recorder)
         code = tracer.follow()
         with open(reads, closefd=False) as pipe:
-            said = tuple(pipe.read().splitlines())
+            acknowledged = tuple(pipe.read().splitlines())
     finally:
         os.close(reads)
     if code != (-signal.SIGKILL if tracer.killed else 0):
         raise AssertionError(f"the traced program ended with {code} after {tracer.calls[-3:]}")
-    return Outcome(tracer.struck, said, tuple(tracer.calls))
+    return Outcome(tracer.struck, acknowledged, tuple(tracer.calls))
 
 
-def _child(program: Program, said: int) -> NoReturn:
+def _child(program: Program, acknowledged: int) -> NoReturn:
     try:
         _ptrace(_TRACEME, 0)
         os.kill(os.getpid(), signal.SIGSTOP)
         _stop_at(NAMES[platform.machine()])
-        program(lambda text: _say(said, text))
+        program(lambda text: _acknowledge(acknowledged, text))
         os._exit(0)
     except BaseException:  # noqa: BLE001 - the exit code reports it; the child must not run the parent's code
         traceback.print_exc()
@@ -261,16 +261,21 @@ def _prctl(option: int, value: int, address: int) -> None:
         raise OSError(number, f"prctl {option}: {os.strerror(number)}")
 
 
-def _say(said: int, text: str) -> None:
-    os.write(said, f"{text}\n".encode())
+def _acknowledge(acknowledged: int, text: str) -> None:
+    os.write(acknowledged, f"{text}\n".encode())
 
 
 class _Tracer:
     def __init__(
-        self, pid: int, said: int, scope: Path, strike: Strike | None, recorder: Recorder | None
+        self,
+        pid: int,
+        acknowledged: int,
+        scope: Path,
+        strike: Strike | None,
+        recorder: Recorder | None,
     ) -> None:
         self._pid = pid
-        self._said = said
+        self._acknowledged = acknowledged
         self._scope = str(scope)
         self._strike = strike
         self._recorder = recorder
@@ -344,7 +349,7 @@ class _Tracer:
         call = read_call(self._pid, name, arguments)
         if call is None:
             return
-        if call.descriptor == self._said and call.name == "write":
+        if call.descriptor == self._acknowledged and call.name == "write":
             self._under_way[thread] = call
             return
         if call.path != self._scope and not call.path.startswith(f"{self._scope}/"):
@@ -360,8 +365,8 @@ class _Tracer:
             self._failing.add(thread)
 
     def _left(self, call: Call, result: int, recorder: Recorder) -> None:
-        if call.descriptor == self._said and call.name == "write":
-            recorder.log.append(Said(call.data.decode().strip()))
+        if call.descriptor == self._acknowledged and call.name == "write":
+            recorder.log.append(Acknowledged(call.data.decode().strip()))
         elif recorder.covers(call.path):
             recorder.done(call, result)
 

@@ -73,14 +73,14 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Acknowledged:
     """Acknowledgement that the program gave its user. It is not a change."""
 
     text: str
 
 
 Change = Create | Link | Rename | Remove | Write | Resize
-Op = Change | Sync | Said
+Op = Change | Sync | Acknowledged
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class PowerCut:
     after: int
     """Number of ops of the log that had begun."""
     lost: tuple[Change, ...]
-    said: tuple[str, ...]
+    acknowledged: tuple[str, ...]
     tree: Tree
 
 
@@ -108,17 +108,20 @@ def power_cuts(log: Sequence[Op], *, at: Sequence[int] | None = None) -> Iterato
     seen: set[tuple[Tree, tuple[str, ...]]] = set()
     for after in places:
         done = ops[:after]
-        said = tuple(op.text for op in done if isinstance(op, Said))
-        changes = [n for n, op in enumerate(done) if not isinstance(op, Sync | Said)]
+        acknowledged = tuple(op.text for op in done if isinstance(op, Acknowledged))
+        changes = [n for n, op in enumerate(done) if not isinstance(op, Sync | Acknowledged)]
         pending = [n for n in changes if not _is_durable(done, n)]
         for lost in _subsets(pending):
             kept = [done[n] for n in changes if n not in lost]
-            tree = tree_of([op for op in kept if not isinstance(op, Sync | Said)])
-            if (tree, said) not in seen:
-                seen.add((tree, said))
+            tree = tree_of([op for op in kept if not isinstance(op, Sync | Acknowledged)])
+            if (tree, acknowledged) not in seen:
+                seen.add((tree, acknowledged))
                 gone = tuple(ops[n] for n in sorted(lost))
                 yield PowerCut(
-                    after, tuple(op for op in gone if not isinstance(op, Sync | Said)), said, tree
+                    after,
+                    tuple(op for op in gone if not isinstance(op, Sync | Acknowledged)),
+                    acknowledged,
+                    tree,
                 )
 
 
@@ -151,7 +154,7 @@ def _touches(op: Op) -> tuple[int, ...]:
             return (op.parent, op.to_parent)
         case Write() | Resize():
             return (op.inode,)
-        case Sync() | Said():
+        case Sync() | Acknowledged():
             return ()
 
 

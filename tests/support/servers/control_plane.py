@@ -1,7 +1,7 @@
 """A real Kubernetes API for tests: etcd and kube-apiserver on loopback, without kubelets.
 
 The behaviour of CRDs, CEL, RBAC and admission is tested against the real server, never against a fake. The
-binaries are those of the test bed; where one is missing, the test fails with a message that says how to
+binaries are those of the test bed; where one is missing, the test fails with a message that names how to
 build it.
 """
 
@@ -181,8 +181,8 @@ class ControlPlane:
             with urllib.request.urlopen(request, timeout=30, context=context) as reply:
                 text = reply.read().decode()
         except urllib.error.HTTPError as error:
-            words = error.read().decode(errors="replace")
-            raise ControlPlaneError(f"{method} {path}: HTTP {error.code}: {words}") from error
+            answer = error.read().decode(errors="replace")
+            raise ControlPlaneError(f"{method} {path}: HTTP {error.code}: {answer}") from error
         return json.loads(text) if text.startswith(("{", "[")) else text
 
     def _etcd_command(self, binary: Path, client_url: str, peer: int) -> list[str]:

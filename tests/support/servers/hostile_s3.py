@@ -2,7 +2,7 @@
 
 For tests only. Each Fault names the requests that it hits, how often, and what happens to them; all other
 requests pass unchanged. The proxy implements HTTP and nothing of S3, with one exception: it signs a request
-anew after it has removed a header. The store then behaves as if it did not support that header.
+again after it has removed a header. The store then behaves as if it did not support that header.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class SetReplyHeader:
 
 @dataclass(frozen=True, slots=True)
 class DropRequestHeader:
-    """Remove a header before the request is forwarded. The proxy must have the keys to sign it anew."""
+    """Remove a header before the request is forwarded. The proxy must have the keys to sign it again."""
 
     name: str
 

@@ -180,21 +180,21 @@ class StoreServer(ABC):
         clock, pause = SystemClock(), threading.Event()
         client = S3Client(self.config(""), self.credentials, timeouts=Timeouts(2.0, 2.0))
         deadline = clock.monotonic() + START_SECONDS
-        said = "nothing"
+        answer = "nothing"
         while clock.monotonic() < deadline and process.poll() is None:
             try:
                 failure = client.send(S3Request("PUT")).failure
                 if failure is None or failure.code == "BucketAlreadyOwnedByYou":
                     client.close()
                     return
-                said = failure.text
+                answer = failure.text
             except UnavailableError as error:
-                said = str(error)
+                answer = str(error)
             pause.wait(0.05)
         state = "exited" if process.poll() is not None else f"not ready after {START_SECONDS:g} s"
         text = log.read_text(errors="replace")[-2000:]
         raise ServerUnavailableError(
-            f"{self.tool} on {self.endpoint}: {state}; it said {said}; its log: {text}"
+            f"{self.tool} on {self.endpoint}: {state}; its answer was {answer}; its log: {text}"
         )
 
 

@@ -58,8 +58,7 @@ def _verified(
     manifest = parse_manifest(document)
     if manifest.job.uid != job_uid or manifest.checkpoint != checkpoint:
         raise CorruptionError(
-            f"manifest {checkpoint} of {job_uid} says it is {manifest.checkpoint} of "
-            f"{manifest.job.uid}"
+            f"manifest {checkpoint} of {job_uid} names {manifest.checkpoint} of {manifest.job.uid}"
         )
     layout = parse_layout(tier.get_layout(manifest.layout))
     wanted = range(manifest.world_size) if ranks is None else ranks

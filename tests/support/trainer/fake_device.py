@@ -80,7 +80,7 @@ class FakeDevice:
             if not self.is_lagging:
                 self.do_up_to(mark)
             if not self._changed.wait_for(lambda: mark.is_done, _STUCK_SECONDS):
-                raise AssertionError("nobody told the device to catch up")
+                raise AssertionError("the test did not let the device catch up")
             if self.fails is not None:
                 raise DeviceError(self.fails)
 
