@@ -156,15 +156,14 @@ def serve(folder: Path, memory: Path, certificates: Path, pipe: Connection) -> N
     context = server_context(TlsFiles.in_directory(certificates))
     disk, shared = opened(folder), opened(memory)
     with ExitStack() as stack:
-        servers = []
+        ports = []
         for tier in (disk, shared):
-            server = BulkServer(Handler(), tier, context, host="127.0.0.1")
-            server.start()
+            server = BulkServer(Handler(), tier, context)
+            ports.append(server.start("127.0.0.1", 0))
             stack.callback(server.close)
-            servers.append(server)
         raw = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         threading.Thread(target=_send_raw, args=(raw, memory), daemon=True).start()
-        pipe.send(Ports(servers[0].port, servers[1].port, raw.getsockname()[1]))
+        pipe.send(Ports(ports[0], ports[1], raw.getsockname()[1]))
         while True:
             command, *arguments = pipe.recv()
             if command == "stop":

@@ -110,12 +110,10 @@ def started(
     certificates: tuple[TlsFiles, TlsFiles], tier: MemoryTier, limits: BulkLimits | None = None
 ) -> Iterator[Pair]:
     handler = Handler()
-    server = BulkServer(
-        handler, tier, server_context(certificates[0]), host="127.0.0.1", limits=limits
-    )
-    server.start()
+    server = BulkServer(handler, tier, server_context(certificates[0]), limits=limits)
+    port = server.start("127.0.0.1", 0)
     try:
-        yield Pair(handler, tier, server, client_context(certificates[1]), server.port)
+        yield Pair(handler, tier, server, client_context(certificates[1]), port)
     finally:
         server.close()
 

@@ -165,7 +165,7 @@ def change_a_chunk(*, crc_too: bool) -> Meddle:
 class Pair:
     handler: Handler
     tier: MemoryTier
-    server: BulkServer
+    port: int
     client: ssl.SSLContext
 
     def send(
@@ -199,10 +199,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, Tl
 @pytest.fixture
 def pair(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[Pair]:
     handler, tier = Handler(), MemoryTier()
-    server = BulkServer(handler, tier, server_context(certificates[0]), host="127.0.0.1")
-    server.start()
+    server = BulkServer(handler, tier, server_context(certificates[0]))
+    port = server.start("127.0.0.1", 0)
     try:
-        yield Pair(handler, tier, server, client_context(certificates[1]))
+        yield Pair(handler, tier, port, client_context(certificates[1]))
     finally:
         server.close()
 
@@ -212,7 +212,7 @@ def wires(pair: Pair) -> Iterator[Callable[..., Wire]]:
     made: list[Wire] = []
 
     def wire(**fields: object) -> Wire:
-        made.append(Wire(pair.server.port, **fields))  # type: ignore[arg-type]
+        made.append(Wire(pair.port, **fields))  # type: ignore[arg-type]
         return made[-1]
 
     yield wire
@@ -374,7 +374,7 @@ def test_a_bad_shard_of_the_sender_is_reported_inside_tls(pair: Pair) -> None:
     record = filled(source)
     source.damage(record.ref, 5 << 20)
     with pytest.raises(CorruptionError, match="chunk 1"):
-        pair.send(source, record, pair.server.port)
+        pair.send(source, record, pair.port)
     assert pair.tier.list_shards() == ()
 
 
@@ -383,11 +383,11 @@ def test_refusals_are_received(pair: Pair) -> None:
     record = filled(source)
     pair.handler.commit_error = StaleRoundError("sealed meanwhile", own_round=4)
     with pytest.raises(StaleRoundError, match="sealed meanwhile"):
-        pair.send(source, record, pair.server.port)
+        pair.send(source, record, pair.port)
     assert pair.handler.puts == 2
     pair.handler.put_error = RefusedError(Refusal.NOT_ASSIGNED, "not you")
     with pytest.raises(RefusedError, match="not you"):
-        pair.send(source, record, pair.server.port)
+        pair.send(source, record, pair.port)
     assert pair.handler.puts == 3
     assert pair.tier.list_shards() == ()
 

@@ -163,9 +163,9 @@ def test_bytes_that_do_not_match_the_chunk_table_are_refused(
     tier = MemoryTier()
     record = filled(tier)
     lying = FaultyNodeTier(tier, Faults([Fault("read", FaultKind.FLIP, first=5, times=1)]))
-    server = BulkServer(Handler(), lying, server_context(certificates[0]), host="127.0.0.1")
-    server.start()
-    peer = Peer("127.0.0.1", server.port, SERVER, client_context(certificates[1]), OPTIONS)
+    server = BulkServer(Handler(), lying, server_context(certificates[0]))
+    port = server.start("127.0.0.1", 0)
+    peer = Peer("127.0.0.1", port, SERVER, client_context(certificates[1]), OPTIONS)
     try:
         with PeerShard.open(peer, ROUND, record.ref) as shard:
             views = shard.read([range(0, 2), range(2, 8)])

@@ -66,10 +66,10 @@ def serving(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> Serving:
     def start(limits: BulkLimits) -> Iterator[tuple[int, ShardRecord]]:
         tier = MemoryTier()
         record = tier.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
-        server = BulkServer(Everybody(), tier, contexts[0], host="127.0.0.1", limits=limits)
-        server.start()
+        server = BulkServer(Everybody(), tier, contexts[0], limits=limits)
+        port = server.start("127.0.0.1", 0)
         try:
-            yield server.port, record
+            yield port, record
         finally:
             server.close()
 

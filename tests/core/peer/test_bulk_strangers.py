@@ -139,10 +139,10 @@ def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
 
     tier = MemoryTier()
     record = tier.write_shard(shard_header(24 << 20), BytesSource(payload(24 << 20)))
-    server = BulkServer(Membership(), tier, server_context(certificates[0]), host="127.0.0.1")
-    server.start()
+    server = BulkServer(Membership(), tier, server_context(certificates[0]))
+    port = server.start("127.0.0.1", 0)
     try:
-        peer = Peer("127.0.0.1", server.port, SERVER, client_context(certificates[1]), OPTIONS)
+        peer = Peer("127.0.0.1", port, SERVER, client_context(certificates[1]), OPTIONS)
         request = BulkFrame(Kind.GET_SHARD, record.ref, ROUND)
         with connect(peer) as line:
             send_frame(line.sock, request)

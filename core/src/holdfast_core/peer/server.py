@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.clock import SystemClock
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
@@ -117,10 +117,7 @@ class BulkServer:
         tier: NodeTier,
         context: ssl.SSLContext,
         *,
-        host: str = "",
-        port: int = 0,
         limits: BulkLimits | None = None,
-        clock: Clock | None = None,
         expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str], None] = lambda reason: None,
     ) -> None:
@@ -129,8 +126,6 @@ class BulkServer:
         Args:
             tier: Stores the copies and has the shards.
             context: TLS settings, which require a client certificate.
-            host: Address to listen on. Empty means all addresses.
-            port: Port to listen on. 0 means any free port.
             expected: Returns the addresses of members.
             dropped: Called with the reason, in any thread, for each connection that the server closes for
                 lack of a place, cannot accept, or loses in the first handshake.
@@ -138,11 +133,10 @@ class BulkServer:
         self._handler = handler
         self._tier = tier
         self._context = context
-        self._address = (host, port)
         self._limits = limits or BulkLimits()
         self._copies = Copies(
             tier,
-            clock or SystemClock(),
+            SystemClock(),
             parked_copies=self._limits.parked_copies,
             parked_seconds=self._limits.parked_seconds,
         )
@@ -157,20 +151,22 @@ class BulkServer:
         self._open: dict[threading.Thread, Line] = {}
         self._closing = threading.Event()
 
-    def start(self) -> None:
-        """Start to listen. Raises ConfigError if that fails, for example if the port is in use."""
+    def start(self, host: str, port: int) -> int:
+        """Start to listen, and return the bound port.
+
+        Args:
+            host: Address to listen on. Empty means all addresses.
+            port: Port to listen on. 0 means any free port.
+
+        Raises:
+            ConfigError: The address cannot be used, for example because the port is in use.
+        """
         try:
-            self._listener = socket.create_server(self._address, backlog=128)
+            self._listener = socket.create_server((host, port), backlog=128)
         except OSError as error:
-            raise ConfigError(f"bulk server on {self._address}: {error}") from error
+            raise ConfigError(f"bulk server on {host}:{port}: {error}") from error
         self._acceptor = threading.Thread(target=self._accept, name="bulk-accept", daemon=True)
         self._acceptor.start()
-
-    @property
-    def port(self) -> int:
-        """Return the bound port. Raises ConfigError before `start`."""
-        if self._listener is None:
-            raise ConfigError("bulk server: it has not been started")
         return int(self._listener.getsockname()[1])
 
     def drop_parked(self) -> None:

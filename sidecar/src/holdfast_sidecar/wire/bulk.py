@@ -62,13 +62,10 @@ class BulkServing:
             self,
             self._node,
             self._certificates.server,
-            host=host,
-            port=port,
             expected=self._expected,
             dropped=lambda reason: self._closed(reason, f"a bulk connection was closed: {reason}"),
         )
-        self._server.start()
-        return self._server.port
+        return self._server.start(host, port)
 
     def close(self) -> None:
         if self._server is not None:
