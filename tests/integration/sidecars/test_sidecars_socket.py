@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Refusal, Stage
 from holdfast_core.shm.slot_header import SlotState
-from holdfast_sidecar.base.settings import inherited
 
 pytestmark = pytest.mark.integration
 
@@ -109,7 +109,7 @@ async def test_a_launcher_that_is_back_in_a_moment_is_not_dead(gangs: Gangs) -> 
 def hook(gang: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "holdfast_sidecar", *arguments],
-        env={**inherited(), **gang.sidecars[0].contract.to_env()},
+        env={**os.environ, **gang.sidecars[0].contract.to_env()},
         capture_output=True,
         text=True,
         timeout=60,
@@ -160,7 +160,7 @@ def test_probe_store_leaves_its_report_for_the_kubelet(
         ended = subprocess.run(
             [sys.executable, "-m", "holdfast_sidecar", "probe-store"],
             env={
-                **inherited(),
+                **os.environ,
                 "HOLDFAST_STORE": server.config("probe").to_json(),
                 "HOLDFAST_STORE_DIR": str(tmp_path),
                 "HOLDFAST_TERMINATION_LOG": str(tmp_path / "log"),
@@ -178,7 +178,7 @@ def test_probe_store_leaves_its_report_for_the_kubelet(
 def test_a_wrong_environment_is_reported_by_name() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "holdfast_sidecar"],
-        env={k: v for k, v in inherited().items() if not k.startswith("HOLDFAST_")},
+        env={k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")},
         capture_output=True,
         text=True,
         timeout=60,

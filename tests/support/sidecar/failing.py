@@ -4,13 +4,13 @@ tests.support.sidecar.failing`.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from tests.support.crash.failpoints import install_from_env
 
 from holdfast_sidecar.__main__ import main
-from holdfast_sidecar.base.settings import inherited
 
 if __name__ == "__main__":
-    install_from_env(inherited())
+    install_from_env(dict(os.environ))
     sys.exit(main())

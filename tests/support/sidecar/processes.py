@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from holdfast_core.contract import SidecarContract
 from holdfast_core.shm.slot_header import (
     HEADER_BYTES,
 )
-from holdfast_sidecar.base.settings import PORTS_FILE, inherited
+from holdfast_sidecar.base.settings import PORTS_FILE
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class SidecarProcess:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env={**inherited(), **self.contract.to_env(), **(extra or {})},
+                env={**os.environ, **self.contract.to_env(), **(extra or {})},
                 stdout=log,
                 stderr=log,
             )

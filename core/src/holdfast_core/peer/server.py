@@ -169,10 +169,6 @@ class BulkServer:
         self._acceptor.start()
         return int(self._listener.getsockname()[1])
 
-    def drop_parked(self) -> None:
-        """Abort the copies whose connections broke, and free their space."""
-        self._copies.drop_all()
-
     def close(self) -> None:
         """End all connections, and abort incomplete copies."""
         self._closing.set()

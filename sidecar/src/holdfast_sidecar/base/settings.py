@@ -124,11 +124,6 @@ def node_dir() -> Path:
     return Path(os.environ.get("HOLDFAST_NODE_DIR", NODE_DIR))
 
 
-def inherited() -> dict[str, str]:
-    """Return a copy of this process's environment, which tests pass to child processes."""
-    return dict(os.environ)
-
-
 def store_environment() -> tuple[str, str]:
     """Return the StoreConfig as JSON and the folder of the keys, for a pod that only probes a store."""
     return os.environ.get("HOLDFAST_STORE", ""), os.environ.get("HOLDFAST_STORE_DIR", "")
