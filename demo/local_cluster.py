@@ -28,6 +28,8 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     GangRequest,
     Inventory,
+    ListedManifest,
+    ManifestDocument,
     Ok,
     Prune,
     PruneReply,
@@ -50,6 +52,7 @@ from holdfast_operator.model.actions import (
 from holdfast_operator.model.effects import ConflictError
 from holdfast_operator.model.job import (
     AckedRound,
+    InventoryView,
     JobMemory,
     NodeView,
     Now,
@@ -61,6 +64,7 @@ from holdfast_operator.model.job import (
     StoreView,
 )
 from holdfast_operator.render.pod import SidecarSettings
+from holdfast_operator.sidecars.manifests import Manifests
 
 T = TypeVar("T")
 
@@ -103,8 +107,12 @@ class LocalCluster:
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _session: aiohttp.ClientSession | None = None
     _tls: ssl.SSLContext | bool = True
+    _manifests: Manifests = field(init=False)
     _calls: set[str] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._manifests = Manifests(self.job.uid)
 
     # ------------------------------------------------------------ the loop
 
@@ -297,18 +305,20 @@ class LocalCluster:
 
     async def seal(self, job: TrainingJob, action: SealWorker) -> None:
         async def call() -> None:
-            found = await self._post(
+            found = await self._call(
                 action.address, action.pod, "/v1/seal", Seal(action.round), Inventory
             )
-            self._heard(action.pod_uid, found, sealed=action.round)
+            stored = await self._stored(action.address, action.pod, found)
+            self._heard(action.pod_uid, stored, sealed=action.round)
 
         self._start(f"seal {action.pod} {action.round}", action.worker, action.pod_uid, call())
 
     async def send_round(self, job: TrainingJob, action: SendRound) -> None:
         async def call() -> None:
             message = action.message
-            found = await self._post(action.address, action.pod, "/v1/round", message, Inventory)
-            self._heard(action.pod_uid, found, sealed=message.round)
+            found = await self._call(action.address, action.pod, "/v1/round", message, Inventory)
+            stored = await self._stored(action.address, action.pod, found)
+            self._heard(action.pod_uid, stored, sealed=message.round)
             view = self.sidecars[action.pod_uid]
             acked = AckedRound(
                 message.round,
@@ -321,18 +331,18 @@ class LocalCluster:
         self._start(f"round {action.pod}", action.worker, action.pod_uid, call())
 
     async def request_save(self, job: TrainingJob, action: RequestSave) -> None:
-        await self._post(
+        await self._call(
             action.address, action.pod, "/v1/save-now", GangRequest(action.round, action.token), Ok
         )
 
     async def request_stop(self, job: TrainingJob, action: RequestStop) -> None:
-        await self._post(
+        await self._call(
             action.address, action.pod, "/v1/stop", GangRequest(action.round, action.token), Ok
         )
 
     async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:
         message = Prune(action.round, (action.checkpoint,))
-        return await self._post(action.address, action.pod, "/v1/prune", message, PruneReply)
+        return await self._call(action.address, action.pod, "/v1/prune", message, PruneReply)
 
     def _start(self, key: str, worker: Worker, uid: str, call: Any) -> None:
         """Start `call` as a task, unless a call with the same key is running.
@@ -360,7 +370,15 @@ class LocalCluster:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _heard(self, uid: str, inventory: Inventory, *, sealed: RestartRound) -> None:
+    async def _stored(self, address: str, pod: str, inventory: Inventory) -> InventoryView:
+        async def fetch(listed: ListedManifest) -> bytes | None:
+            path = f"/v1/manifest?step={listed.step}&round={listed.round}&layout=0"
+            return (await self._call(address, pod, path, None, ManifestDocument)).manifest.encode()
+
+        spec = self.job.spec
+        return await self._manifests.view(inventory, spec.workers * spec.procs_per_worker, fetch)
+
+    def _heard(self, uid: str, inventory: InventoryView, *, sealed: RestartRound) -> None:
         view = self.sidecars[uid]
         self.sidecars[uid] = replace(
             view,
@@ -370,12 +388,16 @@ class LocalCluster:
             sealed_round=max(sealed, inventory.round),
         )
 
-    async def _post(self, address: str, pod: str, path: str, message: Any, reply: type[T]) -> T:
+    async def _call(
+        self, address: str, pod: str, path: str, message: Any | None, reply: type[T]
+    ) -> T:
+        """Post a message, or get the path if there is none."""
         assert self._session is not None
         url = f"https://{address.rpartition(':')[0]}{path}"
-        async with self._session.post(
+        async with self._session.request(
+            "GET" if message is None else "POST",
             url,
-            data=dumps(message),
+            data=None if message is None else dumps(message),
             ssl=self._tls,
             server_hostname=peer_dns_name(pod, self.job.uid),
             timeout=aiohttp.ClientTimeout(total=60),

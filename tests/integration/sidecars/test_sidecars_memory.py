@@ -84,14 +84,18 @@ def slow(gangs: Gangs, tmp_path: Path) -> SlowGang:
     return SlowGang(gangs(2), tmp_path / "gate")
 
 
-def complete_steps(inventories: dict[int, Inventory]) -> list[int]:
+async def complete_steps(gang: Gang, inventories: dict[int, Inventory]) -> list[int]:
     """Return the steps with a manifest and all of its shards, from which a round may start."""
     there = {(s.step, s.round, s.rank, s.blake3) for i in inventories.values() for s in i.shards}
+    manifests = [
+        await gang.operator.manifest(worker, listed)
+        for worker, inventory in inventories.items()
+        for listed in inventory.manifests
+    ]
     steps = {
         m.step
-        for i in inventories.values()
-        for m in i.manifests
-        if all((m.step, m.round, s.rank, s.blake3) in there for s in m.shards)
+        for m in manifests
+        if all((m.step, m.restart_round, s.rank, s.blake3) in there for s in m.shards)
     }
     return sorted(steps)
 
@@ -143,7 +147,7 @@ async def test_the_newest_step_in_memory_is_restored_when_ranks_die(slow: SlowGa
         assert 'holdfast_committed_step{level="memory"} 7.0' in gang.metrics(0)
 
         inventories = await slow.seal(1)
-        assert complete_steps(inventories) == [7]
+        assert await complete_steps(gang, inventories) == [7]
         await gang.begin(1, restore=point_of(inventories, 7), policy=POLICY)
         assert await gang.restored() == saved
 
@@ -161,7 +165,7 @@ async def test_after_the_loss_of_a_pod_the_newest_step_on_the_nodes_is_restored(
         gang.lose(1)
         inventories = {0: await gang.operator.seal(0, 1)}
         assert 4 in [m.step for m in inventories[0].manifests]
-        assert complete_steps(inventories) == [1]
+        assert await complete_steps(gang, inventories) == [1]
         slow.gate.touch()
         await gang.launch(1, birth_round=1)
         await gang.begin(1, restore=point_of(inventories, 1), policy=POLICY)
@@ -176,7 +180,7 @@ async def test_a_step_without_a_manifest_is_not_written_by_a_seal(slow: SlowGang
         await gang.ranks[1].save(3, b"one rank alone" * 1000)
         await until(lambda: newest_in_memory(gang, 1) == 3, "step 3 is digested")
         inventories = await slow.seal(1)
-        assert complete_steps(inventories) == [2]
+        assert await complete_steps(gang, inventories) == [2]
         found = {s.step for i in inventories.values() for s in i.shards}
         assert 3 not in found
         await gang.begin(1, restore=point_of(inventories, 2), policy=POLICY)
@@ -196,7 +200,7 @@ async def test_a_disk_that_continues_writes_the_newest_step_and_drops_the_older_
             await rank.reached(5, Level.REPLICATED)
         await gang.commit(6, Level.REPLICATED)
         inventories = await slow.seal(1)
-        assert complete_steps(inventories) == [1, 5, 6]
+        assert await complete_steps(gang, inventories) == [1, 5, 6]
         for inventory in inventories.values():
             assert {s.step for s in inventory.shards if s.tier is TierName.NODE} == {1, 5, 6}
 
@@ -259,7 +263,7 @@ async def test_another_coordinator_commits_the_steps_that_are_in_memory(slow: Sl
             await rank.reached(4, Level.REPLICATED)
         await gang.commit(5, Level.REPLICATED)
         inventories = await slow.seal(1)
-        assert complete_steps(inventories)[-2:] == [4, 5]
+        assert (await complete_steps(gang, inventories))[-2:] == [4, 5]
         await gang.begin(1, restore=point_of(inventories, 4), policy=POLICY)
         assert await gang.restored() == saved
 
@@ -294,7 +298,7 @@ async def test_one_slow_rank_of_a_pod_costs_only_older_steps(gangs: Gangs, tmp_p
                 lambda rank=rank: {rank.header(n).state for n in rank.names} == {SlotState.FREE},
                 "every slot is free",
             )
-        found = complete_steps({0: await gang.operator.seal(0, 1)})
+        found = await complete_steps(gang, {0: await gang.operator.seal(0, 1)})
         assert found[-2:] == [5, 6]
         assert not {2, 3, 4} & set(found)
         other.close()
@@ -327,7 +331,7 @@ async def test_a_sidecar_that_dies_while_step_3_replaces_step_2_loses_no_slot(
             "every slot is free",
         )
         inventories = await slow.seal(1)
-        found = complete_steps(inventories)
+        found = await complete_steps(gang, inventories)
         assert found in ([3], [2, 3]), "step 2 is complete, if the next process wrote it, or gone"
         manifests = {m.step for i in inventories.values() for m in i.manifests}
         assert manifests == set(found)
@@ -349,7 +353,7 @@ async def test_a_sidecar_that_dies_in_a_seal_writes_the_step_when_it_is_sealed_a
             "the inventory is of round 0, or has step 2"
         )
         inventories = await slow.seal(1)
-        assert complete_steps(inventories) == [2]
+        assert await complete_steps(gang, inventories) == [2]
         assert {i.round for i in inventories.values()} == {1}
         await gang.begin(1, restore=point_of(inventories, 2), policy=POLICY)
         assert await gang.restored() == saved

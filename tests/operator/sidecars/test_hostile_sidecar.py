@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from tests.support.operator.bench import KEY, UID, bench, pod_view
 
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
+from holdfast_core.ids import Digest, JobUid, RestartRound
 from holdfast_core.messages.codec import dumps
-from holdfast_core.messages.schema import CoordinatorState, ManifestInfo, ShardInfo
+from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.model.job import Reachable
 from holdfast_operator.sidecars.calls import MAX_LOG_CHARACTERS, POLL_BURST, POLL_SECONDS_EACH
 
@@ -111,22 +111,6 @@ async def test_an_inventory_that_is_larger_than_its_job_is_refused() -> None:
         await b.until(silent)
         assert b.view(bad).inventory is None
         assert b.view(good).reachable is Reachable.YES
-
-
-async def test_workers_that_list_the_same_manifests_share_them_in_memory() -> None:
-    async with bench() as b:
-        pods = [pod_view(n) for n in range(3)]
-        shards = tuple(ShardInfo(Rank(n), 9, DIGEST, DIGEST) for n in range(3))
-        listed = ManifestInfo(Step(5), RestartRound(0), DIGEST, 3, shards)
-        for pod in pods:
-            (await b.serve(pod)).manifests = (listed,)
-        b.servers[2].manifests = (replace(listed, world_size=4),)
-        b.follow(*pods)
-        await b.until(lambda: all(b.view(p).inventory is not None for p in pods))
-        first, second, third = (b.view(p).inventory for p in pods)
-        assert first is not None and second is not None and third is not None
-        assert first.manifests[0] is second.manifests[0]
-        assert third.manifests[0].world_size == 4
 
 
 async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:

@@ -11,14 +11,14 @@ from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.manifest import manifest_digest, parse_manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
     ManifestPut,
     RestorePoint,
     ShardInfo,
 )
-from holdfast_sidecar.coordinator.documents import Builder, check_put, manifest_info
+from holdfast_sidecar.coordinator.documents import Builder, check_put
 from holdfast_sidecar.coordinator.ledger import StepEntry
 
 PARENT = Digest("b3:" + "e" * 64)
@@ -50,8 +50,7 @@ def test_any_coordinator_writes_the_same_bytes() -> None:
     assert manifest.parent == PARENT
     assert manifest.layout == digest_of(first.layout)
     assert (manifest.step, manifest.restart_round, manifest.world_size) == (9, 3, 2)
-    info = manifest_info(first.manifest, CONTRACT.job_uid, manifest.checkpoint)
-    assert info.manifest == first.digest
+    assert manifest_digest(first.manifest) == first.digest
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_a_manifest_with_the_name_of_another_is_refused(
 ) -> None:
     built = builder().build(entry())
     with pytest.raises(CorruptionError, match="renamed or copied"):
-        manifest_info(built.manifest, job_uid, CheckpointId(Step(step), RestartRound(round_)))
+        parse_manifest_of(built.manifest, job_uid, CheckpointId(Step(step), RestartRound(round_)))
 
 
 def test_a_layout_with_a_wrong_name_is_refused() -> None:

@@ -36,6 +36,8 @@ from holdfast_core.api.checkpoint_policy import (
 )
 from holdfast_core.api.training_job import FailurePolicySpec, RestoreFromSpec
 from holdfast_core.contract import StoreConfig
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import JobIdentity, Manifest, ManifestShard
 from holdfast_core.ids import (
     CheckpointId,
     Digest,
@@ -46,9 +48,11 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.schema import HeldShard, Inventory, ManifestInfo, ShardInfo
+from holdfast_core.messages.schema import HeldShard
 from holdfast_core.names import checkpoint_name, pod_name
 from holdfast_operator.model.job import (
+    InventoryView,
+    ManifestView,
     Now,
     PodPhase,
     PodView,
@@ -259,7 +263,7 @@ def sidecar(
     of: PodView,
     round_: int,
     *,
-    manifests: Iterable[ManifestInfo] = (),
+    manifests: Iterable[ManifestView] = (),
     shards: Iterable[HeldShard] = (),
     version: int = 0,
     **changes: Any,
@@ -269,9 +273,7 @@ def sidecar(
         worker=of.worker,
         pod_uid=of.uid,
         reachable=Reachable.YES,
-        inventory=Inventory(
-            worker=of.worker,
-            pod=of.name,
+        inventory=InventoryView(
             round=RestartRound(round_),
             version=version,
             manifests=tuple(manifests),
@@ -296,15 +298,31 @@ def manifest_digest(step: int, round_: int) -> Digest:
     return Digest(f"b3:manifest-{step}-{round_}")
 
 
-def manifest(step: int, round_: int, world_size: int = 2) -> ManifestInfo:
-    return ManifestInfo(
+def manifest(step: int, round_: int, world_size: int = 2) -> ManifestView:
+    return ManifestView(
         step=Step(step),
         round=RestartRound(round_),
         manifest=manifest_digest(step, round_),
         world_size=world_size,
         shards=tuple(
-            ShardInfo(Rank(r), 100, shard_digest(step, round_, r), Digest("b3:table"))
+            ManifestShard(Rank(r), 100, shard_digest(step, round_, r), Digest("b3:table"))
             for r in range(world_size)
+        ),
+    )
+
+
+def stored_manifest(job_uid: JobUid, step: int, round_: int = 0, ranks: int = 8) -> Manifest:
+    """Return a manifest as sidecars store it."""
+    return Manifest(
+        job=JobIdentity("team", "gpt", job_uid),
+        step=Step(step),
+        restart_round=RestartRound(round_),
+        world_size=ranks,
+        parent=None,
+        layout=digest_of(b"layout"),
+        shards=tuple(
+            ManifestShard(Rank(r), 100, digest_of(f"{step} {round_} {r}".encode()), digest_of(b"t"))
+            for r in range(ranks)
         ),
     )
 

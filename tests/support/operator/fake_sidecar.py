@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from holdfast_core.errors import FormatError
+from holdfast_core.format.manifest import Manifest, manifest_digest
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
@@ -21,7 +22,8 @@ from holdfast_core.messages.schema import (
     GangRequest,
     HeldShard,
     Inventory,
-    ManifestInfo,
+    ListedManifest,
+    ManifestDocument,
     Ok,
     Prune,
     PruneReply,
@@ -45,7 +47,7 @@ class FakeSidecar:
     pod: str
     round: RestartRound
     version: int = 0
-    manifests: tuple[ManifestInfo, ...] = ()
+    manifests: tuple[Manifest, ...] = ()
     held: tuple[HeldShard, ...] = ()
     state: CoordinatorState | None = None
     since: int = 0
@@ -55,6 +57,10 @@ class FakeSidecar:
     refuses_state: str = ""
     """The message with which each poll is refused, if set."""
     raw_inventory: bytes | None = None
+    raw_manifest: str | None = None
+    """The document that each request for a manifest gets, if set."""
+    deleted: set[int] = field(default_factory=set)
+    """Steps that are listed although their manifests have been deleted meanwhile."""
     keeps_leaf: bool = False
     """Whether it acknowledges a new certificate but keeps serving the old one."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -81,6 +87,7 @@ class FakeSidecar:
         app.router.add_post("/v1/seal", self._seal)
         app.router.add_post("/v1/round", self._round)
         app.router.add_get("/v1/inventory", self._inventory)
+        app.router.add_get("/v1/manifest", self._manifest)
         app.router.add_get("/v1/state", self._state)
         app.router.add_post("/v1/prune", self._prune)
         app.router.add_post("/v1/certificate", self._certificate)
@@ -114,7 +121,10 @@ class FakeSidecar:
             pod=self.pod,
             round=self.round,
             version=self.version,
-            manifests=self.manifests,
+            manifests=tuple(
+                ListedManifest(m.step, m.restart_round, manifest_digest(m.to_bytes()), m.world_size)
+                for m in self.manifests
+            ),
             shards=self.held,
         )
 
@@ -146,6 +156,16 @@ class FakeSidecar:
         if self.raw_inventory is not None:
             return web.Response(body=self.raw_inventory, content_type="application/json")
         return _json(self.inventory)
+
+    async def _manifest(self, request: web.Request) -> web.Response:
+        self.calls.append(("manifest", int(request.query["step"])))
+        if self.raw_manifest is not None:
+            return _json(ManifestDocument(self.raw_manifest))
+        wanted = (int(request.query["step"]), int(request.query["round"]))
+        for manifest in self.manifests:
+            if (manifest.step, manifest.restart_round) == wanted and wanted[0] not in self.deleted:
+                return _json(ManifestDocument(manifest.to_bytes().decode()))
+        return self._refuse(Refusal.NOT_FOUND, "no such manifest")
 
     async def _state(self, request: web.Request) -> web.Response:
         self.since = int(request.query["since"])

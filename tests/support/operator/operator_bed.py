@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.operator.builders import stored_manifest
 from tests.support.operator.fake_sidecar import FakeSidecar
 from tests.support.operator.played_kubelet import PlayedKubelet
 from tests.support.operator.waiting import poll
@@ -21,11 +22,9 @@ from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName
 from holdfast_core.messages.schema import (
     CoordinatorState,
     HeldShard,
-    ManifestInfo,
     RankProgress,
     RestorePoint,
     RoundTimes,
-    ShardInfo,
 )
 from holdfast_core.names import pod_name
 
@@ -95,10 +94,11 @@ class OperatorBed:
     def store_at(self, worker: int, step: int) -> FakeSidecar:
         """Let the worker of round 0 list a complete checkpoint of round 0, and return its sidecar."""
         sidecar = self.kubelet.sidecars[self.pod(worker, 0)]
-        sidecar.manifests = (manifest(step, 0),)
+        manifest = stored_manifest(self.uid(), step, ranks=WORKERS)
+        sidecar.manifests = (manifest,)
         sidecar.held = tuple(
             HeldShard(Step(step), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
-            for s in shards(step, 0)
+            for s in manifest.shards
         )
         return sidecar
 
@@ -173,17 +173,6 @@ def training_job(**checkpoint: Any) -> dict[str, Any]:
             "checkpoint": {"interval": {"steps": 10}, **checkpoint},
         },
     }
-
-
-def shards(step: int, round_: int) -> tuple[ShardInfo, ...]:
-    return tuple(
-        ShardInfo(Rank(r), 100, Digest(f"b3:{step}-{round_}-{r}"), Digest("b3:table"))
-        for r in range(WORKERS)
-    )
-
-
-def manifest(step: int, round_: int) -> ManifestInfo:
-    return ManifestInfo(Step(step), RestartRound(round_), DIGEST, WORKERS, shards(step, round_))
 
 
 def training(version: int, round_: int, step: int) -> CoordinatorState:

@@ -26,12 +26,11 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
     HeldShard,
-    Inventory,
-    ManifestInfo,
     RankProgress,
     RestorePoint,
     Round,
 )
+from holdfast_operator.model.job import InventoryView, ManifestView
 
 
 @dataclass(slots=True)
@@ -42,16 +41,16 @@ class ToySidecar:
     pod: str
     round: RestartRound
     message: Round | None = None
-    manifests: dict[CheckpointId, ManifestInfo] = field(default_factory=dict)
+    manifests: dict[CheckpointId, ManifestView] = field(default_factory=dict)
     shards: dict[tuple[CheckpointId, Rank], HeldShard] = field(default_factory=dict)
 
-    def seal(self, round_: RestartRound) -> Inventory:
+    def seal(self, round_: RestartRound) -> InventoryView:
         if round_ < self.round:
             raise StaleRoundError(f"seal {round_}, own {self.round}", own_round=self.round)
         self.round = round_
         return self.inventory()
 
-    def take_round(self, message: Round) -> Inventory:
+    def take_round(self, message: Round) -> InventoryView:
         own = (self.round, self.version)
         if message.round != self.round or message.version <= self.version:
             raise StaleRoundError(
@@ -69,10 +68,8 @@ class ToySidecar:
             return 0
         return self.message.version
 
-    def inventory(self) -> Inventory:
-        return Inventory(
-            worker=self.worker,
-            pod=self.pod,
+    def inventory(self) -> InventoryView:
+        return InventoryView(
             round=self.round,
             version=self.version,
             manifests=tuple(self.manifests.values()),
@@ -96,7 +93,7 @@ class Promise:
 class ToyStore:
     """Object store, which loses nothing."""
 
-    checkpoints: dict[CheckpointId, ManifestInfo] = field(default_factory=dict)
+    checkpoints: dict[CheckpointId, ManifestView] = field(default_factory=dict)
     away: bool = False
     """Whether the store refuses uploads. The gang then gives up an upload immediately."""
 

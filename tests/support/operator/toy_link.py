@@ -18,13 +18,12 @@ from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     GangRequest,
-    Inventory,
     Prune,
     PruneReply,
     Round,
 )
 from holdfast_operator.model.actions import round_digest
-from holdfast_operator.model.job import AckedRound, PodView, Reachable, SidecarView
+from holdfast_operator.model.job import AckedRound, InventoryView, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.sidecars.calls import Sidecars
 
@@ -51,7 +50,7 @@ class _Known:
     """The operator's record of one sidecar."""
 
     pod: PodView
-    inventory: Inventory | None = None
+    inventory: InventoryView | None = None
     acked: AckedRound | None = None
     reachable: Reachable = Reachable.UNKNOWN
     unreachable_since: float | None = None
@@ -198,7 +197,7 @@ class ToyLink(Sidecars):
             known.unreachable_because = f"sidecar of pod {known.pod.name}: connection timed out"
         return None
 
-    def _heard(self, known: _Known, inventory: Inventory) -> None:
+    def _heard(self, known: _Known, inventory: InventoryView) -> None:
         known.inventory = inventory
         known.reachable = Reachable.YES
         known.unreachable_since = None

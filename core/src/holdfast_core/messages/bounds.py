@@ -19,6 +19,8 @@ MAX_INT = (1 << 63) - 1
 MAX_RANKS = 4096 * 64
 """The largest spec.workers times the largest spec.procsPerWorker (core/api)."""
 MAX_WORKERS = 4096
+MAX_LISTED = 1024
+"""Largest number of manifests that an inventory lists."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,10 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ManifestDocument:
-    """Reply of GET /v1/manifest?step=&round=[&jobUid=], for the operator and for members of the round."""
+    """Reply of GET /v1/manifest?step=&round=[&jobUid=][&layout=0], for the operator and members of the round.
+
+    With layout=0 the layout is left out.
+    """
 
     manifest: Document
     layout: Document | None = None

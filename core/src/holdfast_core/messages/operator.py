@@ -19,6 +19,8 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    MAX_LISTED,
+    Bounds,
     ManyShards,
     Name,
     Natural,
@@ -32,7 +34,6 @@ from holdfast_core.messages.common import (
     Failure,
     Policy,
     RestorePoint,
-    ShardInfo,
 )
 from holdfast_core.messages.report import (
     DeadRank,
@@ -86,14 +87,13 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestInfo:
-    """Entry of an inventory for one manifest. It suffices to decide whether the step is complete."""
+class ListedManifest:
+    """Entry of an inventory for one manifest. GET /v1/manifest returns the document."""
 
     step: Step
     round: RestartRound
     manifest: Digest
     world_size: Natural
-    shards: Annotated[tuple[ShardInfo, ...], PerRank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Inventory:
     round: RestartRound
     version: Natural
     """Version of the newest ROUND message that the sidecar holds for `round`. 0 if it holds none."""
-    manifests: tuple[ManifestInfo, ...] = ()
+    manifests: Annotated[tuple[ListedManifest, ...], Bounds(items=MAX_LISTED)] = ()
     shards: Annotated[tuple[HeldShard, ...], ManyShards] = ()
 
 

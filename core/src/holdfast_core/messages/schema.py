@@ -41,7 +41,7 @@ from holdfast_core.messages.operator import (
     GangRequest,
     HeldShard,
     Inventory,
-    ManifestInfo,
+    ListedManifest,
     Member,
     Prune,
     PruneReply,

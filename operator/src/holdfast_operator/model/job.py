@@ -16,8 +16,9 @@ from enum import StrEnum
 
 from holdfast_core.api import Checkpoint, TrainingJob
 from holdfast_core.contract import StoreConfig
+from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
-from holdfast_core.messages.schema import CoordinatorState, Inventory
+from holdfast_core.messages.schema import CoordinatorState, HeldShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +139,34 @@ class AckedRound:
 
 
 @dataclass(frozen=True, slots=True)
+class ManifestView:
+    """A manifest that a sidecar listed. Its contents were verified by its digest."""
+
+    step: Step
+    round: RestartRound
+    manifest: Digest
+    world_size: int
+    shards: tuple[ManifestShard, ...]
+    """Every rank once. Empty if the manifest is of another number of ranks than the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class InventoryView:
+    """What a sidecar stored when it sent its inventory, with the contents of the manifests."""
+
+    round: RestartRound
+    version: int
+    """Version of the newest ROUND message that the sidecar held for `round`. 0 if it held none."""
+    manifests: tuple[ManifestView, ...] = ()
+    shards: tuple[HeldShard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SidecarView:
     worker: Worker
     pod_uid: str
     reachable: Reachable = Reachable.UNKNOWN
-    inventory: Inventory | None = None
+    inventory: InventoryView | None = None
     """The newest reply. It is kept when the sidecar can no longer be reached."""
     sealed_round: RestartRound | None = None
     """The newest round for which it reported to be sealed. None: it has reported none."""

@@ -20,13 +20,12 @@ from typing import Any, Protocol, TypeVar
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import Digest, JobUid, RestartRound, Worker
 from holdfast_core.messages.schema import (
     Certificate,
     CoordinatorState,
     GangRequest,
     Inventory,
-    ManifestInfo,
     Prune,
     PruneReply,
     Refusal,
@@ -35,7 +34,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_operator.base import logs
 from holdfast_operator.model.actions import round_digest
-from holdfast_operator.model.job import AckedRound, PodView, Reachable, SidecarView
+from holdfast_operator.model.job import AckedRound, InventoryView, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.sidecars.allowance import Allowance
 from holdfast_operator.sidecars.call_slots import CallSlots, Standing
@@ -46,6 +45,7 @@ from holdfast_operator.sidecars.client import (
     SidecarRefused,
     Target,
 )
+from holdfast_operator.sidecars.manifests import Manifests
 
 T = TypeVar("T")
 
@@ -105,6 +105,8 @@ class _Pod:
 
     view: SidecarView
     target: Target
+    manifests: Manifests
+    """The manifests of the pod's job."""
     answered: bool = False
     """Whether the sidecar has answered this operator process at least once."""
     answered_at: float | None = None
@@ -133,10 +135,10 @@ class _Job:
 
     key: Key
     uid: JobUid
+    manifests: Manifests
     pods: dict[str, _Pod] = field(default_factory=dict)
     """By uid of the pod."""
     round: RestartRound | None = None
-    coordinator: Target | None = None
     coordinator_pod: str | None = None
     """Identity of the polled sidecar: uid, IP and restarts of its pod, and the round."""
     poll: asyncio.Task[None] | None = None
@@ -218,7 +220,7 @@ class Sidecars:
             suspects: Names of nodes whose sidecars are called although they answered lately.
             ranks: Number of ranks of the job, which bounds the size of replies.
         """
-        job = self._jobs.setdefault(uid, _Job(key, uid))
+        job = self._jobs.setdefault(uid, _Job(key, uid, Manifests(uid)))
         job.round = round_
         present: dict[str, PodView] = {p.uid: p for p in pods if p.ip is not None}
         for gone in [u for u in job.pods if u not in present]:
@@ -227,7 +229,7 @@ class Sidecars:
             target = Target(uid, pod.name, pod.ip or "", ranks)
             known = job.pods.get(pod_uid)
             if known is None:
-                job.pods[pod_uid] = _Pod(SidecarView(pod.worker, pod_uid), target)
+                job.pods[pod_uid] = _Pod(SidecarView(pod.worker, pod_uid), target, job.manifests)
             elif known.target != target:
                 known.target = target
                 known.not_before = 0.0
@@ -238,6 +240,8 @@ class Sidecars:
                     job.pods[pod_uid].leaf_from = None
                 job.pods[pod_uid].starts = starts
                 job.pods[pod_uid].not_before = 0.0
+        if not any(p.under_way for p in job.pods.values()):  # a call under way may need the others
+            job.manifests.keep(_listed(job))
         self._follow_coordinator(job, present, coordinator)
         for pod_uid, pod in present.items():
             # On a suspect node, terminating pods are called as well: its kubelet may not report their end.
@@ -262,8 +266,8 @@ class Sidecars:
         """Start a SEAL of the pod's sidecar, unless one is under way or its back-off has not ended."""
 
         async def call(context: SSLContext, pod: _Pod) -> None:
-            inventory = await self._client.seal(context, pod.target, Seal(round_))
-            inventory = self._shared(uid, inventory)
+            reply = await self._client.seal(context, pod.target, Seal(round_))
+            inventory = await self._with_manifests(context, pod, reply)
             self._alive(pod)
             pod.view = replace(pod.view, inventory=inventory, sealed_round=inventory.round)
 
@@ -278,8 +282,8 @@ class Sidecars:
         """
 
         async def call(context: SSLContext, pod: _Pod) -> None:
-            inventory = await self._client.round(context, pod.target, message)
-            inventory = self._shared(uid, inventory)
+            reply = await self._client.round(context, pod.target, message)
+            inventory = await self._with_manifests(context, pod, reply)
             self._alive(pod)
             pod.view = replace(
                 pod.view,
@@ -343,23 +347,16 @@ class Sidecars:
             self._renew(job.uid, known)
 
     async def _inventory(self, context: SSLContext, pod: _Pod) -> None:
-        inventory = await self._client.inventory(context, pod.target)
-        inventory = self._shared(JobUid(pod.target.job_uid), inventory)
+        reply = await self._client.inventory(context, pod.target)
+        inventory = await self._with_manifests(context, pod, reply)
         self._alive(pod)
         pod.view = replace(pod.view, inventory=inventory)
 
-    def _shared(self, uid: JobUid, inventory: Inventory) -> Inventory:
-        """Return the inventory with manifests replaced by equal objects that other pods listed before.
-
-        Each worker lists the manifests of the whole gang, so separate copies would take memory that grows
-        with the square of the gang.
-        """
-        job = self._jobs.get(uid)
-        views = () if job is None else (p.view.inventory for p in job.pods.values())
-        known = {_identity(m): m for i in views if i is not None for m in i.manifests}
-        same = (known.get(_identity(m)) for m in inventory.manifests)
-        shared = (k if k == m else m for k, m in zip(same, inventory.manifests, strict=True))
-        return replace(inventory, manifests=tuple(m for m in shared if m is not None))
+    async def _with_manifests(
+        self, context: SSLContext, pod: _Pod, inventory: Inventory
+    ) -> InventoryView:
+        fetch = partial(self._client.manifest, context, pod.target)
+        return await pod.manifests.view(inventory, pod.target.ranks, fetch)
 
     def _renew(self, uid: JobUid, known: _Pod) -> None:
         async def call(context: SSLContext, pod: _Pod) -> None:
@@ -666,8 +663,10 @@ def _standing(pod: _Pod) -> Standing:
     return Standing.ANSWERS if pod.answered and not pod.failures else Standing.UNKNOWN
 
 
-def _identity(manifest: ManifestInfo) -> tuple[object, ...]:
-    return (manifest.step, manifest.round, manifest.manifest)
+def _listed(job: _Job) -> set[Digest]:
+    """Return the digests of all manifests that the job's sidecars list."""
+    inventories = (p.view.inventory for p in job.pods.values())
+    return {m.manifest for i in inventories if i is not None for m in i.manifests}
 
 
 def _entries(state: CoordinatorState) -> int:

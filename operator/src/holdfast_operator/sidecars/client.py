@@ -22,6 +22,8 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     GangRequest,
     Inventory,
+    ListedManifest,
+    ManifestDocument,
     Ok,
     Prune,
     PruneReply,
@@ -127,6 +129,19 @@ class SidecarClient:
 
     async def inventory(self, context: ssl.SSLContext, target: Target) -> Inventory:
         return await self._call(context, target, "GET", "/v1/inventory", None, Inventory)
+
+    async def manifest(
+        self, context: ssl.SSLContext, target: Target, listed: ListedManifest
+    ) -> bytes | None:
+        """Return the document of a manifest, or None if the sidecar does not have it any longer."""
+        path = f"/v1/manifest?step={listed.step}&round={listed.round}&layout=0"
+        try:
+            reply = await self._call(context, target, "GET", path, None, ManifestDocument)
+        except SidecarRefused as refusal:
+            if refusal.code is Refusal.NOT_FOUND:
+                return None
+            raise
+        return reply.manifest.encode()
 
     async def state(self, context: ssl.SSLContext, target: Target, since: int) -> CoordinatorState:
         """Return the coordinator's state when its version is above `since`, or after POLL_SECONDS."""

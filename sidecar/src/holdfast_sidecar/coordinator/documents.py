@@ -18,11 +18,10 @@ from holdfast_core.format.manifest import (
     ManifestShard,
     manifest_digest,
     parse_manifest,
-    parse_manifest_of,
 )
 from holdfast_core.format.rank_layout import parse_rank_layout
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank
-from holdfast_core.messages.schema import ManifestInfo, ManifestPut, Round, ShardInfo
+from holdfast_core.ids import Digest, Rank
+from holdfast_core.messages.schema import ManifestPut, Round, ShardInfo
 from holdfast_sidecar.coordinator.ledger import StepEntry
 
 _MAX_RANK_LAYOUTS_BYTES = 256 << 20
@@ -113,23 +112,6 @@ def shard_infos(document: bytes) -> tuple[ShardInfo, ...]:
     return tuple(
         ShardInfo(s.rank, s.payload_bytes, s.blake3, s.chunk_table)
         for s in parse_manifest(document).shards
-    )
-
-
-def manifest_info(document: bytes, job_uid: JobUid, checkpoint: CheckpointId) -> ManifestInfo:
-    """Return the inventory entry of the manifest of a checkpoint.
-
-    Raises:
-        FormatError: The document is not a manifest.
-        CorruptionError: It is the manifest of another job or checkpoint.
-    """
-    manifest = parse_manifest_of(document, job_uid, checkpoint)
-    return ManifestInfo(
-        manifest.step,
-        manifest.restart_round,
-        manifest_digest(document),
-        manifest.world_size,
-        shard_infos(document),
     )
 
 

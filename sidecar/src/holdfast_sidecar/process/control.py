@@ -98,10 +98,15 @@ class Control:
         return await self._journeys.starter.rendezvous(round_, timeout_seconds)
 
     async def manifest(
-        self, caller: Caller, job_uid: JobUid | None, checkpoint: CheckpointId
+        self,
+        caller: Caller,
+        job_uid: JobUid | None,
+        checkpoint: CheckpointId,
+        *,
+        with_layout: bool,
     ) -> ManifestDocument:
         self._check_reader(caller)
-        return await self._receivers.manifests.get(job_uid, checkpoint)
+        return await self._receivers.manifests.get(job_uid, checkpoint, with_layout=with_layout)
 
     # ------------------------------------------------------------------ messages
 

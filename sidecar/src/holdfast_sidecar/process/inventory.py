@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from holdfast_core.errors import CorruptionError, HoldfastError
+from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName
-from holdfast_core.messages.bounds import reply_limit_bytes
+from holdfast_core.messages.bounds import MAX_LISTED, reply_limit_bytes
 from holdfast_core.messages.codec import dumps
-from holdfast_core.messages.schema import HeldShard, Inventory, ManifestInfo
+from holdfast_core.messages.schema import HeldShard, Inventory, ListedManifest
 from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.base import NodeTier, ShardRecord
@@ -21,11 +22,10 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.coordinator.documents import manifest_info
 from holdfast_sidecar.save.staging import Stager
 
 MOST_ENTRY_BYTES = 320
-"""Bound of the JSON of one shard, or of a manifest without its shards."""
+"""Bound of the JSON of one entry, a shard or a manifest."""
 
 
 class Inventories:
@@ -79,14 +79,16 @@ def fit(inventory: Inventory) -> Inventory:
     if not inventory.manifests:
         return inventory
     limit_bytes = reply_limit_bytes(Inventory, inventory.manifests[-1].world_size)
-    entries = len(inventory.shards) + sum(1 + len(m.shards) for m in inventory.manifests)
-    if entries * MOST_ENTRY_BYTES <= limit_bytes:
-        return inventory  # The exact size need not be known. To compute it takes long for a large gang.
+    first = max(0, len(inventory.manifests) - MAX_LISTED)
+    entries = len(inventory.shards) + len(inventory.manifests)
+    if not first and entries * MOST_ENTRY_BYTES <= limit_bytes:
+        return inventory  # The exact size need not be known.
     excess = len(dumps(inventory)) - limit_bytes
     held: Counter[tuple[Step, RestartRound]] = Counter()
     for shard in inventory.shards:
         held[shard.step, shard.round] += len(dumps(shard)) + 1  # with the comma after it
-    first = 0
+    for manifest in inventory.manifests[:first]:
+        excess -= len(dumps(manifest)) + 1 + held[manifest.step, manifest.round]
     while excess > 0 and first < len(inventory.manifests) - 1:
         oldest = inventory.manifests[first]
         excess -= len(dumps(oldest)) + 1 + held[oldest.step, oldest.round]
@@ -100,7 +102,7 @@ def fit(inventory: Inventory) -> Inventory:
 
 def held_manifests(
     node: NodeTier, job_uid: JobUid, corrupt: Callable[[], object]
-) -> tuple[ManifestInfo, ...]:
+) -> tuple[ListedManifest, ...]:
     """Return the manifests of this job on the node tier, in order of step and round. Blocking.
 
     A manifest that cannot be read is left out and logged. One that is corrupt or is another checkpoint's is
@@ -109,12 +111,15 @@ def held_manifests(
     Args:
         corrupt: Called for each manifest that is quarantined.
     """
-    found: list[ManifestInfo] = []
+    found: list[ListedManifest] = []
     for uid, checkpoint in node.list_manifests():
         if uid != job_uid:
             continue
         try:
-            found.append(manifest_info(node.get_manifest(uid, checkpoint), uid, checkpoint))
+            document = node.get_manifest(uid, checkpoint)
+            ranks = parse_manifest_of(document, uid, checkpoint).world_size
+            digest = manifest_digest(document)
+            found.append(ListedManifest(checkpoint.step, checkpoint.round, digest, ranks))
         except CorruptionError as error:
             logs.warning("quarantined a manifest", checkpoint=str(checkpoint), error=str(error))
             node.quarantine_manifest(uid, checkpoint, str(error))

@@ -28,12 +28,15 @@ class Manifests:
         self._saves = saves
         self._failures = failures
 
-    async def get(self, job_uid: JobUid | None, checkpoint: CheckpointId) -> ManifestDocument:
-        """Return the manifest, with its layout if that is on this node.
+    async def get(
+        self, job_uid: JobUid | None, checkpoint: CheckpointId, *, with_layout: bool
+    ) -> ManifestDocument:
+        """Return the manifest, and its layout if that is wanted and on this node.
 
         Args:
             job_uid: The job that owns the checkpoint. None means this pod's job.
             checkpoint: The checkpoint.
+            with_layout: Whether the layout is wanted.
 
         Raises:
             NotFoundError: The manifest is not on this node.
@@ -42,6 +45,8 @@ class Manifests:
         uid = job_uid or self._pod.job_uid
         document = await self._pools.read.run(self._node.get_manifest, uid, checkpoint)
         manifest = parse_manifest_of(document, uid, checkpoint)
+        if not with_layout:
+            return ManifestDocument(document.decode())
         try:
             layout = await self._pools.read.run(self._node.get_layout, manifest.layout)
         except NotFoundError:

@@ -78,7 +78,12 @@ class Handler(Protocol):
     ) -> Rendezvous: ...
 
     async def manifest(
-        self, caller: Caller, job_uid: JobUid | None, checkpoint: CheckpointId
+        self,
+        caller: Caller,
+        job_uid: JobUid | None,
+        checkpoint: CheckpointId,
+        *,
+        with_layout: bool,
     ) -> ManifestDocument: ...
 
 
@@ -224,6 +229,7 @@ class ControlServer:
             CheckpointId(
                 Step(_number(request, "step", None)), RestartRound(_number(request, "round", None))
             ),
+            with_layout=_number(request, "layout", 1) != 0,
         )
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase
 from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
-from holdfast_core.messages.schema import ManifestInfo, RestorePoint
+from holdfast_core.messages.schema import RestorePoint
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
+from holdfast_operator.model.job import ManifestView
 
 Holders = Mapping[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]]
 """Workers that hold a shard, each with the tier, by checkpoint, rank and digest of the shard."""
@@ -28,7 +29,7 @@ class Candidate:
 
     id: CheckpointId
     manifest: Digest
-    info: ManifestInfo | None
+    info: ManifestView | None
     """Its manifest. None: the checkpoint is persisted, and no member has its manifest."""
     persisted: bool
 
@@ -117,7 +118,7 @@ def is_complete(candidate: Candidate, known: Holders) -> bool:
     )
 
 
-def _manifests(member: MemberState) -> tuple[ManifestInfo, ...]:
+def _manifests(member: MemberState) -> tuple[ManifestView, ...]:
     inventory = None if member.sidecar is None else member.sidecar.inventory
     return () if inventory is None else inventory.manifests
 

@@ -1,0 +1,149 @@
+"""The manifests of a gang: every sidecar lists them by digest, and the operator fetches each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from tests.support.operator.bench import KEY, UID, Bench, bench, pod_view
+from tests.support.operator.builders import stored_manifest
+from tests.support.operator.fake_sidecar import FakeSidecar
+
+from holdfast_core.ids import JobUid, RestartRound
+from holdfast_operator.model.job import InventoryView, PodView, Reachable
+
+PODS = [pod_view(n) for n in range(3)]
+
+
+def fetched(servers: Iterable[FakeSidecar]) -> list[int]:
+    """Return the steps of all requests for manifests, in order."""
+    return sorted(step for s in servers for kind, step in s.calls if kind == "manifest")
+
+
+def listed(bench: Bench, pod: PodView) -> list[int]:
+    return [m.step for m in stored(bench, pod).manifests]
+
+
+def stored(bench: Bench, pod: PodView) -> InventoryView:
+    inventory = bench.view(pod).inventory
+    assert inventory is not None
+    return inventory
+
+
+async def seal(bench: Bench, round_: int, *pods: PodView) -> None:
+    for pod in pods:
+        bench.sidecars.seal(UID, pod.uid, RestartRound(round_))
+    await bench.until(lambda: all(bench.view(p).sealed_round == round_ for p in pods))
+
+
+async def test_each_manifest_of_a_gang_is_fetched_once() -> None:
+    async with bench() as b:
+        manifests = tuple(stored_manifest(UID, step) for step in (5, 6))
+        servers = [await b.serve(pod) for pod in PODS]
+        for server in servers:
+            server.manifests = manifests
+        b.follow(*PODS)
+        await b.until(lambda: all(b.view(p).inventory is not None for p in PODS))
+        await seal(b, 1, *PODS)
+        assert fetched(servers) == [5, 6]
+        first, second, third = (stored(b, p) for p in PODS)
+        assert first.manifests == second.manifests == third.manifests
+        assert [s.blake3 for s in first.manifests[0].shards] == [
+            s.blake3 for s in manifests[0].shards
+        ]
+
+
+async def test_a_seal_brings_the_inventory_of_this_moment() -> None:
+    """What was fetched earlier does not hide what was stored or deleted since."""
+    async with bench() as b:
+        server = await b.serve(PODS[0])
+        server.manifests = (stored_manifest(UID, 5), stored_manifest(UID, 6))
+        b.follow(PODS[0])
+        await b.until(lambda: b.view(PODS[0]).inventory is not None)
+        server.manifests = (stored_manifest(UID, 6), stored_manifest(UID, 7))
+        await seal(b, 1, PODS[0])
+        assert listed(b, PODS[0]) == [6, 7]
+        assert stored(b, PODS[0]).round == 1
+        assert fetched([server]) == [5, 6, 7]
+
+
+async def test_a_manifest_that_was_deleted_since_it_was_listed_is_left_out() -> None:
+    async with bench() as b:
+        server = await b.serve(PODS[0])
+        server.manifests = (stored_manifest(UID, 5), stored_manifest(UID, 6))
+        server.deleted = {5}
+        b.follow(PODS[0])
+        await b.until(lambda: b.view(PODS[0]).inventory is not None)
+        assert listed(b, PODS[0]) == [6]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        stored_manifest(UID, 6).to_bytes().decode(),
+        stored_manifest(JobUid("another"), 5).to_bytes().decode(),
+        "{}",
+    ],
+    ids=["another step", "another job", "no manifest"],
+)
+async def test_a_document_that_is_not_the_listed_one_is_refused(document: str) -> None:
+    """The operator takes the manifest from a sidecar that has it."""
+    async with bench() as b:
+        bad, good = await b.serve(PODS[0]), await b.serve(PODS[1])
+        bad.manifests = good.manifests = (stored_manifest(UID, 5),)
+        bad.raw_manifest = document
+        b.follow(*PODS[:2])
+        await b.until(lambda: "manifest" in [kind for kind, _ in bad.calls])
+        await b.until(lambda: b.view(PODS[1]).inventory is not None)
+        assert listed(b, PODS[1]) == [5]
+        assert b.errors == []
+
+
+async def test_a_manifest_that_contradicts_its_entry_is_refused() -> None:
+    """The document has the listed digest, but is of another job: its entry is a lie."""
+    async with bench() as b:
+        server = await b.serve(PODS[0])
+        server.manifests = (stored_manifest(JobUid("another"), 5),)
+        b.follow(PODS[0])
+
+        def silent() -> bool:
+            b.follow(PODS[0], suspects=frozenset({"node-a"}))
+            return b.view(PODS[0]).reachable is Reachable.NO
+
+        await b.until(silent)
+        assert b.view(PODS[0]).inventory is None
+
+
+async def test_the_shards_of_another_number_of_ranks_are_not_kept() -> None:
+    """They cannot be restored, and would let a sidecar of a small job use much memory."""
+    async with bench() as b:
+        server = await b.serve(PODS[0])
+        server.manifests = (stored_manifest(UID, 5, ranks=9),)
+        b.follow(PODS[0])
+        await b.until(lambda: b.view(PODS[0]).inventory is not None)
+        (manifest,) = stored(b, PODS[0]).manifests
+        assert (manifest.world_size, manifest.shards) == (9, ())
+
+
+async def test_manifests_that_no_sidecar_lists_are_forgotten() -> None:
+    async with bench() as b:
+        server = await b.serve(PODS[0])
+        for round_, steps in ((1, (5,)), (2, ()), (3, (5,))):
+            server.manifests = tuple(stored_manifest(UID, step) for step in steps)
+            b.follow(PODS[0], round_=round_)
+            await b.until(lambda: b.view(PODS[0]).inventory is not None)
+            await seal(b, round_, PODS[0])
+            b.follow(PODS[0], round_=round_)
+        assert fetched([server]) == [5, 5]
+
+
+async def test_the_manifests_of_a_deleted_job_are_forgotten() -> None:
+    async with bench() as b:
+        server = await b.serve(PODS[0])
+        server.manifests = (stored_manifest(UID, 5),)
+        b.follow(PODS[0])
+        await b.until(lambda: b.view(PODS[0]).inventory is not None)
+        b.sidecars.forget(UID)
+        b.sidecars.follow(KEY, UID, RestartRound(0), PODS[:1], None, frozenset(), ranks=8)
+        await b.until(lambda: b.view(PODS[0]).inventory is not None)
+        assert fetched([server]) == [5, 5]
