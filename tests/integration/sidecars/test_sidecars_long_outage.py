@@ -55,7 +55,6 @@ async def operator_of(gang: Any, worker: int) -> AsyncIterator[tuple[Sidecars, P
         ip=host,
         node=f"node-{worker}",
         sidecar_started=True,
-        created_at=clock.utc_now(),
     )
     try:
         yield sidecars, pod

@@ -179,24 +179,55 @@ async def test_save_now_is_sent_until_a_sidecar_accepts_it_and_prune_returns_lat
 
 
 async def test_a_certificate_is_renewed_at_two_thirds_of_its_lifetime() -> None:
+    """Its age is that of the certificate that the sidecar shows.
+
+    The pod may be younger: one that is created again in its round mounts the round's Secret.
+    """
     async with bench() as b:
-        pod = pod_view(0, created_at=NOW - timedelta(hours=17))
-        young = pod_view(1, created_at=NOW - timedelta(hours=15))
-        server, other = await b.serve(pod), await b.serve(young)
-        b.follow(pod, young)
-        await b.until(lambda: "certificate" in [kind for kind, _ in server.calls])
-        await asyncio.sleep(0.05)
-        b.follow(pod, young)
+        pod, young = pod_view(0), pod_view(1)
+        server = await b.serve(pod, leaf_of(pod, timedelta(hours=17)))
+        other = await b.serve(young, leaf_of(young, timedelta(hours=15)))
+
+        def renewed() -> bool:
+            b.follow(pod, young)
+            return "certificate" in [kind for kind, _ in server.calls]
+
+        await b.until(renewed)
         await b.until(lambda: b.view(young).reachable is Reachable.YES)
+        for round_ in (1, 2):
+            b.follow(pod, young, round_=round_)
+            for p in (pod, young):
+                b.sidecars.seal(UID, p.uid, RestartRound(round_))
+            await b.until(lambda: all(v.sealed_round == round_ for v in b.sidecars.views(UID)))  # noqa: B023
         assert [kind for kind, _ in server.calls].count("certificate") == 1
         assert "certificate" not in [kind for kind, _ in other.calls]
+
+
+async def test_a_restarted_sidecar_that_shows_its_old_certificate_gets_a_new_one_again() -> None:
+    """The certificate that it had received was on a node volume that is gone."""
+    async with bench() as b:
+        pod = pod_view(0)
+        old = leaf_of(pod, timedelta(hours=17))
+        server = await b.serve(pod, old)
+
+        def renewed(times: int) -> bool:
+            b.follow(pod)
+            return [kind for kind, _ in server.calls].count("certificate") == times
+
+        await b.until(lambda: renewed(1))
+        b.sidecars.seal(UID, pod.uid, RestartRound(1))
+        await b.until(lambda: b.view(pod).sealed_round == 1)
+        server.show(old)
+        b.clock.ahead = timedelta(minutes=2)
+        b.sidecars.seal(UID, pod.uid, RestartRound(2))
+        await b.until(lambda: renewed(2))
 
 
 @pytest.mark.parametrize("age", [timedelta(days=40), timedelta(hours=-7)], ids=["old", "early"])
 async def test_a_leaf_outside_of_its_period_is_renewed_before_the_call(age: timedelta) -> None:
     """The operator was away, or the clock of its node has changed: no call fails for that."""
     async with bench() as b:
-        pod = pod_view(0, created_at=NOW)
+        pod = pod_view(0)
         server = await b.serve(pod, leaf_of(pod, age))
         b.follow(pod, coordinator=0)
         server.publish(CoordinatorState(3, RestartRound(0), running=True))
@@ -211,7 +242,7 @@ async def test_a_leaf_outside_of_its_period_is_renewed_before_the_call(age: time
 async def test_a_sidecar_that_keeps_its_expired_leaf_is_silent_and_not_renewed_each_time() -> None:
     """Each renewal is a new key, three handshakes and a line of the log."""
     async with bench() as b:
-        pod = pod_view(0, created_at=NOW)
+        pod = pod_view(0)
         server = await b.serve(pod, leaf_of(pod, timedelta(days=40)))
         server.keeps_leaf = True
 

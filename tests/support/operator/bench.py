@@ -79,6 +79,11 @@ class RecordingClock(SystemClock):
     def __init__(self) -> None:
         self.slept: list[float] = []
         self.stopped: float | None = None
+        self.ahead = timedelta()
+        """What is added to the time of day."""
+
+    def utc_now(self) -> datetime:
+        return super().utc_now() + self.ahead
 
     def monotonic(self) -> float:
         return SPEED * super().monotonic() if self.stopped is None else self.stopped

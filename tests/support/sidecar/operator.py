@@ -14,6 +14,7 @@ from tests.support.sidecar.waiting import DEADLINE_SECONDS
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import peer_dns_name
 from holdfast_core.errors import HoldfastError
+from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
 from holdfast_core.ids import (
     JobUid,
     RestartRound,
@@ -25,6 +26,8 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     CopyAssignment,
     Inventory,
+    ListedManifest,
+    ManifestDocument,
     Member,
     Policy,
     Refused,
@@ -78,6 +81,15 @@ class FakeOperator:
 
     async def inventory(self, worker: int) -> Inventory:
         return await self.call(worker, "/v1/inventory", None, Inventory)
+
+    async def manifest(self, worker: int, listed: ListedManifest) -> Manifest:
+        """Return a manifest that the worker's inventory lists. Its document has the listed digest."""
+        path = f"/v1/manifest?step={listed.step}&round={listed.round}&layout=0"
+        reply = await self.call(worker, path, None, ManifestDocument)
+        assert reply.layout is None
+        document = reply.manifest.encode()
+        assert manifest_digest(document) == listed.manifest
+        return parse_manifest(document)
 
     async def state(self, coordinator: int, since: int = 0, timeout: int = 0) -> CoordinatorState:
         return await self.call(

@@ -96,8 +96,6 @@ class PodView:
     reason: str | None = None
     """Newest reason of the pod or of its trainer container, such as Evicted, OOMKilled or Unschedulable."""
     message: str = ""
-    created_at: datetime | None = None
-    """Creation time of the pod, from which the age of its leaf certificate counts. It decides no order."""
     disrupted: bool = False
     """Whether condition DisruptionTarget is True. The rules check it before exit codes."""
     avoided_nodes: frozenset[str] = frozenset()

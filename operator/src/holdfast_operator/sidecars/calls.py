@@ -77,8 +77,8 @@ POLL_SECONDS_PER_ENTRY = 200e-6
 """Pause after a poll for each entry of the state. Parsing and comparing an entry costs about 10 us, so a
 coordinator that always answers immediately uses at most a twentieth of one processor."""
 RENEW_AGAIN = timedelta(minutes=1)
-"""Shortest time between two renewals that an expired leaf causes. A sidecar that accepted a new leaf and
-still shows an expired one counts as failed until then."""
+"""Shortest time between two renewals of one sidecar. A sidecar that accepted a new leaf and still shows an
+expired one counts as failed until then."""
 REQUEST_AGAIN_SECONDS = 1.0
 URGENT = frozenset({"seal", "round"})
 """Names of calls that a recovery waits for. They go before all other calls (call_slots)."""
@@ -121,8 +121,8 @@ class _Pod:
     """Earliest time of the next call, set by the back-off after a failure."""
     called_at: float | None = None
     """When the last call got its slot. None makes an inventory call due."""
-    leaf_from: datetime | None = None
-    """When the leaf that it shows was issued (UTC). None where this process has not renewed it."""
+    renewed_at: datetime | None = None
+    """When it last accepted a new leaf of this operator process (UTC)."""
     renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
     under_way: set[str] = field(default_factory=set)
     starts: tuple[bool, int] = (False, 0)
@@ -235,9 +235,6 @@ class Sidecars:
                 known.not_before = 0.0
             starts = (pod.sidecar_started, pod.sidecar_restarts)
             if job.pods[pod_uid].starts != starts:
-                if starts[1] != job.pods[pod_uid].starts[1]:
-                    # A restarted sidecar shows the leaf of its Secret again.
-                    job.pods[pod_uid].leaf_from = None
                 job.pods[pod_uid].starts = starts
                 job.pods[pod_uid].not_before = 0.0
         if not any(p.under_way for p in job.pods.values()):  # a call under way may need the others
@@ -342,8 +339,12 @@ class Sidecars:
         due = age is None or (silent and age >= PROBE_SECONDS) or age >= KNOWLEDGE_SECONDS
         if due and not known.under_way and (pod.sidecar_started or age is None or silent):
             self._start(job.uid, pod.uid, "inventory", self._inventory)
-        leaf_from = known.leaf_from or pod.created_at
-        if leaf_from is not None and self._clock.utc_now() - leaf_from > LEAF_LIFE * RENEW_AT:
+        ends_at = known.target.leaf.ends_at
+        if (
+            ends_at is not None
+            and ends_at - self._clock.utc_now() < LEAF_LIFE * (1 - RENEW_AT)
+            and not self._just_renewed(known)
+        ):
             self._renew(job.uid, known)
 
     async def _inventory(self, context: SSLContext, pod: _Pod) -> None:
@@ -365,13 +366,17 @@ class Sidecars:
 
         self._start(uid, known.view.pod_uid, "certificate", call)
 
+    def _just_renewed(self, pod: _Pod) -> bool:
+        renewed_at = pod.renewed_at
+        return renewed_at is not None and abs(self._clock.utc_now() - renewed_at) < RENEW_AGAIN
+
     async def _send_leaf(self, uid: JobUid, pod: _Pod) -> None:
         """Send the sidecar a new leaf. Its present leaf may be expired."""
         context = await self._identity.renewal_client(uid)
         message = await self._identity.renewed(uid, pod.target.pod)
-        issued = self._clock.utc_now()
         await self._client.certificate(context, pod.target, message)
-        pod.leaf_from = issued
+        pod.renewed_at = self._clock.utc_now()
+        pod.target.leaf.ends_at = None  # the next connection shows the new leaf
         logs.info("certificate renewed", pod=pod.target.pod)
 
     async def _call(self, uid: JobUid, pod: _Pod, call: Callable[[SSLContext], Awaitable[T]]) -> T:
@@ -380,14 +385,14 @@ class Sidecars:
         The operator is responsible for renewing leaves in time, so an expired one is not a failure of the
         pod.
         """
-        leaf_from = pod.leaf_from
+        renewed_at = pod.renewed_at
         try:
             return await call(await self._identity.client(uid))
         except LeafOutOfTimeError:
-            if leaf_from is not None and abs(self._clock.utc_now() - leaf_from) < RENEW_AGAIN:
+            if self._just_renewed(pod):
                 raise  # the sidecar accepted a new leaf but does not show it
             async with pod.renewing:
-                if pod.leaf_from == leaf_from:  # no other call has renewed the leaf meanwhile
+                if pod.renewed_at == renewed_at:  # no other call has renewed the leaf meanwhile
                     await self._send_leaf(uid, pod)
         return await call(await self._identity.client(uid))
 

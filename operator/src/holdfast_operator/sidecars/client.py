@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import aiohttp
@@ -67,6 +68,14 @@ class LeafOutOfTimeError(UnavailableError):
     """Error of a call to a sidecar whose certificate is outside of its validity period."""
 
 
+@dataclass(slots=True)
+class ShownLeaf:
+    """The certificate that a sidecar showed last."""
+
+    ends_at: datetime | None = None
+    """End of its validity period (UTC). None before the first connection."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Address and identity of the sidecar to call."""
@@ -77,6 +86,22 @@ class Target:
     """Pod IP."""
     ranks: int
     """Number of ranks of the job, which bounds the size of its sidecars' replies."""
+    leaf: ShownLeaf = field(default_factory=ShownLeaf, compare=False)
+    """The client updates it with each connection."""
+
+
+class _Response(aiohttp.ClientResponse):
+    """A response that reads the server's certificate before aiohttp may release the connection."""
+
+    leaf_ends_at: datetime | None = None
+
+    async def start(self, connection: aiohttp.connector.Connection) -> aiohttp.ClientResponse:
+        transport = connection.transport
+        certificate = None if transport is None else transport.get_extra_info("peercert")
+        if certificate:
+            seconds = ssl.cert_time_to_seconds(certificate["notAfter"])
+            self.leaf_ends_at = datetime.fromtimestamp(seconds, UTC)
+        return await super().start(connection)
 
 
 class SidecarClient:
@@ -101,7 +126,10 @@ class SidecarClient:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         # Sidecars do not compress. Without decompression a small body cannot grow in memory.
         self._session = aiohttp.ClientSession(
-            connector=connector, trust_env=False, auto_decompress=False
+            connector=connector,
+            trust_env=False,
+            auto_decompress=False,
+            response_class=_Response,
         )
 
     async def close(self) -> None:
@@ -187,6 +215,8 @@ class SidecarClient:
                 ),
                 allow_redirects=False,
             ) as response:
+                if isinstance(response, _Response):
+                    target.leaf.ends_at = response.leaf_ends_at
                 kind = reply if response.status == 200 else Refused
                 data = await _bounded(response, reply_limit_bytes(kind, target.ranks))
                 status = response.status

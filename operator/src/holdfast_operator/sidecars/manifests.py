@@ -60,9 +60,9 @@ class Manifests:
         return InventoryView(inventory.round, inventory.version, tuple(found), inventory.shards)
 
     def keep(self, digests: Set[Digest]) -> None:
-        """Forget all manifests but these. Do not call it while `view` is under way."""
-        for digest in self._locks.keys() - digests:
-            del self._locks[digest]
+        """Forget all manifests but these. A `view` under way fetches what it needs of them again."""
+        for digest in (self._locks.keys() | self._known.keys()) - digests:
+            self._locks.pop(digest, None)
             self._known.pop(digest, None)
 
     async def _get(self, listed: ListedManifest, ranks: int, fetch: Fetch) -> ManifestView | None:

@@ -7,10 +7,9 @@ the fields by which the caches look objects up.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from holdfast_core.clock import parse_stamp
 from holdfast_core.ids import JobUid
 from holdfast_operator.model.job import NodeView, Owner, PodView
 from holdfast_operator.model.ownership import probed_store, whose, worker_identity
@@ -84,13 +83,7 @@ def read_pod(raw: Mapping[str, Any]) -> ManagedPod:
     identity = worker_identity(raw)
     if identity is None:
         return ForeignPod(namespace, str(meta["name"]), str(meta["uid"]), whose(raw))
-    view = pod_view(raw, identity)
-    return WorkerPod(
-        namespace=namespace,
-        job=identity.job,
-        job_uid=identity.job_uid,
-        view=replace(view, created_at=parse_stamp(str(meta["creationTimestamp"]))),
-    )
+    return WorkerPod(namespace, identity.job, identity.job_uid, pod_view(raw, identity))
 
 
 def _probe_pod(raw: Mapping[str, Any], store: Owner) -> ProbePod:
