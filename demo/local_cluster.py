@@ -309,7 +309,7 @@ class LocalCluster:
                 action.address, action.pod, "/v1/seal", Seal(action.round), Inventory
             )
             stored = await self._stored(action.address, action.pod, found)
-            self._heard(action.pod_uid, stored, sealed=action.round)
+            self._update_sidecar(action.pod_uid, stored, sealed=action.round)
 
         self._start(f"seal {action.pod} {action.round}", action.worker, action.pod_uid, call())
 
@@ -318,7 +318,7 @@ class LocalCluster:
             message = action.message
             found = await self._call(action.address, action.pod, "/v1/round", message, Inventory)
             stored = await self._stored(action.address, action.pod, found)
-            self._heard(action.pod_uid, stored, sealed=message.round)
+            self._update_sidecar(action.pod_uid, stored, sealed=message.round)
             view = self.sidecars[action.pod_uid]
             acked = AckedRound(
                 message.round,
@@ -378,7 +378,7 @@ class LocalCluster:
         spec = self.job.spec
         return await self._manifests.view(inventory, spec.workers * spec.procs_per_worker, fetch)
 
-    def _heard(self, uid: str, inventory: InventoryView, *, sealed: RestartRound) -> None:
+    def _update_sidecar(self, uid: str, inventory: InventoryView, *, sealed: RestartRound) -> None:
         view = self.sidecars[uid]
         self.sidecars[uid] = replace(
             view,

@@ -26,7 +26,7 @@ class Screen:
         self.title = title
         self.console = Console()
         self._live = Live(console=self.console, refresh_per_second=4, transient=False)
-        self._said: tuple[str, int, int] | None = None
+        self._printed: tuple[str, int, int] | None = None
 
     def __enter__(self) -> Screen:
         if self.console.is_terminal:
@@ -58,8 +58,8 @@ class Screen:
             return
         tenth = max(1, self.recorder.total_steps // 10)
         key = (latest.phase, latest.round, latest.step // tenth)
-        if key != self._said:
-            self._said = key
+        if key != self._printed:
+            self._printed = key
             self.console.print(status_line(latest, self.recorder.total_steps), highlight=False)
 
     def _render(self) -> Panel:

@@ -103,7 +103,7 @@ class ToyLink(Sidecars):
             known.pod = pod
             sidecar = self._answering(known)
             if sidecar is not None:
-                self._heard(known, sidecar.inventory())
+                self._update_sidecar(known, sidecar.inventory())
         named = [p for p in present.values() if p.worker == coordinator]
         for pod in named:
             self._read_state(job, pod, round_, ranks)
@@ -142,7 +142,7 @@ class ToyLink(Sidecars):
         except StaleRoundError:
             inventory = sidecar.inventory()
         if not self.trouble.strikes(self.trouble.lost_reply):
-            self._heard(known, inventory)
+            self._update_sidecar(known, inventory)
 
     def send_round(self, uid: JobUid, pod_uid: str, message: Round, sidecar_restarts: int) -> None:
         known = self._of(uid).pods.get(pod_uid)
@@ -152,11 +152,11 @@ class ToyLink(Sidecars):
         try:
             inventory = sidecar.take_round(message)
         except StaleRoundError:
-            self._heard(known, sidecar.inventory())
+            self._update_sidecar(known, sidecar.inventory())
             return
         if self.trouble.strikes(self.trouble.lost_reply):
             return
-        self._heard(known, inventory)
+        self._update_sidecar(known, inventory)
         digest = round_digest(message)
         known.acked = AckedRound(message.round, message.version, digest, sidecar_restarts)
 
@@ -197,7 +197,7 @@ class ToyLink(Sidecars):
             known.unreachable_because = f"sidecar of pod {known.pod.name}: connection timed out"
         return None
 
-    def _heard(self, known: _Known, inventory: InventoryView) -> None:
+    def _update_sidecar(self, known: _Known, inventory: InventoryView) -> None:
         known.inventory = inventory
         known.reachable = Reachable.YES
         known.unreachable_since = None

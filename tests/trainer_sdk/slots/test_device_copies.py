@@ -388,7 +388,7 @@ def test_a_restore_waits_for_the_copies(training: Training) -> None:
     until_blocked(restoring, training)
     training.device.catch_up()
     restoring.join()
-    assert [type(m) for m in training.sidecar.heard if isinstance(m, Stage | Restore)] == [
+    assert [type(m) for m in training.sidecar.received if isinstance(m, Stage | Restore)] == [
         Stage,
         Restore,
     ]

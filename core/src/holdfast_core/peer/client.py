@@ -205,11 +205,11 @@ def _send_inside(
     try:
         send_pieces(sock, request, reader, wanted, before)
     except OSError as error:
-        _raise_last_words(sock, peer, request)
+        _raise_refusal(sock, peer, request)
         raise connection_error(error, f"bulk: sending {request.ref} to {peer}") from error
 
 
-def _raise_last_words(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> None:
+def _raise_refusal(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> None:
     """Raise the error of a REPLY that the receiver sent before it closed the connection, if there is one."""
     try:
         sock.settimeout(1.0)

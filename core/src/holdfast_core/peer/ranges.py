@@ -50,7 +50,7 @@ class PeerShard:
         self._ref = ref
         self._connection: ExitStack | None = None
         self._line: Line | None = None
-        self._asked = 0
+        self._requested = 0
         """Number of runs that were requested on this connection and are not received yet."""
         self._trailer: Trailer | None = None
         self._buffer = memoryview(b"")
@@ -72,7 +72,7 @@ class PeerShard:
         """
         shard = cls(peer, round, ref)
         try:
-            with_attempts(peer, lambda _plain: shard._learn())
+            with_attempts(peer, lambda _plain: shard._read_table())
         except BaseException:
             shard.close()
             raise
@@ -102,12 +102,12 @@ class PeerShard:
                 self._expect(waiting.popleft(), view)
                 yield view
         finally:
-            if self._asked:
+            if self._requested:
                 self.close()  # the connection still carries replies to requests sent ahead
 
     def close(self) -> None:
         connection, self._connection, self._line = self._connection, None, None
-        self._asked = 0
+        self._requested = 0
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.close()
@@ -125,7 +125,7 @@ class PeerShard:
 
     # ------------------------------------------------------------------ one attempt
 
-    def _learn(self) -> None:
+    def _read_table(self) -> None:
         request = BulkFrame(Kind.GET_TABLE, self._ref, self._round)
         with self._conversation() as line:
             rated = self._peer.rated(line, f"bulk: chunk table of {self._ref}")
@@ -137,11 +137,11 @@ class PeerShard:
         """Request all runs that are not requested yet, and return the bytes of the first one."""
         with self._conversation() as line:
             rated = self._peer.rated(line, f"bulk: chunks of {self._ref}")
-            for chunks in tuple(waiting)[self._asked :]:
+            for chunks in tuple(waiting)[self._requested :]:
                 send_frame(line.sock, self._request(chunks))
-                self._asked += 1
+                self._requested += 1
             view = self._receive(rated, waiting[0])
-            self._asked -= 1
+            self._requested -= 1
             return view
 
     def _request(self, chunks: range) -> BulkFrame:

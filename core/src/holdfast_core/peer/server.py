@@ -293,10 +293,10 @@ class BulkServer:
             case Kind.GET_SHARD:
                 self._handler.authorize_get(peer, request.ref)
                 with self._open_shard(request.ref) as reader:
-                    self._give_file(line, peer, request, reader)
+                    self._send_file(line, peer, request, reader)
             case Kind.GET_RANGE:
                 self._handler.authorize_get(peer, request.ref)
-                self._give_range(line.sock, peer, request, kept.of(request.ref))
+                self._send_range(line.sock, peer, request, kept.of(request.ref))
             case Kind.GET_TABLE:
                 self._handler.authorize_get(peer, request.ref)
                 reader = kept.of(request.ref)
@@ -373,7 +373,7 @@ class BulkServer:
             with _broken(request):
                 line.secure()
 
-    def _give_file(self, line: Line, peer: str, request: BulkFrame, reader: ShardReader) -> None:
+    def _send_file(self, line: Line, peer: str, request: BulkFrame, reader: ShardReader) -> None:
         size = reader.record.file_bytes
         if request.offset > size:
             raise FormatError(f"bulk: offset {request.offset} of a file of {size} bytes")
@@ -403,7 +403,7 @@ class BulkServer:
             self._tier.quarantine(request.ref, str(error))
             raise
 
-    def _give_range(
+    def _send_range(
         self, sock: ssl.SSLSocket, peer: str, request: BulkFrame, reader: ShardReader
     ) -> None:
         header = reader.record.header

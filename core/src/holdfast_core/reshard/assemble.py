@@ -76,17 +76,17 @@ class Copying:
             self._left = reads_of(
                 self._moves, header.payload_bytes, header.chunk_bytes, self._limit_bytes
             )
-        asked: deque[Read] = deque()
+        requested: deque[Read] = deque()
 
         def wanted() -> Iterator[range]:
             for read in self._left:
-                asked.append(read)
+                requested.append(read)
                 yield _chunks_of(read.span, header.chunk_bytes)
 
         try:
             with closing(source.read(wanted())) as views:
                 for view in views:
-                    read = asked[0]
+                    read = requested[0]
                     if len(view) != read.span.length_bytes:
                         raise CorruptionError(
                             f"{source.trailer.record.ref}: received {len(view)} bytes for "
@@ -96,9 +96,9 @@ class Copying:
                     for piece in read.pieces:
                         data = view[piece.start : piece.start + piece.length_bytes]
                         target.write_payload(piece.target, data)
-                    asked.popleft()
+                    requested.popleft()
         finally:
-            self._left = itertools.chain(asked, self._left)
+            self._left = itertools.chain(requested, self._left)
         if (missed := next(self._left, None)) is not None:
             # A source that ends too early must not leave an unnoticed gap in the payload.
             self._left = itertools.chain((missed,), self._left)

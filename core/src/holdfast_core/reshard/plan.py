@@ -131,9 +131,9 @@ def payload_plan(wanted: RankLayout) -> PayloadPlan:
         ((fqn, item.dtype, item.lengths) for fqn, item in wanted.tensors.items()), capacity
     )
     ranges = {tensor.fqn: tensor.byte_range for tensor in planned.tensors}
-    asked = {fqn: item.byte_range for fqn, item in wanted.tensors.items()}
+    requested = {fqn: item.byte_range for fqn, item in wanted.tensors.items()}
     same_objects = not places or planned.objects in places
-    if ranges != asked or not same_objects or planned.total_bytes != wanted.payload_bytes:
+    if ranges != requested or not same_objects or planned.total_bytes != wanted.payload_bytes:
         raise FormatError(
             f"layout of rank {wanted.rank}: its byte ranges are not those of a payload of "
             f"{planned.total_bytes} bytes with these tensors"

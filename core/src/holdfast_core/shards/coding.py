@@ -140,10 +140,10 @@ class ChunkDecoder:
         if len(stored) == plane_bytes:
             return stored
         try:
-            said = zstandard.get_frame_parameters(stored)
-            if said.content_size != plane_bytes or said.dict_id:
+            frame = zstandard.get_frame_parameters(stored)
+            if frame.content_size != plane_bytes or frame.dict_id:
                 raise CorruptionError(
-                    f"a frame of {said.content_size} bytes with dictionary {said.dict_id}, expected "
+                    f"a frame of {frame.content_size} bytes with dictionary {frame.dict_id}, expected "
                     f"{plane_bytes} without one"
                 )
             plane = self._frames.decompress(

@@ -72,8 +72,8 @@ def replica_groups(layout: Layout) -> tuple[tuple[Rank, ...], ...]:
         tensor = layout.tensors[fqn]
         for item in tensor.slices:
             span = (item.byte_range.start, item.byte_range.stop)
-            said = (fqn, tensor.dtype, tensor.shape, item.offsets, item.lengths, span)
-            digests[item.rank].update(repr(said).encode())
+            identity = (fqn, tensor.dtype, tensor.shape, item.offsets, item.lengths, span)
+            digests[item.rank].update(repr(identity).encode())
             sharing[item.rank] = True
     alike: dict[object, list[Rank]] = {}
     for number, digest in enumerate(digests):

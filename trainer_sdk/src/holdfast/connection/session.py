@@ -94,7 +94,7 @@ class Session:
         self._save_wanted = False
         self._stop_wanted = False
         self._is_interrupted = False
-        self._said_lost = False
+        self._loss_logged = False
         self._held_back: SaveHandle | None = None
         self._held: _Staged | None = None
         self._progress: Progress | None = None
@@ -129,9 +129,9 @@ class Session:
     def connected(self) -> None:
         with self._lock:
             again = [s for s in self._all() if not s.handle.settled]
-            if self._said_lost:
+            if self._loss_logged:
                 logger.warning("connected to %s again: saves continue", self.peer)
-                self._said_lost = False
+                self._loss_logged = False
             progress = self._progress
         if progress is not None and self.link is not None:
             self.link.notify(replace(progress, blocked_seconds=0.0, saves_skipped=0))
@@ -148,9 +148,9 @@ class Session:
             self.losses += 1
             self.lost_because = reason
             self._lock.notify_all()
-            if self._said_lost:
+            if self._loss_logged:
                 return
-            self._said_lost = True
+            self._loss_logged = True
         logger.warning(
             "no connection to %s (%s): training continues, and saves fail until the connection is "
             "back",
@@ -159,9 +159,9 @@ class Session:
         )
 
     def refused(self, error: HoldfastError) -> None:
-        was_connected, said_before = self.policy is not None, str(self.greeting_error)
+        was_connected, logged_before = self.policy is not None, str(self.greeting_error)
         self.greeting_error = error
-        if was_connected and str(error) != said_before:
+        if was_connected and str(error) != logged_before:
             logger.warning("%s cannot serve this rank: %s", self.peer, error)
 
     def push(self, message: Any) -> None:

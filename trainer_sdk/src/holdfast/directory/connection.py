@@ -48,8 +48,8 @@ class Connection:
         sock: The connection. It is closed at the end of `serve`.
         service: Answers the requests.
         intercept: May return a reply in place of the service; None lets the service answer.
-        heard: Called with each message before it is answered, but with a Hello after its answer: messages
-            pushed before that do not belong to this connection.
+        on_message: Called with each message before it is answered, but with a Hello after its answer:
+            messages pushed before that do not belong to this connection.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Connection:
         sock: socket.socket,
         service: Service,
         intercept: Callable[[Any], Any] = lambda _: None,
-        heard: Callable[[Any], None] = lambda _: None,
+        on_message: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._socket = sock
         self._service = service
         self._intercept = intercept
-        self._heard = heard
+        self._on_message = on_message
         self._lock = threading.Lock()
         self.hello: Hello | None = None
 
@@ -72,13 +72,13 @@ class Connection:
             while (frame := receive_frame(self._socket)) is not None:
                 message = frame.message
                 if not isinstance(message, Hello):
-                    self._heard(message)
+                    self._on_message(message)
                 if isinstance(message, Progress):
                     self._service.progressed(message)
                 elif frame.id != 0:
                     self._send(self._answer(message), frame.id)
                 if isinstance(message, Hello):
-                    self._heard(message)
+                    self._on_message(message)
         except UnavailableError:
             return
         finally:

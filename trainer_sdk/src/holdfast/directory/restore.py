@@ -63,8 +63,10 @@ class FolderRestore:
             self.point,
             payload_bytes=manifest.shards[message.rank].payload_bytes if same else 0,
             world_size=manifest.world_size,
-            rank_layout=self._give_rank_layout(manifest.ref(message.rank)) if same else None,
-            layout=None if same and not message.with_layout else self._give_layout(manifest.layout),
+            rank_layout=self._publish_rank_layout(manifest.ref(message.rank)) if same else None,
+            layout=None
+            if same and not message.with_layout
+            else self._publish_layout(manifest.layout),
         )
 
     def fill(self, message: Fill) -> Filled | ShardFile:
@@ -114,14 +116,14 @@ class FolderRestore:
         )
         return Filled(slot.name, wanted.payload_bytes, TierName.NODE)
 
-    def _give_layout(self, digest: Digest) -> Digest:
+    def _publish_layout(self, digest: Digest) -> Digest:
         self._layouts.ensure(self._tier.get_layout(digest), digest)
         return digest
 
-    def _give_rank_layout(self, ref: ShardRef) -> Digest | None:
+    def _publish_rank_layout(self, ref: ShardRef) -> Digest | None:
         record = self._tier.find(ref)
         try:
-            return None if record is None else self._give_layout(record.header.layout)
+            return None if record is None else self._publish_layout(record.header.layout)
         except (NotFoundError, CorruptionError) as error:
             # The rank can do without it: it fetches its shard as saved and compares shapes as it loads.
             logger.warning("the layout of %s: %s", ref, error)

@@ -55,13 +55,13 @@ class StepAgreement:
         self._store = store
         self._rank = rank
         self._lap = lap
-        self._told_stop = False
+        self._published_stop = False
         self._posted_stop = False
 
     def begin(self, step: int) -> None:
         """Publish this rank's requests when `step` steps are done and the next one is about to start."""
         if self._store is not None:
-            self._ask(self._store, step + 1)
+            self._exchange_requests(self._store, step + 1)
 
     def after_step(self, step: int) -> Verdict:
         """Return the verdict for `step`, and publish this rank's requests for the next step."""
@@ -70,7 +70,7 @@ class StepAgreement:
             return Verdict(save, self._session.stop_wanted)
         word = self._store.read(self._at(step))
         if word != _STOP:
-            self._ask(self._store, step + 1)
+            self._exchange_requests(self._store, step + 1)
         return Verdict(word == _SAVE, word == _STOP)
 
     def leave_out(self, step: int) -> None:
@@ -87,10 +87,10 @@ class StepAgreement:
             return False
         return self._store.read(self._full(step)) == str(step)
 
-    def _ask(self, store: GangStore, step: int) -> None:
+    def _exchange_requests(self, store: GangStore, step: int) -> None:
         if self._rank != 0:
-            if self._session.stop_wanted and not self._told_stop:
-                self._told_stop = True
+            if self._session.stop_wanted and not self._published_stop:
+                self._published_stop = True
                 store.publish(_STOP_WANTED, "1")
             return
         save = self._session.take_save_request()

@@ -55,14 +55,14 @@ class SidecarChannel:
 
     async def run(self) -> None:
         pause = _FIRST_PAUSE_SECONDS
-        said = ""
+        logged = ""
         while True:
             try:
                 reader, writer = await asyncio.open_unix_connection(str(self._path))
             except OSError as error:
-                if said != "absent":
+                if logged != "absent":
                     logger.info("waiting for the sidecar at %s: %s", self._path, error)
-                    said = "absent"
+                    logged = "absent"
                 await self._sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 continue
@@ -75,9 +75,9 @@ class SidecarChannel:
                 pause = _FIRST_PAUSE_SECONDS
             finally:
                 self._drop(writer)
-            if said != reason:
+            if logged != reason:
                 logger.warning("connection to the sidecar ended, reconnecting: %s", reason)
-                said = reason
+                logged = reason
             await self._sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

@@ -117,7 +117,7 @@ class ForkServer:
                     raise ValueError(f"{type(message).__name__} is sent only by the server")
         except (OSError, ValueError, ThreadsError) as error:
             key = getattr(message, "key", "")
-            self._say(wire.Failed(key, f"{type(error).__name__}: {error}"))
+            self._send(wire.Failed(key, f"{type(error).__name__}: {error}"))
             return None
         finally:
             if os.getpid() == self._pid:
@@ -150,7 +150,7 @@ class ForkServer:
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         self._children[pid] = key
-        self._say(wire.Forked(key, pid, port))
+        self._send(wire.Forked(key, pid, port))
         return False
 
     def _reap(self) -> None:
@@ -160,9 +160,9 @@ class ForkServer:
                 continue
             del self._children[pid]
             kill_group(pid)  # also ends what the rank started, such as data loader workers
-            self._say(wire.Reaped(key, pid, os.waitstatus_to_exitcode(status)))
+            self._send(wire.Reaped(key, pid, os.waitstatus_to_exitcode(status)))
 
-    def _say(self, message: wire.Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._launcher.sendall(wire.encode(message))
 

@@ -112,7 +112,7 @@ class PodLauncher:
         if self._store is not None:
             self._notify(self._store.address)
         for process in self._exited.values():
-            self._tell_exit(process)
+            self._report_exit(process)
 
     async def push(self, message: Any) -> None:
         match message:
@@ -199,13 +199,13 @@ class PodLauncher:
                     process.code,
                     gang.plan.round,
                 )
-            self._tell_exit(process)
+            self._report_exit(process)
         if all(process.code == 0 for process in self._exited.values()):
             self._succeeded.set()
 
-    def _tell_exit(self, process: RankProcess) -> None:
+    def _report_exit(self, process: RankProcess) -> None:
         if self._last_round is not None and process.code is not None:
-            text = "" if process.code == 0 else process.last_words()
+            text = "" if process.code == 0 else process.last_output()
             self._notify(Exited(self._last_round, process.rank, process.code, text))
 
     async def _finish(self) -> int:

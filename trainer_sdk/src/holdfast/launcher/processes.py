@@ -46,7 +46,7 @@ class RankProcess:
     """Set when the rank has a pid or could not be forked."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         return self.tail.text()
 
 

@@ -82,7 +82,7 @@ class FakeSidecar:
         self._connections: list[Connection] = []
         self._condition = threading.Condition()
         self.faults = Faults()
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         """Every received message, in order."""
         self.released = True
         """Whether the reply to Finish releases the launcher."""
@@ -172,7 +172,7 @@ class FakeSidecar:
         self._push_ranks(StopRequested(self._round(), token))
 
     def host_store(self) -> None:
-        """Ask the launcher for a TCPStore process. Its StoreAddress arrives in `heard`."""
+        """Ask the launcher for a TCPStore process. Its StoreAddress arrives in `received`."""
         self._push_launcher(HostStore(self._round()))
 
     def run(self, port: int, address: str = "127.0.0.1", secret: str = "") -> None:
@@ -205,20 +205,20 @@ class FakeSidecar:
     def messages(self, kind: type[Any]) -> list[Any]:
         """Return the received messages of one type."""
         with self._condition:
-            return [message for message in self.heard if isinstance(message, kind)]
+            return [message for message in self.received if isinstance(message, kind)]
 
     def wait_for(self, kind: type[Any], count: int = 1, timeout_seconds: float = 120.0) -> Any:
         """Wait for the count-th message of a type and return it. Raises AssertionError at the time-out."""
         with self._condition:
             came = self._condition.wait_for(
-                lambda: sum(isinstance(m, kind) for m in self.heard) >= count, timeout_seconds
+                lambda: sum(isinstance(m, kind) for m in self.received) >= count, timeout_seconds
             )
             if not came:
-                names = [type(message).__name__ for message in self.heard]
+                names = [type(message).__name__ for message in self.received]
                 raise AssertionError(
                     f"no {kind.__name__} number {count} was received; received: {names[-20:]}"
                 )
-            return [m for m in self.heard if isinstance(m, kind)][count - 1]
+            return [m for m in self.received if isinstance(m, kind)][count - 1]
 
     # ------------------------------------------------------------------ inside
 
@@ -264,7 +264,7 @@ class FakeSidecar:
 
     def _note(self, message: Any) -> None:
         with self._condition:
-            self.heard.append(message)
+            self.received.append(message)
             self._condition.notify_all()
 
     def _intercept(self, message: Any) -> Any:
