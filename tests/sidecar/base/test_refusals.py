@@ -10,18 +10,18 @@ from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
+    Buffered,
+    BufferNotice,
     Certificate,
     CopyAssignment,
     DeadRank,
     GangRequest,
-    Holding,
-    HoldNotice,
     LevelNotice,
     ManifestPut,
     PersistRequest,
     Prepared,
     Prune,
-    RankHolding,
+    RankBuffered,
     RankProgress,
     Refusal,
     Replicated,
@@ -110,12 +110,12 @@ def level(round_: RestartRound = NOW) -> LevelNotice:
     return LevelNotice(round_, Step(7), NOW, Level.LOCAL)
 
 
-def said_to_hold(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Holding:
-    return Holding(round_, Worker(worker), (RankHolding(Rank(rank)),))
+def said_to_hold(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Buffered:
+    return Buffered(round_, Worker(worker), (RankBuffered(Rank(rank)),))
 
 
-def hold(round_: RestartRound = NOW) -> HoldNotice:
-    return HoldNotice(round_, (Step(7),))
+def hold(round_: RestartRound = NOW) -> BufferNotice:
+    return BufferNotice(round_, (Step(7),))
 
 
 def persist(round_: RestartRound = NOW) -> PersistRequest:

@@ -13,7 +13,7 @@ from tests.support.sidecar.ledgers import (
 )
 
 from holdfast_core.ids import Digest, Level, Rank, Step
-from holdfast_core.messages.schema import DigestedShard, RankHolding
+from holdfast_core.messages.schema import DigestedShard, RankBuffered
 from holdfast_sidecar.coordinator.choice import Choice, choose
 from holdfast_sidecar.coordinator.ledger import Ledger
 
@@ -21,7 +21,7 @@ FAST, SLOW = 0, 1
 SLOTS = 3
 
 
-def held(
+def buffered(
     step: int, rank: int = SLOW, digest: Digest = SHARD_DIGEST, **fields: bool
 ) -> DigestedShard:
     return DigestedShard(Step(step), shard_info(rank, digest), SHARD_DIGEST, **fields)
@@ -29,10 +29,10 @@ def held(
 
 def holds_steps(ledger: Ledger, *steps: int, writing: int | None = None, rank: int = SLOW) -> None:
     """Report that the rank holds exactly these steps."""
-    ledger.update_holding(
-        RankHolding(
+    ledger.update_buffered(
+        RankBuffered(
             Rank(rank),
-            tuple(held(s, rank) for s in steps),
+            tuple(buffered(s, rank) for s in steps),
             writing=None if writing is None else Step(writing),
         )
     )
@@ -99,7 +99,7 @@ def test_a_choice_whose_write_failed_makes_room_for_a_newer_one() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
     weigh(ledger)
-    ledger.update_holding(RankHolding(Rank(SLOW), (held(4, failed=True),)))
+    ledger.update_buffered(RankBuffered(Rank(SLOW), (buffered(4, failed=True),)))
     assert weigh(ledger) == Choice(None, ()), "it is not dropped: a seal may still write it"
     assert ledger.pending == (), "and nothing waits for it"
     in_memory(ledger, 4, 5)
@@ -120,7 +120,7 @@ def test_a_step_that_a_rank_holds_no_longer_is_lost_and_another_is_chosen() -> N
 def test_a_step_that_is_digested_again_is_not_lost() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
-    ledger.update_holding(RankHolding(Rank(SLOW), digesting=(Step(4),)))
+    ledger.update_buffered(RankBuffered(Rank(SLOW), digesting=(Step(4),)))
     assert weigh(ledger) == Choice(Step(4), ())
 
 
@@ -128,7 +128,7 @@ def test_a_step_that_was_stored_meanwhile_is_not_lost() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
     weigh(ledger)
-    ledger.update_holding(RankHolding(Rank(SLOW), (held(4, stored=True),)))
+    ledger.update_buffered(RankBuffered(Rank(SLOW), (buffered(4, stored=True),)))
     assert ledger.rise(Step(4)) is Level.LOCAL
     holds_steps(ledger)
     assert not ledger.steps[Step(4)].lost
@@ -138,10 +138,10 @@ def test_another_digest_is_refused_and_its_step_lost() -> None:
     ledger = new_ledger()
     ledger.prepared(Step(4), shard_info(FAST), SHARD_DIGEST)
     holds_steps(ledger, 4)
-    holding = RankHolding(Rank(SLOW), (held(4, digest=OTHER_DIGEST), held(5)))
-    assert ledger.update_holding(holding) == (4,)
+    report = RankBuffered(Rank(SLOW), (buffered(4, digest=OTHER_DIGEST), buffered(5)))
+    assert ledger.update_buffered(report) == (4,)
     assert ledger.steps[Step(4)].lost
-    assert ledger.steps[Step(5)].held == {SLOW}
+    assert ledger.steps[Step(5)].buffered == {SLOW}
     assert weigh(ledger).dropped == (4,)
 
 
@@ -149,10 +149,10 @@ def test_a_pruned_step_is_asked_to_be_dropped() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4, 5)
     weigh(ledger)
-    holding = RankHolding(Rank(SLOW), (held(4), held(5)))
-    assert ledger.update_holding(holding) == (4,)
+    report = RankBuffered(Rank(SLOW), (buffered(4), buffered(5)))
+    assert ledger.update_buffered(report) == (4,)
     assert Step(4) not in ledger.steps
-    assert ledger.update_holding(holding, base=Step(5)) == (4, 5)
+    assert ledger.update_buffered(report, base=Step(5)) == (4, 5)
 
 
 def test_a_restarted_coordinator_keeps_the_step_that_is_being_written() -> None:
@@ -165,7 +165,7 @@ def test_a_step_that_one_rank_writes_at_once_is_not_chosen() -> None:
     """A rank that keeps it while it writes another would have no slot left."""
     ledger = new_ledger()
     in_memory(ledger, 2, 3, writing=1)
-    ledger.update_holding(RankHolding(Rank(FAST), writing=Step(2)))
+    ledger.update_buffered(RankBuffered(Rank(FAST), writing=Step(2)))
     assert weigh(ledger) == Choice(None, (Step(2),))
 
 
@@ -191,7 +191,9 @@ def test_steps_that_other_ranks_skipped_are_dropped_so_that_saves_continue() -> 
 def test_skipped_steps_are_dropped_although_the_complete_one_cannot_be_written() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
-    ledger.update_holding(RankHolding(Rank(SLOW), tuple(held(s, failed=s == 4) for s in (4, 5, 6))))
+    ledger.update_buffered(
+        RankBuffered(Rank(SLOW), tuple(buffered(s, failed=s == 4) for s in (4, 5, 6)))
+    )
     holds_steps(ledger, 7, rank=FAST)
     assert weigh(ledger) == Choice(None, (Step(5),))
 
@@ -199,11 +201,11 @@ def test_skipped_steps_are_dropped_although_the_complete_one_cannot_be_written()
 def test_a_step_that_may_still_become_complete_is_not_dropped() -> None:
     ledger = new_ledger()
     ledger.prepared(Step(7), shard_info(SLOW), SHARD_DIGEST)
-    for holding in (
-        RankHolding(Rank(SLOW), (held(8),), digesting=(Step(4), Step(5), Step(6))),
-        RankHolding(Rank(SLOW), (held(8),), digesting=(Step(5), Step(6)), writing=Step(4)),
+    for report in (
+        RankBuffered(Rank(SLOW), (buffered(8),), digesting=(Step(4), Step(5), Step(6))),
+        RankBuffered(Rank(SLOW), (buffered(8),), digesting=(Step(5), Step(6)), writing=Step(4)),
     ):
-        ledger.update_holding(holding)
+        ledger.update_buffered(report)
         holds_steps(ledger, 4, 5, 6, rank=FAST)
         assert weigh(ledger) == Choice(None, ())
     holds_steps(ledger, 8)
@@ -229,8 +231,8 @@ def test_the_newest_in_memory_never_goes_back_and_the_choice_is_never_dropped(
             ledger.rise(before)
         elif before is not None:
             failed.add(before)
-        shards = tuple(held(s, failed=s in failed) for s in sorted(kept))
-        ledger.update_holding(RankHolding(Rank(SLOW), shards))
+        shards = tuple(buffered(s, failed=s in failed) for s in sorted(kept))
+        ledger.update_buffered(RankBuffered(Rank(SLOW), shards))
         if event == "save":
             acknowledge(ledger, number)
         newest = ledger.newest(Level.MEMORY)

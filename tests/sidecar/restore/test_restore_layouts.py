@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from holdfast_core.tiers.local_commit import build_manifest
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Restored
 from holdfast_sidecar.save.layouts import RankLayouts
@@ -97,17 +99,17 @@ class Pod:
         async def scenario() -> Any:
             pools = Pools(disk=1, copy=1, store=1)
             absent: Any = None
+            pod: Any = SimpleNamespace(patience=self.clock.patience)
+            saves: Any = SimpleNamespace(
+                layouts=RankLayouts(self.directory, self.node, pools), stager=absent
+            )
             filler = Filler(
-                absent,
-                self.node,
+                pod,
+                Tiers(self.node, None, pools),
+                saves,
                 self,  # type: ignore[arg-type]
                 absent,
-                RankLayouts(self.directory, self.node, pools),
-                stager=absent,
-                pools=pools,
-                metrics=Metrics(),
-                patience=self.clock.patience,
-                on_change=lambda: None,
+                Metrics(),
             )
             try:
                 if isinstance(message, Restore):

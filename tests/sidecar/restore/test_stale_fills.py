@@ -22,6 +22,7 @@ from holdfast_core.messages.schema import Fill, Filled, RestorePoint, SlotOffer
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState
 from holdfast_core.tiers.base import ShardReader
 from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Restored
 from holdfast_sidecar.save.layouts import RankLayouts
@@ -112,19 +113,20 @@ class Pod:
         document = WANTED.to_bytes()
         (directory / f"{hex_of(digest_of(document))}.json").write_bytes(document)
         as_any: Any = self
-        settings: Any = SimpleNamespace(slots_dir=self.world.root)
+        pod: Any = SimpleNamespace(
+            settings=SimpleNamespace(slots_dir=self.world.root), patience=Turning().patience
+        )
         node: Any = self.node
+        saves: Any = SimpleNamespace(
+            layouts=RankLayouts(directory, self.world.node, pools), stager=as_any
+        )
         return Filler(
-            settings,
-            node,
+            pod,
+            Tiers(node, None, pools),
+            saves,
             as_any,
             self.world.resharder(pools),
-            RankLayouts(directory, self.world.node, pools),
-            stager=as_any,
-            pools=pools,
-            metrics=self.world.metrics,
-            patience=Turning().patience,
-            on_change=lambda: None,
+            self.world.metrics,
         )
 
     def message(self, *, whole: bool) -> Fill:

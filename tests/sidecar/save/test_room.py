@@ -37,6 +37,7 @@ from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.commit import Coordinator
 from holdfast_sidecar.save.layouts import RankLayouts
@@ -189,19 +190,16 @@ async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) ->
     node, pools, failures = FullOnce(), Pools(disk=1, copy=1, store=1), Failures(lambda: None)
     settings = Settings(contract_with(shared_dir=str(tmp_path)))
     outcomes: list[Outcome] = []
-    stager = Stager(
-        settings,
-        node,
-        RankLayouts(settings.layouts_dir, node, pools),
-        pools,
-        failures,
-        Metrics(),
-        SystemClock(),
-        BackgroundLimit(settings.slots_dir),
-        outcomes.append,
-    )
-    rank = FakeRank(tmp_path, JOB_UID, 0, 0)
     state = first_round()
+    stager = Stager(
+        Pod(settings, SystemClock(), CurrentRound(state)),
+        Tiers(node, None, pools),
+        Telemetry(Metrics(), failures),
+        RankLayouts(settings.layouts_dir, node, pools),
+        BackgroundLimit(settings.slots_dir),
+    )
+    stager.ended.subscribe(outcomes.append)
+    rank = FakeRank(tmp_path, JOB_UID, 0, 0)
     await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
     await until(lambda: [f.reason for f in failures.current] == [NODE_FULL], "a failure")
     stager.room.made()

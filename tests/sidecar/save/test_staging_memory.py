@@ -21,16 +21,19 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
-from holdfast_core.messages.schema import RankHolding, Refusal, Stage
+from holdfast_core.messages.schema import RankBuffered, Refusal, Stage
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
 from holdfast_core.tiers.base import PayloadSource
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.slot_writes import Outcome
 from holdfast_sidecar.save.staging import Stager
 
@@ -94,20 +97,19 @@ class World:
         return self.stager
 
     def process(self) -> Stager:
-        return Stager(
-            self.settings,
-            self.node,
+        failures = Mock(note=Mock(return_value=Mock(reason="Unavailable", message="no")))
+        stager = Stager(
+            Pod(self.settings, SystemClock(), CurrentRound(self.state)),
+            Tiers(self.node, None, self.pools),
+            Telemetry(self.metrics, failures),
             Mock(ensure=AsyncMock()),
-            self.pools,
-            Mock(note=Mock(return_value=Mock(reason="Unavailable", message="no"))),
-            self.metrics,
-            SystemClock(),
             BackgroundLimit(
                 self.settings.slots_dir, waited_for_copies=self.metrics.waited_for_copies
             ),
-            self.note,
-            self._changed.set,
         )
+        stager.ended.subscribe(self.note)
+        stager.buffered_changed.subscribe(self._changed.set)
+        return stager
 
     def note(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -139,12 +141,12 @@ class World:
             self._changed.clear()
             await asyncio.wait_for(self._changed.wait(), 120)
 
-    def holding(self) -> RankHolding:
-        (said,) = self.stager.holding()
+    def buffered(self) -> RankBuffered:
+        (said,) = self.stager.buffered()
         return said
 
     async def digested(self, *steps: int) -> None:
-        await self.until(lambda: [s.step for s in self.holding().shards] == list(steps))
+        await self.until(lambda: [s.step for s in self.buffered().shards] == list(steps))
 
     def slots(self) -> list[SlotState]:
         states = []
@@ -179,7 +181,7 @@ async def test_with_two_slots_every_step_is_written_at_once(tmp_path: Path) -> N
         world.node.let(1, 2)
         await world.until(lambda: world.slots() == [FREE, FREE])
         assert sorted(world.node.begun) == [1, 2]
-        assert world.holding().shards == ()
+        assert world.buffered().shards == ()
         assert world.stager.unreported is None
 
 
@@ -202,19 +204,19 @@ async def test_one_write_at_a_time_and_the_chosen_step_next(tmp_path: Path) -> N
         await world.save(1, 2)
         await world.save(2, 3)
         await world.digested(2, 3)
-        assert world.holding().writing == 1
+        assert world.buffered().writing == 1
         world.stager.choose(Step(3))
         assert world.node.begun == [1]
         world.node.let(1)
-        await world.until(lambda: world.holding().writing == 3)
+        await world.until(lambda: world.buffered().writing == 3)
         assert world.slots() == [FREE, OWNED, OWNED]
         world.node.let(3)
         await world.until(lambda: world.slots() == [FREE, OWNED, FREE])
         assert world.stored() == [1, 3]
-        said = {s.step: s.stored for s in world.holding().shards}
+        said = {s.step: s.stored for s in world.buffered().shards}
         assert said == {2: False, 3: True}, "so that step 3 does not count as lost"
-        world.stager.mark_reported(world.stager.holding())
-        assert [s.step for s in world.holding().shards] == [2]
+        world.stager.mark_reported(world.stager.buffered())
+        assert [s.step for s in world.buffered().shards] == [2]
         record = next(r for r in world.node.list_shards() if r.header.step == 3)
         assert world.stager.memory[slot_name(RANK, 2)] == record
 
@@ -224,7 +226,7 @@ async def test_a_step_in_memory_has_the_digests_that_its_file_gets(tmp_path: Pat
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
-        (said,) = world.holding().shards
+        (said,) = world.buffered().shards
         world.stager.choose(Step(2))
         world.node.let(1, 2)
         await world.until(lambda: world.stored() == [1, 2])
@@ -278,13 +280,13 @@ async def test_a_chosen_step_that_cannot_be_written_stays_in_memory(tmp_path: Pa
         world.stager.choose(Step(2))
         world.node.let(1, 2)
         await world.until(
-            lambda: [s.failed for s in world.holding().shards if s.step == 2] == [True]
+            lambda: [s.failed for s in world.buffered().shards if s.step == 2] == [True]
         )
         assert world.slots() == [FREE, OWNED, FREE]
         assert world.outcomes[-1].failed is not None
         world.node.fails = set()
         world.stager.seal()
-        assert await world.stager.write_held(frozenset({CheckpointId(Step(2), ROUND)}), 30)
+        assert await world.stager.write_buffered(frozenset({CheckpointId(Step(2), ROUND)}), 30)
         assert world.stored() == [1, 2]
 
 
@@ -309,7 +311,7 @@ async def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, 
             world.node.put_manifest(CONTRACT.job_uid, checkpoint, document)
         if dies:
             world.stager = world.process()  # it has received no ROUND
-        assert await world.stager.write_held(manifests, 30)
+        assert await world.stager.write_buffered(manifests, 30)
         assert world.node.begun == [1, 2, 3]
         assert world.stored() == [1, 2, 3]
         assert world.slots() == [FREE, FREE, FREE, OWNED]
@@ -326,7 +328,7 @@ async def test_a_seal_reports_that_its_time_ran_out(tmp_path: Path) -> None:
         world.stager.seal()
         assert await world.stager.settle(30)
         manifests = frozenset({CheckpointId(Step(2), ROUND)})
-        assert not await world.stager.write_held(manifests, 0)
+        assert not await world.stager.write_buffered(manifests, 0)
         world.node.let(2)
         assert await world.stager.settle(30), "the next SEAL finds it written"
         assert world.stored() == [1, 2]
@@ -339,19 +341,19 @@ async def test_a_restarted_sidecar_recovers_slots_in_memory_and_being_written(
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
-        before = world.holding().shards
+        before = world.buffered().shards
         old = world.stager
         world.life()
-        assert world.holding().digesting == (1, 2), "neither there nor lost"
+        assert world.buffered().digesting == (1, 2), "neither there nor lost"
         assert world.stager.may_find(RANK, CheckpointId(Step(2), ROUND))
         assert not world.stager.may_find(RANK, CheckpointId(Step(3), ROUND))
         await world.digested(1, 2)
-        assert world.holding().shards[1:] == before
+        assert world.buffered().shards[1:] == before
         assert not world.stager.may_find(RANK, CheckpointId(Step(2), ROUND))
-        assert world.holding().writing is None
+        assert world.buffered().writing is None
         world.stager.choose(Step(2))
         world.node.let(1, 2)
-        await world.until(lambda: world.holding().shards[-1].stored)
+        await world.until(lambda: world.buffered().shards[-1].stored)
         assert await old.settle(30)
 
 
@@ -360,7 +362,7 @@ async def test_another_coordinator_receives_everything_again(tmp_path: Path) -> 
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
-        world.stager.mark_reported(world.stager.holding())
+        world.stager.mark_reported(world.stager.buffered())
         assert world.stager.unreported is None
         world.stager.coordinator_changed()
         assert world.stager.unreported is not None
@@ -389,17 +391,17 @@ async def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_
         await world.digested(2)
         world.stager.choose(Step(2))
         world.node.let(1)
-        await world.until(lambda: world.holding().writing == 2)
-        world.stager.mark_reported(world.stager.holding())
+        await world.until(lambda: world.buffered().writing == 2)
+        world.stager.mark_reported(world.stager.buffered())
         world.stager.seal()
         world.state = replace(world.state, round=RestartRound(1))
         world.stager.recover(world.state)
         world.stager.coordinator_replied()
-        assert world.holding().shards == (), "being written"
+        assert world.buffered().shards == (), "being written"
         assert world.stager.find(RANK, CheckpointId(Step(2), RestartRound(1))) is None
         world.node.let(2)
         await world.until(lambda: world.stored() == [1, 2] and world.slots() == [FREE] * 3)
-        assert world.holding().shards == (), "written"
+        assert world.buffered().shards == (), "written"
         assert world.stager.unreported is None
 
 
@@ -411,9 +413,9 @@ async def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_pa
         record = DiskNodeTier.write_shard(world.node, header, BytesSource(bytes([1]) * 1000))
         world.life()
         await world.until(lambda: world.slots() == [FREE] * 3)
-        assert [(s.step, s.stored) for s in world.holding().shards] == [(1, True)]
+        assert [(s.step, s.stored) for s in world.buffered().shards] == [(1, True)]
         assert [o.record for o in world.outcomes] == [record]
-        world.stager.mark_reported(world.stager.holding())
+        world.stager.mark_reported(world.stager.buffered())
         assert world.stager.idle
 
 
@@ -512,7 +514,7 @@ async def test_a_step_in_memory_that_is_saved_again_is_compared_in_memory(tmp_pa
         with pytest.raises(RefusedError, match="saved step 2 with other bytes before"):
             await world.save(3, 2, OTHER)
         assert world.slots() == [OWNED, OWNED, FREE, SlotState.FULL]
-        assert [shard.step for shard in world.holding().shards] == [2]
+        assert [shard.step for shard in world.buffered().shards] == [2]
 
 
 async def test_a_step_whose_save_has_failed_can_be_saved_again(tmp_path: Path) -> None:

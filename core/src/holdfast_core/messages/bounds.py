@@ -91,7 +91,7 @@ _MAX_BYTES = MappingProxyType(
         "Round": 4 * MIB,
         "WorkerReport": 4 * MIB,
         "Prepared": 16 * MIB,
-        "Holding": 32 * MIB,
+        "Buffered": 32 * MIB,
         "ManifestPut": 64 * MIB,
         "ManifestDocument": 64 * MIB,
         "Inventory": 16 * MIB,

@@ -103,33 +103,33 @@ class DigestedShard:
 
 
 @dataclass(frozen=True, slots=True)
-class RankHolding:
+class RankBuffered:
     """Steps of one rank that waited in shared memory before they were written."""
 
     rank: Rank
     shards: tuple[DigestedShard, ...] = ()
     digesting: tuple[Step, ...] = ()
-    """Steps that are not digested yet. They count neither as held nor as lost."""
+    """Steps that are not digested yet. They count neither as buffered nor as lost."""
     writing: Step | None = None
     """The step that is being written to the node tier now, whether it waited before or not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """POST /v1/holding, sidecar -> coordinator: everything that this worker holds in memory now.
+class Buffered:
+    """POST /v1/buffered, sidecar -> coordinator: everything that this worker buffers in memory now.
 
     A shard that an earlier message names and this one does not is no longer in memory.
     """
 
     round: RestartRound
     worker: Worker
-    ranks: tuple[RankHolding, ...]
+    ranks: tuple[RankBuffered, ...]
     layouts: tuple[Document, ...] = ()
-    """Rank layouts that the coordinator has asked for in `HoldingReply.need_layouts`."""
+    """Rank layouts that the coordinator has asked for in `BufferedReply.need_layouts`."""
 
 
 @dataclass(frozen=True, slots=True)
-class HoldingReply:
+class BufferedReply:
     need_layouts: tuple[Digest, ...] = ()
     """Layouts that the coordinator lacks. It ignores the message until it is sent again with them."""
     drop: tuple[Step, ...] = ()
@@ -137,8 +137,8 @@ class HoldingReply:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldNotice:
-    """POST /v1/hold, coordinator -> sidecar: steps at level memory, and the step that is written next."""
+class BufferNotice:
+    """POST /v1/buffer-notice, coordinator -> sidecar: steps at level memory, and the next step to write."""
 
     round: RestartRound
     memory: tuple[Step, ...] = ()
@@ -159,7 +159,7 @@ class ManifestPut:
     """Canonical JSON text."""
     layout: Document | None = None
     """Canonical JSON text of the layout. None where the receiver has it already."""
-    held: bool = False
+    buffered: bool = False
     """Some shards may be in shared memory only, the receiver's among them, and copies wait for level local.
     Where it is False, the reply Ok also means that the receiver's shards are durable."""
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from holdfast_core.ids import RestartRound, Worker, ranks_of
 from holdfast_core.messages.schema import (
+    Buffered,
+    BufferNotice,
     Certificate,
     GangRequest,
-    Holding,
-    HoldNotice,
     LevelNotice,
     ManifestPut,
     Member,
@@ -141,13 +141,13 @@ RULES: dict[type[Any], Rule] = {
     GangRequest: Rule(From.OPERATOR_OR_COORDINATOR, To.REQUESTED, fenced=True),
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
     Prepared: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
-    Holding: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
+    Buffered: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Replicated: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Uploaded: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     WorkerReport: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     ManifestPut: Rule(From.COORDINATOR, To.ANY, fenced=True),
     LevelNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
-    HoldNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
+    BufferNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
     PersistRequest: Rule(From.COORDINATOR, To.ANY, fenced=True),
     Suspect: Rule(From.MEMBER, To.ANY, fenced=False),
 }
@@ -362,7 +362,7 @@ def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None
 
 def _speaks_for_itself(state: RoundState, caller: Caller, message: Any) -> Refused | None:
     """Return why a message is refused that a member sends for another worker or for ranks it does not run."""
-    if not isinstance(message, Prepared | Holding | Replicated | Uploaded | WorkerReport):
+    if not isinstance(message, Prepared | Buffered | Replicated | Uploaded | WorkerReport):
         return None
     member = state.member_of_pod(caller.pod)
     if member is None or member.worker != message.worker:
@@ -372,7 +372,7 @@ def _speaks_for_itself(state: RoundState, caller: Caller, message: Any) -> Refus
     match message:
         case Prepared():
             ranks = [message.shard.rank]
-        case Holding():
+        case Buffered():
             ranks = [
                 rank for r in message.ranks for rank in (r.rank, *(s.shard.rank for s in r.shards))
             ]

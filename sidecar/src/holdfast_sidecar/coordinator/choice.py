@@ -41,7 +41,7 @@ def choose(ledger: Ledger, slots: int) -> Choice:
                 newest is not None
                 and entry.step < newest.step
                 and entry.step != chosen
-                and entry.held
+                and entry.buffered
             )
         )
     ]
@@ -69,20 +69,20 @@ def _chosen(ledger: Ledger) -> Step | None:
     newest = ledger.newest(Level.MEMORY)
     if newest is None or not _is_open(newest):
         return None
-    return None if any(rank in ledger.writing for rank in newest.held) else newest.step
+    return None if any(rank in ledger.writing for rank in newest.buffered) else newest.step
 
 
 def _is_open(entry: StepEntry) -> bool:
     """Return whether a rank holds the step in memory only and the step can still become local."""
-    return bool(entry.held) and not (entry.local or entry.lost or entry.failed)
+    return bool(entry.buffered) and not (entry.local or entry.lost or entry.failed)
 
 
 def _is_written(entry: StepEntry, ledger: Ledger) -> bool:
     """Return whether a rank that holds the step is writing it.
 
-    A rank that writes a step without holding it first does not count: no coordinator chose that step.
+    A rank that writes a step without buffering it first does not count: no coordinator chose that step.
     """
-    return any(ledger.writing.get(rank) == entry.step for rank in entry.held)
+    return any(ledger.writing.get(rank) == entry.step for rank in entry.buffered)
 
 
 def _stuck(ledger: Ledger, slots: int) -> frozenset[Step]:

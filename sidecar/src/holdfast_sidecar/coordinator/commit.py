@@ -1,6 +1,6 @@
 """The coordinator of a round, which decides that a step is committed and at which level.
 
-1. Every rank has sent PREPARED or HOLDING: the coordinator builds the manifest. It is deterministic, so
+1. Every rank has sent PREPARED or BUFFERED: the coordinator builds the manifest. It is deterministic, so
    any coordinator of the round builds the same bytes.
 2. The manifest is durable on the coordinator's own node tier, then on every member's: the step is at level
    local, or at level memory while a shard is in shared memory only. `choice.py` chooses which of those
@@ -25,11 +25,11 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import (
+    Buffered,
+    BufferedReply,
     CoordinatorState,
     Failure,
     GangRequest,
-    Holding,
-    HoldingReply,
     Inventory,
     ManifestDocument,
     Ok,
@@ -215,8 +215,8 @@ class Coordinator:
         self._risen(message.step, self._ledger.rise(message.step))
         return PreparedReply(committed=entry.manifest_digest)
 
-    def holding(self, message: Holding) -> HoldingReply:
-        """Record all shards that a member holds in shared memory.
+    def buffered(self, message: Buffered) -> BufferedReply:
+        """Record all shards that a member buffers in shared memory.
 
         Raises:
             FormatError: A layout in the message is not a rank layout.
@@ -226,13 +226,13 @@ class Coordinator:
         layouts = {s.layout for r in message.ranks for s in r.shards}
         missing = tuple(sorted(d for d in layouts if not self._builder.has(d)))
         if missing:
-            return HoldingReply(need_layouts=missing)
+            return BufferedReply(need_layouts=missing)
         base = self._message.restore_point.step
         drop: set[Step] = set()
-        for holding in message.ranks:
-            drop.update(self._ledger.update_holding(holding, base))
-        for holding in message.ranks:
-            for shard in holding.shards:
+        for buffered in message.ranks:
+            drop.update(self._ledger.update_buffered(buffered, base))
+        for buffered in message.ranks:
+            for shard in buffered.shards:
                 entry = self._ledger.steps.get(shard.step)
                 if entry is None:
                     continue
@@ -241,7 +241,7 @@ class Coordinator:
                 self._risen(shard.step, self._ledger.rise(shard.step))
         self._weigh()
         self._changed()
-        return HoldingReply(drop=tuple(sorted(drop)))
+        return BufferedReply(drop=tuple(sorted(drop)))
 
     def replicated(self, message: Replicated) -> Ok:
         if not self._ledger.is_forgotten(message.step):
@@ -490,7 +490,7 @@ class Coordinator:
         coordinator started: the step is not sent to members again and is left to retention.
         """
         entry = self._ledger.steps.get(step)
-        if entry is not None and entry.held:
+        if entry is not None and entry.buffered:
             entry.lost = True
             self._weigh()
             self._changed()

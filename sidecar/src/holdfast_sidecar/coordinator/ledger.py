@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import RankHolding, RestorePoint, ShardInfo, StepState
+from holdfast_core.messages.schema import RankBuffered, RestorePoint, ShardInfo, StepState
 from holdfast_sidecar.coordinator.forgotten import Forgotten
 from holdfast_sidecar.save.plan import StoredAs
 
@@ -34,7 +34,7 @@ class StepEntry:
     durable: set[Rank] = field(default_factory=set)
     """Ranks that reported their shard as stored on their node tier. This is never inferred: an acknowledged
     manifest does not prove it."""
-    held: set[Rank] = field(default_factory=set)
+    buffered: set[Rank] = field(default_factory=set)
     """Ranks that reported their shard as held in shared memory only."""
     failed: bool = False
     """A held shard could not be written. A seal may still write it, but nothing waits for the step."""
@@ -116,7 +116,7 @@ class Ledger:
         self.waiting_uploads: list[Step] = []
         self._forgotten = Forgotten()
         self.writing: dict[Rank, Step] = {}
-        """The step that each rank writes now, as its last HOLDING reported."""
+        """The step that each rank writes now, as its last BUFFERED reported."""
         self.named: dict[Rank, frozenset[Step]] = {}
         """The steps in each rank's slots that are not on its node tier, digested or not."""
         self.chosen: Step | None = None
@@ -137,7 +137,7 @@ class Ledger:
         """
         entry = self._take(step, shard, layout)
         entry.durable.add(shard.rank)
-        entry.held.discard(shard.rank)
+        entry.buffered.discard(shard.rank)
         return entry
 
     def _take(self, step: Step, shard: ShardInfo, layout: Digest) -> StepEntry:
@@ -152,10 +152,10 @@ class Ledger:
         entry.layouts[shard.rank] = layout
         return entry
 
-    def update_holding(self, holding: RankHolding, base: Step | None = None) -> tuple[Step, ...]:
-        """Record all shards that a rank holds in memory now.
+    def update_buffered(self, buffered: RankBuffered, base: Step | None = None) -> tuple[Step, ...]:
+        """Record all shards that a rank buffers in memory now.
 
-        A step that the rank held before and does not name now is lost, unless its shard is durable.
+        A step that the rank buffered before and does not name now is lost, unless its shard is durable.
 
         Args:
             base: The step of the restore point.
@@ -165,7 +165,7 @@ class Ledger:
             digest differs from the known one, which are lost.
         """
         drop: list[Step] = []
-        for shard in holding.shards:
+        for shard in buffered.shards:
             if self.is_forgotten(shard.step) or (base is not None and shard.step <= base):
                 drop.append(shard.step)
                 continue
@@ -177,20 +177,22 @@ class Ledger:
                 continue
             entry.failed = entry.failed or shard.failed
             if shard.stored:
-                entry.durable.add(holding.rank)
-                entry.held.discard(holding.rank)
-            elif holding.rank not in entry.durable:
-                entry.held.add(holding.rank)
-        present = {s.step for s in holding.shards}.union(holding.digesting)
-        self.named[holding.rank] = frozenset(present - {s.step for s in holding.shards if s.stored})
+                entry.durable.add(buffered.rank)
+                entry.buffered.discard(buffered.rank)
+            elif buffered.rank not in entry.durable:
+                entry.buffered.add(buffered.rank)
+        present = {s.step for s in buffered.shards}.union(buffered.digesting)
+        self.named[buffered.rank] = frozenset(
+            present - {s.step for s in buffered.shards if s.stored}
+        )
         for entry in self.steps.values():
-            if holding.rank in entry.held and entry.step not in present:
-                entry.held.discard(holding.rank)
+            if buffered.rank in entry.buffered and entry.step not in present:
+                entry.buffered.discard(buffered.rank)
                 entry.lost = True
-        if holding.writing is None:
-            self.writing.pop(holding.rank, None)
+        if buffered.writing is None:
+            self.writing.pop(buffered.rank, None)
         else:
-            self.writing[holding.rank] = holding.writing
+            self.writing[buffered.rank] = buffered.writing
         return tuple(drop)
 
     def committed(
@@ -226,7 +228,7 @@ class Ledger:
             if not self.expects_copies:
                 entry.copied = True
             return Level.LOCAL
-        if entry.memory or len(entry.durable | entry.held) < entry.world_size:
+        if entry.memory or len(entry.durable | entry.buffered) < entry.world_size:
             return None
         entry.memory = True
         return Level.MEMORY

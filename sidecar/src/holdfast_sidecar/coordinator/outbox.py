@@ -18,8 +18,8 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, NotFoundError, StaleRoundError
 from holdfast_core.ids import Level, Step, Worker
 from holdfast_core.messages.schema import (
+    BufferNotice,
     GangRequest,
-    HoldNotice,
     LevelNotice,
     ManifestPut,
     Ok,
@@ -242,7 +242,7 @@ class Outbox:
         if worker == 0 and record.requests < len(self._requests):
             path, message = self._requests[record.requests]
             return message, path, record.request_acknowledged
-        if (notice := self._hold_notice(worker)) is not None:
+        if (notice := self._buffer_notice(worker)) is not None:
             return notice
         for step in sorted(self._ledger.steps):
             entry = self._ledger.steps[step]
@@ -277,7 +277,7 @@ class Outbox:
             entry.step,
             entry.manifest.decode(),
             None if known or layout is None else layout.decode(),
-            held=len(entry.durable) < entry.world_size,
+            buffered=len(entry.durable) < entry.world_size,
         )
 
     def _manifest_acknowledged(self, worker: Worker, entry: StepEntry) -> Callable[[], None]:
@@ -304,8 +304,10 @@ class Outbox:
         notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, prune)
         return notice, None, acknowledged
 
-    def _hold_notice(self, worker: Worker) -> tuple[HoldNotice, None, Callable[[], None]] | None:
-        """Return the notice about held steps, if this member lacks any of it.
+    def _buffer_notice(
+        self, worker: Worker
+    ) -> tuple[BufferNotice, None, Callable[[], None]] | None:
+        """Return the notice about buffered steps, if this member lacks any of it.
 
         It also carries the prunes while no step is local yet, because a LevelNotice must name a local step.
         """
@@ -318,7 +320,7 @@ class Outbox:
         def acknowledged() -> None:
             record.chosen, record.pruned, record.memory = chosen, pruned, reached
 
-        notice = HoldNotice(
+        notice = BufferNotice(
             self._ledger.round,
             self._memory.after(record.memory),
             chosen,

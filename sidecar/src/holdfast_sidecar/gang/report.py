@@ -92,7 +92,7 @@ def _tiers(rank: Rank, state: RoundState, sources: Sources) -> RankTiers:
         memory=_newest(
             [
                 *(r.header.step for r in sources.stager.memory.values() if r.header.rank == rank),
-                *sources.stager.held_steps(rank),
+                *sources.stager.buffered_steps(rank),
             ]
         ),
         node=_newest(held),

@@ -9,11 +9,11 @@ from typing import Any
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound
 from holdfast_core.messages.schema import (
+    Buffered,
+    BufferNotice,
     Certificate,
     CoordinatorState,
     GangRequest,
-    Holding,
-    HoldNotice,
     Inventory,
     LevelNotice,
     ManifestDocument,
@@ -131,8 +131,8 @@ class Control:
         match message:
             case Prepared():
                 return self._role.require().prepared(message)
-            case Holding():
-                return self._role.require().holding(message)
+            case Buffered():
+                return self._role.require().buffered(message)
             case Replicated():
                 return self._role.require().replicated(message)
             case Uploaded():
@@ -149,7 +149,7 @@ class Control:
                 return await receivers.manifests.put(message)
             case LevelNotice():
                 return receivers.pruner.level(message)
-            case HoldNotice():
+            case BufferNotice():
                 receivers.pruner.hold(message)
             case PersistRequest():
                 self._journeys.saves.flow.want(message)

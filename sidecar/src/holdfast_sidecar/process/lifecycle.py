@@ -164,7 +164,9 @@ class Lifecycle:
         # From here on no manifest of the old round can arrive, so the held steps that have one are known.
         # If the disk was too slow for the writes under way, it is too slow for further ones in this time.
         seconds = left(settings.seal_seconds)
-        if not settled or not await self._saves.stager.write_held(await self._manifests(), seconds):
+        if not settled or not await self._saves.stager.write_buffered(
+            await self._manifests(), seconds
+        ):
             logs.warning("steps in memory are not written", seconds=settings.seal_seconds)
 
     async def _record(self, round_: RestartRound, version: int) -> None:

@@ -58,7 +58,7 @@ class Local:
         self._background = background
         self._metrics = metrics
         self._tasks = Tasks()
-        self._saves.written.subscribe(self._written)
+        self._saves.stager.ended.subscribe(self._written)
 
     @property
     def state(self) -> RoundState:

@@ -85,17 +85,17 @@ class Manifests:
             raise
         self._failures.healthy("manifests")
         self._saves.stager.committed(message.step, message.round)
-        if not message.held:
+        if not message.buffered:
             self._saves.flow.committed(message.step, message.round)
         return Ok(message.round)
 
     def _expect_shard(self, rank: Rank, message: ManifestPut, manifest: Manifest) -> None:
         """Check that the rank's shard is on this node, or in memory if the message allows that."""
         stager, ref = self._saves.stager, manifest.ref(rank)
-        held = stager.find(rank, manifest.checkpoint) if message.held else None
-        if self._node.find(ref) is not None or (held is not None and held.ref == ref):
+        buffered = stager.find(rank, manifest.checkpoint) if message.buffered else None
+        if self._node.find(ref) is not None or (buffered is not None and buffered.ref == ref):
             return
-        if message.held and stager.may_find(rank, manifest.checkpoint):
+        if message.buffered and stager.may_find(rank, manifest.checkpoint):
             raise RefusedError(
                 Refusal.BUSY, f"step {message.step} of rank {rank} is being digested again"
             )

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Level, Step, TierName
-from holdfast_core.messages.schema import HoldNotice, LevelNotice, Ok, Round
+from holdfast_core.messages.schema import BufferNotice, LevelNotice, Ok, Round
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
@@ -22,7 +22,7 @@ from holdfast_sidecar.upkeep.prune import (
 
 
 class Pruner:
-    """Handler of LevelNotice and HoldNotice."""
+    """Handler of LevelNotice and BufferNotice."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Pruner:
         notices: RankNotices,
         failures: Failures,
     ) -> None:
-        """Create the handler, and subscribe it to the steps that a reply to HOLDING drops."""
+        """Create the handler, and subscribe it to the steps that a reply to BUFFERED drops."""
         self._pod = pod
         self._tiers = tiers
         self._saves = saves
@@ -55,7 +55,7 @@ class Pruner:
             self._tasks.spawn(self._until_done(lambda: self._prune(message)), "prune")
         return Ok(message.round)
 
-    def hold(self, message: HoldNotice) -> None:
+    def hold(self, message: BufferNotice) -> None:
         """Notify the ranks of steps at level memory, and begin to delete the steps that are dropped."""
         self._notices.in_memory(message.memory)
         self._drop(frozenset(message.prune), message.chosen)

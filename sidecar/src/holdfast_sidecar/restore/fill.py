@@ -10,8 +10,6 @@ several ranks (reshard.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
@@ -36,18 +34,16 @@ from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile, rank_of_slot
 from holdfast_core.shm.slot_fill import copy_shard, first_fitting, names_shard
 from holdfast_core.shm.slot_header import SlotState
-from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.backoff import Patience
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState, fence
-from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.signals import Signal
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill_target import FillTarget
 from holdfast_sidecar.restore.rehydrate import Rehydrator, Restored
 from holdfast_sidecar.restore.reshard import Resharder, Saved
-from holdfast_sidecar.save.layouts import RankLayouts
-from holdfast_sidecar.save.staging import Stager
+from holdfast_sidecar.save.journey import SaveJourney
 
 _MAX_TRIES = 8
 """Number of damaged or missing copies in a row after which a fill fails."""
@@ -58,28 +54,23 @@ class Filler:
 
     def __init__(
         self,
-        settings: Settings,
-        node: NodeTier,
+        pod: Pod,
+        tiers: Tiers,
+        saves: SaveJourney,
         rehydrator: Rehydrator,
         resharder: Resharder,
-        layouts: RankLayouts,
-        *,
-        stager: Stager,
-        pools: Pools,
         metrics: Metrics,
-        patience: Callable[[], Patience],
-        on_change: Callable[[], None],
     ) -> None:
-        self._settings = settings
-        self._node = node
+        self._pod = pod
+        self._node = tiers.node
+        self._pools = tiers.pools
+        self._layouts = saves.layouts
+        self._stager = saves.stager
         self._rehydrator = rehydrator
         self._resharder = resharder
-        self._layouts = layouts
-        self._stager = stager
-        self._pools = pools
         self._metrics = metrics
-        self._patience = patience
-        self._on_change = on_change
+        self.changed: Signal[[]] = Signal()
+        """Called when the source of a rank's shard may have changed."""
         self._targets: dict[Rank, FillTarget] = {}
         """Target of the newest fill of each rank, while it runs."""
 
@@ -150,7 +141,7 @@ class Filler:
                 del self._targets[message.rank]
         restored.sources[message.rank] = filled.tier
         self._rehydrator.failed(message.rank, "")
-        self._on_change()
+        self.changed()
         return filled
 
     def stop(self, why: str) -> None:
@@ -226,7 +217,7 @@ class Filler:
             RefusedError: BUSY: no place could provide it in time. The fill does not proceed without it,
                 since the rank could then load another part of a tensor as its own.
         """
-        patience = self._patience()
+        patience = self._pod.patience()
         while True:
             try:
                 return await self._rehydrator.layout(restored)
@@ -304,7 +295,7 @@ class Filler:
             except NotFoundError as error:
                 self._failed(rank, str(error), target)
                 raise
-            self._on_change()
+            self.changed()
         raise NotFoundError(f"rank {rank}: {_MAX_TRIES} copies in a row were bad")
 
     def _failed(self, rank: Rank, text: str, target: FillTarget) -> None:
@@ -324,7 +315,7 @@ class Filler:
         for name in names:
             target.check()
             try:
-                slot = SlotFile.open(self._settings.slots_dir, name)
+                slot = SlotFile.open(self._pod.settings.slots_dir, name)
             except HoldfastError:
                 continue
             try:
@@ -360,7 +351,7 @@ class Filler:
         def capacity_of(name: str) -> int | None:
             if self._stager.owns(name):
                 return None
-            target.take(SlotFile.open(self._settings.slots_dir, name))
+            target.take(SlotFile.open(self._pod.settings.slots_dir, name))
             return target.header().capacity_bytes
 
         return first_fitting(names, payload_bytes, capacity_of)

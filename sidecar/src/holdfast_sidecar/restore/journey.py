@@ -34,18 +34,9 @@ class RestoreJourney:
         places = Places(
             tiers, members.bulk, self.rehydrator, metrics, pod.contract.procs_per_worker
         )
-        self.filler = Filler(
-            pod.settings,
-            tiers.node,
-            self.rehydrator,
-            Resharder(places, tiers.pools, metrics, pod.patience),
-            saves.layouts,
-            stager=saves.stager,
-            pools=tiers.pools,
-            metrics=metrics,
-            patience=pod.patience,
-            on_change=changed,
-        )
+        resharder = Resharder(places, tiers.pools, metrics, pod.patience)
+        self.filler = Filler(pod, tiers, saves, self.rehydrator, resharder, metrics)
+        self.filler.changed.subscribe(changed)
 
     @property
     def is_here(self) -> bool:

@@ -33,8 +33,8 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.held import info_of
 from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.owned_slots import info_of
 from holdfast_sidecar.save.plan import (
     Action,
     OwnShard,

@@ -8,10 +8,9 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.save.buffered_report import BufferedReporter
 from holdfast_sidecar.save.flow import Flow
-from holdfast_sidecar.save.holding import HoldTeller
 from holdfast_sidecar.save.layouts import RankLayouts
-from holdfast_sidecar.save.slot_writes import Outcome
 from holdfast_sidecar.save.staging import Stager
 from holdfast_sidecar.wire.members import Members
 
@@ -29,27 +28,15 @@ class SaveJourney:
         changed: Signal[[]],
     ) -> None:
         """Create the components. `changed` is called when this worker's report may have changed."""
-        self.written: Signal[[Outcome]] = Signal()
-        """Called at the end of the write of a slot."""
         self.dropped: Signal[[frozenset[Step]]] = Signal()
-        """Called with the steps in memory that the coordinator's reply to HOLDING drops."""
-        self._held: Signal[[]] = Signal()
+        """Called with the steps in memory that the coordinator's reply to BUFFERED drops."""
         self.layouts = RankLayouts(pod.settings.layouts_dir, tiers.node, tiers.pools)
-        self.stager = Stager(
-            pod.settings,
-            tiers.node,
-            self.layouts,
-            tiers.pools,
-            telemetry.failures,
-            telemetry.metrics,
-            pod.clock,
-            background,
-            self.written,
-            self._held,
+        self.stager = Stager(pod, tiers, telemetry, self.layouts, background)
+        self._buffered = BufferedReporter(
+            pod, self.stager, self.layouts, members.control, self.dropped
         )
-        self._holding = HoldTeller(pod, self.stager, self.layouts, members.control, self.dropped)
-        self._held.subscribe(self._holding.wake)
-        self._held.subscribe(changed)
+        self.stager.buffered_changed.subscribe(self._buffered.wake)
+        self.stager.buffered_changed.subscribe(changed)
         self.flow = Flow(pod, tiers, members, self.layouts, telemetry, changed)
 
     @property
@@ -60,7 +47,7 @@ class SaveJourney:
 
     def start(self) -> None:
         """Begin to report the steps in memory to the coordinator."""
-        self._holding.start()
+        self._buffered.start()
 
     async def close(self) -> None:
-        await self._holding.close()
+        await self._buffered.close()

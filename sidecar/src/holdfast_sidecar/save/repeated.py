@@ -16,21 +16,17 @@ from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot, digest_slot, saved_before, shard_header
-from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.save.held import OwnedSlot
+from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.save.owned_slots import OwnedSlot
 
 
 class RepeatedSaves:
     """Comparisons of repeated saves, on the event loop. `owned` are the slots that the stager owns."""
 
-    def __init__(
-        self, settings: Settings, node: NodeTier, pools: Pools, owned: Mapping[str, OwnedSlot]
-    ) -> None:
-        self._settings = settings
-        self._node = node
-        self._pools = pools
+    def __init__(self, pod: Pod, tiers: Tiers, owned: Mapping[str, OwnedSlot]) -> None:
+        self._pod = pod
+        self._tiers = tiers
         self._owned = owned
         self._comparing: dict[Stage, asyncio.Future[bool]] = {}
 
@@ -68,12 +64,12 @@ class RepeatedSaves:
             check()
         if earlier is None:
             return False  # the earlier save has failed: this one is the first that can be durable
-        slot = SlotFile.open(self._settings.slots_dir, message.slot)
+        slot = SlotFile.open(self._pod.settings.slots_dir, message.slot)
         try:
             check_slot(slot.header(), message, SlotState.FULL)
             kept = earlier.header
             header = shard_header(message, kept.job_uid, kept.world_size)
-            found = await self._pools.digest.run(digest_slot, header, slot)
+            found = await self._tiers.pools.digest.run(digest_slot, header, slot)
             check()
             check_slot(slot.header(), message, SlotState.FULL)
             if found != earlier:
@@ -89,8 +85,8 @@ class RepeatedSaves:
         for owned in self._owned.values():
             if (owned.stage.rank, owned.checkpoint) == (message.rank, checkpoint):
                 return owned.record or owned
-        job_uid = self._settings.contract.job_uid
-        for record in self._node.list_shards():
+        job_uid = self._pod.job_uid
+        for record in self._tiers.node.list_shards():
             found = (record.header.job_uid, record.header.rank, record.checkpoint)
             if found == (job_uid, message.rank, checkpoint):
                 return record

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.clock import Clock
 from holdfast_core.errors import CapacityError, CorruptionError
 from holdfast_core.ids import Level, TierName
 from holdfast_core.messages.schema import SaveFailed, Stage
 from holdfast_core.shm.slot_save import digest_slot, shard_header
-from holdfast_core.tiers.base import NodeTier, ShardHeader, ShardRecord
-from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.settings import Settings
+from holdfast_core.tiers.base import ShardHeader, ShardRecord
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.stalled import until_done
-from holdfast_sidecar.save.held import OwnedSlot
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.save.owned_slots import OwnedSlot
 from holdfast_sidecar.save.room import Room
 
 
@@ -35,20 +33,17 @@ class SlotWrites:
 
     def __init__(
         self,
-        settings: Settings,
-        node: NodeTier,
-        pools: Pools,
-        failures: Failures,
-        metrics: Metrics,
-        clock: Clock,
+        pod: Pod,
+        tiers: Tiers,
+        telemetry: Telemetry,
         room: Room,
     ) -> None:
-        self._settings = settings
-        self._node = node
-        self._pools = pools
-        self._failures = failures
-        self._metrics = metrics
-        self._clock = clock
+        self._settings = pod.settings
+        self._clock = pod.clock
+        self._node = tiers.node
+        self._pools = tiers.pools
+        self._failures = telemetry.failures
+        self._metrics = telemetry.metrics
         self._room = room
 
     async def digest(self, owned: OwnedSlot) -> Outcome:

@@ -6,10 +6,10 @@
 3. The slot becomes free, and the shard is passed to `Flow`.
 
 If step 2 fails, the failure is sent to the rank and reported to the coordinator, and training continues.
-The slot is freed, unless it was held and its bytes are still good: then it stays held.
+The slot is freed, unless it was buffered and its bytes are still good: then it stays buffered.
 
-With three slots or more, a slot that is staged while an earlier one of the rank is being written is held
-(held.py): it is digested in memory, and written after the coordinator has chosen its step.
+With three slots or more, a slot that is staged while an earlier one of the rank is being written is
+buffered (owned_slots.py): it is digested in memory, and written after the coordinator has chosen its step.
 
 Each owned slot has a note in the same tmpfs (slot_notes.py). A sidecar that restarts during step 2 reads
 it and finishes the save.
@@ -20,32 +20,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, RefusedError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
-from holdfast_core.messages.schema import RankHolding, Refusal, Stage, Staged
+from holdfast_core.messages.schema import RankBuffered, Refusal, Stage, Staged
 from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.shm.slot_file import SlotFile, list_slots, rank_of_slot
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot
-from holdfast_core.tiers.base import NodeTier, ShardRecord
+from holdfast_core.tiers.base import ShardRecord
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState, fence
-from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.tasks import Tasks
-from holdfast_sidecar.save.held import (
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.owned_slots import (
     OwnedSlot,
     Where,
-    holding_of,
+    buffered_of,
     is_quiet,
     next_write,
     to_seal,
 )
-from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.repeated import RepeatedSaves
 from holdfast_sidecar.save.room import Room
 from holdfast_sidecar.save.slot_notes import SlotNotes, left_in_memory, take_or_free
@@ -55,45 +54,40 @@ from holdfast_sidecar.save.slot_writes import Outcome, SlotWrites
 class Stager:
     """Owner of the slots from Stage until they are freed.
 
-    `on_outcome` is called with each result, and `on_held` when `holding` may have changed; both on the
-    event loop.
+    All methods and the two signals run on the event loop.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        node: NodeTier,
+        pod: Pod,
+        tiers: Tiers,
+        telemetry: Telemetry,
         layouts: RankLayouts,
-        pools: Pools,
-        failures: Failures,
-        metrics: Metrics,
-        clock: Clock,
         background: BackgroundLimit,
-        on_outcome: Callable[[Outcome], None],
-        on_held: Callable[[], None] = lambda: None,
     ) -> None:
-        self._settings = settings
-        self._node = node
+        self._pod = pod
+        self._settings = pod.settings
+        self._tiers = tiers
         self._layouts = layouts
-        self._pools = pools
         self.room = Room()
-        self._writes = SlotWrites(settings, node, pools, failures, metrics, clock, self.room)
-        self._metrics = metrics
-        self._clock = clock
+        self._writes = SlotWrites(pod, tiers, telemetry, self.room)
+        self._metrics = telemetry.metrics
         self._background = background
-        self._on_outcome = on_outcome
-        self._on_held = on_held
-        self._notes = SlotNotes(settings.staged_dir)
+        self.ended: Signal[[Outcome]] = Signal()
+        """Called with the result of each save."""
+        self.buffered_changed: Signal[[]] = Signal()
+        """Called when `buffered` may have changed."""
+        self._notes = SlotNotes(pod.settings.staged_dir)
         self._owned: dict[str, OwnedSlot] = {}
-        self._repeated = RepeatedSaves(settings, node, pools, self._owned)
+        self._repeated = RepeatedSaves(pod, tiers, self._owned)
         self._stored: dict[tuple[Rank, Step], ShardRecord] = {}
-        """Shards that were held and are durable now, until the coordinator has acknowledged that."""
+        """Shards that were buffered and are durable now, until the coordinator has acknowledged that."""
         self._newest: dict[Rank, Step] = {}
-        self._reported: tuple[RankHolding, ...] | None = None
-        """The last HOLDING that the coordinator acknowledged; None if it has no entry of this worker."""
+        self._reported: tuple[RankBuffered, ...] | None = None
+        """The last BUFFERED that the coordinator acknowledged; None if it has no entry of this worker."""
         self._chosen: Step | None = None
-        self._held_round: RoundState | None = None
-        """The round whose ROUND this process has accepted. None while sealed: only `write_held` begins
+        self._accepted_round: RoundState | None = None
+        """The round whose ROUND this process has accepted. None while sealed: only `write_buffered` begins
         writes then."""
         self._tasks = Tasks()
         self.coordinator_epoch = 0
@@ -106,16 +100,16 @@ class Stager:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing has to be done now, apart from held slots whose step is not committed.
+        """Whether nothing has to be done now, apart from buffered slots whose step is not committed.
 
-        No slot is being digested or written, every held slot of a committed step is written, has failed or
-        is pruned, and the coordinator has acknowledged the present `holding`.
+        No slot is being digested or written. Every buffered slot of a committed step is written, has failed
+        or is pruned. The coordinator has acknowledged the present `buffered`.
         """
         busy = any(
-            o.where is not Where.HELD or (o.committed and o.pending_write)
+            o.where is not Where.BUFFERED or (o.committed and o.pending_write)
             for o in self._owned.values()
         )
-        now = self.holding()
+        now = self.buffered()
         is_reported = is_quiet(now) or now == self._reported
         return not busy and is_reported
 
@@ -127,7 +121,7 @@ class Stager:
     def owns(self, slot: str) -> bool:
         return slot in self._owned
 
-    def held_steps(self, rank: Rank) -> tuple[Step, ...]:
+    def buffered_steps(self, rank: Rank) -> tuple[Step, ...]:
         """Return the rank's steps that are digested in memory, whether or not a write has begun."""
         return tuple(
             o.stage.step
@@ -141,7 +135,7 @@ class Stager:
 
     def under_way(self, rank: Rank) -> tuple[Step, ...]:
         """Return the rank's steps of the current round that are neither durable nor failed nor pruned."""
-        state = self._held_round
+        state = self._accepted_round
         return tuple(
             o.stage.step
             for o in self._owned.values()
@@ -163,7 +157,7 @@ class Stager:
 
         This is so while the shard is not digested yet, and before `recover` has looked at the slots.
         """
-        return self._held_round is None or any(
+        return self._accepted_round is None or any(
             (o.stage.rank, o.checkpoint) == (rank, checkpoint)
             and o.record is None
             and not o.dropped
@@ -210,41 +204,41 @@ class Stager:
         except BaseException:
             slot.close()
             raise
-        pending_write = self._may_hold(state) and any(
+        pending_write = self._may_buffer(state) and any(
             o.stage.rank == message.rank and (o.where is Where.WRITING or not o.dropped)
             for o in self._owned.values()
         )
         self._take(slot, message, state, pending_write=pending_write)
         return Staged(message.step)
 
-    # ------------------------------------------------------------------ held slots
+    # ------------------------------------------------------------------ buffered slots
 
-    def holding(self) -> tuple[RankHolding, ...]:
-        """Return what HOLDING reports of each rank of this pod, or nothing while sealed."""
-        state = self._held_round
+    def buffered(self) -> tuple[RankBuffered, ...]:
+        """Return what BUFFERED reports of each rank of this pod, or nothing while sealed."""
+        state = self._accepted_round
         if state is None:
             return ()
         return tuple(
-            holding_of(Rank(rank), state.round, self._owned.values(), self._stored.values())
+            buffered_of(Rank(rank), state.round, self._owned.values(), self._stored.values())
             for rank in state.own_ranks
         )
 
     @property
-    def unreported(self) -> tuple[RankHolding, ...] | None:
-        """`holding`, or None if the coordinator has acknowledged it or there is nothing to report."""
-        now = self.holding()
+    def unreported(self) -> tuple[RankBuffered, ...] | None:
+        """`buffered`, or None if the coordinator has acknowledged it or there is nothing to report."""
+        now = self.buffered()
         return None if now == self._reported or (is_quiet(now) and self._reported is None) else now
 
-    def mark_reported(self, holding: tuple[RankHolding, ...]) -> None:
-        """Record that the coordinator has acknowledged `holding`."""
-        known: list[RankHolding] = []
-        for entry in holding:
+    def mark_reported(self, buffered: tuple[RankBuffered, ...]) -> None:
+        """Record that the coordinator has acknowledged `buffered`."""
+        known: list[RankBuffered] = []
+        for entry in buffered:
             for shard in entry.shards:
                 if shard.stored:
                     self._stored.pop((entry.rank, shard.step), None)
             known.append(replace(entry, shards=tuple(s for s in entry.shards if not s.stored)))
         self._reported = None if is_quiet(known) else tuple(known)
-        self._on_held()
+        self.buffered_changed()
 
     def coordinator_changed(self) -> None:
         """Report everything again, because another coordinator, or a restarted one, has received nothing.
@@ -259,10 +253,10 @@ class Stager:
         """Record that the coordinator of this round has replied, and so accepts this worker's messages."""
         if not self.has_coordinator:
             self.has_coordinator = True
-            self._on_held()
+            self.buffered_changed()
 
     def choose(self, step: Step | None) -> None:
-        """Set the step that the coordinator has chosen. Every rank that holds it writes it."""
+        """Set the step that the coordinator has chosen. Every rank that buffers it writes it."""
         self._chosen = step
         self._advance()
 
@@ -284,7 +278,7 @@ class Stager:
     def forget(self, steps: frozenset[Step]) -> None:
         """Mark the slots of pruned steps as dropped.
 
-        A held slot is freed by `release`, because a step's manifest is deleted before its bytes. A slot
+        A buffered slot is freed by `release`, because a step's manifest is deleted before its bytes. A slot
         that is being written finishes first; its shard is then deleted.
         """
         for owned in self._owned.values():
@@ -293,22 +287,22 @@ class Stager:
         self._stored = {k: r for k, r in self._stored.items() if k[1] not in steps}
 
     def release(self, steps: frozenset[Step]) -> None:
-        """Free the held slots of these dropped steps. Call it after their manifests are deleted."""
+        """Free the buffered slots of these dropped steps. Call it after their manifests are deleted."""
         dropped = [
             o
             for o in self._owned.values()
-            if o.dropped and o.where is Where.HELD and o.stage.step in steps
+            if o.dropped and o.where is Where.BUFFERED and o.stage.step in steps
         ]
         for owned in dropped:
             self._free(owned)
         self._metrics.dropped(len({o.stage.step for o in dropped}))
-        self._on_held()
+        self.buffered_changed()
 
     # ------------------------------------------------------------------ rounds
 
     def seal(self) -> None:
-        """End the round: from now on only `write_held` begins writes of held slots."""
-        self._held_round = None
+        """End the round: from now on only `write_buffered` begins writes of buffered slots."""
+        self._accepted_round = None
         self._chosen = None
         self.room.close()
 
@@ -316,22 +310,24 @@ class Stager:
         """Wait for all digests and writes under way. Return False if the time ran out."""
         return await self._tasks.join(timeout_seconds)
 
-    async def write_held(self, manifests: frozenset[CheckpointId], timeout_seconds: float) -> bool:
-        """Write the held slots of committed steps while sealed, so that the inventory lists their shards.
+    async def write_buffered(
+        self, manifests: frozenset[CheckpointId], timeout_seconds: float
+    ) -> bool:
+        """Write the buffered slots of committed steps while sealed, so that the inventory lists their shards.
 
         Slots of steps without a manifest stay in memory, because such a step cannot be a restore point.
 
         Returns:
             False if the time ran out.
         """
-        deadline = self._clock.monotonic() + timeout_seconds
+        deadline = self._pod.clock.monotonic() + timeout_seconds
         await self.take_left(manifests)
         waiting = to_seal(self._owned.values(), manifests)
         for step in sorted({o.stage.step for o in waiting}):
             for owned in waiting:
                 if owned.stage.step == step:
                     self._start(owned)
-            if not await self._tasks.join(max(0.0, deadline - self._clock.monotonic())):
+            if not await self._tasks.join(max(0.0, deadline - self._pod.clock.monotonic())):
                 return False
         return True
 
@@ -339,13 +335,13 @@ class Stager:
         """Take over slots of committed steps that an earlier process of this sidecar owned.
 
         A seal calls this, since the sidecar may have restarted after the ROUND. Returns whether
-        `write_held` has anything to write.
+        `write_buffered` has anything to write.
         """
-        left = await self._pools.read.run(
+        left = await self._tiers.pools.read.run(
             left_in_memory,
             self._settings.slots_dir,
             self._notes,
-            self._node,
+            self._tiers.node,
             self._settings.contract.job_uid,
             manifests,
             known=frozenset(self._owned),
@@ -353,21 +349,23 @@ class Stager:
         for found in left:
             if found.stage.slot not in self._owned:
                 slot = SlotFile.open(self._settings.slots_dir, found.stage.slot)
-                owned = OwnedSlot(found.stage, slot, found.world_size, Where.HELD, waited=True)
+                owned = OwnedSlot(
+                    found.stage, slot, found.world_size, Where.BUFFERED, was_buffered=True
+                )
                 self._owned[slot.name] = owned
         return bool(to_seal(self._owned.values(), manifests))
 
     def recover(self, state: RoundState, manifests: frozenset[CheckpointId] = frozenset()) -> None:
         """Begin a round, after its ROUND was accepted.
 
-        Slots that an earlier process of this sidecar owned in this round are taken over. Held slots of
+        Slots that an earlier process of this sidecar owned in this round are taken over. Buffered slots of
         older rounds, and slots that no other process would free, are freed.
 
         Args:
             state: The state of the round.
             manifests: Checkpoints whose manifest is on this node.
         """
-        self._held_round = state
+        self._accepted_round = state
         self.room.open()
         self._chosen = self._reported = None
         self.has_coordinator = False
@@ -377,7 +375,7 @@ class Stager:
             # A write of an older round that is still under way finishes: it may be of the restore point.
             if owned.stage.round != state.round and owned.where is not Where.WRITING:
                 owned.dropped = True
-            if owned.dropped and owned.where is Where.HELD:
+            if owned.dropped and owned.where is Where.BUFFERED:
                 self._free(owned)
         for name in list_slots(self._settings.slots_dir):
             if name in self._owned:
@@ -395,8 +393,8 @@ class Stager:
             if message is None:
                 slot.close()
             else:
-                # Even a slot whose write was interrupted is held: the coordinator chooses what is next.
-                self._take(slot, message, state, pending_write=self._may_hold(state))
+                # Even a slot whose write was interrupted is buffered: the coordinator chooses what is next.
+                self._take(slot, message, state, pending_write=self._may_buffer(state))
         for owned in self._owned.values():
             owned.committed = owned.checkpoint in manifests
 
@@ -407,7 +405,7 @@ class Stager:
         owned = self._owned.get(message.slot)
         return owned is not None and owned.stage == message
 
-    def _may_hold(self, state: RoundState) -> bool:
+    def _may_buffer(self, state: RoundState) -> bool:
         return state.held is not None and state.held.policy.memory_level_enabled
 
     def _take(
@@ -416,29 +414,29 @@ class Stager:
         """Add an owned slot, and begin its digest if it `pending_write`, else its write."""
         slot.throttle = self._background.take
         where = Where.DIGESTING if pending_write else Where.WRITING
-        owned = OwnedSlot(message, slot, state.world_size, where, waited=pending_write)
+        owned = OwnedSlot(message, slot, state.world_size, where, was_buffered=pending_write)
         self._owned[slot.name] = owned
         self._newest[message.rank] = message.step
         if pending_write:
             self._tasks.spawn(self._digest(owned), f"digest {message.slot}")
         else:
             self._start(owned)
-        self._on_held()
+        self.buffered_changed()
 
     def _start(self, owned: OwnedSlot) -> None:
         owned.where = Where.WRITING
         self._tasks.spawn(self._write(owned), f"write {owned.stage.slot}")
 
     def _advance(self) -> None:
-        """Start the writes of held slots that may start now."""
-        state = self._held_round
+        """Start the writes of buffered slots that may start now."""
+        state = self._accepted_round
         if state is None:
             return
         for rank in state.own_ranks:
             owned = next_write(Rank(rank), self._owned.values(), self._chosen)
             if owned is not None:
                 self._start(owned)
-        self._on_held()
+        self.buffered_changed()
 
     def _free(self, owned: OwnedSlot) -> None:
         """Remove the slot's note and set the slot FREE, in this order.
@@ -460,16 +458,20 @@ class Stager:
     async def _digest(self, owned: OwnedSlot) -> None:
         outcome = await self._writes.digest(owned)
         record = outcome.record
-        owned.record, owned.where = record, Where.HELD
+        owned.record, owned.where = record, Where.BUFFERED
         owned.digested.set()
         is_done = outcome.failed is not None
-        if record is not None and not owned.dropped and self._node.find(record.ref) is not None:
+        if (
+            record is not None
+            and not owned.dropped
+            and self._tiers.node.find(record.ref) is not None
+        ):
             is_done = True  # an earlier process wrote it and ended before it freed the slot
             self._is_stored(owned, record)
         if is_done or owned.dropped:
             self._free(owned)
         if is_done:
-            self._on_outcome(outcome)
+            self.ended(outcome)
         self._advance()
 
     async def _write(self, owned: OwnedSlot) -> None:
@@ -479,7 +481,7 @@ class Stager:
         finally:
             record = None if outcome is None else outcome.record
             if outcome is not None and outcome.failed is not None and self._stays(owned, outcome):
-                owned.where, owned.failed = Where.HELD, True
+                owned.where, owned.failed = Where.BUFFERED, True
             else:
                 if record is not None and not owned.dropped:
                     self._is_stored(owned, record)
@@ -487,20 +489,20 @@ class Stager:
         if record is not None and owned.dropped:
             await self._writes.delete(record)
         else:
-            self._on_outcome(outcome)
+            self.ended(outcome)
         self._advance()
 
     def _is_stored(self, owned: OwnedSlot, record: ShardRecord) -> None:
         self.memory[owned.stage.slot] = record
-        if owned.waited:
+        if owned.was_buffered:
             self._stored[(record.header.rank, record.header.step)] = record
 
     def _stays(self, owned: OwnedSlot, outcome: Outcome) -> bool:
-        """Return whether a slot whose write failed is held again instead of freed.
+        """Return whether a slot whose write failed is buffered again instead of freed.
 
         It is if its bytes are still the digested ones, its step is not pruned and its round is not over.
         """
-        state = self._held_round
+        state = self._accepted_round
         current = state is None or state.round == owned.stage.round
         return owned.record is not None and not owned.dropped and not outcome.is_corrupt and current
 

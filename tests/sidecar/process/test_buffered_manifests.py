@@ -17,7 +17,7 @@ from tests.support.sidecar.rounds import first_round
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
-from holdfast_core.messages.schema import HoldNotice, LevelNotice, ManifestPut, Ok, Refusal
+from holdfast_core.messages.schema import BufferNotice, LevelNotice, ManifestPut, Ok, Refusal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardRecord
 from holdfast_sidecar.base.failures import Failures
@@ -93,11 +93,13 @@ class World:
         notices = RankNotices(self.current, LocalConnections())
         self.pruner = Pruner(pod, tiers, saves, notices, failures)
 
-    async def put(self, *, held: bool) -> Ok:
+    async def put(self, *, buffered: bool) -> Ok:
         """The coordinator puts the manifest of the shard and of one of rank 1."""
         other = replace(RECORD, header=replace(RECORD.header, rank=Rank(1)))
         text = manifest([RECORD, other]).to_bytes().decode()
-        return await self.manifests.put(ManifestPut(HEADER.round, HEADER.step, text, held=held))
+        return await self.manifests.put(
+            ManifestPut(HEADER.round, HEADER.step, text, buffered=buffered)
+        )
 
     async def close(self) -> None:
         await self.pruner.close()
@@ -111,7 +113,7 @@ def world(tmp_path: Path) -> World:
 
 async def test_a_shard_in_memory_is_acknowledged_when_the_manifest_allows_it(world: World) -> None:
     world.stager.in_memory = RECORD
-    assert await world.put(held=True) == Ok(HEADER.round)
+    assert await world.put(buffered=True) == Ok(HEADER.round)
     assert len(world.node.list_manifests()) == 1
     assert world.stager.commits == [CHECKPOINT]
     assert world.copied == [], "copies wait until the step is local"
@@ -119,14 +121,14 @@ async def test_a_shard_in_memory_is_acknowledged_when_the_manifest_allows_it(wor
 
 
 @pytest.mark.parametrize(
-    ("held", "in_memory"), [(False, True), (True, False)], ids=["not allowed", "not there"]
+    ("buffered", "in_memory"), [(False, True), (True, False)], ids=["not allowed", "not there"]
 )
 async def test_a_manifest_without_its_shard_is_refused(
-    world: World, held: bool, in_memory: bool
+    world: World, buffered: bool, in_memory: bool
 ) -> None:
     world.stager.in_memory = RECORD if in_memory else None
     with pytest.raises(NotFoundError, match="rank 0"):
-        await world.put(held=held)
+        await world.put(buffered=buffered)
     assert world.node.list_manifests() == ()
     await world.close()
 
@@ -134,14 +136,14 @@ async def test_a_manifest_without_its_shard_is_refused(
 async def test_a_shard_that_is_digested_again_is_busy_and_not_lost(world: World) -> None:
     world.stager.digesting = True
     with pytest.raises(RefusedError) as refused:
-        await world.put(held=True)
+        await world.put(buffered=True)
     assert refused.value.code is Refusal.BUSY
     await world.close()
 
 
 async def test_copies_begin_at_once_when_every_shard_is_durable(world: World) -> None:
     world.node.write_shard(HEADER, BytesSource(DATA))
-    await world.put(held=False)
+    await world.put(buffered=False)
     assert world.copied == [CHECKPOINT]
     await world.close()
 
@@ -160,7 +162,7 @@ async def test_a_prune_deletes_nothing_after_a_seal(world: World) -> None:
     sealed = threading.Event()
     busy = asyncio.ensure_future(world.pools.meta.run(sealed.wait, 30))
     await asyncio.sleep(0)
-    world.pruner.hold(HoldNotice(HEADER.round, prune=(HEADER.step, in_memory)))
+    world.pruner.hold(BufferNotice(HEADER.round, prune=(HEADER.step, in_memory)))
     await asyncio.sleep(0)
     world.current.state = world.current.state.sealed_for(RestartRound(1))
     sealed.set()

@@ -1,4 +1,4 @@
-"""State of the slots that the sidecar owns, and decisions about the held ones: report, write, seal.
+"""State of the slots that the sidecar owns, and decisions about the buffered ones: report, write, seal.
 
 Where a rank has three slots or more, a step that is staged while an earlier one is being written is held.
 Its slot is digested, so that the gang can commit the step at level memory, and is written to the node
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
-from holdfast_core.messages.schema import DigestedShard, RankHolding, ShardInfo, Stage
+from holdfast_core.messages.schema import DigestedShard, RankBuffered, ShardInfo, Stage
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_file import SlotFile
 
 
 class Where(Enum):
-    """Stage of an owned slot: being digested, held in memory, or being written to the node tier."""
+    """Stage of an owned slot: being digested, buffered in memory, or being written to the node tier."""
 
     DIGESTING = auto()
-    HELD = auto()
+    BUFFERED = auto()
     WRITING = auto()
 
 
@@ -36,11 +36,12 @@ class OwnedSlot:
     slot: SlotFile
     world_size: int
     where: Where
-    waited: bool = False
-    """Whether the slot was held instead of written immediately. HOLDING reports held slots to the
+    was_buffered: bool = False
+    """Whether the slot was buffered instead of written immediately. BUFFERED reports buffered slots to the
     coordinator."""
     record: ShardRecord | None = None
-    """Digest and header of a held slot; None until it is digested, and for a slot that was not held."""
+    """Digest and header of a buffered slot; None until it is digested, and for a slot that is written at
+    once."""
     digested: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the record is known, or when the slot is freed."""
     committed: bool = False
@@ -48,7 +49,7 @@ class OwnedSlot:
     failed: bool = False
     """Whether a write of the slot failed. Its bytes are good, so a seal tries to write it once more."""
     dropped: bool = False
-    """Whether the step was pruned. A held slot is freed by `Stager.release`, after the manifest is
+    """Whether the step was pruned. A buffered slot is freed by `Stager.release`, after the manifest is
     deleted; any other slot when its digest or write has ended."""
 
     @property
@@ -73,28 +74,28 @@ def digested(record: ShardRecord, *, stored: bool = False, failed: bool = False)
     return DigestedShard(header.step, info_of(record), header.layout, stored, failed)
 
 
-def holding_of(
+def buffered_of(
     rank: Rank, round_: RestartRound, owned: Iterable[OwnedSlot], stored: Iterable[ShardRecord]
-) -> RankHolding:
-    """Return what HOLDING reports of one rank to the coordinator of `round_`.
+) -> RankBuffered:
+    """Return what BUFFERED reports of one rank to the coordinator of `round_`.
 
     Args:
         rank: The rank that is reported.
-        round_: The current round. Held shards of older rounds are left out, because the current round may
+        round_: The current round. Buffered shards of older rounds are left out, because the current round may
             train the same step again to other bytes. A write of an older round that is still under way is
             reported as `writing`, since it occupies the rank.
         owned: All slots that the sidecar owns, of any rank.
-        stored: Shards that were held and are durable by now, of any rank.
+        stored: Shards that were buffered and are durable by now, of any rank.
     """
     of_rank = sorted((o for o in owned if o.stage.rank == rank), key=lambda o: o.stage.step)
-    waited = [o for o in of_rank if o.waited and not o.dropped and o.stage.round == round_]
+    waited = [o for o in of_rank if o.was_buffered and not o.dropped and o.stage.round == round_]
     shards = [digested(o.record, failed=o.failed) for o in waited if o.record is not None]
     shards.extend(
         digested(r, stored=True)
         for r in stored
         if (r.header.rank, r.header.round) == (rank, round_)
     )
-    return RankHolding(
+    return RankBuffered(
         rank,
         tuple(sorted(shards, key=lambda s: s.step)),
         tuple(o.stage.step for o in waited if o.record is None),
@@ -102,16 +103,16 @@ def holding_of(
     )
 
 
-def is_quiet(holding: Iterable[RankHolding]) -> bool:
-    """Return whether no rank holds a step, so that HOLDING has nothing to report.
+def is_quiet(buffered: Iterable[RankBuffered]) -> bool:
+    """Return whether no rank buffers a step, so that BUFFERED has nothing to report.
 
-    Shards that were written without being held are reported by PREPARED.
+    Shards that were written without being buffered are reported by PREPARED.
     """
-    return not any(entry.shards or entry.digesting for entry in holding)
+    return not any(entry.shards or entry.digesting for entry in buffered)
 
 
 def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> OwnedSlot | None:
-    """Return the rank's held slot of the chosen step, if it may be written now.
+    """Return the rank's buffered slot of the chosen step, if it may be written now.
 
     None while another slot of the rank is being written: each rank has at most one write under way.
     """
@@ -119,7 +120,9 @@ def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> O
     if any(o.where is Where.WRITING for o in of_rank):
         return None
     ready = (
-        o for o in of_rank if o.where is Where.HELD and o.pending_write and o.stage.step == chosen
+        o
+        for o in of_rank
+        if o.where is Where.BUFFERED and o.pending_write and o.stage.step == chosen
     )
     return next(ready, None)
 
@@ -127,12 +130,14 @@ def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> O
 def to_seal(
     owned: Iterable[OwnedSlot], manifests: frozenset[CheckpointId]
 ) -> tuple[OwnedSlot, ...]:
-    """Return the slots that a seal writes, oldest step first: all held ones whose manifest is on this node.
+    """Return the slots that a seal writes: all buffered ones whose manifest is on this node, oldest first.
 
     The newest one alone would not suffice. Of two such steps, the newer one's manifest may be missing on
     another member; then only the older step can be complete on all members (ADR 0033).
     """
     found = [
-        o for o in owned if o.where is Where.HELD and not o.dropped and o.checkpoint in manifests
+        o
+        for o in owned
+        if o.where is Where.BUFFERED and not o.dropped and o.checkpoint in manifests
     ]
     return tuple(sorted(found, key=lambda o: (o.stage.step, o.stage.rank)))

@@ -1,7 +1,7 @@
-"""Send HOLDING to the coordinator whenever the set of steps that this pod holds in memory changes.
+"""Send BUFFERED to the coordinator whenever the set of steps that this pod buffers in memory changes.
 
 Each message carries the whole set. A lost or reordered message can therefore not leave the coordinator
-with an entry that this pod no longer holds.
+with an entry that this pod no longer buffers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import Digest, Step
-from holdfast_core.messages.schema import Holding, HoldingReply, RankHolding, Round
+from holdfast_core.messages.schema import Buffered, BufferedReply, RankBuffered, Round
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
@@ -20,8 +20,8 @@ from holdfast_sidecar.save.staging import Stager
 from holdfast_sidecar.wire.client import Peers
 
 
-class HoldTeller:
-    """Sender of HOLDING. `on_drop` is called with the steps that the coordinator has pruned."""
+class BufferedReporter:
+    """Sender of BUFFERED. `on_drop` is called with the steps that the coordinator has pruned."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class HoldTeller:
         self._changed = asyncio.Event()
 
     def start(self) -> None:
-        self._tasks.spawn(self._run(), "holding")
+        self._tasks.spawn(self._run(), "buffered")
 
     async def close(self) -> None:
         await self._tasks.cancel()
 
     def wake(self) -> None:
-        """Send again, because the set of held steps has changed or the coordinator is ready for it."""
+        """Send again, because the set of buffered steps has changed or the coordinator is ready for it."""
         self._changed.set()
 
     async def _run(self) -> None:
@@ -56,35 +56,35 @@ class HoldTeller:
             await self._changed.wait()
             self._changed.clear()
             state = self._pod.state
-            holding = self._stager.unreported
-            if state.held is None or holding is None or not self._stager.has_coordinator:
+            buffered = self._stager.unreported
+            if state.held is None or buffered is None or not self._stager.has_coordinator:
                 continue
             coordinator_epoch = self._stager.coordinator_epoch
             try:
-                reply = await self._report(state.held, holding)
+                reply = await self._report(state.held, buffered)
             except HoldfastError as error:
-                changes.log("holding", str(error), round=state.round)
+                changes.log("buffered", str(error), round=state.round)
                 self._changed.set()
                 await self._pod.clock.sleep(backoff.next_seconds())
                 continue
             backoff.reset()
-            changes.healthy("holding")
+            changes.healthy("buffered")
             if (
                 self._pod.state.round == state.round
                 and self._stager.coordinator_epoch == coordinator_epoch
             ):
-                self._stager.mark_reported(holding)
+                self._stager.mark_reported(buffered)
                 if reply.drop:
                     self._on_drop(frozenset(reply.drop))
 
-    async def _report(self, held: Round, holding: tuple[RankHolding, ...]) -> HoldingReply:
-        """Send HOLDING, and once more with the layouts that the first reply requests."""
-        message = Holding(held.round, self._pod.contract.worker, holding)
-        reply = await self._peers.call(held.coordinator, message, HoldingReply)
+    async def _report(self, held: Round, buffered: tuple[RankBuffered, ...]) -> BufferedReply:
+        """Send BUFFERED, and once more with the layouts that the first reply requests."""
+        message = Buffered(held.round, self._pod.contract.worker, buffered)
+        reply = await self._peers.call(held.coordinator, message, BufferedReply)
         if reply.need_layouts:
             layouts = await self._documents(reply.need_layouts)
-            message = Holding(message.round, message.worker, holding, layouts)
-            reply = await self._peers.call(held.coordinator, message, HoldingReply)
+            message = Buffered(message.round, message.worker, buffered, layouts)
+            reply = await self._peers.call(held.coordinator, message, BufferedReply)
             if reply.need_layouts:
                 raise UnavailableError(f"the coordinator did not store {len(layouts)} layouts")
         return reply
