@@ -13,8 +13,9 @@ or busy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from holdfast_core.errors import (
     CorruptionError,
@@ -35,6 +36,7 @@ from holdfast_core.messages.schema import (
     Round,
     Suspect,
 )
+from holdfast_core.tiers.base import ObjectTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
@@ -42,6 +44,8 @@ from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.source_errors import SourceErrors
 from holdfast_sidecar.wire.members import Members
+
+T = TypeVar("T")
 
 _MANIFEST_SECONDS = 5.0
 """Time-out of one request for a manifest, so that a member that hangs delays the next source only briefly."""
@@ -271,36 +275,20 @@ class Rehydrator:
             )
         except HoldfastError as error:
             source_errors.failed("manifest in the node tier", error)
-        for member in self.others():
-            try:
-                answer = await self._request_documents(member, job_uid, checkpoint)
-                document = answer.manifest.encode()
-                manifest = self._accept(document, point, checkpoint)
-                layout = answer.layout.encode() if answer.layout is not None else None
-                await self._keep(job_uid, checkpoint, document, layout, manifest)
-                return manifest
-            except HoldfastError as error:
-                if isinstance(error, CorruptionError):
-                    self._metrics.corruption(TierName.PEER)
-                source_errors.failed(f"manifest at worker {member.worker}", error)
-        if self._store is None:
-            return None
-        namespace = self.namespace_of(point)
-        try:
-            document = await self._pools.fetch.run(
-                self._store.get_manifest, namespace, job_uid, checkpoint
-            )
-            manifest = self._accept(document, point, checkpoint)
-            layout = await self._pools.fetch.run(
-                self._store.get_layout, namespace, job_uid, manifest.layout
-            )
-            await self._keep(job_uid, checkpoint, document, layout, manifest)
-            return manifest
-        except HoldfastError as error:
-            if isinstance(error, CorruptionError):
-                self._metrics.corruption(TierName.OBJECT)
-            source_errors.failed("manifest in the object store", error)
-            return None
+
+        async def from_member(member: Member) -> Manifest:
+            answer = await self._request_documents(member, job_uid, checkpoint)
+            layout = None if answer.layout is None else answer.layout.encode()
+            return await self._accept_and_store(answer.manifest.encode(), layout, point, checkpoint)
+
+        async def from_store(store: ObjectTier) -> Manifest:
+            fetch, namespace = self._pools.fetch.run, self.namespace_of(point)
+            document = await fetch(store.get_manifest, namespace, job_uid, checkpoint)
+            digest = self._accept(document, point, checkpoint).layout
+            layout = await fetch(store.get_layout, namespace, job_uid, digest)
+            return await self._accept_and_store(document, layout, point, checkpoint)
+
+        return await self._from_elsewhere("manifest", source_errors, from_member, from_store)
 
     async def _request_documents(
         self, member: Member, job_uid: JobUid, checkpoint: CheckpointId
@@ -331,26 +319,24 @@ class Rehydrator:
             return await self._pools.read.run(self._node.get_layout, digest)
         except HoldfastError as error:
             source_errors.failed("layout in the node tier", error)
-        for member in self.others():
-            try:
-                answer = await self._request_documents(member, job_uid, manifest.checkpoint)
-                if answer.layout is not None and digest_of(answer.layout.encode()) == digest:
-                    return await self._keep_layout(answer.layout.encode())
-                source_errors.add(
-                    f"layout at worker {member.worker}: the worker has another layout or none"
-                )
-            except HoldfastError as error:
-                source_errors.failed(f"layout at worker {member.worker}", error)
-        if self._store is not None:
-            try:
-                document = await self._pools.fetch.run(
-                    self._store.get_layout, self.namespace_of(point), job_uid, digest
-                )
-                if digest_of(document) != digest:
-                    raise CorruptionError(f"digest {digest_of(document)}, expected {digest}")
-                return await self._keep_layout(document)
-            except HoldfastError as error:
-                source_errors.failed("layout in the object store", error)
+
+        async def from_member(member: Member) -> bytes:
+            answer = await self._request_documents(member, job_uid, manifest.checkpoint)
+            if answer.layout is None or digest_of(answer.layout.encode()) != digest:
+                raise NotFoundError("the worker has another layout or none")
+            return answer.layout.encode()
+
+        async def from_store(store: ObjectTier) -> bytes:
+            document = await self._pools.fetch.run(
+                store.get_layout, self.namespace_of(point), job_uid, digest
+            )
+            if digest_of(document) != digest:
+                raise CorruptionError(f"digest {digest_of(document)}, expected {digest}")
+            return document
+
+        found = await self._from_elsewhere("layout", source_errors, from_member, from_store)
+        if found is not None:
+            return await self._keep_layout(found)
         raise (UnavailableError if source_errors.retryable else NotFoundError)(str(source_errors))
 
     async def _keep_layout(self, document: bytes) -> bytes:
@@ -369,17 +355,19 @@ class Rehydrator:
         namespace = self.namespace_of(point)
         return parse_manifest_of(document, self._job_uid(point), checkpoint, namespace=namespace)
 
-    async def _keep(
-        self,
-        job_uid: JobUid,
-        checkpoint: CheckpointId,
-        document: bytes,
-        layout: bytes | None,
-        manifest: Manifest,
-    ) -> None:
+    async def _accept_and_store(
+        self, document: bytes, layout: bytes | None, point: RestorePoint, checkpoint: CheckpointId
+    ) -> Manifest:
+        """Check a manifest, write it and its layout to the node tier, and return it.
+
+        Raises CorruptionError as `_accept` does, and HoldfastError if this node cannot store it.
+        """
+        manifest = self._accept(document, point, checkpoint)
         if layout is not None and digest_of(layout) == manifest.layout:
             await self._pools.meta.run(self._node.put_layout, layout)
+        job_uid = self._job_uid(point)
         await self._pools.meta.run(self._node.put_manifest, job_uid, checkpoint, document)
+        return manifest
 
     # ------------------------------------------------------------------ shards
 
@@ -397,32 +385,55 @@ class Rehydrator:
         if await self._pools.read.run(self._node.find, ref) is not None:
             return TierName.NODE
         source_errors.add(f"rank {ref.rank}: not in the node tier")
-        for member in self.others():
+
+        async def from_member(member: Member) -> TierName:
             try:
                 record = await self._pools.fetch.run(self._members.bulk.fetch, member, ref)
-                self._metrics.fetched(TierName.PEER, record.file_bytes)
-                return TierName.PEER
-            except CorruptionError as error:
-                self._metrics.corruption(TierName.PEER)
-                source_errors.failed(f"rank {ref.rank}: bad copy at worker {member.worker}", error)
+            except CorruptionError:
                 self.accuse(member, ref)
-            except (HoldfastError, OSError) as error:
-                source_errors.failed(f"rank {ref.rank}: worker {member.worker}", error)
-        if self._store is None:
-            return None
-        namespace = self.namespace_of(point)
-        try:
+                raise
+            self._metrics.fetched(TierName.PEER, record.file_bytes)
+            return TierName.PEER
+
+        async def from_store(store: ObjectTier) -> TierName:
             record = await self._pools.fetch.run(
-                self._store.download_shard, namespace, ref, self._node.begin_copy
+                store.download_shard, self.namespace_of(point), ref, self._node.begin_copy
             )
             self._metrics.fetched(TierName.OBJECT, record.file_bytes)
             return TierName.OBJECT
-        except CorruptionError as error:
-            self._metrics.corruption(TierName.OBJECT)
-            source_errors.failed(f"rank {ref.rank}: bad copy in the object store", error)
+
+        what = f"rank {ref.rank}"
+        return await self._from_elsewhere(what, source_errors, from_member, from_store)
+
+    # ------------------------------------------------------------------ sources
+
+    async def _from_elsewhere(
+        self,
+        what: str,
+        source_errors: SourceErrors,
+        from_member: Callable[[Member], Awaitable[T]],
+        from_store: Callable[[ObjectTier], Awaitable[T]],
+    ) -> T | None:
+        """Try the other members and then the object store, and return what the first of them provides.
+
+        None if none does; `source_errors` lists the errors then. Damaged copies are counted.
+        """
+        for member in self.others():
+            try:
+                return await from_member(member)
+            except (HoldfastError, OSError) as error:
+                source_errors.failed(f"{what} at worker {member.worker}", error)
+                if isinstance(error, CorruptionError):
+                    self._metrics.corruption(TierName.PEER)
+        if self._store is None:
+            return None
+        try:
+            return await from_store(self._store)
         except (HoldfastError, OSError) as error:
-            source_errors.failed(f"rank {ref.rank}: object store", error)
-        return None
+            source_errors.failed(f"{what} in the object store", error)
+            if isinstance(error, CorruptionError):
+                self._metrics.corruption(TierName.OBJECT)
+            return None
 
     def accuse(self, member: Member, ref: ShardRef) -> None:
         """Report a bad copy to the member, without waiting. The member verifies its own copy itself."""
