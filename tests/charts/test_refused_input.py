@@ -290,7 +290,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     ),
     "launcher in the image": job_object(template=trainer(args=["--lr", "0.1"])),
     "request to save": checkpoint_object(),
-    "hold": checkpoint_object(step=100, hold=True, deletionPolicy="DeleteData"),
+    "pin": checkpoint_object(step=100, pin=True, deletionPolicy="DeleteData"),
     "smallest store": store_object(),
     "store at an IPv6 address": store_object(endpoint="http://[::1]:9000"),
     "store at the last port": store_object(endpoint="http://minio:65535/"),
@@ -367,7 +367,7 @@ def test_what_must_not_change(cluster: ControlPlane, case: str) -> None:
             WITH_STORE, {"checkpoint": {"object": {"every": {"steps": 50}}}}, id="upload interval"
         ),
         pytest.param(checkpoint_object("fills-step"), {"step": 7}, id="step is set once"),
-        pytest.param(checkpoint_object("held"), {"hold": True}, id="hold"),
+        pytest.param(checkpoint_object("pinned"), {"pin": True}, id="pin"),
     ],
 )
 def test_what_may_change(

@@ -97,7 +97,7 @@ def test_recovery_line_names_phases_and_lost_steps():
 def test_checkpoints_are_listed_by_step():
     items = [
         {"metadata": {"name": "b"}, "spec": {"step": 20, "jobRef": {"name": "gpt"}}},
-        {"metadata": {"name": "a"}, "spec": {"step": 10, "hold": True}, "status": {"bytes": 2048}},
+        {"metadata": {"name": "a"}, "spec": {"step": 10, "pin": True}, "status": {"bytes": 2048}},
     ]
     text = shown(checkpoints_view(items))
     assert text.index("a ") < text.index("b ") and "2.0 KiB" in text and "yes" in text

@@ -118,7 +118,7 @@ def recovery_line(recovery: dict[str, Any] | None) -> str:
 
 def checkpoints_view(items: list[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2))
-    for column in ("NAME", "JOB", "STEP", "PHASE", "SIZE", "HELD"):
+    for column in ("NAME", "JOB", "STEP", "PHASE", "SIZE", "PINNED"):
         table.add_column(column)
     for item in sorted(items, key=lambda i: i["spec"].get("step") or 0):
         status = item.get("status") or {}
@@ -128,7 +128,7 @@ def checkpoints_view(items: list[dict[str, Any]]) -> Table:
             str(item["spec"].get("step", "-")),
             status.get("phase", "-"),
             size_text(status.get("bytes")),
-            "yes" if item["spec"].get("hold") else "",
+            "yes" if item["spec"].get("pin") else "",
         )
     return table
 

@@ -169,7 +169,7 @@ def test_part_size_is_spelt_with_its_unit() -> None:
 
 def test_defaults_of_a_request_to_save() -> None:
     spec = Checkpoint.from_dict(checkpoint_object()).spec
-    assert (spec.step, spec.hold, spec.deletion_policy) == (None, False, DeletionPolicy.RETAIN)
+    assert (spec.step, spec.pin, spec.deletion_policy) == (None, False, DeletionPolicy.RETAIN)
 
 
 def test_condition_is_found_by_its_type() -> None:

@@ -250,11 +250,11 @@ def test_a_request_to_save_has_no_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "hold", "deletes"),
+    ("policy", "pin", "deletes"),
     [("DeleteData", False, True), ("DeleteData", True, False), ("Retain", False, False)],
 )
-def test_a_pinned_checkpoint_keeps_its_data(policy: str, hold: bool, deletes: bool) -> None:
-    raw = checkpoint_object(step=40, deletionPolicy=policy, hold=hold)
+def test_a_pinned_checkpoint_keeps_its_data(policy: str, pin: bool, deletes: bool) -> None:
+    raw = checkpoint_object(step=40, deletionPolicy=policy, pin=pin)
     raw["metadata"]["finalizers"] = ["other.dev/x", Checkpoint.FINALIZER]
     raw["status"] = {
         "conditions": [

@@ -95,15 +95,15 @@ HOSTILE = {
         Round,
         dumps(
             Round(RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), (), Policy(5))
-        ).replace(b'"holds":[]', b'"holds":[' + b"1," * 5000 + b"1]"),
-        "Round.holds: 5001 entries, at most 4096",
+        ).replace(b'"pinned":[]', b'"pinned":[' + b"1," * 5000 + b"1]"),
+        "Round.pinned: 5001 entries, at most 4096",
     ),
     "one bad item of many": (
         Round,
         dumps(
             Round(RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), (), Policy(5))
-        ).replace(b'"holds":[]', b'"holds":[1,2,"x"]'),
-        "Round.holds[2]: expected int, found str",
+        ).replace(b'"pinned":[]', b'"pinned":[1,2,"x"]'),
+        "Round.pinned[2]: expected int, found str",
     ),
     "depth where nothing is known": (
         Seal,

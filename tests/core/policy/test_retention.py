@@ -67,7 +67,7 @@ CASES = {
         [10, 20],
     ),
     "restore point stays": (state(committed(10, 20, 30, 40), restore_point=at(10)), [20]),
-    "held stays": (state(committed(10, 20, 30, 40), holds=frozenset({Step(20)})), [10]),
+    "pinned stays": (state(committed(10, 20, 30, 40), pinned=frozenset({Step(20)})), [10]),
     "uploading stays": (state(committed(10, 20, 30, 40), uploading=frozenset({at(10)})), [20]),
     "newest persisted stays": (state(committed(10, 20, 30, 40), newest_persisted=at(20)), [10]),
 }
@@ -87,7 +87,7 @@ def test_every_verdict_names_its_reason() -> None:
         state(
             committed(10, 20, 30, 40, 50, 60) + committed(70, level=Level.LOCAL),
             restore_point=at(10),
-            holds=frozenset({Step(20)}),
+            pinned=frozenset({Step(20)}),
             uploading=frozenset({at(30)}),
         )
     )
@@ -96,7 +96,7 @@ def test_every_verdict_names_its_reason() -> None:
         (60, Reason.KEEP_LAST),
         (50, Reason.KEEP_LAST),
         (30, Reason.UPLOADING),
-        (20, Reason.HELD),
+        (20, Reason.PINNED),
         (10, Reason.RESTORE_POINT),
     ]
     assert [(v.checkpoint.step, v.reason) for v in plan.prune] == [(40, Reason.SUPERSEDED)]
@@ -121,7 +121,7 @@ STATES = st.builds(
     keep_last=st.integers(0, 5),
     protecting_level=st.sampled_from([Level.LOCAL, Level.REPLICATED]),
     restore_point=st.none() | CHECKPOINTS,
-    holds=st.frozensets(st.integers(0, 40).map(Step), max_size=4),
+    pinned=st.frozensets(st.integers(0, 40).map(Step), max_size=4),
     uploading=st.frozensets(CHECKPOINTS, max_size=4),
     newest_persisted=st.none() | CHECKPOINTS,
 )
@@ -143,7 +143,7 @@ def test_every_plan_keeps_what_must_be_kept(
     assert given_state.restore_point not in pruned
     assert given_state.newest_persisted not in pruned
     assert not pruned & given_state.uploading
-    assert not {c.step for c in pruned} & given_state.holds
+    assert not {c.step for c in pruned} & given_state.pinned
     if pruned:
         levels = {Level.MEMORY: 0, Level.LOCAL: 1, Level.REPLICATED: 2, Level.PERSISTED: 3}
         protected = [
@@ -182,7 +182,7 @@ PRESSED = {
         state(
             committed(10, 20, 30),
             keep_last=3,
-            holds=frozenset({Step(10)}),
+            pinned=frozenset({Step(10)}),
             uploading=frozenset({at(20)}),
             pressed=True,
         ),

@@ -86,7 +86,7 @@ async def test_old_steps_leave_the_node_tiers_but_not_what_is_protected(
     async with gangs(2, **store) as gang:
         message = await gang.start(policy=Policy(interval_steps=1, peer_copies=1, keep_last=2))
         held = gang.operator.message(
-            0, version=2, copies=gang.copies, policy=message.policy, holds=(3,)
+            0, version=2, copies=gang.copies, policy=message.policy, pinned=(3,)
         )
         await gang.operator.round_all(held)
         for step in range(1, 7):

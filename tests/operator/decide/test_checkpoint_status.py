@@ -16,15 +16,15 @@ def true_conditions(status: CheckpointStatus) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("phase", "persisted", "held", "expected"),
+    ("phase", "persisted", "pinned", "expected"),
     [
         pytest.param(CheckpointPhase.IN_PROGRESS, False, False, set(), id="a save in progress"),
-        pytest.param(CheckpointPhase.EXPIRED, False, True, {"Held"}, id="an expired request"),
+        pytest.param(CheckpointPhase.EXPIRED, False, True, {"Pinned"}, id="an expired request"),
         pytest.param(
             CheckpointPhase.COMMITTED,
             True,
             True,
-            {"Committed", "Persisted", "Restorable", "Held"},
+            {"Committed", "Persisted", "Restorable", "Pinned"},
             id="committed and pinned",
         ),
         pytest.param(
@@ -36,9 +36,9 @@ def true_conditions(status: CheckpointStatus) -> set[str]:
     ],
 )
 def test_the_conditions_follow_from_the_phase(
-    phase: CheckpointPhase, persisted: bool, held: bool, expected: set[str]
+    phase: CheckpointPhase, persisted: bool, pinned: bool, expected: set[str]
 ) -> None:
-    status = with_phase(CheckpointStatus(), phase, now(), held=held, persisted=persisted)
+    status = with_phase(CheckpointStatus(), phase, now(), pinned=pinned, persisted=persisted)
     assert status.phase is phase
     assert true_conditions(status) == expected
     assert all(c.status != "Unknown" and c.reason for c in status.conditions)
@@ -52,7 +52,7 @@ def test_other_conditions_and_the_times_of_those_that_do_not_change_are_kept() -
             condition(CheckpointCondition.VERIFIED, True, "Verified"),
         ),
     )
-    after = with_phase(before, CheckpointPhase.COMMITTED, now(5.0), held=False, persisted=True)
+    after = with_phase(before, CheckpointPhase.COMMITTED, now(5.0), pinned=False, persisted=True)
     times = {c.type: c.last_transition_time for c in after.conditions}
     assert times["Committed"] == times["Verified"] == START
     assert times["Persisted"] == START + timedelta(seconds=5)

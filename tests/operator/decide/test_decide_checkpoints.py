@@ -258,7 +258,7 @@ def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
         pytest.param(
             FOUR, {"keep_last": 2}, ["job-l2msg4-s40-r2", "job-l2msg4-s50-r2"], id="two are kept"
         ),
-        pytest.param((checkpoint(40, 2, hold=True), *FOUR[1:]), {}, [], id="held"),
+        pytest.param((checkpoint(40, 2, pin=True), *FOUR[1:]), {}, [], id="pinned"),
         pytest.param((checkpoint(30, 1), *FOUR[1:]), {}, [], id="the restore point"),
         pytest.param(
             (checkpoint(35, 1), *FOUR[1:]), {}, ["job-l2msg4-s35-r1"], id="off the lineage"
@@ -299,7 +299,7 @@ def going(**changes: Any) -> Checkpoint:
         pytest.param(going(), 70, True, False, id="data first"),
         pytest.param(going(), 40, False, False, id="not the newest commit"),
         pytest.param(going(deletion_policy="Retain"), 70, False, True, id="retained after all"),
-        pytest.param(going(hold=True), 70, False, True, id="held: the data stays"),
+        pytest.param(going(pin=True), 70, False, True, id="pinned: the data stays"),
         pytest.param(going(has_finalizer=False), 70, False, False, id="not ours to do"),
     ],
 )

@@ -252,9 +252,9 @@ def test_members_without_an_address_are_named_and_repeated_slowly() -> None:
 
 
 def test_holds_are_named() -> None:
-    kept = checkpoint(10, 0, hold=True)
+    kept = checkpoint(10, 0, pin=True)
     observed = gang(checkpoints=(kept, checkpoint(20, 0)))
-    assert round_message(World(observed)).holds == (10,)
+    assert round_message(World(observed)).pinned == (10,)
 
 
 # --------------------------------------------------------------------------- coordinator

@@ -155,7 +155,7 @@ def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"hold": True}, {"deletion_policy": "Retain"}, {"persisted": False}],
+    [{"pin": True}, {"deletion_policy": "Retain"}, {"persisted": False}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_no_event_is_sent_when_the_data_was_to_be_kept(changes: dict[str, Any]) -> None:

@@ -157,7 +157,7 @@ def test_a_step_on_its_way_to_the_store_is_not_pruned_on_the_nodes() -> None:
 
 
 def test_the_restore_point_is_protected_until_a_newer_step_of_the_round_is_committed() -> None:
-    held = round_message(2, restore_point=RestorePoint(Step(5), RestartRound(0)), holds=(Step(2),))
+    held = round_message(2, restore_point=RestorePoint(Step(5), RestartRound(0)), pinned=(Step(2),))
     older = CheckpointId(Step(9), RestartRound(0))
     newer = CheckpointId(Step(6), held.round)
     assert protected_steps(held, [older]) == {2, 5}

@@ -41,10 +41,10 @@ def left(node: DiskNodeTier) -> tuple[set[tuple[int, int]], set[tuple[int, int]]
     )
 
 
-def message(base: int | None, *, holds: tuple[int, ...] = ()) -> Round:
+def message(base: int | None, *, pinned: tuple[int, ...] = ()) -> Round:
     """Return the ROUND of round 2, which begins at step `base` of round 0 or from the beginning."""
     point = RestorePoint() if base is None else RestorePoint(Step(base), RestartRound(0))
-    return round_message(2, restore_point=point, holds=tuple(Step(s) for s in holds))
+    return round_message(2, restore_point=point, pinned=tuple(Step(s) for s in pinned))
 
 
 def test_named_steps_are_deleted_in_every_round_that_saved_them(node: DiskNodeTier) -> None:
@@ -102,5 +102,5 @@ def test_orphans_of_older_rounds_are_deleted_and_those_of_this_round_kept(
 
 
 def test_the_restore_point_and_pinned_steps_are_protected() -> None:
-    assert protected_steps(message(5, holds=(2, 9))) == {2, 5, 9}
+    assert protected_steps(message(5, pinned=(2, 9))) == {2, 5, 9}
     assert protected_steps(message(None)) == frozenset()

@@ -352,7 +352,7 @@ def checkpoint(
     *,
     name: str | None = None,
     job: str = "job",
-    hold: bool = False,
+    pin: bool = False,
     deletion_policy: str = "Retain",
     deleting: bool = False,
     has_finalizer: bool = False,
@@ -391,7 +391,7 @@ def checkpoint(
         spec=CheckpointSpec(
             job_ref=NameRef(name=job),
             step=None if step is None else Step(step),
-            hold=hold,
+            pin=pin,
             deletion_policy=DeletionPolicy(deletion_policy),
         ),
         status=status,

@@ -135,7 +135,7 @@ class FakeOperator:
         coordinator: int = 0,
         store_host: int = 0,
         last_persisted: RestorePoint | None = None,
-        holds: tuple[int, ...] = (),
+        pinned: tuple[int, ...] = (),
     ) -> Round:
         """Return a ROUND message with all members."""
         return Round(
@@ -149,5 +149,5 @@ class FakeOperator:
             copies=tuple(CopyAssignment(Worker(a), Worker(b)) for a, b in copies),
             policy=policy or Policy(interval_steps=1, peer_copies=1 if copies else 0),
             last_persisted=last_persisted,
-            holds=tuple(Step(step) for step in holds),
+            pinned=tuple(Step(step) for step in pinned),
         )

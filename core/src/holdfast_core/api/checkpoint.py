@@ -44,7 +44,7 @@ class CheckpointCondition(StrEnum):
     PERSISTED = "Persisted"
     VERIFIED = "Verified"
     RESTORABLE = "Restorable"
-    HELD = "Held"
+    PINNED = "Pinned"
     QUARANTINED = "Quarantined"
 
 
@@ -80,7 +80,7 @@ class CheckpointSpec(ApiModel):
             json_schema_extra=remedy("omit it to save now"),
         ),
     ] = None
-    hold: Annotated[
+    pin: Annotated[
         bool, Field(description="true: no retention policy removes this checkpoint.")
     ] = False
     deletion_policy: Annotated[
@@ -200,4 +200,4 @@ class Checkpoint(ApiObject):
     @property
     def deletes_data(self) -> bool:
         """True: the data is deleted with the object, unless a user has pinned it."""
-        return self.spec.deletion_policy is DeletionPolicy.DELETE_DATA and not self.spec.hold
+        return self.spec.deletion_policy is DeletionPolicy.DELETE_DATA and not self.spec.pin

@@ -58,10 +58,10 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         _column("Size", "integer", ".status.bytes", "Bytes of all shards."),
         _column("Verified", "date", ".status.verifiedAt", "Time since all bytes were verified."),
         _column(
-            "Hold",
+            "Pinned",
             "boolean",
-            ".spec.hold",
-            ("Whether it is kept regardless of the retention policy."),
+            ".spec.pin",
+            "Whether it is kept regardless of the retention policy.",
             wide=True,
         ),
         _AGE,

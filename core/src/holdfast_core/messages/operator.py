@@ -70,7 +70,7 @@ class Round:
     members: Annotated[tuple[Member, ...], PerWorker]
     copies: Annotated[tuple[CopyAssignment, ...], PerRank]
     policy: Policy
-    holds: tuple[Step, ...] = ()
+    pinned: tuple[Step, ...] = ()
     """Pinned steps, which must not be pruned."""
     last_persisted: RestorePoint | None = None
 

@@ -30,7 +30,7 @@ class Reason(StrEnum):
     """Kept: it is newer than one of `keep_last` but does not have the protecting level yet."""
     KEEP_LAST = "KeepLast"
     RESTORE_POINT = "RestorePoint"
-    HELD = "Held"
+    PINNED = "Pinned"
     """Kept: the user has pinned its step."""
     UPLOADING = "Uploading"
     NEWEST_PERSISTED = "NewestPersisted"
@@ -61,7 +61,7 @@ class RetentionState:
     """Level at which a checkpoint protects the job: REPLICATED, or LOCAL without peer copies."""
     restore_point: CheckpointId | None = None
     """Checkpoint that the current round restored from."""
-    holds: frozenset[Step] = frozenset()
+    pinned: frozenset[Step] = frozenset()
     """Steps that the user has pinned."""
     uploading: frozenset[CheckpointId] = frozenset()
     """Checkpoints that are being uploaded to the object store."""
@@ -136,8 +136,8 @@ def _without_room(
             verdict
             for verdict in kept
             if verdict.checkpoint < anchor
-            and verdict.reason not in (Reason.HELD, Reason.UPLOADING)
-            and verdict.checkpoint.step not in state.holds
+            and verdict.reason not in (Reason.PINNED, Reason.UPLOADING)
+            and verdict.checkpoint.step not in state.pinned
             and verdict.checkpoint not in state.uploading
         ),
         key=lambda verdict: verdict.checkpoint,
@@ -161,8 +161,8 @@ def _reason(
         return Reason.NEWER_THAN_KEPT
     if checkpoint == state.restore_point:
         return Reason.RESTORE_POINT
-    if checkpoint.step in state.holds:
-        return Reason.HELD
+    if checkpoint.step in state.pinned:
+        return Reason.PINNED
     if checkpoint in state.uploading:
         return Reason.UPLOADING
     if checkpoint == state.newest_persisted:

@@ -113,7 +113,7 @@ def expire_requests(world: World, now: Now) -> tuple[Action, ...]:
         UpdateCheckpoint(
             c.name,
             c.resource_version,
-            with_phase(c.status, CheckpointPhase.EXPIRED, now, held=c.spec.hold, message=message),
+            with_phase(c.status, CheckpointPhase.EXPIRED, now, pinned=c.spec.pin, message=message),
         )
         for c in _open_requests(world)
     )
@@ -134,7 +134,7 @@ def _projection(world: World, now: Now, requests: list[Action]) -> list[Action]:
         return []
     job = world.observed.job
     name = checkpoint_name(job.name, job.uid, last.id)
-    status = _with_commit(CheckpointStatus(), world, last, now, persisted=True, held=False)
+    status = _with_commit(CheckpointStatus(), world, last, now, persisted=True, pinned=False)
     return [CreateCheckpointObject(name, last.step, status)]
 
 
@@ -145,7 +145,7 @@ def _with_commit(
     now: Now,
     *,
     persisted: bool,
-    held: bool,
+    pinned: bool,
 ) -> CheckpointStatus:
     """Return the status of a Checkpoint object as the record of this commit."""
     job, state = world.observed.job, world.coordinator
@@ -173,7 +173,7 @@ def _with_commit(
         format_version=FORMAT_VERSION,
     )
     committed = CheckpointPhase.COMMITTED
-    return with_phase(status, committed, now, held=held, persisted=persisted, replicated=True)
+    return with_phase(status, committed, now, pinned=pinned, persisted=persisted, replicated=True)
 
 
 # --------------------------------------------------------------------------- requests
@@ -199,7 +199,7 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
                 done,
                 now,
                 persisted=world.observed.job.spec.store is not None,
-                held=checkpoint.spec.hold,
+                pinned=checkpoint.spec.pin,
             )
             actions.append(
                 UpdateCheckpoint(
@@ -229,7 +229,7 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
                 changed(checkpoint.status, started_at=now.utc),
                 CheckpointPhase.IN_PROGRESS,
                 now,
-                held=checkpoint.spec.hold,
+                pinned=checkpoint.spec.pin,
             )
             actions.append(UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status))
     return actions, replace(memory, save_requests=tuple(save_requests.values()))
@@ -291,7 +291,7 @@ def _with_phase_of_record(
         checkpoint.status,
         phase,
         now,
-        held=checkpoint.spec.hold,
+        pinned=checkpoint.spec.pin,
         persisted=checkpoint.persisted,
         replicated=True,
         message=message,
@@ -351,7 +351,7 @@ def _retention(world: World, now: Now) -> list[Action]:
     on = sorted({i for i, _ in committed if on_lineage(i, status.lineage)}, reverse=True)
     kept = set(on[: world.observed.job.spec.checkpoint.retention.keep_last]) | protected
     kept |= {
-        i for i, c in committed if c.spec.hold
+        i for i, c in committed if c.spec.pin
     }  # an id may have two objects, one of them pinned
     actions: list[Action] = []
     for checkpoint in doomed[:PRUNES_PER_PASS]:

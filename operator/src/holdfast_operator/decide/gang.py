@@ -372,7 +372,7 @@ def round_message(world: World) -> Round:
         members=members,
         copies=place_copies(_domains(world), job.spec.peer.copies),
         policy=_policy(world),
-        holds=_holds_of_job(world),
+        pinned=_pinned_steps(world),
         last_persisted=_persisted_message(world.last_persisted),
     )
 
@@ -401,9 +401,9 @@ def _policy(world: World) -> Policy:
     )
 
 
-def _holds_of_job(world: World) -> tuple[Step, ...]:
-    held = {c.spec.step for c in own_checkpoints(world) if c.spec.hold and c.spec.step is not None}
-    return tuple(sorted(held))
+def _pinned_steps(world: World) -> tuple[Step, ...]:
+    pinned = {c.spec.step for c in own_checkpoints(world) if c.spec.pin and c.spec.step is not None}
+    return tuple(sorted(pinned))
 
 
 def _domains(world: World) -> tuple[str, ...]:

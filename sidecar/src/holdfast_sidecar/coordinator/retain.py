@@ -50,7 +50,7 @@ def steps_to_prune(
             keep_last=message.policy.keep_last,
             protecting_level=Level.REPLICATED if ledger.expects_copies else Level.LOCAL,
             restore_point=message.restore_point.own_checkpoint,
-            holds=frozenset(message.holds),
+            pinned=frozenset(message.pinned),
             uploading=uploading(ledger),
             newest_persisted=None if persisted is None else persisted.own_checkpoint,
             pressed=pressed,

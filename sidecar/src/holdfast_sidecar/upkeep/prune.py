@@ -19,7 +19,7 @@ def protected_steps(message: Round, committed: Iterable[CheckpointId] = ()) -> f
     These are the pinned steps, and the step of the restore point until a newer step of this round is among
     the `committed` ones.
     """
-    steps = set(message.holds)
+    steps = set(message.pinned)
     base = message.restore_point.step
     if base is not None and not any(c.round == message.round and c.step > base for c in committed):
         steps.add(base)

@@ -12,7 +12,7 @@ def with_phase(
     phase: CheckpointPhase,
     now: Now,
     *,
-    held: bool,
+    pinned: bool,
     persisted: bool = False,
     replicated: bool = False,
     message: str = "",
@@ -40,7 +40,7 @@ def with_phase(
             stored,
         ),
         (CheckpointCondition.RESTORABLE, restorable, pruning, message),
-        (CheckpointCondition.HELD, held, Reason.HELD if held else Reason.NOT_HELD, ""),
+        (CheckpointCondition.PINNED, pinned, Reason.PINNED if pinned else Reason.NOT_PINNED, ""),
     )
     status = changed(status, phase=phase)
     for kind, value, reason, text in conditions:
