@@ -144,7 +144,7 @@ class BufferNotice:
     memory: tuple[Step, ...] = ()
     """Steps that have reached level memory since the last notice."""
     chosen: Step | None = None
-    """The step that every sidecar that holds it in memory writes to its node tier."""
+    """The step that every sidecar that buffers it writes to its node tier."""
     prune: tuple[Step, ...] = ()
     """See LevelNotice."""
 

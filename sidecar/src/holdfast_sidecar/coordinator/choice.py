@@ -14,7 +14,7 @@ from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The held step to write next, and the steps to drop."""
+    """The buffered step to write next, and the steps to drop."""
 
     chosen: Step | None
     dropped: tuple[Step, ...]
@@ -52,12 +52,12 @@ def _chosen(ledger: Ledger) -> Step | None:
     """Return the step to write next.
 
     An earlier choice is kept as long as it can become local. Otherwise this is the newest step at level
-    memory, once no rank that holds it is writing another step: a busy rank would have to keep the chosen
+    memory, once no rank that buffers it is writing another step: a busy rank would have to keep the chosen
     step in a slot that it needs for later saves.
     """
     earlier = None if ledger.chosen is None else ledger.steps.get(ledger.chosen)
     if earlier is None:
-        # A held step that is being written was chosen by an earlier instance of the coordinator.
+        # A buffered step that is being written was chosen by an earlier instance of the coordinator.
         under_way = [e for e in ledger.steps.values() if _is_open(e) and _is_written(e, ledger)]
         earlier = max(under_way, key=lambda e: e.step, default=None)
     if (
@@ -73,12 +73,12 @@ def _chosen(ledger: Ledger) -> Step | None:
 
 
 def _is_open(entry: StepEntry) -> bool:
-    """Return whether a rank holds the step in memory only and the step can still become local."""
+    """Return whether a rank buffers the step, which can still become local and is not yet."""
     return bool(entry.buffered) and not (entry.local or entry.lost or entry.failed)
 
 
 def _is_written(entry: StepEntry, ledger: Ledger) -> bool:
-    """Return whether a rank that holds the step is writing it.
+    """Return whether a rank that buffers the step is writing it.
 
     A rank that writes a step without buffering it first does not count: no coordinator chose that step.
     """
@@ -88,7 +88,7 @@ def _is_written(entry: StepEntry, ledger: Ledger) -> bool:
 def _stuck(ledger: Ledger, slots: int) -> frozenset[Step]:
     """Return the steps to drop so that ranks whose slots are all occupied can save again.
 
-    A rank without a free slot skips a step that other ranks hold. If each rank skips different steps, no
+    A rank without a free slot skips a step that other ranks buffer. If each rank skips different steps, no
     step becomes complete, none is written, and a rank whose slots are full of such steps never saves
     again. The result has the oldest skipped step of each such rank.
     """

@@ -430,7 +430,7 @@ class Coordinator:
         self._changed()
 
     def _weigh(self) -> None:
-        """Choose again which held step is written next, and drop those that are no longer needed."""
+        """Choose again which buffered step is written next, and drop those that are no longer needed."""
         choice = choose(self._ledger, self._message.policy.slots)
         self._ledger.chosen = choice.chosen
         if choice.dropped:

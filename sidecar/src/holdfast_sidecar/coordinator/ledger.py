@@ -2,7 +2,7 @@
 
 It decides what may be committed, uploaded and pruned.
 
-A step advances in this order: all ranks have prepared or hold their shards; the manifest exists; every
+A step advances in this order: all ranks have prepared or buffer their shards; the manifest exists; every
 member has acknowledged it (level memory, or local once every rank's shard is on its node tier); all ranks
 have replicated it; all ranks have uploaded it and its manifest is in the store (persisted). Each method is
 idempotent, because senders repeat their messages after every reconnect.
@@ -35,11 +35,11 @@ class StepEntry:
     """Ranks that reported their shard as stored on their node tier. This is never inferred: an acknowledged
     manifest does not prove it."""
     buffered: set[Rank] = field(default_factory=set)
-    """Ranks that reported their shard as held in shared memory only."""
+    """Ranks that reported their shard as buffered in shared memory only."""
     failed: bool = False
-    """A held shard could not be written. A seal may still write it, but nothing waits for the step."""
+    """A buffered shard could not be written. A seal may still write it, but nothing waits for the step."""
     lost: bool = False
-    """A held shard is gone, so the step can no longer become local."""
+    """A buffered shard is gone, so the step can no longer become local."""
     manifest: bytes | None = None
     manifest_digest: Digest | None = None
     layout: bytes | None = None
@@ -120,7 +120,7 @@ class Ledger:
         self.named: dict[Rank, frozenset[Step]] = {}
         """The steps in each rank's slots that are not on its node tier, digested or not."""
         self.chosen: Step | None = None
-        """The held step that is written next or is being written."""
+        """The buffered step that is written next or is being written."""
 
     # ------------------------------------------------------------------ messages of members
 
