@@ -1,4 +1,4 @@
-"""What a session does with saves whose slot holds a newer save by now."""
+"""Saves of a session whose slot holds a newer save after the connection was broken."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from holdfast_core.shm.slot_header import SlotState
 ROUND, RANK = RestartRound(0), Rank(0)
 
 
-class Words:
-    """A link that keeps what it is given; the test answers."""
+class RecordingLink:
+    """A link that records what is sent; the test answers."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, Future[Any]]] = []
@@ -54,7 +54,7 @@ def slot(tmp_path: Path) -> Slot:
 
 
 def save(session: Session, slot: Slot, step: int) -> SaveHandle:
-    """The slot is taken, filled and handed over."""
+    """Fill the slot and hand it over."""
     handle = SaveHandle(Step(step), ROUND)
     slot.begin(ROUND, Step(step), 100)
     slot.complete()
@@ -62,40 +62,40 @@ def save(session: Session, slot: Slot, step: int) -> SaveHandle:
     return handle
 
 
-def session_with(text: Words) -> Session:
+def session_with(link: RecordingLink) -> Session:
     session = Session(JobUid("job"), RANK, ROUND)
-    session.link = text  # type: ignore[assignment]
+    session.link = link  # type: ignore[assignment]
     return session
 
 
 def test_only_the_save_that_is_in_the_slot_is_handed_over_again(slot: Slot) -> None:
-    """The older one gave way while the connection was broken: its slot is the newer one's."""
-    text = Words()
-    session = session_with(text)
+    """The older one was dropped while the connection was broken, and its slot holds the newer one."""
+    link = RecordingLink()
+    session = session_with(link)
     save(session, slot, 1)
     save(session, slot, 2)
     session.greeted(HelloReply(ROUND))
     session.connected()
-    assert text.steps == [1, 2, 2]
+    assert link.steps == [1, 2, 2]
 
 
 def test_a_save_that_is_refused_late_leaves_the_newer_one_alone(slot: Slot) -> None:
-    text = Words()
-    session = session_with(text)
+    link = RecordingLink()
+    session = session_with(link)
     older = save(session, slot, 1)
     save(session, slot, 2)
-    text.sent[0][1].set_exception(FormatError("the slot holds step 2"))
+    link.sent[0][1].set_exception(FormatError("the slot holds step 2"))
     assert slot.header().state is SlotState.FULL
     assert older.settled
-    text.sent[1][1].set_exception(FormatError("refused"))
+    link.sent[1][1].set_exception(FormatError("refused"))
     assert slot.header().state is SlotState.FREE
 
 
 def test_an_overtaken_save_is_no_failed_one(slot: Slot) -> None:
-    text = Words()
-    session = session_with(text)
+    link = RecordingLink()
+    session = session_with(link)
     handle = save(session, slot, 1)
-    text.sent[0][1].set_result(Staged(Step(1)))
+    link.sent[0][1].set_result(Staged(Step(1)))
     session.push(LevelReached(Step(1), ROUND, Level.MEMORY))
     session.push(SaveFailed(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
     assert handle.level is Level.MEMORY
@@ -106,16 +106,16 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
     slot: Slot, tmp_path: Path
 ) -> None:
     """It refuses whatever is handed over again, and takes the slot up when its ROUND comes."""
-    text = Words()
-    session = session_with(text)
+    link = RecordingLink()
+    session = session_with(link)
     handle = save(session, slot, 1)
-    text.sent[0][1].set_result(Staged(Step(1)))
+    link.sent[0][1].set_result(Staged(Step(1)))
     sidecars = SlotFile.open(tmp_path, slot.name)
     sidecars.set_state(SlotState.OWNED)
     session.greeted(HelloReply(ROUND))
     session.connected()
-    assert text.steps == [1, 1]
-    text.sent[1][1].set_exception(RefusedError(Refusal.SEALED, "waits for its ROUND"))
+    assert link.steps == [1, 1]
+    link.sent[1][1].set_exception(RefusedError(Refusal.SEALED, "waits for its ROUND"))
     header = slot.header()
     assert (header.state, header.step) == (SlotState.OWNED, 1)
     assert not handle.settled
@@ -128,7 +128,7 @@ def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) 
     """Without it the slot of the first save would stay FULL until the end."""
     ring = SlotRing(tmp_path, RANK, 2)
     ring.ensure(4096, ROUND)
-    link = Words()
+    link = RecordingLink()
     session = session_with(link)
     for slot in ring.slots:
         save(session, slot, 10)
@@ -142,7 +142,7 @@ def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_taken(tmp_path
     """Its bytes may differ from those of the first save, and levels name the step alone."""
     ring = SlotRing(tmp_path, RANK, 3)
     ring.ensure(4096, ROUND)
-    link = Words()
+    link = RecordingLink()
     session = session_with(link)
     first, same, other = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Staged(Step(10)))
@@ -162,7 +162,7 @@ def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save
 ) -> None:
     ring = SlotRing(tmp_path, RANK, 2)
     ring.ensure(4096, ROUND)
-    link = Words()
+    link = RecordingLink()
     session = session_with(link)
     first, second = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Staged(Step(10)))
@@ -179,7 +179,7 @@ def test_a_repeated_save_whose_slot_was_freed_while_the_connection_was_away_is_t
 ) -> None:
     ring = SlotRing(tmp_path, RANK, 2)
     ring.ensure(4096, ROUND)
-    link = Words()
+    link = RecordingLink()
     session = session_with(link)
     first, second = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Staged(Step(10)))
