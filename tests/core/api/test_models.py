@@ -148,7 +148,6 @@ def test_restore_point_absent_empty_and_chosen_differ(
     status = TrainingJobStatus(restore_point=restore_point)
     assert status.to_dict().get("restorePoint") == written
     assert TrainingJobStatus.from_dict(status.to_dict()) == status
-    assert restore_point is None or restore_point.from_beginning is (restore_point.step is None)
 
 
 def test_summaries_follow_their_numbers() -> None:

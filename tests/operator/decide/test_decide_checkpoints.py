@@ -213,6 +213,29 @@ def test_a_request_is_asked_again_by_a_new_operator_and_in_a_new_round() -> None
     assert only(decide(world(checkpoints=(waiting,)), now()), RequestSave)
 
 
+@pytest.mark.parametrize("store", ["main", None])
+def test_a_record_that_was_interrupted_is_completed(store: str | None) -> None:
+    """The operator ended after it had written spec.step and before it had written the status."""
+    waiting = request(phase="InProgress", started_at=START)
+    half = changed(waiting, spec=changed(waiting.spec, step=Step(45)))
+    stored = (
+        {"committed": persisted(45)} if store else {"coordinator": {"last_replicated": point(45)}}
+    )
+    decision = decide(world(checkpoints=(half,), store=store, **stored), now())
+    (update,) = only(decision, UpdateCheckpoint)
+    assert (update.name, update.step, update.status.round) == (half.name, 45, 2)
+    assert (update.status.phase, update.status.started_at) == ("Committed", START)
+    assert not only(decision, CreateCheckpointObject), "the request is the object of this commit"
+
+
+def test_an_interrupted_record_waits_for_its_own_step() -> None:
+    waiting = request(phase="InProgress")
+    half = changed(waiting, spec=changed(waiting.spec, step=Step(45)))
+    decision = decide(world(checkpoints=(half,), committed=persisted(60)), now())
+    assert not only(decision, UpdateCheckpoint)
+    assert not any(type(a).__name__ == "RequestSave" for a in decision.actions)
+
+
 def test_without_a_store_a_request_is_recorded_when_it_is_replicated() -> None:
     first = decide(world(checkpoints=(request(),), store=None), now())
     (ask,) = only(first, RequestSave)

@@ -42,7 +42,6 @@ from holdfast_core.api.meta import (
     ConditionStatus,
     NameRef,
     ObjectMeta,
-    WithConditions,
 )
 from holdfast_core.api.quantities import parse_duration, parse_quantity_bytes
 from holdfast_core.api.strict import strict
@@ -111,7 +110,6 @@ __all__ = [
     "TrainingJobSpec",
     "TrainingJobStatus",
     "WhenDeleted",
-    "WithConditions",
     "WorkersStatus",
     "changed",
     "merge_patch",

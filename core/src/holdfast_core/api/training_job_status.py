@@ -102,11 +102,6 @@ class RestorePointStatus(ApiModel):
     ] = None
 
     @property
-    def from_beginning(self) -> bool:
-        """True: chosen, and there is nothing to restore."""
-        return self.step is None
-
-    @property
     def id(self) -> CheckpointId | None:
         """Step and round to restore; None: from the beginning."""
         if self.step is None or self.round is None:

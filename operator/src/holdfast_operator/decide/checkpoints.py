@@ -191,7 +191,7 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
     actions: list[Action] = []
     for checkpoint in open_:
         known = save_requests.get(checkpoint.name)
-        done = None if known is None else _fulfilled(world, known)
+        done = _fulfilling_commit(world, checkpoint, known)
         if done is not None:
             status = _with_commit(
                 checkpoint.status,
@@ -207,7 +207,9 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
                 )
             )
             continue
-        if known is not None or state is None or not state.running or state.finished:
+        if known is not None or checkpoint.spec.step is not None:
+            continue
+        if state is None or not state.running or state.finished:
             continue
         if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
             continue
@@ -236,29 +238,36 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
 
 
 def _open_requests(world: World) -> list[Checkpoint]:
-    """Return the requests to save that no commit has fulfilled yet."""
-    return [
-        c
-        for c in own_checkpoints(world)
-        if c.spec.step is None and not c.deleting and c.status.phase is not CheckpointPhase.EXPIRED
-    ]
+    """Return the requests to save that are not the record of a commit yet."""
+    return [c for c in own_checkpoints(world) if not c.deleting and _is_open(c)]
 
 
-def _fulfilled(world: World, request: RequestedSave) -> PersistedStep | None:
+def _is_open(checkpoint: Checkpoint) -> bool:
+    if checkpoint.spec.step is None:
+        return checkpoint.status.phase is not CheckpointPhase.EXPIRED
+    # An operator ended after it had written spec.step, and before it had written the status.
+    return checkpoint.id is None and checkpoint.status.phase is CheckpointPhase.IN_PROGRESS
+
+
+def _fulfilling_commit(
+    world: World, checkpoint: Checkpoint, request: RequestedSave | None
+) -> PersistedStep | None:
     """Return the commit that fulfils a request, or None.
 
-    It is persisted if the job has a store, else replicated.
+    It is persisted if the job has a store, else replicated. If spec.step is set already, only the commit of
+    that step fulfils the request.
     """
-    spec = world.observed.job.spec
-    state = world.coordinator
-    if spec.store is not None:
-        found = world.status.last_persisted
-    else:
+    found, state = world.status.last_persisted, world.coordinator
+    if world.observed.job.spec.store is None:
         point = None if state is None else state.last_replicated
         if point is None or point.step is None or point.round is None or point.manifest is None:
             return None
         found = PersistedStep(step=point.step, round=point.round, manifest=point.manifest)
-    if found is None or found.round != world.round:
+    if found is None:
+        return None
+    if checkpoint.spec.step is not None:
+        return found if found.step == checkpoint.spec.step else None
+    if request is None or found.round != world.round:
         return None
     return found if request.after_step is None or found.step > request.after_step else None
 
@@ -305,8 +314,8 @@ def _protected(world: World) -> set[CheckpointId]:
     if status.last_persisted is not None:
         found.add(status.last_persisted.id)
     point = status.restore_point
-    if point is not None and point.step is not None and point.round is not None:
-        found.add(CheckpointId(point.step, point.round))
+    if point is not None and point.id is not None:
+        found.add(point.id)
     return found
 
 

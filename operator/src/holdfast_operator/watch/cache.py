@@ -32,10 +32,10 @@ from holdfast_operator.watch.records import (
     ProbePod,
     WorkerPod,
     read_lease,
-    read_node,
     read_pod,
 )
 from holdfast_operator.watch.reflector import Collection, Reflector
+from holdfast_operator.watch.views import node_view
 
 T = TypeVar("T")
 _NamedT = TypeVar("_NamedT", TrainingJob, Checkpoint, CheckpointStore)
@@ -93,7 +93,7 @@ class ClusterCache:
             watch(api, stores, CheckpointStore.from_dict, self._store)
             watch(api, Collection("pods", f"/api/v1{scope}/pods", mine, "Pod"), read_pod, self._pod)
         nodes = Collection("nodes", "/api/v1/nodes", kind="Node")
-        self._node_watch = watch(api, nodes, read_node, self._node)
+        self._node_watch = watch(api, nodes, node_view, self._node)
         leases = Collection("leases", LEASES_PATH, kind="Lease")
         self._lease_watch = watch(api, leases, read_lease, self._lease)
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.ids import JobUid
-from holdfast_operator.model.job import NodeView, Owner, PodView
+from holdfast_operator.model.job import Owner, PodView
 from holdfast_operator.model.ownership import probed_store, whose, worker_identity
 from holdfast_operator.watch.views import (
-    node_view,
     pod_view,
 )
 
@@ -112,10 +111,6 @@ def _probe_pod(raw: Mapping[str, Any], store: Owner) -> ProbePod:
         message=message,
         unscheduled=str(scheduled.get("message") or "") if unscheduled else None,
     )
-
-
-def read_node(raw: Mapping[str, Any]) -> NodeView:
-    return node_view(raw)
 
 
 def read_lease(raw: Mapping[str, Any]) -> Lease:

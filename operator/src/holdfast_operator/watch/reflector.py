@@ -103,16 +103,12 @@ class Reflector(Generic[T]):
     def items(self) -> Mapping[str, T | Unreadable]:
         return self._items
 
-    async def relist(self) -> None:
-        """Update the copy by one LIST. Raises ApiError or WatchGone."""
-        await self._list()
-
     async def run(self) -> None:
         """Watch until cancelled. Errors are logged and retried."""
         while True:
             try:
                 if self._version is None or self._clock.monotonic() >= self._list_due:
-                    await self._list()
+                    await self.relist()
                 begun = self._clock.monotonic()
                 await self._watch()
                 if self._clock.monotonic() - begun < self._timings.short_watch_seconds:
@@ -145,7 +141,8 @@ class Reflector(Generic[T]):
         selector = self.collection.selector
         return {} if selector is None else {"labelSelector": selector}
 
-    async def _list(self) -> None:
+    async def relist(self) -> None:
+        """Update the copy by one LIST. Raises ApiError or WatchGone."""
         seen: dict[str, T | Unreadable] = {}
         token: str | None = None
         while True:

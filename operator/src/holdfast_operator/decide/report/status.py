@@ -80,7 +80,7 @@ def refresh(
     status = with_levels(status, world)
     status = _with_goodput(status, world, memory, now)
     status = _with_recovery_closed(status, world, memory, now)
-    status = _with_running(status, world, memory, now, note)
+    status = _with_running(status, world, now, note)
     status = _with_tier_conditions(status, world, now)
     ready = sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
     begun = status.restart_round is not None
@@ -126,7 +126,7 @@ def _higher(old: Step | None, new: Step | None) -> Step | None:
 
 
 def _with_running(
-    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now, note: Note | None
+    status: TrainingJobStatus, world: World, now: Now, note: Note | None
 ) -> TrainingJobStatus:
     generation = world.observed.job.generation
     if (
