@@ -21,7 +21,7 @@ from holdfast_core.messages.schema import (
     Round,
 )
 from holdfast_operator.model.job import Reachable
-from holdfast_operator.sidecars.calls import back_off_seconds
+from holdfast_operator.sidecars.answers import back_off_seconds
 from holdfast_operator.sidecars.certificates import (
     new_authority,
     new_leaf,

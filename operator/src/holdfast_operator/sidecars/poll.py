@@ -1,0 +1,149 @@
+"""The long poll of each job's coordinator.
+
+Its `since` is the version up to which everything is durable in the API. An unexpected error does not end the
+poll; it is logged once and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import Worker
+from holdfast_core.messages.schema import CoordinatorState
+from holdfast_operator.model.job import PodView
+from holdfast_operator.model.keys import Key
+from holdfast_operator.sidecars.answers import Answers, back_off_seconds
+from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused
+from holdfast_operator.sidecars.leaves import Leaves
+from holdfast_operator.sidecars.state import JobCalls, PodCalls
+
+POLL_AGAIN_SECONDS = 0.2
+"""Longest wait of the long poll for the pass that acts on the state just received."""
+POLL_SECONDS_PER_ENTRY = 200e-6
+"""Pause after a poll for each entry of the state. Parsing and comparing an entry costs about 10 us, so a
+coordinator that always answers immediately uses at most a twentieth of one processor."""
+
+
+class CoordinatorPolls:
+    """Poller of the coordinators of all jobs, one task for each."""
+
+    def __init__(
+        self,
+        client: SidecarClient,
+        leaves: Leaves,
+        answers: Answers,
+        clock: Clock,
+        enqueue: Callable[[Key], None],
+    ) -> None:
+        self._client = client
+        self._leaves = leaves
+        self._answers = answers
+        self._clock = clock
+        self._enqueue = enqueue
+
+    def follow(
+        self, job: JobCalls, present: Mapping[str, PodView], coordinator: Worker | None
+    ) -> None:
+        """Poll the sidecar of this worker from now on; None to poll none.
+
+        Args:
+            job: The state of the job's calls.
+            present: The job's pods that have an address, by uid.
+            coordinator: The worker.
+        """
+        pod = next((p for p in present.values() if p.worker == coordinator and p.alive), None)
+        if coordinator is None or pod is None or job.round is None:
+            wanted = None
+        else:
+            wanted = f"{pod.uid} {pod.ip} {pod.sidecar_restarts} {job.round}"
+        if wanted == job.coordinator_pod and (wanted is None or job.poll is not None):
+            return
+        if job.poll is not None:
+            job.poll.cancel()
+            job.poll = None
+        job.coordinator_pod = wanted
+        job.since = 0
+        if job.state is not None and job.state.round != job.round:
+            job.state = None
+        if wanted is not None and pod is not None:
+            job.poll = asyncio.create_task(self._poll(job, pod.uid))
+
+    async def _poll(self, job: JobCalls, pod_uid: str) -> None:
+        """Poll the coordinator's state until cancelled or the pod is gone.
+
+        `follow` cancels the poll when the coordinator, its address, its restarts or the round change.
+        """
+        failures = 0
+        while True:
+            pod = job.pods.get(pod_uid)
+            if pod is None:
+                return
+            try:
+                answered = await self._poll_once(job, pod)
+            except Exception as error:  # noqa: BLE001 - a job without its poll makes no progress
+                self._answers.unexpected(f"polling coordinator {pod.target.pod}", error)
+                answered = False
+            if answered:
+                failures = 0
+                continue
+            failing = pod.failing_since
+            now = self._clock.monotonic()
+            failures += 1
+            await self._clock.sleep(
+                back_off_seconds(failures, 0.0 if failing is None else now - failing)
+            )
+
+    async def _poll_once(self, job: JobCalls, pod: PodCalls) -> bool:
+        """Poll once. If a state was received, store it, wait for its pass, and return True."""
+        job.acted.clear()
+        try:
+            state = await self._leaves.call(
+                job.uid,
+                pod,
+                partial(self._client.state, target=pod.target, since=job.since),
+            )
+        except SidecarRefused as refusal:
+            self._answers.answered(pod)
+            self._answers.log_refusal(
+                f"poll {job.uid}", f"the state request by {pod.target.pod}", refusal
+            )
+            return False
+        except HoldfastError as error:
+            before = pod.view
+            self._answers.failed(pod, error)
+            job.since = 0
+            if pod.view != before:
+                self._enqueue(job.key)
+            return False
+        self._answers.answered(pod)
+        self._answers.log_changes.forget(f"poll {job.uid}")
+        if state != job.state:
+            job.state = state
+            self._enqueue(job.key)
+        await self._until_acted(job, state.version)
+        wait = job.polls.wait_seconds(self._clock.monotonic())
+        await self._clock.sleep(max(wait, _entries(state) * POLL_SECONDS_PER_ENTRY))
+        return True
+
+    async def _until_acted(self, job: JobCalls, version: int) -> None:
+        """Wait until a pass has acted on this version, at most POLL_AGAIN_SECONDS.
+
+        The next poll then sends the version as `since`. With an older `since` the sidecar would answer
+        immediately with the same state.
+        """
+        try:
+            async with asyncio.timeout(POLL_AGAIN_SECONDS):
+                while job.since < version:
+                    job.acted.clear()
+                    await job.acted.wait()
+        except TimeoutError:
+            return
+
+
+def _entries(state: CoordinatorState) -> int:
+    lists = (state.steps, state.dead, state.progress, state.tiers, state.failures)
+    return sum(len(entries) for entries in lists)

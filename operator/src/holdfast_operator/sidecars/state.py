@@ -1,0 +1,95 @@
+"""What this process knows of the sidecars of a job, and the state of the calls to them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from holdfast_core.ids import Digest, JobUid, RestartRound
+from holdfast_core.messages.schema import CoordinatorState, PruneReply
+from holdfast_operator.model.job import SidecarView
+from holdfast_operator.model.keys import Key
+from holdfast_operator.sidecars.allowance import Allowance
+from holdfast_operator.sidecars.call_slots import Standing
+from holdfast_operator.sidecars.client import Target
+from holdfast_operator.sidecars.manifests import Manifests
+
+SILENT_AFTER = 3
+"""Failures in a row after which calls to a pod use the few slots of silent pods (Standing.SILENT)."""
+POLL_BURST = 20
+POLL_SECONDS_EACH = 0.25
+"""Seconds per poll after a burst of POLL_BURST. Each answer may cause a pass over the job, so a coordinator
+whose state changes all the time must not take the operator's time from other jobs."""
+
+
+@dataclass(slots=True)
+class PodCalls:
+    """State of the calls to one pod's sidecar. Times are monotonic unless stated otherwise."""
+
+    view: SidecarView
+    target: Target
+    manifests: Manifests
+    """The manifests of the pod's job."""
+    answered: bool = False
+    """Whether the sidecar has answered this operator process at least once."""
+    answered_at: float | None = None
+    """When it last answered. This is not in `view`, because a changed view requests a pass."""
+    failures: int = 0
+    """Failures in a row."""
+    failing_since: float | None = None
+    """When the first of these failures was recorded."""
+    logged_at: float | None = None
+    """When its silence was last logged."""
+    not_before: float = 0.0
+    """Earliest time of the next call, set by the back-off after a failure."""
+    called_at: float | None = None
+    """When the last call got its slot. None makes an inventory call due."""
+    renewed_at: datetime | None = None
+    """When it last accepted a new leaf of this operator process (UTC)."""
+    renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    under_way: set[str] = field(default_factory=set)
+    starts: tuple[bool, int] = (False, 0)
+    """Whether the sidecar has started, and its restart count. A change ends the back-off."""
+
+    @property
+    def standing(self) -> Standing:
+        """Return which slots a call to the pod uses."""
+        if self.failures >= SILENT_AFTER:
+            return Standing.SILENT
+        return Standing.ANSWERS if self.answered and not self.failures else Standing.UNKNOWN
+
+
+@dataclass(slots=True)
+class JobCalls:
+    """State of the calls to one job's sidecars."""
+
+    key: Key
+    uid: JobUid
+    manifests: Manifests
+    pods: dict[str, PodCalls] = field(default_factory=dict)
+    """By uid of the pod."""
+    round: RestartRound | None = None
+    coordinator_pod: str | None = None
+    """Identity of the polled sidecar: uid, IP and restarts of its pod, and the round."""
+    poll: asyncio.Task[None] | None = None
+    state: CoordinatorState | None = None
+    since: int = 0
+    """Version of the coordinator's state up to which everything is durable in the API. A failed poll and a
+    new coordinator reset it to 0, so that the next poll returns the state without waiting for a change."""
+    acted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when `since` grows."""
+    pruned: dict[str, PruneReply] = field(default_factory=dict)
+    """Replies to prunes that no pass has read yet, by name of the Checkpoint."""
+    requests: set[str] = field(default_factory=set)
+    """Names of the requests that are being sent."""
+    polls: Allowance = field(default_factory=lambda: Allowance(POLL_BURST, POLL_SECONDS_EACH))
+
+    def pod(self, name: str) -> PodCalls | None:
+        return next((p for p in self.pods.values() if p.target.pod == name), None)
+
+    @property
+    def listed(self) -> set[Digest]:
+        """Return the digests of all manifests that the job's sidecars list."""
+        inventories = (p.view.inventory for p in self.pods.values())
+        return {m.manifest for i in inventories if i is not None for m in i.manifests}
