@@ -27,6 +27,7 @@ from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.wire.members import Members
 
@@ -39,6 +40,20 @@ MANIFEST = parse_manifest(DOCUMENT)
 PATIENCE_SECONDS = 60.0
 
 
+def fetcher_of(
+    state: RoundState, node: NodeTier, others: Any, pools: Pools, clock: ManualClock
+) -> tuple[Pod, Fetcher]:
+    """`others` stands for the members and the store."""
+    settings = Settings(
+        contract_with(namespace=JOB.namespace, job_uid=JOB.uid),
+        backoff_first_seconds=0.001,
+        backoff_last_seconds=0.001,
+        restore_patience_seconds=PATIENCE_SECONDS,
+    )
+    pod = Pod(settings, clock, CurrentRound(state))
+    return pod, Fetcher(pod, Tiers(node, others, pools), Members(others, others), Metrics())
+
+
 def rehydrator_of(
     state: RoundState,
     node: NodeTier,
@@ -48,16 +63,5 @@ def rehydrator_of(
     on_change: Callable[[], None] = lambda: None,
 ) -> Rehydrator:
     """`others` stands for the members and the store."""
-    settings = Settings(
-        contract_with(namespace=JOB.namespace, job_uid=JOB.uid),
-        backoff_first_seconds=0.001,
-        backoff_last_seconds=0.001,
-        restore_patience_seconds=PATIENCE_SECONDS,
-    )
-    return Rehydrator(
-        Pod(settings, clock, CurrentRound(state)),
-        Tiers(node, others, pools),
-        Members(others, others),
-        Metrics(),
-        on_change,
-    )
+    pod, fetcher = fetcher_of(state, node, others, pools, clock)
+    return Rehydrator(pod, fetcher, Metrics(), on_change)

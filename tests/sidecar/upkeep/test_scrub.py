@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, rehydrator_of
+from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, fetcher_of
 from tests.support.shards.builders import JOB, BytesSource
 from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.contracts import contract_with
@@ -100,12 +100,12 @@ class World:
         busy: Callable[[], bool] | None = None,
         replacer: Any = None,
     ) -> Scrubber:
-        rehydrator = rehydrator_of(STATE, self.node, self.peer, self.pools, ManualClock())
+        _, fetcher = fetcher_of(STATE, self.node, self.peer, self.pools, ManualClock())
         tiers = Tiers(node or self.node, None, self.pools)
         return Scrubber(
             Pod(settings, clock or SystemClock(), CurrentRound(STATE)),
             tiers,
-            replacer or Replacer(tiers, rehydrator, lambda: STATE),
+            replacer or Replacer(tiers, fetcher, lambda: STATE),
             Telemetry(self.metrics, failures or Failures(lambda: None)),
             busy=busy or (lambda: self.is_busy),
             throttle=lambda length: None,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
 from holdfast_core.ids import JobUid
+from holdfast_core.messages.schema import RestorePoint
 from holdfast_sidecar.base.backoff import Backoff, Patience
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
@@ -44,6 +45,14 @@ class Pod:
     @property
     def state(self) -> RoundState:
         return self.current.state
+
+    def job_uid_of(self, point: RestorePoint) -> JobUid:
+        """Return the uid of the job that saved a restore point."""
+        return point.job_uid or self.job_uid
+
+    def namespace_of(self, point: RestorePoint) -> str:
+        """Return the namespace, in the keys of the store, of the job that saved a restore point."""
+        return point.job_namespace or self.contract.namespace
 
     def backoff(self) -> Backoff:
         """Return the pauses between the attempts of one action."""

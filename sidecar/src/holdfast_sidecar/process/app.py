@@ -114,7 +114,7 @@ class Sidecar:
         self._scrubber = Scrubber(
             pod,
             tiers,
-            Replacer(tiers, restores.rehydrator, current),
+            Replacer(tiers, restores.fetcher, current),
             telemetry,
             busy=lambda: journeys.busy,
             throttle=background.take,

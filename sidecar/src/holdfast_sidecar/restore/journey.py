@@ -6,6 +6,7 @@ from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.restore.reshard import Resharder
@@ -30,10 +31,9 @@ class RestoreJourney:
         self.progressed: Signal[[]] = Signal()
         """Called when the restore point is on this node, or when a reason why it is not has changed."""
         self.progressed.subscribe(changed)
-        self.rehydrator = Rehydrator(pod, tiers, members, metrics, self.progressed)
-        places = Places(
-            tiers, members.bulk, self.rehydrator, metrics, pod.contract.procs_per_worker
-        )
+        self.fetcher = Fetcher(pod, tiers, members, metrics)
+        self.rehydrator = Rehydrator(pod, self.fetcher, metrics, self.progressed)
+        places = Places(tiers, members.bulk, self.fetcher, metrics, pod.contract.procs_per_worker)
         resharder = Resharder(places, tiers.pools, metrics, pod.patience)
         self.filler = Filler(pod, tiers, saves, self.rehydrator, resharder, metrics)
         self.filler.changed.subscribe(changed)

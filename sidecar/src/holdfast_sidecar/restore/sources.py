@@ -18,7 +18,7 @@ from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pool
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.restore.rehydrate import Rehydrator
+from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.wire.bulk import BulkPeers
 
 
@@ -43,7 +43,7 @@ class Places:
         self,
         tiers: Tiers,
         bulk: BulkPeers,
-        rehydrator: Rehydrator,
+        fetcher: Fetcher,
         metrics: Metrics,
         procs_per_worker: int,
     ) -> None:
@@ -51,7 +51,7 @@ class Places:
         self._store = tiers.store
         self._pools = tiers.pools
         self._bulk = bulk
-        self._rehydrator = rehydrator
+        self._fetcher = fetcher
         self._metrics = metrics
         self._procs_per_worker = procs_per_worker
 
@@ -63,7 +63,7 @@ class Places:
             namespace: Namespace of the job that saved the shard, as in the keys of the store.
         """
         home = worker_of(ref.rank, self._procs_per_worker)
-        members = sorted(self._rehydrator.others(), key=lambda member: member.worker != home)
+        members = sorted(self._fetcher.others(), key=lambda member: member.worker != home)
         found = [Place(TierName.NODE, "node tier", partial(self._own, ref), self._pools.fill)]
         found += [
             Place(
@@ -84,7 +84,7 @@ class Places:
         """Handle a damaged copy: quarantine the one on this node, or ask the member to verify its own."""
         self._metrics.corruption(place.tier)
         if place.member is not None:
-            self._rehydrator.accuse(place.member, ref)
+            self._fetcher.accuse(place.member, ref)
         elif place.tier is TierName.NODE:
             logs.warning("bad copy in the node tier", rank=ref.rank, error=text)
             await self._pools.meta.run(self._node.quarantine, ref, text)

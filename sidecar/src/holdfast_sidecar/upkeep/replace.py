@@ -15,7 +15,7 @@ from holdfast_core.messages.schema import RestorePoint
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.restore.rehydrate import Rehydrator
+from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.source_errors import SourceErrors
 
 _MAX_MISSING = 256
@@ -24,12 +24,10 @@ _MAX_MISSING = 256
 class Replacer:
     """Record of what is missing on this node since it was quarantined, and its replacement."""
 
-    def __init__(
-        self, tiers: Tiers, rehydrator: Rehydrator, current: Callable[[], RoundState]
-    ) -> None:
+    def __init__(self, tiers: Tiers, fetcher: Fetcher, current: Callable[[], RoundState]) -> None:
         self._node = tiers.node
         self._pools = tiers.pools
-        self._rehydrator = rehydrator
+        self._fetcher = fetcher
         self._current = current
         self._log_changes = logs.Changed()
         self._shards: dict[ShardRef, None] = {}
@@ -73,7 +71,7 @@ class Replacer:
         if not await self._is_wanted(ref):
             return True
         source_errors = SourceErrors()
-        tier = await self._rehydrator.fetch(ref, source_errors)
+        tier = await self._fetcher.shard(ref, RestorePoint(), source_errors)
         if tier is None:
             self._log_changes.log(str(ref), f"a bad shard cannot be replaced now: {source_errors}")
             return False
@@ -101,7 +99,7 @@ class Replacer:
             return True
         point = RestorePoint(checkpoint.step, checkpoint.round, job_uid=job_uid)
         source_errors = SourceErrors()
-        if await self._rehydrator.manifest(point, checkpoint, source_errors) is not None:
+        if await self._fetcher.manifest(point, checkpoint, source_errors) is not None:
             logs.info("replaced a bad manifest", checkpoint=str(checkpoint))
             return True
         self._log_changes.log(
@@ -115,7 +113,7 @@ class Replacer:
         try:
             document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
             manifest = parse_manifest_of(document, job_uid, checkpoint)
-            await self._rehydrator.layout_of(point, manifest)
+            await self._fetcher.layout_of(point, manifest)
         except (NotFoundError, FormatError, CorruptionError):
             # The checkpoint was pruned, no place has the layout, or the next pass finds the bad manifest.
             return True

@@ -1,0 +1,258 @@
+"""Fetch shards, manifests and layouts to this node, from the first place that has a good copy.
+
+The places are the node tier, then every other member, then the object store. Each copy is verified. A bad
+copy at a member is reported to it, and the next place is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from holdfast_core.errors import (
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    UnavailableError,
+)
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import Manifest, parse_manifest_of
+from holdfast_core.ids import CheckpointId, JobUid, ShardRef, TierName
+from holdfast_core.messages.schema import (
+    ManifestDocument,
+    Member,
+    Ok,
+    RestorePoint,
+    Suspect,
+)
+from holdfast_core.tiers.base import ObjectTier
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.restore.source_errors import SourceErrors
+from holdfast_sidecar.wire.members import Members
+
+T = TypeVar("T")
+
+_MANIFEST_SECONDS = 5.0
+"""Time-out of one request for a manifest, so that a member that hangs delays the next source only briefly."""
+
+
+class Fetcher:
+    """Reader of the places that may have a part of a checkpoint."""
+
+    def __init__(self, pod: Pod, tiers: Tiers, members: Members, metrics: Metrics) -> None:
+        self._pod = pod
+        self._node = tiers.node
+        self._store = tiers.store
+        self._pools = tiers.pools
+        self._members = members
+        self._metrics = metrics
+        self._tasks = Tasks()
+
+    async def reset(self) -> None:
+        """Cancel the reports of bad copies, because the round has ended."""
+        await self._tasks.cancel()
+
+    def others(self) -> tuple[Member, ...]:
+        """Return all other members, beginning with the targets of this worker's copies."""
+        state = self._pod.state
+        if state.held is None:
+            return ()
+        targets = state.copy_targets()
+        others = [m for m in state.held.members if m.worker != state.worker]
+        return tuple(sorted(others, key=lambda m: (m.worker not in targets, m.worker)))
+
+    # ------------------------------------------------------------------ manifest
+
+    async def manifest(
+        self, point: RestorePoint, checkpoint: CheckpointId, source_errors: SourceErrors
+    ) -> Manifest | None:
+        """Return the checkpoint's manifest and store it on the node tier, with its layout if available.
+
+        The sources are the node tier, the other members and the object store, in this order. A damaged
+        manifest on this node is quarantined. None if no place has a good one; `source_errors` lists the
+        errors then.
+        """
+        job_uid = self._pod.job_uid_of(point)
+        try:
+            document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
+            return self._accept(document, point, checkpoint)
+        except CorruptionError as error:
+            source_errors.failed("manifest in the node tier", error)
+            self._metrics.corruption(TierName.NODE)
+            await self._pools.meta.run(
+                self._node.quarantine_manifest, job_uid, checkpoint, str(error)
+            )
+        except HoldfastError as error:
+            source_errors.failed("manifest in the node tier", error)
+
+        async def from_member(member: Member) -> Manifest:
+            answer = await self._request_documents(member, job_uid, checkpoint)
+            layout = None if answer.layout is None else answer.layout.encode()
+            return await self._accept_and_store(answer.manifest.encode(), layout, point, checkpoint)
+
+        async def from_store(store: ObjectTier) -> Manifest:
+            fetch, namespace = self._pools.fetch.run, self._pod.namespace_of(point)
+            document = await fetch(store.get_manifest, namespace, job_uid, checkpoint)
+            digest = self._accept(document, point, checkpoint).layout
+            layout = await fetch(store.get_layout, namespace, job_uid, digest)
+            return await self._accept_and_store(document, layout, point, checkpoint)
+
+        return await self._from_elsewhere("manifest", source_errors, from_member, from_store)
+
+    async def _request_documents(
+        self, member: Member, job_uid: JobUid, checkpoint: CheckpointId
+    ) -> ManifestDocument:
+        """Request a checkpoint's manifest and layout from a member."""
+        query = {
+            "step": str(checkpoint.step),
+            "round": str(checkpoint.round),
+            "jobUid": str(job_uid),
+        }
+        return await self._members.control.get(
+            member.worker,
+            "/v1/manifest",
+            ManifestDocument,
+            query=query,
+            seconds=_MANIFEST_SECONDS,
+        )
+
+    async def layout_of(self, point: RestorePoint, manifest: Manifest) -> bytes:
+        """Return the layout that the manifest names, and try to store it on the node tier.
+
+        Raises NotFoundError if no place has it, and UnavailableError if a place that may have it is
+        unreachable or busy.
+        """
+        digest, job_uid = manifest.layout, self._pod.job_uid_of(point)
+        source_errors = SourceErrors()
+        try:
+            return await self._pools.read.run(self._node.get_layout, digest)
+        except HoldfastError as error:
+            source_errors.failed("layout in the node tier", error)
+
+        async def from_member(member: Member) -> bytes:
+            answer = await self._request_documents(member, job_uid, manifest.checkpoint)
+            if answer.layout is None or digest_of(answer.layout.encode()) != digest:
+                raise NotFoundError("the worker has another layout or none")
+            return answer.layout.encode()
+
+        async def from_store(store: ObjectTier) -> bytes:
+            document = await self._pools.fetch.run(
+                store.get_layout, self._pod.namespace_of(point), job_uid, digest
+            )
+            if digest_of(document) != digest:
+                raise CorruptionError(f"digest {digest_of(document)}, expected {digest}")
+            return document
+
+        found = await self._from_elsewhere("layout", source_errors, from_member, from_store)
+        if found is not None:
+            return await self._keep_layout(found)
+        raise (UnavailableError if source_errors.retryable else NotFoundError)(str(source_errors))
+
+    async def _keep_layout(self, document: bytes) -> bytes:
+        """Store a layout on the node tier. A failure is only logged: a full node must not delay a restore."""
+        try:
+            await self._pools.meta.run(self._node.put_layout, document)
+        except HoldfastError as error:
+            logs.warning("writing a layout to the node tier failed", error=str(error))
+        return document
+
+    def _accept(self, document: bytes, point: RestorePoint, checkpoint: CheckpointId) -> Manifest:
+        """Parse a manifest. Raises CorruptionError unless it is the document that the restore point names."""
+        found = digest_of(document)
+        if point.manifest is not None and found != point.manifest:
+            raise CorruptionError(f"digest {found}, expected {point.manifest}")
+        namespace = self._pod.namespace_of(point)
+        return parse_manifest_of(
+            document, self._pod.job_uid_of(point), checkpoint, namespace=namespace
+        )
+
+    async def _accept_and_store(
+        self, document: bytes, layout: bytes | None, point: RestorePoint, checkpoint: CheckpointId
+    ) -> Manifest:
+        """Check a manifest, write it and its layout to the node tier, and return it.
+
+        Raises CorruptionError as `_accept` does, and HoldfastError if this node cannot store it.
+        """
+        manifest = self._accept(document, point, checkpoint)
+        if layout is not None and digest_of(layout) == manifest.layout:
+            await self._pools.meta.run(self._node.put_layout, layout)
+        job_uid = self._pod.job_uid_of(point)
+        await self._pools.meta.run(self._node.put_manifest, job_uid, checkpoint, document)
+        return manifest
+
+    # ------------------------------------------------------------------ shards
+
+    async def shard(
+        self, ref: ShardRef, point: RestorePoint, source_errors: SourceErrors
+    ) -> TierName | None:
+        """Bring a shard to the node tier, and return the tier that served it.
+
+        NODE if it is here already. None if every source failed (`source_errors` lists the errors).
+        """
+        if await self._pools.read.run(self._node.find, ref) is not None:
+            return TierName.NODE
+        source_errors.add(f"rank {ref.rank}: not in the node tier")
+
+        async def from_member(member: Member) -> TierName:
+            try:
+                record = await self._pools.fetch.run(self._members.bulk.fetch, member, ref)
+            except CorruptionError:
+                self.accuse(member, ref)
+                raise
+            self._metrics.fetched(TierName.PEER, record.file_bytes)
+            return TierName.PEER
+
+        async def from_store(store: ObjectTier) -> TierName:
+            record = await self._pools.fetch.run(
+                store.download_shard, self._pod.namespace_of(point), ref, self._node.begin_copy
+            )
+            self._metrics.fetched(TierName.OBJECT, record.file_bytes)
+            return TierName.OBJECT
+
+        what = f"rank {ref.rank}"
+        return await self._from_elsewhere(what, source_errors, from_member, from_store)
+
+    # ------------------------------------------------------------------ sources
+
+    async def _from_elsewhere(
+        self,
+        what: str,
+        source_errors: SourceErrors,
+        from_member: Callable[[Member], Awaitable[T]],
+        from_store: Callable[[ObjectTier], Awaitable[T]],
+    ) -> T | None:
+        """Try the other members and then the object store, and return what the first of them provides.
+
+        None if none does; `source_errors` lists the errors then. Damaged copies are counted.
+        """
+        for member in self.others():
+            try:
+                return await from_member(member)
+            except (HoldfastError, OSError) as error:
+                source_errors.failed(f"{what} at worker {member.worker}", error)
+                if isinstance(error, CorruptionError):
+                    self._metrics.corruption(TierName.PEER)
+        if self._store is None:
+            return None
+        try:
+            return await from_store(self._store)
+        except (HoldfastError, OSError) as error:
+            source_errors.failed(f"{what} in the object store", error)
+            if isinstance(error, CorruptionError):
+                self._metrics.corruption(TierName.OBJECT)
+            return None
+
+    def accuse(self, member: Member, ref: ShardRef) -> None:
+        """Report a bad copy to the member, without waiting. The member verifies its own copy itself."""
+        self._tasks.spawn(self._suspect(member, ref), "suspect")
+
+    async def _suspect(self, member: Member, ref: ShardRef) -> None:
+        message = Suspect(ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3)
+        try:
+            await self._members.control.call(member.worker, message, Ok)
+        except HoldfastError as error:
+            logs.warning("reporting a bad copy failed", worker=member.worker, error=str(error))
