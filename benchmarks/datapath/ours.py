@@ -84,10 +84,7 @@ class Restoring:
 
     def __enter__(self) -> Restoring:
         self._checkpointer.open()
-        # Internal: in a pod the sidecar runs already, so its start is no part of a restore.
-        link = self._checkpointer._session.link
-        if link is None or not link.wait_connected(_CONNECT_SECONDS):
-            raise TimeoutError(f"no connection to the persister within {_CONNECT_SECONDS:g} s")
+        # In a pod the sidecar runs already, so its start is no part of a restore.
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +93,7 @@ class Restoring:
     def restore(self, into: dict[str, Any]) -> str:
         """Load in place; the tier that the bytes came from."""
         heard = _Heard()
-        logger = logging.getLogger("holdfast.checkpointer")
+        logger = logging.getLogger("holdfast.checkpoint.restoring")
         logger.addHandler(heard)
         logger.setLevel(logging.INFO)
         try:
@@ -112,7 +109,7 @@ class Restoring:
         """Save once more, and leave the slots behind as a process that is killed does."""
         self._checkpointer.save(self._step + 1, {"model": state}).wait("local", _COMMIT_SECONDS)
         # Internal: a place with a launcher keeps them, too.
-        self._checkpointer._place.removes_slots = False  # type: ignore[attr-defined]
+        self._checkpointer._place._memory._is_removed = False  # type: ignore[attr-defined]
 
 
 class _Heard(logging.Handler):

@@ -18,12 +18,8 @@ IMPORTING = {
 """Files that still import a test module, because the contract of the object tier replaces them."""
 LOOKING_INSIDE = {
     "tests/trainer_sdk/slots/test_device.py": "asks CUDA whether the ring's slots are page-locked",
-    "tests/trainer_sdk/slots/test_device_copies.py": "waits for states between two copies",
-    "tests/trainer_sdk/slots/test_slots_removed.py": "waits for states between save and commit",
-    "tests/trainer_sdk/test_checkpointer_directory.py": "finds the shared memory of a process",
-    "tests/trainer_sdk/test_checkpointer_sidecar.py": "gives a rank a gang's agreement",
-    "tests/trainer_sdk/test_in_place.py": "leaves shared memory as a kill leaves it",
-    "tests/trainer_sdk/test_saves_that_fail.py": "waits for states between save and commit",
+    "tests/trainer_sdk/test_checkpointer_sidecar.py": "waits until a rank has received a request",
+    "tests/trainer_sdk/slots/test_device_copies.py": "gives a Checkpointer a device that is no GPU",
 }
 """Files that still read private attributes of product objects, and why. Do not add a file: a test that needs
 the state of an object reads what a user or another process can see of it."""

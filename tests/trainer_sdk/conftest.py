@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint import places
+from holdfast.places import slot_directory
 
 
 def _handlers_left() -> dict[str, object]:
@@ -36,5 +36,5 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Shared memory of this test's own: others run at the same time and use the machine's."""
     directory = tmp_path / "shm"
     directory.mkdir()
-    monkeypatch.setattr(places, "SHARED_MEMORY", directory)
+    monkeypatch.setattr(slot_directory, "SHARED_MEMORY", directory)
     return directory

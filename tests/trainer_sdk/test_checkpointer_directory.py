@@ -18,7 +18,7 @@ from tests.support.crash.failpoints import in_every_python
 from tests.support.trainer.launched import children_of, committed_step, is_alive, until
 
 import holdfast
-from holdfast.checkpoint import places, restoring
+from holdfast.places import folder, persister_process, waiting
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
@@ -174,8 +174,8 @@ def test_the_persister_may_die(tmp_path: Path) -> None:
 def test_a_persister_that_cannot_start_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restoring, "_STARTING_SECONDS", 0.0)
-    monkeypatch.setattr(places.sys, "executable", "/bin/false")
+    monkeypatch.setattr(folder, "_STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(persister_process.sys, "executable", "/bin/false")
     with (
         pytest.raises(UnavailableError, match=r"never answered, \d+ times .* exit status 1,"),
         holdfast.Checkpointer(dir=tmp_path / "ckpt"),
@@ -186,8 +186,8 @@ def test_a_persister_that_cannot_start_is_not_waited_for(
 def test_a_persister_that_cannot_be_run_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restoring, "_STARTING_SECONDS", 0.0)
-    monkeypatch.setattr(places.sys, "executable", str(tmp_path / "absent"))
+    monkeypatch.setattr(folder, "_STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(persister_process.sys, "executable", str(tmp_path / "absent"))
     with (
         pytest.raises(UnavailableError, match=r"times in a row: cannot connect: .*absent"),
         holdfast.Checkpointer(dir=tmp_path / "ckpt"),
@@ -198,11 +198,11 @@ def test_a_persister_that_cannot_be_run_at_all(
 def test_a_slow_persister_is_waited_for_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(restoring, "_SAY_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(waiting, "_SAY_AFTER_SECONDS", 0.3)
     slow = tmp_path / "slow-python"
     slow.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
-    monkeypatch.setattr(places.sys, "executable", str(slow))
+    monkeypatch.setattr(persister_process.sys, "executable", str(slow))
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
     said = [
@@ -258,15 +258,14 @@ def test_what_an_ended_run_had_saved_is_waited_for(
     assert not (folder / "processes").exists()
 
 
-def test_who_looks_at_a_folder_and_who_trains_in_it(tmp_path: Path) -> None:
+def test_who_looks_at_a_folder_and_who_trains_in_it(tmp_path: Path, memory: Path) -> None:
     """Both are rank 0, and neither sees the other's steps in its slots."""
     state, seen = {"t": torch.full((1 << 12,), 1.0)}, {"t": torch.zeros(1 << 12)}
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=5) as training:
         training.save(1, state).wait("local", timeout=60)
         with holdfast.Checkpointer(dir=tmp_path / "ckpt") as looking:
-            memory = training._place.slots_dir.parent
             assert looking.restore(seen) == 1
-            assert list(memory.parent.glob(f"{memory.name}+*"))
+            assert len(list(memory.glob("*+*"))) == 1
             state["t"].fill_(2.0)
             training.save(2, state).wait("local", timeout=60)
             assert (seen["t"] == 1.0).all()
@@ -275,18 +274,18 @@ def test_who_looks_at_a_folder_and_who_trains_in_it(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as looking:
         assert looking.restore(seen) == 3
     assert (seen["t"] == 3.0).all()
-    assert not list(memory.parent.glob(f"{memory.name}*"))
+    assert list(memory.iterdir()) == []
 
 
 def test_memory_of_one_that_was_killed_beside_another_is_found(
     tmp_path: Path, memory: Path
 ) -> None:
     with (
-        holdfast.Checkpointer(dir=tmp_path / "ckpt") as first,
-        holdfast.Checkpointer(dir=tmp_path / "ckpt") as second,
+        holdfast.Checkpointer(dir=tmp_path / "ckpt"),
+        holdfast.Checkpointer(dir=tmp_path / "ckpt"),
     ):
-        lives = second._place.slots_dir.parent
-        killed = lives.with_name(f"{first._place.slots_dir.parent.name}+killed")
+        (lives,) = memory.glob("*+*")
+        killed = lives.with_name(f"{lives.name.partition('+')[0]}+killed")
         (killed / "slots").mkdir(parents=True)
         with holdfast.Checkpointer(dir=tmp_path / "ckpt"):
             assert lives.exists() and not killed.exists()

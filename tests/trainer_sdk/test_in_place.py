@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint import places, restoring
+from holdfast.checkpoint import restoring
 from holdfast.connection.link import Link
 from holdfast_core.errors import CorruptionError, NotFoundError, StateMismatchError
 from holdfast_core.messages.schema import Fill, Filled, ShardFile
@@ -21,12 +22,7 @@ ELEMENTS = 6 << 20
 """24 MiB: several pieces are put before the last chunk is read."""
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    monkeypatch.setattr(places, "SHARED_MEMORY", directory)
-    return directory
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 @pytest.fixture
@@ -55,12 +51,14 @@ def save(root: Path, *steps: int) -> None:
             ckpt.save(step, state_of(step)).wait(timeout=60)
 
 
-def save_and_leave_memory(root: Path, state: dict[str, Any]) -> None:
-    """As a kill leaves it."""
+def save_and_leave_memory(root: Path, memory: Path, state: dict[str, Any]) -> None:
+    """Save step 1 and leave the slots behind, as a process that is killed does."""
+    kept = memory.with_name("kept")
     with holdfast.Checkpointer(dir=root) as ckpt:
         ckpt.allocate(state)
         ckpt.save(1, state).wait(timeout=60)
-        ckpt._place.removes_slots = False  # type: ignore[attr-defined]
+        shutil.copytree(memory, kept)
+    shutil.copytree(kept, memory, dirs_exist_ok=True)
 
 
 def damage(root: Path, step: int) -> None:
@@ -193,11 +191,11 @@ def test_what_does_not_fit_may_be_left_alone(tmp_path: Path) -> None:
 
 
 def test_memory_comes_first(
-    tmp_path: Path, replies: list[Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, memory: Path, replies: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A slot that holds the shard already is nearer than the disk."""
     caplog.set_level(logging.INFO)
-    save_and_leave_memory(tmp_path / "ckpt", state_of(1))
+    save_and_leave_memory(tmp_path / "ckpt", memory, state_of(1))
     state = state_of(0)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         assert ckpt.restore(state) == 1
@@ -216,7 +214,7 @@ def test_memory_that_is_not_the_shard_any_more(
     where: float,
 ) -> None:
     caplog.set_level(logging.INFO)
-    save_and_leave_memory(tmp_path / "ckpt", state_of(1))
+    save_and_leave_memory(tmp_path / "ckpt", memory, state_of(1))
     for path in memory.rglob("*.slot"):
         with path.open("r+b") as file:
             file.seek(HEADER_BYTES + 100 + int(where * 4 * ELEMENTS))
@@ -230,10 +228,10 @@ def test_memory_that_is_not_the_shard_any_more(
 
 
 def test_memory_serves_where_the_file_is_gone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    save_and_leave_memory(tmp_path / "ckpt", state_of(1))
+    save_and_leave_memory(tmp_path / "ckpt", memory, state_of(1))
     state = state_of(0)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         for shard in (tmp_path / "ckpt").rglob("*.shard"):

@@ -16,6 +16,7 @@ import torch
 from tests.support.crash.failpoints import failpoints, in_every_python
 from tests.support.shards.builders import payload, rank_layout_and_plan
 from tests.support.trainer.launched import children_of, committed_step, until
+from tests.support.trainer.slot_files import all_taken, states_below
 
 import holdfast
 from holdfast.base.layouts import LayoutFiles
@@ -28,6 +29,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import LevelReached, Policy, Refusal, SaveFailed, Stage
 from holdfast_core.node.files import TEMP_PREFIX
+from holdfast_core.shm.slot_header import SlotState
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=100)
 SIZE = PLAN.total_bytes
@@ -163,7 +165,7 @@ def writer_of_this_process() -> int:
     ["node.before_fsync", "node.after_rename", "directory.slot_freed", "directory.before_commit"],
 )
 def test_a_killed_writer_costs_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path, where: str
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, go: Path, where: str
 ) -> None:
     """It waits at `where` when it is killed: the next one goes on with what this one had begun."""
     folder = tmp_path / "ckpt"
@@ -173,9 +175,9 @@ def test_a_killed_writer_costs_no_save(
         ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
         go.unlink()
         handle = ckpt.save(2, {"t": torch.full((4,), 2.0)})
-        assert ckpt._session.wait_acknowledged(60)
+        until(lambda: all_taken(memory), "the writer has it")
         if where in ("directory.slot_freed", "directory.before_commit"):
-            until(lambda: all(s.header().state.name == "FREE" for s in ckpt._ring.slots), "freed")
+            until(lambda: states_below(memory) == [SlotState.FREE] * 2, "freed")
         os.kill(writer_of_this_process(), signal.SIGKILL)
         go.touch()
         handle.wait(timeout=60)

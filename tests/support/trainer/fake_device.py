@@ -31,6 +31,8 @@ class FakeDevice:
         self.refuses_to_hold_back: str | None = None
         self.refuses_pins: str | None = None
         self.captures = False
+        self.capture_checks = 0
+        """Number of calls of `is_capturing`."""
         self.pinned: dict[int, int] = {}
         """Size in bytes of each pinned range, by address."""
         self._changed = threading.Condition(threading.RLock())
@@ -50,6 +52,7 @@ class FakeDevice:
             return mark
 
     def is_capturing(self) -> bool:
+        self.capture_checks += 1
         return self.captures
 
     def pin(self, address: int, size_bytes: int) -> None:

@@ -19,13 +19,13 @@ from tests.support.trainer.dict_store import DictStore
 from tests.support.trainer.launched import committed_step, until
 
 import holdfast
+from holdfast.base.options import Options
 from holdfast.base.settings import RankSettings
-from holdfast.checkpoint.ownership import take_for_training
-from holdfast.checkpoint.places import DirectoryPlace
+from holdfast.connection.session import Session
 from holdfast.gang.store import GangStore
-from holdfast_core.errors import ConfigError, SaveFailedError
+from holdfast.places.folder import FolderPlace
+from holdfast_core.errors import ConfigError, SaveFailedError, UnavailableError
 from holdfast_core.ids import Rank
-from holdfast_core.messages.schema import Policy
 
 TRAIN = """
 import sys, time, numpy as np, holdfast
@@ -38,7 +38,7 @@ with holdfast.Checkpointer(dir=sys.argv[1]) as ckpt:
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.checkpoint.places._ENDING_SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.places.training_lock._ENDING_SECONDS", 0.2)
 
 
 def state(value: float = 0.0) -> dict[str, Any]:
@@ -137,21 +137,36 @@ def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
         third.save(3, found).wait(timeout=60)
 
 
-def place(folder: Path) -> DirectoryPlace:
-    return DirectoryPlace.of(folder, RankSettings(), Policy(interval_steps=1))
+def place(folder: Path, store: GangStore | None = None, rank: int = 0) -> FolderPlace:
+    """An open place of one rank in a folder."""
+    options = Options(
+        dir=folder,
+        interval_steps=1,
+        keep_last=3,
+        slots=2,
+        slots_dir=None,
+        strict=True,
+        on_save_error="warn",
+        when_busy="skip",
+    )
+    found = FolderPlace(folder, options, RankSettings(rank=Rank(rank), world_size=2))
+    found.open(store)
+    return found
 
 
 def test_every_rank_of_the_second_gang_gets_the_same_error(tmp_path: Path) -> None:
     first, second = GangStore(DictStore()), GangStore(DictStore())
-    owner, other = place(tmp_path / "ckpt"), place(tmp_path / "ckpt")
-    take_for_training(owner, first, Rank(0))
-    take_for_training(place(tmp_path / "ckpt"), first, Rank(1))
-    with pytest.raises(ConfigError) as of_rank_0:
-        take_for_training(other, second, Rank(0))
-    with pytest.raises(ConfigError) as of_rank_1:
-        take_for_training(place(tmp_path / "ckpt"), second, Rank(1))
-    assert str(of_rank_0.value) == str(of_rank_1.value)
-    owner.close(wait=False)
+    places = [place(tmp_path / "ckpt", store, rank) for store in (first, second) for rank in (0, 1)]
+    for owner in places[:2]:
+        owner.take_for_training()
+    errors = []
+    for other in places[2:]:
+        with pytest.raises(ConfigError, match="is in use") as error:
+            other.take_for_training()
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+    for one in places:
+        one.close(wait=False)
 
 
 def saves_again(ckpt: holdfast.Checkpointer) -> None:
@@ -198,15 +213,17 @@ def test_a_training_does_not_save_into_a_folder_that_another_one_has_taken(tmp_p
     second.communicate()
 
 
-def test_no_writer_is_started_in_a_folder_that_another_run_has_taken(tmp_path: Path) -> None:
+def test_no_writer_is_started_in_a_folder_that_another_run_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would write what was handed over before the folder was deleted."""
     first, second = place(tmp_path / "ckpt"), place(tmp_path / "ckpt")
-    first.open()
     first.take_for_training()
     shutil.rmtree(tmp_path / "ckpt")
     second.take_for_training()
-    with pytest.raises(ConfigError, match="is in use"):
-        first.connect()
+    monkeypatch.setattr("holdfast.places.folder._STARTING_SECONDS", 0.0)
+    with pytest.raises(UnavailableError, match=r"cannot connect: .* is in use"):
+        first.start(Session(first.traits.job_uid, Rank(0), None, first.traits.peer))
     first.close(wait=False)
     with pytest.raises(ConfigError, match="is in use"):
         place(tmp_path / "ckpt").take_for_training()

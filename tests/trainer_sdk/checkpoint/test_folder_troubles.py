@@ -16,9 +16,9 @@ from tests.support.shards.builders import BytesSource, payload, rank_layout_and_
 from tests.support.trainer.launched import children_of, committed_step, until
 
 import holdfast
-from holdfast.checkpoint import places
 from holdfast.directory.choice import JOB_UID, candidates
 from holdfast.directory.commit import Committer
+from holdfast.places import slot_directory
 from holdfast_core.errors import CapacityError, SaveFailedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
@@ -248,7 +248,7 @@ def is_saved(ckpt: holdfast.Checkpointer, step: int, extra: str = "") -> bool:
 @pytest.fixture
 def small_memory(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As in a container that was started without --shm-size."""
-    monkeypatch.setattr(places, "SHARED_MEMORY", volume.path)
+    monkeypatch.setattr(slot_directory, "SHARED_MEMORY", volume.path)
     return volume.path
 
 

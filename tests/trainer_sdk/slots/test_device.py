@@ -122,7 +122,8 @@ def test_wait_staged_holds_back_writes_of_ones_own(tmp_path: Path) -> None:
 @needs_gpu
 def test_slots_are_page_locked_until_the_end(ckpt: holdfast.Checkpointer) -> None:
     ckpt.allocate(make())
-    payloads = [torch.from_numpy(slot.payload) for slot in ckpt._ring.slots]
+    assert ckpt._opened is not None
+    payloads = [torch.from_numpy(slot.payload) for slot in ckpt._opened.ring.slots]
     assert [payload.is_pinned() for payload in payloads] == [True, True]
     ckpt.close()
     assert [payload.is_pinned() for payload in payloads] == [False, False]

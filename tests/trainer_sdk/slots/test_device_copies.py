@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from tests.support.trainer.fake_device import FakeDevice
 from tests.support.trainer.launched import until
+from tests.support.trainer.slot_files import SlotCopy, slot_of, slots_below
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
 from holdfast.slots.device_copies import DeviceCopies
-from holdfast.slots.staging import Slot, SlotRing
+from holdfast.slots.staging import Copier, SlotRing
 from holdfast.state.snapshot import read_payload
 from holdfast.testing import FakeSidecar
 from holdfast_core.errors import ConfigError, SaveFailedError
@@ -45,6 +46,19 @@ class Net(torch.nn.Module):
         return self.weight.sum()
 
 
+class WatchedCopies(DeviceCopies):
+    """Device copies that show whether a thread waits for them."""
+
+    waiting = 0
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        self.waiting += 1
+        try:
+            return super().wait(timeout_seconds)
+        finally:
+            self.waiting -= 1
+
+
 class Training:
     """A model, its optimizer and a Checkpointer whose device is a fake. One step was done, so that the
     optimizer is known; then everything was set to WEIGHT and MEAN."""
@@ -61,10 +75,11 @@ class Training:
         self.net = Net(shard(WEIGHT))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1.0, momentum=0.9)
         self.state: dict[str, Any] = {"model": self.net, "optim": self.optimizer, "n": 3}
-        ckpt._saver.use(self.device)
-        copies = ckpt._saver._copies
-        assert copies is not None
-        self.copies: DeviceCopies = copies
+        self.copies = WatchedCopies(self.device)
+        ckpt.open()
+        assert ckpt._opened is not None
+        ckpt._opened.saver.use(self.copies)  # a Checkpointer looks for CUDA devices only
+        self._slots_dir = ckpt._opened.ring.directory
         self.step()
         with torch.no_grad():
             self.net.weight.copy_(shard(WEIGHT))
@@ -78,13 +93,13 @@ class Training:
     def header(self, step: int) -> SlotHeader | None:
         """Of the slot that holds `step`."""
         slot = self._slot(step)
-        return None if slot is None else slot.header()
+        return None if slot is None else slot.header
 
     def saved(self, step: int) -> Saved:
         """What the slot of `step` holds, which nobody writes until the save after the next one."""
         slot = self._slot(step)
         assert slot is not None
-        payload = read_payload(slot.payload[: slot.header().payload_bytes])
+        payload = read_payload(slot.payload[: slot.header.payload_bytes])
         model = payload["model"]
         momentum = payload["optim"]["state"][0]["momentum_buffer"]
         return Saved(model["weight"], model["mean"], momentum, payload)
@@ -96,9 +111,12 @@ class Training:
     def staged(self) -> list[int]:
         return [message.step for message in self.sidecar.messages(Stage)]
 
-    def _slot(self, step: int) -> Slot | None:
-        slots = self.ckpt._ring.slots
-        return next((slot for slot in slots if slot.header().step == step), None)
+    @property
+    def slots(self) -> list[SlotCopy]:
+        return slots_below(self._slots_dir)
+
+    def _slot(self, step: int) -> SlotCopy | None:
+        return slot_of(self._slots_dir, step)
 
 
 @dataclass(frozen=True)
@@ -128,7 +146,7 @@ def training(sidecar: FakeSidecar) -> Iterator[Training]:
 
 def blocked(training: Training) -> bool:
     """Somebody waits for the copies."""
-    return bool(training.copies._changed._waiters)  # type: ignore[attr-defined]
+    return training.copies.waiting > 0
 
 
 def until_blocked(thread: Thread, training: Training) -> None:
@@ -310,10 +328,10 @@ def test_slots_are_not_made_anew_under_copies(training: Training) -> None:
     growing = Thread(target=training.ckpt.save, args=(2, training.state))
     growing.start()
     until_blocked(growing, training)
-    assert training.ckpt._ring.capacity_bytes < 400_000
+    assert all(slot.header.capacity_bytes < 400_000 for slot in training.slots)
     training.device.catch_up()
     growing.join()
-    assert training.ckpt._ring.capacity_bytes >= 400_000
+    assert all(slot.header.capacity_bytes >= 400_000 for slot in training.slots)
     until(lambda: training.staged == [1, 2], "both saves")
 
 
@@ -356,23 +374,23 @@ def test_a_device_that_cannot_be_waited_for_does_not_stop_the_step(training: Tra
 def test_an_error_beside_the_device_waits_for_it_before_the_slot_is_free(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(jobs: object) -> None:
+    def fail(copier: Copier, jobs: object) -> None:
         raise OSError("the host's copy failed")
 
-    monkeypatch.setattr(training.ckpt._saver._copier, "run", fail)
+    monkeypatch.setattr(Copier, "run", fail)
     training.device.is_lagging = False
     handle = training.ckpt.save(1, training.state)
     assert handle.failure == "OSError: the host's copy failed"
     assert training.device.is_idle
-    assert [slot.header().state for slot in training.ckpt._ring.slots] == [SlotState.FREE] * 2
+    assert [slot.header.state for slot in training.slots] == [SlotState.FREE] * 2
 
 
 def test_a_crash_before_the_copies_are_done_leaves_nothing_to_believe(training: Training) -> None:
     training.ckpt.save(1, training.state)
-    slots = training.ckpt._ring.slots
-    assert {slot.header().state for slot in slots} == {SlotState.FILLING, SlotState.FREE}
+    slots = training.slots
+    assert {slot.header.state for slot in slots} == {SlotState.FILLING, SlotState.FREE}
     next_life = SlotRing(slots[0].path.parent, Rank(0), len(slots))
-    next_life.ensure(slots[0].capacity_bytes, RestartRound(0))
+    next_life.ensure(slots[0].header.capacity_bytes, RestartRound(0))
     headers = [slot.header() for slot in next_life.slots]
     assert [(header.state, header.step) for header in headers] == [(SlotState.FREE, None)] * 2
     next_life.close()
@@ -434,11 +452,10 @@ def test_the_end_waits_for_the_copies(training: Training) -> None:
 def test_slots_of_copies_that_never_end_stay_mapped(
     training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.checkpointer._COPIES_AFTER_ERROR_SECONDS", 0.0)
+    monkeypatch.setattr("holdfast.checkpoint.opened._COPIES_AFTER_ERROR_SECONDS", 0.0)
     training.ckpt.save(1, training.state)
-    slots = training.ckpt._ring.slots
     training.ckpt.close(wait=False)
-    assert [slot.is_pinned for slot in slots] == [True, True]
+    assert len(training.device.pinned) == 2
     assert "a save is lost" in caplog.text
 
 
@@ -455,7 +472,7 @@ def test_copies_beside_training_are_not_blocked_time(training: Training) -> None
 
 def test_slots_are_page_locked_while_they_are_there(training: Training) -> None:
     training.ckpt.allocate(training.state)
-    size = training.ckpt._ring.capacity_bytes + HEADER_BYTES
+    size = training.slots[0].header.capacity_bytes + HEADER_BYTES
     assert list(training.device.pinned.values()) == [size, size]
     training.ckpt.allocate({"more": torch.ones(100_000)})
     assert len(training.device.pinned) == 2
@@ -484,9 +501,9 @@ def test_no_hook_is_left_behind(training: Training) -> None:
     training.ckpt.save(1, training.state)
     training.device.catch_up()
     training.ckpt.close()
-    training.device.captures = True
+    asked = training.device.capture_checks
     training.step()
-    assert training.optimizer not in training.copies._distrusted
+    assert training.device.capture_checks == asked
 
 
 @pytest.fixture

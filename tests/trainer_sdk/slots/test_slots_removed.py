@@ -13,20 +13,15 @@ import numpy as np
 import pytest
 from tests.support.crash.failpoints import in_every_python
 from tests.support.trainer.launched import children_of, until
+from tests.support.trainer.slot_files import all_taken, slot_of, states_below
 
 import holdfast
-from holdfast.checkpoint import places
 from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError
 from holdfast_core.messages.schema import Stage
+from holdfast_core.shm.slot_header import SlotState
 
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    monkeypatch.setattr(places, "SHARED_MEMORY", directory)
-    return directory
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 def state(value: float) -> dict[str, Any]:
@@ -84,10 +79,8 @@ def test_removed_while_they_are_written_to_the_folder(
         monkeypatch.setenv(name, value)
     with holdfast.Checkpointer(dir=folder, on_save_error="raise", interval_steps=1) as ckpt:
         handles = [ckpt.save(step, state(step)) for step in (1, 2)]
-        assert ckpt._session.wait_acknowledged(60)
-        assert not ckpt._ring.has_free()
+        until(lambda: states_below(memory) == [SlotState.OWNED] * 2, "the writer has both")
         remove(memory)
-        assert ckpt._ring.has_free()
         handles.append(ckpt.save(3, state(3)))
         go.touch()
         for handle in handles:
@@ -118,7 +111,7 @@ def test_removed_before_the_writer_has_opened_them(
         else:
             go.unlink()
             lost = ckpt.save(2, state(2))
-            assert ckpt._session.wait_acknowledged(60)
+            until(lambda: all_taken(memory), "the writer has it")
         remove(memory)
         os.kill(writer, signal.SIGCONT if how == "stopped" else signal.SIGKILL)
         go.touch()
@@ -140,7 +133,6 @@ def test_removed_with_the_lock_and_taken_by_another(
         everything(memory)
         with holdfast.Checkpointer(dir=folder) as looking:
             seen = {"t": np.zeros(1 << 17), "more": np.zeros(1)}
-            looking._saver.ensure_slots(1 << 21, looking._round())
             with pytest.raises(holdfast.HoldfastError):
                 looking.restore(seen)
             files = {path: path.stat().st_ino for path in memory.rglob("*.slot")}
@@ -180,13 +172,14 @@ def test_removed_in_a_pod_whose_sidecar_has_restarted(tmp_path: Path, sidecar: F
         ckpt.save(1, state(1)).wait(timeout=60)
         sidecar.faults.delay_seconds["Stage"] = 3600
         lost = ckpt.save(2, state(2))
-        slot = next(s for s in ckpt._ring.slots if s.header().step == 2)
+        slot = slot_of(tmp_path / "shared", 2)
+        assert slot is not None
         until(lambda: bool(sidecar.messages(Stage)), "the stage")
         the_slots(tmp_path / "shared")
         sidecar.die()
         sidecar.faults.delay_seconds.clear()
         sidecar.start(0)
-        with pytest.raises(SaveFailedError, match=slot.name):
+        with pytest.raises(SaveFailedError, match=slot.path.name):
             lost.wait(timeout=60)
         ckpt.save(3, state(3)).wait(timeout=60)
         assert ckpt.saves_failed == 1

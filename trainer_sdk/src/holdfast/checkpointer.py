@@ -1,7 +1,8 @@
 """`Checkpointer`, the interface between a training loop and Holdfast.
 
-This module defines the order of operations in the training thread: restore, allocate, train, save.
-`slots` stores the bytes, `connection` exchanges the messages, and `state` reads and loads the objects.
+This module defines the order of operations in the training thread: restore, allocate, train, save. The
+parts are in `checkpoint`: `decisions` says which steps are saved, `saves` makes the saves, `restoring`
+restores, and `status` counts and reports. `places` knows where checkpoints go.
 A failed save is logged and counted. It raises in the loop only with on_save_error="raise".
 """
 
@@ -9,65 +10,32 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, MutableMapping
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
-from holdfast.base.arguments import checked_count, require_one_of, require_state
-from holdfast.base.folder import folder_path
+from holdfast.base.arguments import require_state
 from holdfast.base.handle import SaveHandle
-from holdfast.base.layouts import LayoutFiles
-from holdfast.base.notices import say
+from holdfast.base.options import OnSaveError, Options, WhenBusy
 from holdfast.base.settings import RankSettings
-from holdfast.checkpoint.outcomes import Outcomes
-from holdfast.checkpoint.ownership import report_other_training, take_for_training
-from holdfast.checkpoint.places import DirectoryPlace, Place, PodPlace
-from holdfast.checkpoint.restoring import Fetched, Restorer
-from holdfast.checkpoint.saving import Saver
+from holdfast.checkpoint.decisions import Decision, interval_of
+from holdfast.checkpoint.opened import Opened
+from holdfast.checkpoint.status import SaveStatus
 from holdfast.connection.progress import ProgressReporter
 from holdfast.connection.session import Session
-from holdfast.directory.choice import older_than
-from holdfast.gang.agreement import StepAgreement, Verdict
-from holdfast.gang.store import GangStore, connect_store
-from holdfast.slots.staging import SlotRing
-from holdfast.state.load import load_state
-from holdfast.state.restore_target import RestoreTarget
+from holdfast.places.opening import place_for
+from holdfast.places.place import Place
 from holdfast.state.rng import RNG
 from holdfast.training.lazy_loaders import LazyLoaderWatch
 from holdfast.training.loop import Position, TrainingLoop
 from holdfast.training.signals import HandledSignal, interrupts_at_end, stop_signal
 from holdfast.training.steps import checked_step
-from holdfast_core.contract import PodContract
-from holdfast_core.errors import (
-    CapacityError,
-    ConfigError,
-    CorruptionError,
-    HoldfastError,
-    SaveFailedError,
-    StateDictError,
-    UnavailableError,
-)
-from holdfast_core.ids import Level, RestartRound, Step
-from holdfast_core.messages.schema import Policy
+from holdfast_core.errors import ConfigError, CorruptionError, StateDictError
+from holdfast_core.ids import Step
 
 logger = logging.getLogger(__name__)
 
-OnSaveError = Literal["warn", "raise"]
-WhenBusy = Literal["skip", "wait"]
-
-_DEFAULT_INTERVAL_STEPS = 100
-_BUSY_WAIT_SECONDS = 600.0
-_LEAVE_WAIT_SECONDS = 30.0
-"""Time to wait for a free slot when a loop is left. An exception that left it should not be delayed for
-long."""
-_ACKNOWLEDGE_SECONDS = 10.0
-_SETTLE_SECONDS = 120.0
-_COPIES_SECONDS = 120.0
-"""Time that `close` waits for copies from a device. A device may hang in a collective for ever."""
-_COPIES_AFTER_ERROR_SECONDS = 10.0
 _LET_GO_SECONDS = 5.0
 
 
@@ -104,74 +72,32 @@ class Checkpointer:
         on_save_error: OnSaveError = "warn",
         when_busy: WhenBusy = "skip",
     ) -> None:
-        keep_last = checked_count(keep_last, "keep_last", 1)
-        slots = checked_count(slots, "slots", 1)
-        if interval_steps is not None:
-            interval_steps = checked_count(interval_steps, "interval_steps", 0)
-        require_one_of(on_save_error, "on_save_error", get_args(OnSaveError))
-        require_one_of(when_busy, "when_busy", get_args(WhenBusy))
-        self._dir = dir
-        self._strict = strict
-        self._on_save_error = on_save_error
-        self._when_busy = when_busy
+        self._options = Options(
+            dir, interval_steps, keep_last, slots, slots_dir, strict, on_save_error, when_busy
+        ).checked()
         self._settings = RankSettings.from_env()
-        contract = PodContract.from_env()
-        if contract is not None and dir is None:
-            self._place: Place = PodPlace.of(contract)
-            self._interval_steps = self._settings.interval_steps
-        elif dir is not None:
-            own = _DEFAULT_INTERVAL_STEPS if interval_steps is None else interval_steps
-            policy = Policy(interval_steps=own, slots=slots, keep_last=keep_last, peer_copies=0)
-            memory = None if slots_dir is None else Path(slots_dir).absolute()
-            self._place = DirectoryPlace.of(folder_path(dir), self._settings, policy, memory)
-            self._interval_steps = own
-        else:
-            raise ConfigError(
-                "Checkpointer: this process is not in a worker pod of a TrainingJob (HOLDFAST_JOB_UID "
-                'is not set), so say where checkpoints go: holdfast.Checkpointer(dir="ckpt")'
-            )
-        round_ = self._settings.round if isinstance(self._place, PodPlace) else None
+        place = self._place = place_for(self._options, self._settings)
+        traits, rank = place.traits, self._settings.rank
         self._session = Session(
-            self._place.job_uid,
-            self._settings.rank,
-            round_,
-            self._place.peer,
-            knows_what_is_durable=isinstance(self._place, DirectoryPlace),
+            traits.job_uid,
+            rank,
+            traits.round,
+            traits.peer,
+            knows_what_is_durable=traits.knows_what_is_durable,
         )
-        self._ring = SlotRing(
-            self._place.slots_dir, self._settings.rank, self._place.slots, self._place.advice
+        self._status = SaveStatus(
+            ProgressReporter(self._session, rank),
+            lambda: place.where_to_look,  # not `self`: see `_let_go`
+            raises=self._options.raises,
         )
         self._signal = stop_signal(self._session.want_stop)
-        self._store: GangStore | None = None
-        self._agreement: StepAgreement | None = None
-        self._restorer: Restorer | None = None
-        self._dropped: weakref.finalize[..., Checkpointer] | None = None
-        self._layouts = LayoutFiles(self._place.layouts_dir)
-        self._saver = Saver(self._session, self._ring, self._layouts, self._settings.rank)
-        self._progress = ProgressReporter(self._session, self._settings.rank)
         self._pid = os.getpid()
-        self._blocked_seconds = 0.0
-        self._saves_skipped = 0
-        self._found_no_slot = False
-        self._saves_failed = 0
-        self._said_failure = ""
-        self._stopping = False
-        self._may_save = False
-        self._verdicts: tuple[int, Verdict] | None = None
-        self._left_out: int | None = None
-        self._began = False
-        self._laps = 0
-        """Number of times that the ranks rolled back."""
-        self._has_saved = False
-        """Whether a save was started since the folder was opened or rolled back. The same on every rank."""
-        self._last_saved: Step | None = None
-        self._outcomes = Outcomes()
+        self._opened: Opened | None = None
+        self._is_open = False
+        self._dropped: weakref.finalize[..., Checkpointer] | None = None
         self._position = Position()
         self._lazy_loaders = LazyLoaderWatch()
         self._loop: TrainingLoop | None = None
-        self._left: SaveHandle | None = None
-        """The held save of a loop that was left early, until a later call keeps or drops it."""
-        self._left_error: Exception | None = None
         self._was_interrupted = False
         """Ctrl-C ended a loop after it had saved its last step."""
         self.skipped: tuple[str, ...] = ()
@@ -202,31 +128,7 @@ class Checkpointer:
 
         `with` calls this method. Further calls have no effect. Raises ConfigError after `close`.
         """
-        if self._session.link is not None:
-            self._require_own()
-            return
-        if self._restorer is not None:
-            raise ConfigError("Checkpointer: it was closed; make another one")
-        self._pid = os.getpid()
-        self._place.open()
-        self._ring.directory = self._place.slots_dir
-        self._ring.spare = self._place.spare_slots_dir
-        if isinstance(self._place, DirectoryPlace):
-            self._ring.is_ours = self._place.holds_memory
-        self._layouts.directory = self._place.layouts_dir
-        self._dropped = weakref.finalize(
-            self, _let_go, os.getpid(), self._session, self._place, self._signal
-        )
-        self._dropped.atexit = False  # the persister detects the end of the process itself
-        self._store = connect_store(self._settings)
-        self._agreement = self._new_agreement()
-        self._restorer = Restorer(
-            self._settings, self._place, self._session, self._ring, self._layouts, self._store
-        )
-        self._restorer.connect()
-        if isinstance(self._place, DirectoryPlace) and self._settings.rank == 0:
-            report_other_training(self._place)
-        self._signal.install()
+        self._parts()
 
     def close(self, *, wait: bool = True) -> None:
         """Finish the saves and close the connection.
@@ -245,37 +147,15 @@ class Checkpointer:
         if os.getpid() != self._pid:
             return
         self._signal.restore()
-        link = self._session.link
-        if link is None:
+        if self._opened is None or not self._is_open:
             return
         if self._loop is not None:
             self._leave(self._loop)
-        left_error, self._left_error = self._left_error, None
-        self._hand_over_left()
-        self._progress.send(self._round())
-        copies_seconds = _COPIES_SECONDS if wait else _COPIES_AFTER_ERROR_SECONDS
-        copied = self._saver.wait(copies_seconds)
-        if wait:
-            if isinstance(self._place, PodPlace):
-                self._session.wait_acknowledged(_ACKNOWLEDGE_SECONDS)
-            else:
-                self._session.wait_settled(_SETTLE_SECONDS)
-        failure = self._count_last(wait=wait)
-        link.close()
-        self._saver.close()
-        if copied:
-            self._ring.close()
-        else:  # the device may still write into the slots, so they stay mapped until the process ends
-            logger.warning(
-                "a save is lost: its copies from the device were not done within %s s",
-                copies_seconds,
-            )
-        self._place.close(wait=wait)
-        self._session.link = None
+        raised = self._opened.close(wait=wait)
+        self._is_open = False
         if self._dropped is not None:
             self._dropped.detach()
-        raised: Exception | None = left_error or failure
-        if raised is not None and wait and self._on_save_error == "raise":
+        if raised is not None and wait and self._options.raises:
             raise raised
 
     # ------------------------------------------------------------------ the loop
@@ -310,53 +190,44 @@ class Checkpointer:
         """
         total = checked_step(total, "Checkpointer.steps(total=...)")
         require_state(state, "steps")
-        self._opened()
+        parts = self._parts()
         if self._loop is not None:
             self._leave(self._loop)  # its generator is still open
-        self._hand_over_left()
-        if self._stopping:
+        parts.saves.hand_over_left()
+        if self.stopping:
             return
-        if self._position.continues(state):
-            start = self._position.done
-        else:
-            # Saves that this process made before its first restore are not a history to roll back to.
-            rolls_back = self._has_saved and self._position.is_known
-            by_hand = self._position.done_by_hand(state)
-            found = self._restore(state, None, before_rng, rolls_back=rolls_back)
-            start = by_hand if found is None else found
-            if found is None:
-                self._say_nothing_found(start)
-                if start > 0:
-                    self._position.trained(start)
-            if start >= total:
-                self._say("step %d of %d was done before: nothing is left to do", start, total)
+        start = self._first_index(parts, state, before_rng)
+        if start >= total:
+            parts.restorer.tell(
+                "step %d of %d was done before: nothing is left to do", start, total
+            )
         try:
             self.allocate(state)
         except StateDictError as error:
             # The state's own code may succeed later. As with every failed save, training continues.
             logger.warning("memory for saves is taken at the first save, not now: %s", error)
-        self._begin(start)
+        parts.decisions.begin(start)
         loop = self._loop = TrainingLoop(state, self._session.interrupt)
         try:
             for index in range(start, total):
                 loop.begins(index)
                 yield index
-                if self._loop is not loop and self._session.link is not None:
+                if self._loop is not loop and self._is_open:
                     raise ConfigError(
                         f"Checkpointer.steps: after index {index} the state was restored or another "
                         "loop began, so that the next index would not be the number of steps done: leave "
                         "the loop with break, call restore, and call steps again"
                     )
                 loop.ended()
-                self._after_step(Step(index + 1), state, last=index + 1 == total)
-                if self._stopping:
+                self._after_step(Step(index + 1), state, is_last=index + 1 == total)
+                if self.stopping:
                     break
         finally:
             self._leave(loop)
         if loop.was_interrupted:
             self._was_interrupted = True
-            if self._session.forget_interrupt() and self._store is None:
-                self._stopping = False  # a notebook may continue in its next cell
+            if self._session.forget_interrupt() and self._settings.world_size == 1:
+                parts.decisions.stopping = False  # a notebook may continue in its next cell
             raise KeyboardInterrupt(f"saved after {self._position.done} steps")
 
     def report(self, **metrics: Any) -> None:
@@ -364,7 +235,7 @@ class Checkpointer:
 
         Values are numbers or scalar tensors.
         """
-        self._progress.measured(metrics)
+        self._status.progress.measured(metrics)
 
     @property
     def stopping(self) -> bool:
@@ -373,30 +244,27 @@ class Checkpointer:
         `steps` then saves and ends. In a loop of your own, `should_save` returns True for that step: save
         and then leave the loop.
         """
-        return self._stopping
+        return self._opened is not None and self._opened.decisions.stopping
 
     @property
     def interval_steps(self) -> int:
         """Optimizer steps between saves, the same on every rank. 0 means that ranks save only on request."""
-        if self._interval_steps is not None:
-            return self._interval_steps
-        policy = self._session.policy
-        return 0 if policy is None else policy.interval_steps
+        return interval_of(self._place.traits, self._session)
 
     @property
     def blocked_seconds(self) -> float:
         """Seconds that saves have blocked the training thread so far."""
-        return self._blocked_seconds
+        return self._status.blocked_seconds
 
     @property
     def saves_skipped(self) -> int:
         """Number of saves that were left out because a rank had no free slot."""
-        return self._saves_skipped
+        return self._status.skipped
 
     @property
     def saves_failed(self) -> int:
         """Number of saves of this rank that failed, including those that were too late for `close`."""
-        return self._saves_failed
+        return self._status.failed
 
     @property
     def last_committed_step(self) -> int | None:
@@ -404,7 +272,7 @@ class Checkpointer:
 
         It is updated by each save and by `close`.
         """
-        return self._outcomes.watch.last_committed
+        return self._status.last_committed
 
     @property
     def saves_since_commit(self) -> int:
@@ -413,7 +281,7 @@ class Checkpointer:
         A number that only rises means that no save becomes durable any more. An error is logged after
         5 such saves and 60 seconds.
         """
-        return self._outcomes.watch.saves_since_commit
+        return self._status.saves_since_commit
 
     def should_save(self, step: int) -> bool:
         """Return whether every rank must save after `step` optimizer steps.
@@ -421,10 +289,12 @@ class Checkpointer:
         Call it once after each step, on every rank, in a loop that does not use `steps`. It also reports
         the step for the job's status and sets `stopping`. Raises ConfigError for an invalid step.
         """
-        due = self._wants_save(checked_step(step, "Checkpointer.should_save(step)"))
-        if not due:  # otherwise the save reports the step and the time that it blocked training
-            self._progress.send(self._round())
-        return due
+        decision = self._decide(checked_step(step, "Checkpointer.should_save(step)"))
+        if (
+            not decision.saves
+        ):  # otherwise the save reports the step and the time that it blocked training
+            self._status.progress.send()
+        return decision.saves
 
     # ------------------------------------------------------------------ restore and save
 
@@ -461,61 +331,12 @@ class Checkpointer:
         """
         wanted = None if step is None else checked_step(step, "Checkpointer.restore(step)")
         require_state(state, "restore")
-        rolls_back = self._has_saved or wanted is not None
-        found = self._restore(state, wanted, before_rng, rolls_back=rolls_back)
+        parts = self._parts()
+        rolls_back = parts.saves.have_begun or wanted is not None
+        found = self._restore(parts, state, wanted, before_rng, rolls_back=rolls_back)
         if found is None:
-            self._say_nothing_found(0)
+            self._tell_nothing_found(parts, 0)
         return found
-
-    def _restore(
-        self,
-        state: MutableMapping[str, Any],
-        step: Step | None,
-        before_rng: Callable[[], None] | None,
-        *,
-        rolls_back: bool,
-    ) -> int | None:
-        restorer = self._opened()
-        self._forget_left("the state was restored")
-        self._saver.prepare()
-        if rolls_back:
-            self._roll_back(step)
-        restore_target = RestoreTarget(state, self._settings.rank, strict=self._strict)
-        try:
-            found = restorer.fetch(restore_target)
-        except CorruptionError:
-            # For a requested step every rank raises this, so that the next call rolls back again.
-            self._has_saved = self._has_saved or step is not None
-            raise
-        if found is None:
-            if before_rng is not None:
-                before_rng()
-            self._position.restored(0, state)
-            return None
-        saved = found.saved()
-        if found.lies_over is not None and not restore_target.fits(saved):
-            raise CorruptionError(
-                f"checkpoint {found.lies_over} turned out bad when parts of it were in the state "
-                f"already, and step {found.step} does not cover all of that: build the state anew and "
-                "restore again"
-            )
-        self.skipped = load_state(
-            state,
-            saved,
-            strict=self._strict,
-            before_rng=before_rng,
-            is_ours=found.is_ours,
-        )
-        self._position.restored(found.step, state)
-        self._ring.touch_meanwhile()
-        if before_rng is None and any(isinstance(part, RNG) for part in state.values()):
-            self._lazy_loaders.restored()
-        for line in self.skipped:
-            logger.warning("not restored: %s", line)
-        # Logged on every rank: each reads its own copy, and one slow tier delays all ranks.
-        logger.info("rank %d restored step %d from %s", self._settings.rank, found.step, found.tier)
-        self._say("restored step %d from %s", found.step, self._place_name(found))
-        return found.step
 
     def allocate(self, state: Mapping[str, Any]) -> None:
         """Allocate the slots for this state and write to their memory pages once, before the first step.
@@ -524,9 +345,10 @@ class Checkpointer:
         UnsupportedStateError, StateDictError, and ConfigError where this run may not save.
         """
         require_state(state, "allocate")
-        self._open_to_save()
-        restore_target = RestoreTarget(state, self._settings.rank, strict=self._strict)
-        self._saver.ensure_slots(restore_target.needed_bytes(), self._round())
+        parts = self._parts()
+        self._place.take_for_training()
+        needed_bytes = parts.restorer.target(state).needed_bytes()
+        parts.saver.ensure_slots(needed_bytes, self._session.current_round)
 
     def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
         """Copy the state and return a handle of the save. Training may then change the state.
@@ -546,10 +368,10 @@ class Checkpointer:
         """
         checked = checked_step(step, "Checkpointer.save(step)")
         require_state(state, "save")
-        if self._left is not None and self._left.step == checked:
+        if self._opened is not None and self._opened.saves.left_step == checked:
             self._forget_left("the script saved this step itself")
         with interrupts_at_end():
-            return self._save(checked, state, wait=self._when_busy == "wait")
+            return self._parts().saves.save(checked, state, waits=self._options.waits)
 
     def wait_staged(self) -> None:
         """Make later work on the current CUDA stream wait for the copies of all saves so far.
@@ -557,93 +379,119 @@ class Checkpointer:
         Call it before anything other than an optimizer's `step` changes parameters or optimizer state
         on a GPU. It does not block the host, and it does not wait for durability.
         """
-        self._saver.wait_staged()
+        if self._opened is not None:
+            self._opened.saver.wait_staged()
 
     # ------------------------------------------------------------------ inside
 
-    def _save(self, step: Step, state: Mapping[str, Any], *, wait: bool) -> SaveHandle:
-        self._open_to_save()
-        self._hand_over_left()
-        wait_seconds = _BUSY_WAIT_SECONDS if wait else 0.0
-        return self._start_save(SaveHandle(step, self._round()), state, wait_seconds)
+    def _parts(self) -> Opened:
+        """Return the parts of this rank, and open them if they are not open.
 
-    def _start_save(
-        self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float
-    ) -> SaveHandle:
-        step = handle.step
-        started = time.monotonic()
-        self._has_saved = True
-        self._position.trained(step)
-        try:
-            self._position.saved(state)
-            self._raise_older()
-            if isinstance(self._place, DirectoryPlace):
-                self._place.keep_for_training()
-            self._hand_over(handle, state, wait_seconds)
-            self._last_saved = handle.step
-        except SaveFailedError:
-            raise
-        # A state's own code may raise any exception, and a failed save must not end training.
-        except Exception as error:  # noqa: BLE001 - see above
-            handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
-            self._failed(error, step)
-        finally:
-            spent = time.monotonic() - started
-            self._blocked_seconds += spent
-            self._progress.blocked(spent)
-            self._progress.finished(step)
-            self._progress.send(self._round())
-            self._watch_commits()
-        self._foresee(step + 1)
-        return handle
-
-    def _say(self, message: str, *args: object) -> None:
-        if self._settings.rank == 0:
-            say(logger, message, *args)
-
-    def _say_nothing_found(self, done: int) -> None:
-        start = f"going on after step {done}" if done else "starting from the beginning"
-        self._say("nothing to restore from %s: %s", self._place_name(), start)
-
-    def _place_name(self, found: Fetched | None = None) -> str:
-        """Return the location of checkpoints for log messages.
-
-        For a checkpoint restored from a folder, rank 0 adds the number of older ones.
+        Raises ConfigError after `close`, and in a forked child.
         """
-        if not isinstance(self._place, DirectoryPlace):
-            return "the job's checkpoints" if found is None else f"the {found.tier} tier"
-        if found is None or self._settings.rank != 0:
-            return str(self._dir)
-        try:
-            older = older_than(self._place.root, found.step)
-        except OSError:  # the folder was removed meanwhile; the state was already read from it
-            return str(self._dir)
-        return f"{self._dir} ({older} older {'exists' if older == 1 else 'exist'})"
+        if self._opened is not None:
+            self._require_usable()
+            return self._opened
+        self._pid = os.getpid()
+        self._opened = Opened(
+            self._options,
+            self._settings,
+            self._place,
+            self._session,
+            self._status,
+            self._position,
+        )
+        self._is_open = True
+        self._dropped = weakref.finalize(
+            self, _let_go, os.getpid(), self._session, self._place, self._signal
+        )
+        self._dropped.atexit = False  # the persister detects the end of the process itself
+        self._place.start(self._session)
+        self._signal.install()
+        return self._opened
 
-    def _require_own(self) -> None:
-        """Raise ConfigError in a forked child."""
+    def _require_usable(self) -> None:
+        if not self._is_open:
+            raise ConfigError("Checkpointer: it was closed; make another one")
         if os.getpid() != self._pid:
             raise ConfigError(
                 f"Checkpointer: process {self._pid} opened it and this is its forked child "
                 f"{os.getpid()}: save and restore in the process that trains"
             )
 
-    def _roll_back(self, step: Step | None) -> None:
-        """Make `step`, or the newest committed step, the restore point. Every rank must call it.
+    def _first_index(
+        self,
+        parts: Opened,
+        state: MutableMapping[str, Any],
+        before_rng: Callable[[], None] | None,
+    ) -> int:
+        """Return the index at which a loop over `state` begins. Restore, unless `state` was trained here."""
+        if self._position.continues(state):
+            return self._position.done
+        # Saves that this process made before its first restore are not a history to roll back to.
+        rolls_back = parts.saves.have_begun and self._position.is_known
+        by_hand = self._position.done_by_hand(state)
+        found = self._restore(parts, state, None, before_rng, rolls_back=rolls_back)
+        if found is not None:
+            return found
+        self._tell_nothing_found(parts, by_hand)
+        if by_hand > 0:
+            self._position.trained(by_hand)
+        return by_hand
 
-        The next restore request is then answered with that checkpoint.
-        """
-        restorer = self._opened()
-        if isinstance(self._place, DirectoryPlace):
-            self._session.wait_settled(_SETTLE_SECONDS)
-        restorer.roll_back(step)
-        self._has_saved = self._began = False
-        self._verdicts = self._left_out = self._last_saved = None
-        self._laps += 1
-        self._agreement = self._new_agreement()
+    def _restore(
+        self,
+        parts: Opened,
+        state: MutableMapping[str, Any],
+        step: Step | None,
+        before_rng: Callable[[], None] | None,
+        *,
+        rolls_back: bool,
+    ) -> int | None:
+        self._forget_left("the state was restored")
+        parts.saver.prepare()
+        if rolls_back:
+            parts.roll_back(step)
+        target = parts.restorer.target(state)
+        try:
+            found = parts.restorer.fetch(target)
+        except CorruptionError:
+            # For a requested step every rank raises this, so that the next call rolls back again.
+            parts.saves.have_begun = parts.saves.have_begun or step is not None
+            raise
+        if found is None:
+            if before_rng is not None:
+                before_rng()
+            self._position.restored(0, state)
+            return None
+        self.skipped = parts.restorer.load(found, state, target, before_rng)
+        self._position.restored(found.step, state)
+        if before_rng is None and any(isinstance(part, RNG) for part in state.values()):
+            self._lazy_loaders.restored()
+        return found.step
 
-    def _new_agreement(self) -> StepAgreement:
-        return StepAgreement(self._session, self._store, self._settings.rank, self._laps)
+    def _tell_nothing_found(self, parts: Opened, done: int) -> None:
+        start = f"going on after step {done}" if done else "starting from the beginning"
+        parts.restorer.tell("nothing to restore from %s: %s", self._place.location, start)
+
+    def _decide(self, step: Step) -> Decision:
+        parts = self._parts()
+        parts.saves.hand_over_left()
+        self._position.trained(step)
+        if self._settings.rank == 0:
+            self._lazy_loaders.step_done()
+        decision = parts.decisions.after_step(step)
+        self._status.progress.finished(step)
+        return decision
+
+    def _after_step(self, step: Step, state: Mapping[str, Any], *, is_last: bool) -> None:
+        decision = self._decide(step)
+        if decision.saves or is_last:
+            # A requested save and the last save wait for a free slot instead of being skipped.
+            waits = is_last or decision.is_requested or self._options.waits
+            self._parts().saves.save(step, state, waits=waits)
+        else:
+            self._status.progress.send()
 
     def _leave(self, loop: TrainingLoop) -> None:
         """End a loop. If its body was left early, save the steps done and hold that save back."""
@@ -652,212 +500,18 @@ class Checkpointer:
         self._loop = None
         done = loop.steps_done()
         loop.close()
-        if done is None or self._session.link is None:
+        if done is None or self._opened is None or not self._is_open:
             return
         self._position.trained(done)
-        if done == 0 or done == self._last_saved:
-            return
-        # It is not known here whether an exception left the body, or whether the script will roll back.
-        # The bytes of this moment are held until a later call shows which is the case.
-        self._left = SaveHandle(Step(done), self._round())
-        self._session.hold_back(self._left)
-        try:
-            self._open_to_save()
-            self._start_save(self._left, loop.state, _LEAVE_WAIT_SECONDS)
-        except Exception as error:  # noqa: BLE001 - Python would only print it; `close` raises it
-            self._left_error = error
-
-    def _hand_over_left(self) -> None:
-        """Hand over the held save of a loop that was left early. Raise the error of that save, if any."""
-        left, self._left = self._left, None
-        error, self._left_error = self._left_error, None
-        if left is not None:
-            self._session.hand_over_held()
-        if error is not None:
-            raise error
+        if done > 0 and done != self._opened.saves.last:
+            self._opened.saves.save_left(Step(done), loop.state)
 
     def _forget_left(self, why: str) -> None:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
-        if self._left is not None:
-            self._left = self._left_error = None
-            self._last_saved = None
-            self._session.drop_held(f"dropped: {why}")
-
-    def _opened(self) -> Restorer:
-        self.open()
-        if self._restorer is None:
-            raise ConfigError("Checkpointer: it could not be opened")
-        return self._restorer
-
-    def _open_to_save(self) -> None:
-        """Open the connection and acquire the folder's training lock, once.
-
-        Raises ConfigError where this run may not save into the folder.
-        """
-        self._opened()
-        if isinstance(self._place, DirectoryPlace) and not self._may_save:
-            take_for_training(self._place, self._store, self._settings.rank)
-            self._may_save = True
-
-    def _round(self) -> RestartRound:
-        return RestartRound(0) if self._session.round is None else self._session.round
-
-    def _is_due(self, step: int) -> bool:
-        interval = self.interval_steps
-        return interval > 0 and step % interval == 0
-
-    def _foresee(self, step: int) -> None:
-        """Before `step` starts, publish to the gang if this rank would have no slot for its save."""
-        if self._agreement is None or self._when_busy == "wait" or not self._is_due(step):
-            return
-        if self._ring.slots and not self._ring.has_free() and not self._may_get_free():
-            self._agreement.leave_out(step)
-
-    def _may_get_free(self) -> bool:
-        """Return whether the sidecar is expected to free a slot before the next step ends.
-
-        A sidecar that keeps every step in memory frees the older slot as soon as the step that was just
-        handed over is complete. If the previous save found no slot, this expectation was wrong.
-        """
-        policy = self._session.policy
-        keeps = policy is not None and policy.memory_level_enabled
-        return keeps and isinstance(self._place, PodPlace) and not self._found_no_slot
-
-    def _is_left_out(self, step: int) -> bool:
-        if self._agreement is None or self._when_busy == "wait":
-            return False
-        if not self._agreement.is_left_out(step):
-            return False
-        if self._left_out != step:
-            self._left_out = step
-            self._saves_skipped += 1
-            self._progress.skipped()
-            self._watch_commits()
-            logger.info("save of step %d left out: a rank's slots are still being written", step)
-        return True
-
-    def _begin(self, step: int) -> None:
-        self._began = True
-        if self._agreement is not None:
-            self._agreement.begin(step)
-
-    def _verdict(self, step: Step) -> Verdict:
-        if self._verdicts is None or self._verdicts[0] != step:
-            verdict = Verdict() if self._agreement is None else self._agreement.after_step(step)
-            self._verdicts = (step, verdict)
-        return self._verdicts[1]
-
-    def _wants_save(self, step: Step) -> bool:
-        self._opened()
-        self._hand_over_left()
-        self._position.trained(step)
-        if self._settings.rank == 0:
-            self._lazy_loaders.step_done()
-        if not self._began:
-            self._begin(step - 1)
-        verdict = self._verdict(step)
-        if verdict.stop:
-            self._stopping = True
-        asked = verdict.save or verdict.stop
-        due = self._is_due(step)
-        if due and not asked and self._is_left_out(step):
-            due = False
-        self._progress.finished(step)
-        if not (due or asked):
-            self._foresee(step + 1)
-        return due or asked
-
-    def _after_step(self, step: Step, state: Mapping[str, Any], *, last: bool) -> None:
-        due = self._wants_save(step)
-        verdict = self._verdict(step)
-        if due or last:
-            # A requested save and the last save wait for a free slot instead of being skipped.
-            wanted = last or verdict.save or verdict.stop or self._when_busy == "wait"
-            self._save(step, state, wait=wanted)
-        else:
-            self._progress.send(self._round())
-
-    def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
-        if self._saver.save(handle, state, wait_seconds):
-            self._outcomes.add(handle)
-            self._found_no_slot = False
-            return
-        self._found_no_slot = True
-        if wait_seconds:
-            raise UnavailableError(
-                f"save of step {handle.step}: no slot became free within {wait_seconds:g} s: "
-                f"{self._place.where_to_look}"
-            )
-        self._saves_skipped += 1
-        self._progress.skipped()
-        handle.fail(Level.LOCAL, "skipped: every slot is still being written")
-        logger.info("save of step %d skipped: every slot is still being written", handle.step)
-
-    def _raise_older(self) -> None:
-        """Count the saves that failed after they were handed over.
-
-        With on_save_error="raise", raises SaveFailedError for the first of them.
-        """
-        while (handle := self._outcomes.next_failed(time.monotonic())) is not None:
-            self._failed(
-                SaveFailedError(f"save of step {handle.step}: {handle.failure}"), handle.step
-            )
-
-    def _count_last(self, *, wait: bool) -> SaveFailedError | None:
-        """Count and log the saves that have failed or are unfinished before the connection ends.
-
-        Returns the error that describes them, or None if there are none. Without `wait`, unfinished saves
-        of a folder do not count: the persister continues to write them.
-        """
-        failed: list[tuple[Step, str]] = []
-        while (handle := self._outcomes.next_failed(time.monotonic())) is not None:
-            failed.append((handle.step, handle.failure or "unknown"))
-        in_pod = isinstance(self._place, PodPlace)
-        for handle in self._outcomes.take_unfinished(
-            lambda handle: self._session.was_taken(handle) if in_pod else not wait
-        ):
-            failed.append((handle.step, f"not durable yet: {self._place.where_to_look}"))
-        if not failed:
-            return None
-        self._saves_failed += len(failed)
-        step, why = failed[-1]
-        error = SaveFailedError(
-            f"{len(failed)} of the last saves did not become durable, the newest is step {step}: {why}. "
-            f"The newest durable step of this run is {self.last_committed_step}"
-        )
-        logger.warning("%s", error)
-        return error
-
-    def _watch_commits(self) -> None:
-        watch, now = self._outcomes.watch, time.monotonic()
-        watch.saved(now)
-        seconds = watch.stalled_seconds(now)
-        if seconds is not None:
-            logger.error(
-                "no save has become durable for %.0f s and %d saves; the newest durable step of this run "
-                "is %s, %d saves failed, %d were skipped: %s",
-                seconds,
-                watch.saves_since_commit,
-                watch.last_committed,
-                self._saves_failed,
-                self._saves_skipped,
-                self._place.where_to_look,
-            )
-
-    def _failed(self, error: Exception, step: Step) -> None:
-        self._saves_failed += 1
-        if self._on_save_error == "raise":
-            if isinstance(error, HoldfastError | OSError):
-                raise error
-            raise SaveFailedError(
-                f"save of step {step}: {type(error).__name__}: {error}"
-            ) from error
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, CapacityError) or reason != self._said_failure:
-            self._said_failure = reason
-            logger.warning("save of step %d failed, training goes on: %s", step, reason)
+        if self._opened is not None:
+            self._opened.saves.drop_left(why)
 
 
 def _is_clean_exit(error: BaseException) -> bool:
@@ -874,7 +528,5 @@ def _let_go(pid: int, session: Session, place: Place, stop: HandledSignal) -> No
         return  # the resources belong to the parent
     stop.restore()
     session.wait_settled(_LET_GO_SECONDS)
-    link, session.link = session.link, None
-    if link is not None:
-        link.close()
+    session.close()
     place.close(wait=False)

@@ -1,1 +1,1 @@
-"""A rank's saves and restores: which process serves them, and how each save ends."""
+"""A rank's saves and restores: which steps are saved, how, and how each save ends."""

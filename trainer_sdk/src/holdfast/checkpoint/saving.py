@@ -18,7 +18,7 @@ from typing import Any
 from holdfast.base.handle import SaveHandle
 from holdfast.base.layouts import LayoutFiles
 from holdfast.connection.session import Session
-from holdfast.slots.device import Device, find_device
+from holdfast.slots.device import find_device
 from holdfast.slots.device_copies import DeviceCopies, PendingCopies
 from holdfast.slots.staging import Copier, Slot, SlotRing
 from holdfast.state.snapshot import (
@@ -60,13 +60,13 @@ class Saver:
             return
         device = find_device()
         if device is not None:
-            self.use(device)
+            self.use(DeviceCopies(device))
 
-    def use(self, device: Device) -> None:
-        """Let `device` copy the tensors that it holds, from now on. Call it once at most."""
-        self._ring.pin_with(device)
-        self._copies = DeviceCopies(device)
-        self._copies.start()
+    def use(self, copies: DeviceCopies) -> None:
+        """Let a device copy the tensors that it holds, from now on. Call it once at most."""
+        self._ring.pin_with(copies.device)
+        self._copies = copies
+        copies.start()
 
     def ensure_slots(self, payload_bytes: int, round_: RestartRound) -> None:
         """Make sure that the slots hold `payload_bytes` each. Raises CapacityError."""
@@ -82,8 +82,7 @@ class Saver:
         handle reports a failure. Raises UnavailableError, CapacityError, UnsupportedStateError or
         DeviceError; the slot is then FREE again.
         """
-        link = self._session.link
-        if link is None or not link.is_connected:
+        if not self._session.is_connected:
             raise UnavailableError(f"there is no connection to {self._session.peer}")
         snapshot = self._snapshots.take(state)
         if self._plan is None or not self._plan.fits(snapshot):

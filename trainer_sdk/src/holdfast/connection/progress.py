@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.connection.session import Session
-from holdfast_core.ids import Rank, RestartRound, Step
+from holdfast_core.ids import Rank, Step
 from holdfast_core.messages.schema import Progress
 
 
@@ -46,7 +46,7 @@ class ProgressReporter:
         """Record that `step` optimizer steps are done. `send` reports it."""
         self._done = step
 
-    def send(self, round_: RestartRound) -> None:
+    def send(self) -> None:
         """Send the newest finished step, if it or the costs changed since the last message.
 
         Without a connection the costs stay here for the next message, and the session sends the step
@@ -58,7 +58,7 @@ class ProgressReporter:
             return
         delivered = self._session.progress(
             Progress(
-                round_,
+                self._session.current_round,
                 self._rank,
                 self._done,
                 dict(self._metrics),

@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_HANDLES = 64
 """Number of saves to keep. Levels of older saves may be reached very late, or never."""
+_ANSWER_SECONDS = 3600.0
+"""Time-out of a request. A fill may read a whole shard from a slow disk. If the other side ends, the
+connection ends, so that a request never waits this long for it."""
 _LOSSES_AT_THE_END = 5
 """Lost or failed connections in a row, after which `wait_settled` stops waiting."""
 
@@ -61,7 +64,7 @@ class _Staged:
 
 
 class Session:
-    """A rank's session with its sidecar or persister. Set `link` before use.
+    """A rank's session with its sidecar or persister. Call `open` before use.
 
     It is thread-safe: the training thread and the link's thread use it.
 
@@ -105,7 +108,50 @@ class Session:
         self.round = round_
         self.policy: Policy | None = None
         self.greeting_error: HoldfastError | None = None
-        self.link: Link | None = None
+        self._link: Link | None = None
+        self._is_open = False
+
+    # ------------------------------------------------------------------ the connection
+
+    def open(self, link: Link) -> None:
+        """Start `link`, whose callbacks are this session's. It connects again until `close`."""
+        self._link = link
+        self._is_open = True
+        link.start()
+
+    def close(self) -> None:
+        """Send what is queued and end the connection. Saves cannot be handed over any more."""
+        self._is_open = False
+        if self._link is not None:
+            self._link.close()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link is not None and self._link.is_connected
+
+    def wait_connected(self, timeout_seconds: float) -> bool:
+        """Wait until requests can be sent. Return False at the time-out."""
+        return self._link is not None and self._link.wait_connected(timeout_seconds)
+
+    def request(self, message: Any, *kinds: type[Any]) -> Any:
+        """Send a request and return its reply, which is of one of `kinds`.
+
+        Raises UnavailableError for a lost connection and for a reply of another kind, and the error of a
+        refusal.
+        """
+        if self._link is None:
+            raise UnavailableError(f"there is no connection to {self.peer}")
+        reply = self._link.request(message, _ANSWER_SECONDS)
+        if not isinstance(reply, kinds):
+            raise UnavailableError(
+                f"{type(message).__name__} was answered with {type(reply).__name__}"
+            )
+        return reply
+
+    @property
+    def current_round(self) -> RestartRound:
+        """The restart round, or round 0 before it is known."""
+        return RestartRound(0) if self.round is None else self.round
 
     # ------------------------------------------------------------------ LinkEvents
 
@@ -133,8 +179,8 @@ class Session:
                 logger.warning("connected to %s again: saves continue", self.peer)
                 self._loss_logged = False
             progress = self._progress
-        if progress is not None and self.link is not None:
-            self.link.notify(replace(progress, blocked_seconds=0.0, saves_skipped=0))
+        if progress is not None and self._link is not None:
+            self._link.notify(replace(progress, blocked_seconds=0.0, saves_skipped=0))
         for save in again:
             # A FREE slot was already written by the sidecar before it restarted, and its level is still to
             # be reported. A slot that holds a newer save by now must not be staged for the old one.
@@ -231,7 +277,7 @@ class Session:
         """
         with self._lock:
             self._progress = message
-        return self.link is not None and self.link.notify(message)
+        return self._link is not None and self._link.notify(message)
 
     def take_save_request(self) -> bool:
         """Return whether a save was requested, and clear the request."""
@@ -291,9 +337,9 @@ class Session:
         self._submit(save)
 
     def _submit(self, save: _Staged) -> None:
-        if self.link is None:
+        if self._link is None or not self._is_open:
             raise UnavailableError(f"there is no connection to {self.peer}")
-        self.link.submit(save.stage).add_done_callback(partial(self._answered, save))
+        self._link.submit(save.stage).add_done_callback(partial(self._answered, save))
 
     def _all_settled(self) -> bool:
         return all(s.handle.settled for s in self._all())

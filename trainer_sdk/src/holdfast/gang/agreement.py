@@ -46,17 +46,21 @@ class StepAgreement:
         session: Receives this rank's requests to save or stop.
         store: The gang's store, or None for a gang of one rank.
         rank: This rank.
-        lap: Number of rollbacks so far. It keeps the keys apart when the ranks repeat steps after a
-            rollback.
     """
 
-    def __init__(self, session: Session, store: GangStore | None, rank: Rank, lap: int = 0) -> None:
+    def __init__(self, session: Session, store: GangStore | None, rank: Rank) -> None:
         self._session = session
         self._store = store
         self._rank = rank
-        self._lap = lap
+        self._lap = 0
+        """Number of rollbacks so far. It keeps the keys apart when the ranks repeat steps."""
         self._published_stop = False
         self._posted_stop = False
+
+    def roll_back(self) -> None:
+        """Forget what was agreed for the steps that the ranks repeat. Every rank must call it."""
+        self._lap += 1
+        self._published_stop = self._posted_stop = False
 
     def begin(self, step: int) -> None:
         """Publish this rank's requests when `step` steps are done and the next one is about to start."""

@@ -169,6 +169,15 @@ class SlotRing:
     """The slots of one rank. Not thread-safe: only the training thread uses it.
 
     The ring has a thread of its own that touches pages in the background.
+
+    Args:
+        directory: Directory of the slot files.
+        rank: This rank.
+        count: Number of slots.
+        advice: Texts for errors about missing room.
+        spare: Directory for the slots if `directory` has no room. Saves are slower with it.
+        is_ours: Whether this process still holds `directory`. Called before removed slots are created
+            again.
     """
 
     def __init__(
@@ -177,13 +186,13 @@ class SlotRing:
         rank: Rank,
         count: int,
         advice: SlotAdvice = IN_A_POD,
+        spare: Path | None = None,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         self.directory = directory
-        """Directory of the slot files. It may be changed until the first of them exists."""
-        self.spare: Path | None = None
-        """Directory for the slots if `directory` has no room. Saves are slower with it."""
-        self.is_ours: Callable[[], bool] = lambda: True
-        """Whether this process still holds `directory`. Called before removed slots are created again."""
+        """Directory of the slot files: the one of the constructor, or `spare`."""
+        self._spare = spare
+        self._is_ours = is_ours
         self.lost = 0
         """Number of slots that other programs have removed so far."""
         self._advice = advice
@@ -234,11 +243,11 @@ class SlotRing:
         try:
             self._ensure(capacity_bytes, round_, to_fill=to_fill)
         except VolumeFullError as error:
-            if self.spare is None or self.directory == self.spare:
+            if self._spare is None or self.directory == self._spare:
                 raise CapacityError(str(error)) from error  # the public error class
-            logger.warning("slots are in %s, and saves are slower: %s", self.spare, error)
+            logger.warning("slots are in %s, and saves are slower: %s", self._spare, error)
             self._discard()
-            self.directory = self.spare
+            self.directory = self._spare
             self._ensure(capacity_bytes, round_, to_fill=to_fill)
 
     def _discard(self) -> None:
@@ -246,7 +255,7 @@ class SlotRing:
         for slot in self._slots:
             slot.close()
         self._slots = []
-        if self.is_ours():
+        if self._is_ours():
             for index in range(self._count):
                 self._path(index).unlink(missing_ok=True)
 
@@ -310,7 +319,7 @@ class SlotRing:
         for slot in lost:
             slot.close()
         self._slots = [slot for slot in self._slots if slot not in lost]
-        if self.directory != self.spare and not self.is_ours():
+        if self.directory != self._spare and not self._is_ours():
             raise VolumeFullError(f"{self.directory} is now used by another process")
 
     def touch_meanwhile(self) -> None:
@@ -398,7 +407,7 @@ class SlotRing:
 
     def _path(self, index: int) -> Path:
         # The names in the spare directory differ, because the reader looks for a name in both.
-        number = _SPARE_INDEX + index if self.directory == self.spare else index
+        number = _SPARE_INDEX + index if self.directory == self._spare else index
         return self.directory / slot_name(self._rank, number)
 
     def _adopt(self, index: int, capacity_bytes: int, round_: RestartRound) -> Slot | None:

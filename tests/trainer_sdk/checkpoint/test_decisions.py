@@ -1,0 +1,101 @@
+"""A save at the interval is left out by the whole gang if one rank has no free slot for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.trainer.dict_store import DictStore
+
+from holdfast.checkpoint.decisions import SaveDecisions
+from holdfast.checkpoint.status import SaveStatus
+from holdfast.connection.progress import ProgressReporter
+from holdfast.connection.session import Session
+from holdfast.gang.agreement import StepAgreement
+from holdfast.gang.store import GangStore
+from holdfast.places.place import Traits
+from holdfast.slots.capacity import IN_A_POD
+from holdfast.slots.staging import SlotRing
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step
+from holdfast_core.messages.schema import HelloReply, Policy
+
+ROUND = RestartRound(0)
+JOB_UID = JobUid("job")
+
+
+class Training:
+    """Makes the decisions of one rank of a pod. No process takes the slots that it fills."""
+
+    def __init__(self, slots_dir: Path, policy: Policy, rank: int = 0) -> None:
+        self.store = DictStore()
+        session = Session(JOB_UID, Rank(rank), ROUND)
+        session.greeted(HelloReply(ROUND, policy))
+        self.ring = SlotRing(slots_dir, Rank(rank), policy.slots)
+        self.ring.ensure(4096, ROUND)
+        self.status = SaveStatus(
+            ProgressReporter(session, Rank(rank)), lambda: "the log", raises=False
+        )
+        traits = Traits(
+            job_uid=JOB_UID,
+            peer="the sidecar",
+            slots=policy.slots,
+            advice=IN_A_POD,
+            interval_steps=None,
+            round=ROUND,
+            has_nothing=False,
+            knows_what_is_durable=False,
+            frees_older_steps=True,
+            shares_container=False,
+        )
+        agreement = StepAgreement(session, GangStore(self.store), Rank(rank))
+        self._decisions = SaveDecisions(
+            agreement, session, traits, self.ring, self.status, waits=False
+        )
+
+    def saves(self, step: int) -> bool:
+        """Decide about a step, and fill a slot if it is saved. Return whether it is."""
+        if not self._decisions.after_step(Step(step)).saves:
+            return False
+        slot = self.ring.acquire()
+        self.status.found_no_slot = slot is None
+        if slot is None:
+            self.status.skipped += 1
+        else:
+            slot.begin(ROUND, Step(step), 100)
+            slot.complete()
+        self._decisions.foresee(Step(step + 1))
+        return True
+
+
+def test_a_rank_without_a_slot_makes_the_gang_leave_the_save_out(tmp_path: Path) -> None:
+    training = Training(tmp_path, Policy(interval_steps=2))
+    assert [step for step in range(1, 9) if training.saves(step)] == [2, 4]
+    assert training.status.skipped == 2
+    assert training.store.values["full/0/0"] == "8"
+
+
+def test_a_save_for_which_another_rank_has_no_slot_is_left_out_here(tmp_path: Path) -> None:
+    training = Training(tmp_path, Policy(interval_steps=2), rank=1)
+    training.store.set("full/0/0", "4")
+    assert [step for step in range(1, 7) if training.saves(step)] == [2, 6]
+    assert training.status.skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("is_freed", "saved", "skipped"),
+    [(True, [1, 2, 3, 4, 5, 6], 0), (False, [1, 2, 3, 4], 3)],
+    ids=["the sidecar frees the older step", "the sidecar frees no step"],
+)
+def test_with_three_slots_one_is_expected_to_get_free_within_the_step(
+    tmp_path: Path, is_freed: bool, saved: list[int], skipped: int
+) -> None:
+    """All slots are busy when a step begins. If none is free at its end, the rank expects none again."""
+    training = Training(tmp_path, Policy(interval_steps=1, slots=3))
+    found = []
+    for step in range(1, 7):
+        if is_freed and not training.ring.has_free():
+            min(training.ring.slots, key=lambda slot: slot.header().step or 0).abandon()
+        if training.saves(step):
+            found.append(step)
+    assert found == saved
+    assert training.status.skipped == skipped

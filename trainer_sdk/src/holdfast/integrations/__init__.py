@@ -1,1 +1,0 @@
-"""Adapters to training frameworks, each imported only by those who use it."""

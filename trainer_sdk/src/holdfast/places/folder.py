@@ -1,0 +1,300 @@
+"""The place of a folder. Each rank starts a persister, which ends after the connection has ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+from pathlib import Path
+
+from holdfast.base.handle import SaveHandle
+from holdfast.base.options import Options
+from holdfast.base.settings import RankSettings
+from holdfast.connection.link import Link
+from holdfast.connection.session import Session
+from holdfast.directory.choice import JOB_UID, older_than
+from holdfast.directory.claims import Claim, claim
+from holdfast.directory.options import format_options
+from holdfast.directory.presence import device_of
+from holdfast.directory.processes import Process, wait_for_writers
+from holdfast.gang.store import GangStore
+from holdfast.places.folder_start import FolderStart
+from holdfast.places.persister_process import PersisterProcess
+from holdfast.places.place import Directories, NextFetch, Traits
+from holdfast.places.slot_directory import SlotDirectory
+from holdfast.places.training_lock import TrainingLock
+from holdfast.places.waiting import wait_connected
+from holdfast.slots.capacity import IN_A_FOLDER
+from holdfast_core.errors import (
+    ConfigError,
+    CorruptionError,
+    HoldfastError,
+    RefusedError,
+    UnavailableError,
+)
+from holdfast_core.ids import RestartRound, Step
+from holdfast_core.messages.schema import Policy, Refusal, Restore, RestorePoint, RestoreReply
+from holdfast_core.node.files import make_directories
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_INTERVAL_STEPS = 100
+_SETTLE_SECONDS = 120.0
+_LEAVE_SECONDS = 120.0
+_LEAVE_AFTER_ERROR_SECONDS = 5.0
+_STARTS = 5
+"""Starts of a persister that end before it answers, after which the restore fails."""
+_STARTING_SECONDS = 5.0
+"""The least time for these starts: memory or descriptors may be short for a moment."""
+_TRAINING = "training"
+"""Key in the gang's store: why rank 0 may not save, or null."""
+
+
+class FolderPlace:
+    """A folder, and the persister of this rank. The folder is created if it does not exist.
+
+    Args:
+        root: Absolute path of the folder.
+        options: What the script passed to the Checkpointer.
+        settings: Environment of this rank.
+
+    Raises:
+        ConfigError: `root` cannot be created, or `slots_dir` cannot be written.
+    """
+
+    def __init__(self, root: Path, options: Options, settings: RankSettings) -> None:
+        try:
+            make_directories(root)
+        except OSError as error:
+            # If the folder exists, only the fsync of its parent failed, which is harmless.
+            if not root.is_dir():
+                raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
+        asked = options.interval_steps
+        interval = _DEFAULT_INTERVAL_STEPS if asked is None else asked
+        self._policy = Policy(interval, options.slots, options.keep_last, peer_copies=0)
+        self.traits = Traits(
+            job_uid=JOB_UID,
+            peer=f"the process that writes to {root}",
+            slots=options.slots,
+            advice=IN_A_FOLDER,
+            interval_steps=interval,
+            round=None,
+            has_nothing=False,
+            knows_what_is_durable=True,
+            frees_older_steps=False,
+            shares_container=True,
+        )
+        self._root = root
+        self._name = str(options.dir)
+        self._settings = settings
+        self._is_read_only = not all(
+            os.access(p, os.W_OK) for p in (root, root / "tier") if p.exists()
+        )
+        self._memory = SlotDirectory.of_folder(
+            root, settings, options.slots_dir, is_read_only=self._is_read_only
+        )
+        self._start = FolderStart(root, settings)
+        self._training = TrainingLock(root, self._start.expect_nothing_newer)
+        self._may_save = False
+        self._persister = PersisterProcess()
+        self._processes = root / "processes"
+        self._store: GangStore | None = None
+        self._device: int | None = None
+        """Device number of the folder's file system when the folder was opened."""
+        self._claim: Claim | None = None
+
+    @property
+    def where_to_look(self) -> str:
+        number = "" if self._persister.pid is None else f" (process {self._persister.pid})"
+        return (
+            f"look whether {self._root} is mounted, writable and has room, and what the process that "
+            f"writes to it{number} wrote to standard error"
+        )
+
+    @property
+    def location(self) -> str:
+        return self._name
+
+    def open(self, store: GangStore | None) -> Directories:
+        """Wait for the writers of an ended run (rank 0 only), and acquire a directory for slots."""
+        self._store = store
+        self._device = device_of(self._root)
+        if self._settings.rank == 0:
+            wait_for_writers(self._processes)
+            self._report_other_training()
+        self._memory.open()
+        return self._memory.directories
+
+    def holds_slots(self) -> bool:
+        return self._memory.is_held()
+
+    def close(self, *, wait: bool) -> None:
+        ended = self._persister.wait(_LEAVE_SECONDS if wait else _LEAVE_AFTER_ERROR_SECONDS)
+        if not ended:
+            logger.warning(
+                "%s: what was saved is still being written: the next run waits for it", self._root
+            )
+        self._give_up_claim()
+        self._memory.close(has_readers=not ended)
+        self._training.release()
+
+    # ------------------------------------------------------------------ restore
+
+    def start(self, session: Session) -> None:
+        def join(round_: RestartRound) -> None:
+            session.round = round_
+            self._open_link(session)
+
+        def choose() -> tuple[RestartRound, RestorePoint]:
+            session.round = None
+            round_ = self._open_link(session)
+            reply: RestoreReply = session.request(
+                Restore(round_, self._settings.rank), RestoreReply
+            )
+            return round_, reply.restore_point
+
+        self._start.agree(self._store, join, choose)
+
+    def reason_to_give_up(self, session: Session, waited_seconds: float) -> HoldfastError | None:
+        """Return why the persister cannot be expected to answer. A folder's disk may be slow."""
+        refusal = session.greeting_error
+        if isinstance(refusal, RefusedError) and refusal.code == Refusal.BUSY:
+            return UnavailableError(f"{self._root}: {refusal}")
+        if refusal is not None:
+            return CorruptionError(f"{self._root}: {refusal}")
+        if waited_seconds < _STARTING_SECONDS or session.losses < _STARTS:
+            return None
+        ended = ""
+        if (status := self._persister.exit_status) is not None:
+            how = f"exit status {status}" if status >= 0 else f"signal {-status}"
+            ended = f" (the one before that ended with {how}, and said why on standard error)"
+        return UnavailableError(
+            f"{self.traits.peer} never answered, {session.losses} times in a row: "
+            f"{session.lost_because}{ended}"
+        )
+
+    def after_fetch(self, step: Step | None, error: HoldfastError | None) -> NextFetch:
+        if error is not None and not _is_bad_copy(error):
+            raise error
+        return self._start.after_fetch(self._store, step, error)
+
+    def roll_back(self, session: Session, step: Step | None) -> None:
+        session.wait_settled(_SETTLE_SECONDS)
+        self._start.roll_back(self._store, step)
+
+    def describe(self, step: Step, tier: str) -> str:
+        """Name the folder. Rank 0, which tells the user, adds the number of older checkpoints."""
+        if self._settings.rank != 0:
+            return self.location
+        try:
+            older = older_than(self._root, step)
+        except OSError:  # the folder was removed meanwhile; the state was already read from it
+            return self.location
+        return f"{self._name} ({older} older {'exists' if older == 1 else 'exist'})"
+
+    # ------------------------------------------------------------------ save
+
+    def take_for_training(self) -> None:
+        """Acquire the folder's training lock on rank 0. All ranks continue, or raise the same error."""
+        if self._may_save:
+            return
+        store = self._store
+        error: str | None = None
+        if self._settings.rank != 0 and store is not None:
+            error = json.loads(store.wait(_TRAINING))
+        else:
+            try:
+                if self._is_read_only:
+                    raise ConfigError(
+                        f"{self._root} cannot be written by this process (user {os.getuid()}): it can be "
+                        "restored from; to save, make it writable or choose another folder"
+                    )
+                self._training.take()
+            except ConfigError as refused:
+                error = str(refused)
+            if store is not None:
+                store.publish(_TRAINING, json.dumps(error))
+        if error is not None:
+            raise ConfigError(error)
+        self._may_save = True
+
+    def keep_for_training(self) -> None:
+        if self._is_mounted():
+            self._training.keep()
+
+    def wait_for_saves(self, session: Session) -> None:
+        session.wait_settled(_SETTLE_SECONDS)
+
+    def is_safe(self, session: Session, handle: SaveHandle, *, waited: bool) -> bool:
+        """Return whether `wait_for_saves` was skipped: the persister continues to write in that case."""
+        return not waited
+
+    # ------------------------------------------------------------------ inside
+
+    def _open_link(self, session: Session) -> RestartRound:
+        session.open(Link(self._connect, session, None, self.traits.peer))
+        return wait_connected(session, self)
+
+    def _connect(self) -> socket.socket:
+        """Kill the previous persister, if one runs, and start a new one.
+
+        Returns the socket to the new persister. Raises OSError, and ConfigError where another run trains
+        in the folder by now.
+        """
+        self._persister.kill()
+        self._give_up_claim()
+        self.keep_for_training()
+        name = f"rank{self._settings.rank:06d}-{secrets.token_hex(8)}"
+        process = Process(self._processes, name)
+        if self._is_mounted():
+            self._claim = claim(process.trainer)
+        directories = self._memory.directories
+        return self._persister.start(
+            format_options(
+                root=self._root,
+                slots_dir=directories.slots,
+                layouts_dir=directories.layouts,
+                rank=self._settings.rank,
+                world_size=self._settings.world_size,
+                policy=self._policy,
+                round_=self._start.round,
+                restore=self._start.restore,
+                rejected=self._start.excluded,
+                run_id=self._start.run_id,
+                device=self._device,
+                spare_slots_dir=directories.spare_slots,
+                read_only=self._is_read_only,
+                writer=process.writer,
+            )
+        )
+
+    def _is_mounted(self) -> bool:
+        """Return whether a lock file would be created in the folder.
+
+        If its file system was unmounted, the file would be created on the disk below the mount point.
+        """
+        return device_of(self._root) == self._device
+
+    def _give_up_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    def _report_other_training(self) -> None:
+        """Warn that another run trains in the folder, and that saves will fail."""
+        other = self._training.other_holder()
+        if other is not None:
+            logger.warning(
+                "%s is in use: %s trains in it. This process may restore from it, and cannot save into it "
+                "before that one has ended",
+                self._root,
+                other,
+            )
+
+
+def _is_bad_copy(error: HoldfastError) -> bool:
+    return isinstance(error, CorruptionError) or (
+        isinstance(error, RefusedError) and error.code in (Refusal.CONFLICT, Refusal.NOT_FOUND)
+    )

@@ -1,0 +1,211 @@
+"""The round and the checkpoint that all ranks of a folder start from.
+
+The ranks agree through the gang's store:
+ 1. Rank 0's persister chooses the round and the restore point. Rank 0 writes both to the store.
+ 2. The other ranks read both and start their persisters with them.
+ 3. All ranks fetch and verify their shards and write success or failure to the store. Rank 0 reads all
+    results and writes the verdict.
+ 4. If any shard fails verification, all ranks reject that checkpoint and begin again at 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.base.settings import RankSettings
+from holdfast.directory.choice import committed
+from holdfast.gang.store import GangStore
+from holdfast.places.place import NextFetch
+from holdfast_core.errors import ConfigError, CorruptionError, HoldfastError
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.messages.schema import RestorePoint
+from holdfast_core.node.tier import manifests_in
+
+logger = logging.getLogger(__name__)
+
+_GOOD = "good"
+_BAD = "bad"
+
+
+class FolderStart:
+    """The start of this rank's run, or of a new round after a rollback or a checkpoint that is bad."""
+
+    def __init__(self, root: Path, settings: RankSettings) -> None:
+        self.round: RestartRound | None = None
+        self.restore: CheckpointId | None = None
+        self.run_id = secrets.token_hex(8)
+        """Identity of the run. Rank 0 creates it, and all ranks use the same."""
+        self._root = root
+        self._settings = settings
+        self._rejected: list[CheckpointId] = []
+        self._newer: list[CheckpointId] = []
+        """Checkpoints that the choice skips once, because the script asked for an older one."""
+        self._asked: Step | None = None
+        """The step that the script asked for. No other step is restored instead."""
+        self._starts = itertools.count()
+        self._start = 0
+        self._lookups = itertools.count(1)
+        self._seen: frozenset[CheckpointId] = frozenset()
+        """Checkpoints that the folder held before this run chose its restore point."""
+
+    @property
+    def excluded(self) -> list[CheckpointId]:
+        """Checkpoints that rank 0's persister must not choose."""
+        return [*self._rejected, *self._newer]
+
+    def agree(
+        self,
+        store: GangStore | None,
+        join: Callable[[RestartRound], None],
+        choose: Callable[[], tuple[RestartRound, RestorePoint]],
+    ) -> None:
+        """Agree on round and restore point.
+
+        Args:
+            store: The gang's store, or None for a gang of one rank.
+            join: Starts the persister of another rank than 0, in the round that was agreed.
+            choose: Starts rank 0's persister, and returns what it has chosen.
+
+        Raises:
+            CorruptionError: The folder cannot be read, or rank 0 could not open it.
+        """
+        self._start = next(self._starts)
+        key = f"start/{self._start}"
+        try:
+            if self._settings.rank != 0 and store is not None:
+                self._take(json.loads(store.wait(key)))
+                join(RestartRound(self.round or 0))
+                return
+            self.round = None
+            # A checkpoint that is committed while the restore point is chosen must not count as seen.
+            self._seen = self._checkpoints()
+            try:
+                self.round, point = choose()
+            except (HoldfastError, OSError) as error:
+                if store is not None:
+                    store.publish(key, json.dumps({"error": str(error)}))
+                raise
+            self.restore = None
+            if point.step is not None and point.round is not None:
+                self.restore = CheckpointId(point.step, point.round)
+            if store is not None:
+                pair = None if self.restore is None else [self.restore.step, self.restore.round]
+                value = {"round": self.round, "restore": pair, "run": self.run_id}
+                store.publish(key, json.dumps(value))
+        finally:
+            self._newer = []
+
+    def after_fetch(
+        self, store: GangStore | None, step: Step | None, error: HoldfastError | None
+    ) -> NextFetch:
+        """Agree whether all ranks could read the restore point. If not, no later choice returns it.
+
+        Raises CorruptionError where the script asked for this step.
+        """
+        if self.restore is None:
+            return NextFetch.NONE
+        is_asked_for = self._asked is None or step == self._asked
+        if self._all_succeeded(store, succeeded=error is None) and is_asked_for:
+            return NextFetch.NONE
+        because = "" if error is None else f" ({error})"
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            raise CorruptionError(
+                f"Checkpointer.restore(step={asked}): no copy of it in {self._root} can be read by "
+                f"all ranks{because}; restore() takes another step"
+            ) from error
+        logger.warning(
+            "checkpoint %s cannot be restored by all ranks%s: trying an older one",
+            self.restore,
+            because,
+        )
+        self._rejected.append(self.restore)
+        return NextFetch.OLDER
+
+    def roll_back(self, store: GangStore | None, step: Step | None) -> None:
+        """Let the next `agree` choose `step`, or the newest committed step.
+
+        Later saves form a new history, which does not collide with later steps of the old one, and which a
+        run that starts afterwards prefers. Raises ConfigError where the folder has no such step.
+        """
+        if step is not None:
+            self._newer = self._newer_than(store, step)
+        self._asked = step
+
+    def expect_nothing_newer(self) -> None:
+        """Raise ConfigError if another run has saved since this run chose its restore point.
+
+        This run's own persister may commit what an ended run left complete. Such a checkpoint is the
+        restore point, or older than it.
+        """
+        newer = [c for c in self._checkpoints() - self._seen if self._is_of_later_run(c)]
+        if newer:
+            raise ConfigError(
+                f"{self._root}: another run has saved step {max(c.step for c in newer)} since this one "
+                "opened the folder. Start again, to go on from there, or choose another folder"
+            )
+
+    def _take(self, value: dict[str, object]) -> None:
+        """Take over what rank 0 has chosen."""
+        if "error" in value:
+            raise CorruptionError(f"rank 0 could not open {self._root}: {value['error']}")
+        self.round = RestartRound(int(str(value["round"])))
+        self.run_id = str(value["run"])
+        pair = value["restore"]
+        self.restore = None
+        if isinstance(pair, list):
+            self.restore = CheckpointId(Step(pair[0]), RestartRound(pair[1]))
+
+    def _all_succeeded(self, store: GangStore | None, *, succeeded: bool) -> bool:
+        if store is None:
+            return succeeded
+        prefix = f"fetched/{self._start}"
+        store.publish(f"{prefix}/{self._settings.rank}", _GOOD if succeeded else _BAD)
+        if self._settings.rank == 0:
+            results = [store.wait(f"{prefix}/{r}") for r in range(self._settings.world_size)]
+            store.publish(f"{prefix}/verdict", _BAD if _BAD in results else _GOOD)
+        return store.wait(f"{prefix}/verdict") == _GOOD
+
+    def _newer_than(self, store: GangStore | None, step: Step) -> list[CheckpointId]:
+        """Return the checkpoints that the search for `step` must skip (on rank 0; empty on the others).
+
+        Only rank 0 reads the folder, because ranks may see a shared folder at different moments. All
+        ranks raise the same ConfigError where it holds no such step.
+        """
+        key = f"lookup/{next(self._lookups)}"
+        if self._settings.rank != 0 and store is not None:
+            error = json.loads(store.wait(key))
+            if error is not None:
+                raise ConfigError(error)
+            return []
+        known = committed(self._root)
+        newer = list(itertools.takewhile(lambda one: one.step != step, known))
+        error = None
+        if len(newer) == len(known):
+            steps = ", ".join(str(one) for one in sorted({c.step for c in known}))
+            error = (
+                f"Checkpointer.restore(step={step}): {self._root} holds no such checkpoint; it has steps "
+                f"{steps or 'none'}"
+            )
+        if store is not None:
+            store.publish(key, json.dumps(error))
+        if error is not None:
+            raise ConfigError(error)
+        return newer
+
+    def _is_of_later_run(self, checkpoint: CheckpointId) -> bool:
+        if checkpoint.round == self.round:
+            return False
+        start = self.restore
+        return start is None or (checkpoint.round, checkpoint.step) > (start.round, start.step)
+
+    def _checkpoints(self) -> frozenset[CheckpointId]:
+        try:
+            return frozenset(checkpoint for _, checkpoint in manifests_in(self._root / "tier"))
+        except (HoldfastError, OSError):
+            return frozenset()  # the folder was removed, so that it holds no newer checkpoint

@@ -1,0 +1,167 @@
+"""`Place`, the interface between a Checkpointer and the place of its checkpoints.
+
+In a pod (`pod`) the sidecar serves a rank, and the operator chooses the restore point. For a folder
+(`folder`) each rank starts a persister, and the ranks agree on the restore point. Both processes receive
+the same messages. All other differences are behind this interface: a Checkpointer never asks which kind of
+place it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.base.handle import SaveHandle
+from holdfast.connection.session import Session
+from holdfast.gang.store import GangStore
+from holdfast.slots.capacity import SlotAdvice
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import JobUid, RestartRound, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What is known of a place before it is opened. It never changes."""
+
+    job_uid: JobUid
+    peer: str
+    """Name of the process that serves this rank, for log and error messages."""
+    slots: int
+    advice: SlotAdvice
+    interval_steps: int | None
+    """Optimizer steps between saves. None: the policy of the connection has them."""
+    round: RestartRound | None
+    """Restart round. None: it is known when the place has started."""
+    has_nothing: bool
+    """Whether it is known without a request that there is nothing to restore."""
+    knows_what_is_durable: bool
+    """Whether the other process can answer a `Stage` for a slot that it has freed."""
+    frees_older_steps: bool
+    """Whether the other process, if it has three slots, frees the slot of a step as soon as a newer step is
+    complete in memory."""
+    shares_container: bool
+    """Whether the other process runs in this process's container. It may then fill slots that this process
+    has not touched, and this process can open its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directories:
+    """Directories that this rank shares with the process that serves it."""
+
+    slots: Path
+    layouts: Path
+    spare_slots: Path | None = None
+    """Directory for slots that do not fit into `slots`. None: there is no such directory."""
+
+
+class NextFetch(Enum):
+    """What a rank does after it has tried to fetch its part of a checkpoint."""
+
+    NONE = auto()
+    """Keep what was fetched."""
+    REPEAT = auto()
+    """Fetch again: the connection was lost."""
+    OLDER = auto()
+    """Start again: not all ranks can read this checkpoint."""
+
+
+class Place(Protocol):
+    """Where the checkpoints of one rank go, and the process that serves the rank there."""
+
+    @property
+    def traits(self) -> Traits: ...
+
+    @property
+    def where_to_look(self) -> str:
+        """Advice for log messages: what to check when saves do not become durable."""
+        ...
+
+    def open(self, store: GangStore | None) -> Directories:
+        """Prepare the place before the first connection, and return its directories.
+
+        Args:
+            store: The gang's store, or None for a gang of one rank.
+        """
+        ...
+
+    def holds_slots(self) -> bool:
+        """Return whether the directory of the slots still belongs to this process."""
+        ...
+
+    def close(self, *, wait: bool) -> None:
+        """Release the place after the connection has ended.
+
+        With `wait`, this waits a bounded time until all staged saves are durable.
+        """
+        ...
+
+    # ------------------------------------------------------------------ restore
+
+    def start(self, session: Session) -> None:
+        """Open a link of the session. In a folder, also agree on the round and the restore point.
+
+        Call it at the opening, and again for `NextFetch.OLDER` and after `roll_back`.
+        """
+        ...
+
+    def reason_to_give_up(self, session: Session, waited_seconds: float) -> HoldfastError | None:
+        """Return why no connection can be expected, as an error, or None if there may be one."""
+        ...
+
+    def after_fetch(self, step: Step | None, error: HoldfastError | None) -> NextFetch:
+        """Agree with the other ranks whether the fetched checkpoint is the one to load.
+
+        Args:
+            step: The step that this rank has fetched. None: the fetch failed, or there is no checkpoint.
+            error: Why the fetch failed.
+
+        Raises:
+            HoldfastError: `error`, if no other fetch can succeed; CorruptionError if a step that the script
+                asked for cannot be read.
+        """
+        ...
+
+    def roll_back(self, session: Session, step: Step | None) -> None:
+        """Make the next `start` choose `step`, or the newest committed step. Every rank must call it.
+
+        Raises ConfigError where the place has no rollback or no such step.
+        """
+        ...
+
+    def describe(self, step: Step, tier: str) -> str:
+        """Describe where this rank has read `step`, for the line that tells the user."""
+        ...
+
+    @property
+    def location(self) -> str:
+        """Name of the place in messages for the user."""
+        ...
+
+    # ------------------------------------------------------------------ save
+
+    def take_for_training(self) -> None:
+        """Acquire the right to save, for all ranks. Only the first call has an effect.
+
+        Raises ConfigError where this run may not save.
+        """
+        ...
+
+    def keep_for_training(self) -> None:
+        """Make sure before a save that this run still has the right to save. Raises ConfigError."""
+        ...
+
+    def wait_for_saves(self, session: Session) -> None:
+        """Wait a bounded time until this rank's saves do not need its connection any more."""
+        ...
+
+    def is_safe(self, session: Session, handle: SaveHandle, *, waited: bool) -> bool:
+        """Return whether an unfinished save needs nothing more from this process.
+
+        Args:
+            session: The session, whose connection is about to end.
+            handle: The save.
+            waited: Whether `wait_for_saves` was called.
+        """
+        ...

@@ -1,0 +1,109 @@
+"""The place of a worker pod: the sidecar, reached by its socket in the shared volume."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from holdfast.base.handle import SaveHandle
+from holdfast.base.settings import RankSettings
+from holdfast.connection.link import Link
+from holdfast.connection.own_socket import OwnSocket
+from holdfast.connection.session import Session
+from holdfast.gang.store import GangStore
+from holdfast.places.place import Directories, NextFetch, Traits
+from holdfast.slots.capacity import IN_A_POD
+from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
+from holdfast_core.errors import ConfigError, HoldfastError, UnavailableError
+from holdfast_core.ids import Step
+
+_HELLO_SECONDS = 10.0
+_FIRST_CONNECT_SECONDS = 5.0
+_ACKNOWLEDGE_SECONDS = 10.0
+
+
+class PodPlace:
+    """A pod's sidecar. Kubernetes has started it, and it outlives the ranks and finishes their saves."""
+
+    def __init__(self, contract: PodContract, settings: RankSettings) -> None:
+        self._shared = Path(contract.shared_dir)
+        self.traits = Traits(
+            job_uid=contract.job_uid,
+            peer="the sidecar",
+            slots=contract.slots,
+            advice=IN_A_POD,
+            interval_steps=settings.interval_steps,
+            round=settings.round,
+            has_nothing=settings.restore_known and settings.restore_step is None,
+            knows_what_is_durable=False,
+            frees_older_steps=True,
+            # The container whose process touches a page first is charged for it. A sidecar that filled
+            # untouched slots would be charged for the whole state and killed.
+            shares_container=False,
+        )
+
+    @property
+    def where_to_look(self) -> str:
+        return "look at the log of the sidecar container and at the conditions of the TrainingJob"
+
+    def open(self, store: GangStore | None) -> Directories:
+        return Directories(self._shared / SLOTS_DIR, self._shared / LAYOUTS_DIR)
+
+    def holds_slots(self) -> bool:
+        """Return True: no other process uses this pod's slots for this rank."""
+        return True
+
+    def close(self, *, wait: bool) -> None:
+        """Do nothing: the sidecar continues."""
+
+    def start(self, session: Session) -> None:
+        """Open the link and wait a few seconds for it. The link continues to try after that."""
+        session.open(Link(self._connect, session, _HELLO_SECONDS, self.traits.peer))
+        session.wait_connected(_FIRST_CONNECT_SECONDS)
+
+    def reason_to_give_up(self, session: Session, waited_seconds: float) -> None:
+        """Return None: Kubernetes restarts the sidecar's container."""
+
+    def after_fetch(self, step: Step | None, error: HoldfastError | None) -> NextFetch:
+        """Keep what was fetched: the operator has chosen the checkpoint for all ranks."""
+        if error is None:
+            return NextFetch.NONE
+        if isinstance(error, UnavailableError):
+            return NextFetch.REPEAT
+        raise error
+
+    def roll_back(self, session: Session, step: Step | None) -> None:
+        raise ConfigError(
+            "Checkpointer.restore: in a worker pod all ranks of a round start from the restore point "
+            "that the operator chose, and this rank has saved since: end the process with an exit "
+            "code other than 0, and the gang restarts from its newest checkpoint"
+        )
+
+    def describe(self, step: Step, tier: str) -> str:
+        return f"the {tier} tier"
+
+    @property
+    def location(self) -> str:
+        return "the job's checkpoints"
+
+    def take_for_training(self) -> None:
+        """Do nothing: the operator lets one round at a time write."""
+
+    def keep_for_training(self) -> None:
+        """Do nothing, as in `take_for_training`."""
+
+    def wait_for_saves(self, session: Session) -> None:
+        session.wait_acknowledged(_ACKNOWLEDGE_SECONDS)
+
+    def is_safe(self, session: Session, handle: SaveHandle, *, waited: bool) -> bool:
+        """Return whether the sidecar has acknowledged the save. It then finishes the save by itself."""
+        return session.was_taken(handle)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(str(self._shared / SOCKET_NAME))
+        except OSError:
+            connection.close()
+            raise
+        return OwnSocket.of(connection)

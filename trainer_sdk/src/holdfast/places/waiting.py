@@ -1,0 +1,37 @@
+"""Waits for the process that serves a rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from holdfast.connection.session import Session
+from holdfast.places.place import Place
+from holdfast_core.ids import RestartRound
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_SAY_AFTER_SECONDS = 15.0
+
+
+def wait_connected(session: Session, place: Place) -> RestartRound:
+    """Wait until the session is connected, without a time limit, and return the round.
+
+    Kubernetes restarts the sidecar's container, and a folder's disk may be slow.
+
+    Raises:
+        HoldfastError: The place knows that no connection can be expected.
+    """
+    began = time.monotonic()
+    say_at = began + _SAY_AFTER_SECONDS
+    while not session.wait_connected(_POLL_SECONDS):
+        if time.monotonic() >= say_at:
+            logger.warning("still waiting for %s to answer", place.traits.peer)
+            say_at = math.inf
+        error = place.reason_to_give_up(session, time.monotonic() - began)
+        if error is not None:
+            session.close()
+            raise error from session.greeting_error
+    return session.current_round
