@@ -203,8 +203,10 @@ def ours(setting: dict[str, Any]) -> Client:
     from holdfast_core.node.files import BufferPool
     from holdfast_core.node.shard_file import DiskShardReader
     from holdfast_core.node.tier import DiskNodeTier
+    from holdfast_core.store.s3.client import S3Client
     from holdfast_core.store.s3.credentials import Keys, StaticCredentials
-    from holdfast_core.store.tier import S3ObjectTier
+    from holdfast_core.store.s3.store import S3ObjectStore
+    from holdfast_core.store.tier import ObjectTier
 
     job_uid, step, restart_round, rank, digest = setting["ref"]
     ref = ShardRef(
@@ -212,7 +214,7 @@ def ours(setting: dict[str, Any]) -> Client:
     )
     config = StoreConfig(setting["endpoint"], False, setting["bucket"], "ours", "us-east-1")
     keys = StaticCredentials(Keys(setting["access_key"], setting["secret_key"]))
-    tier = S3ObjectTier(config, keys)
+    tier = ObjectTier(S3ObjectStore(S3Client(config, keys)), config.prefix)
     node = DiskNodeTier(Path(setting["folder"]) / "node", capacity_bytes=1 << 40)
     node.open()
 

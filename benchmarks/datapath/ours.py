@@ -226,8 +226,10 @@ class HoldfastUploader:
     """The object tier, with the defaults of a store's configuration."""
 
     def __init__(self, store: dict[str, str], directory: Path, mib: int) -> None:
+        from holdfast_core.store.s3.client import S3Client
         from holdfast_core.store.s3.credentials import Keys, StaticCredentials
-        from holdfast_core.store.tier import S3ObjectTier
+        from holdfast_core.store.s3.store import S3ObjectStore
+        from holdfast_core.store.tier import ObjectTier
 
         config = StoreConfig(
             endpoint=store["endpoint"],
@@ -236,9 +238,8 @@ class HoldfastUploader:
             prefix="ours",
             region=store["region"],
         )
-        self._tier = S3ObjectTier(
-            config, StaticCredentials(Keys(store["access_key"], store["secret_key"]))
-        )
+        keys = StaticCredentials(Keys(store["access_key"], store["secret_key"]))
+        self._tier = ObjectTier(S3ObjectStore(S3Client(config, keys)), config.prefix)
         self._shards = _Shards(directory / "node", mib)
         self._reader: ShardReader | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 from tests.support.shards.builders import BytesSource
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 from tests.support.shards.shard_files import flip_bit
-from tests.support.tiers.faulty import Faults, FaultyObjectTier, FaultySource
+from tests.support.tiers.faulty import Faults, FaultyObjectStore, FaultySource
 
 from holdfast_core.clock import ManualClock
 from holdfast_core.format.digest import digest_of
@@ -26,7 +26,8 @@ from holdfast_core.shards.file import Trailer, head_bytes
 from holdfast_core.shards.record import CHUNK_BYTES, ShardHeader
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
-from holdfast_core.store.directory import DirectoryObjectTier
+from holdfast_core.store.directory import DirectoryObjectStore
+from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.local_commit import build_manifest
 from holdfast_core.tiers.sources import ReaderSource
@@ -78,7 +79,8 @@ class World:
         self.layouts = [layout_of(TENSORS, [2, 2], rank) for rank in range(4)]
         source = self._tier("source")
         self.records = [source.write_shard(*self._shard(layout)) for layout in self.layouts]
-        self.store = DirectoryObjectTier(root / "store")
+        self.objects = DirectoryObjectStore(root / "store")
+        self.store = ObjectTier(self.objects)
         self.source = source
         merged = merge_layouts(layout.to_bytes() for layout in self.layouts)
         document = build_manifest(JOB, self.records, parent=None, layout=merged.to_bytes())
@@ -144,7 +146,7 @@ class World:
         return path
 
     def resharder(self, pools: Pools) -> Resharder:
-        store = FaultyObjectTier(self.store, self.store_faults)
+        store = ObjectTier(FaultyObjectStore(self.objects, self.store_faults))
         bulk: Any = self
         places = Places(Tiers(self.node, store, pools), bulk, bulk, self.metrics, 1)
         return Resharder(places, pools, self.metrics, self.clock.patience)

@@ -45,7 +45,7 @@ class Store:
                 data = pack_index(pack)
                 assert unpack_index(data, pack.stored_bytes + len(data)) == pack
             ref = trailer.record.ref
-            self.shards[ref] = StoredShard(f"{ref.step}/{ref.rank}", trailer, b"", pack)
+            self.shards[ref] = StoredShard(f"{ref.step}/{ref.rank}", trailer, 0, pack)
 
     def find(self, ref: ShardRef) -> StoredShard:
         self.asked.add(ref)
@@ -174,7 +174,7 @@ def test_a_source_with_other_chunks_is_refused() -> None:
     store.add(step)
     liar = trailer_of(payload_of([50] * 32), step=1, rank=0, chunk_bytes=CHUNK)
     first = step.trailers[0].record.ref
-    store.shards[first] = StoredShard("1/0", liar, b"", None)
+    store.shards[first] = StoredShard("1/0", liar, 0, None)
     with pytest.raises(CorruptionError, match=r"are not those of 1/0"):
         store.restore(step.trailers[1].record.ref)
 

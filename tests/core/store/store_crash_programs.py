@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 from tests.support.crash.crash import (
@@ -34,7 +35,8 @@ from tests.support.shards.shard_files import CopyWriters, write_shard
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.shards.record import ShardHeader, ShardRecord
-from holdfast_core.store.directory import DirectoryObjectTier
+from holdfast_core.store.directory import DirectoryObjectStore
+from holdfast_core.store.tier import ObjectTier
 
 NAMESPACE = "team-a"
 WORLD = 2
@@ -54,7 +56,7 @@ def header(step: int, rank: int) -> ShardHeader:
 
 def persist(directory: Path, step: int, say: Say) -> None:
     """Shards, layout, manifest; then the step before the one before goes."""
-    tier = DirectoryObjectTier(directory / "store")
+    tier = ObjectTier(DirectoryObjectStore(directory / "store"))
     with beside(directory) as memory:
         for rank in range(WORLD):
             data = payload(SIZE, seed=10 * step + rank)
@@ -79,10 +81,10 @@ def check(directory: Path, said: Sequence[str]) -> list[str]:
     for step in (newest + 1, newest + 2, newest + 3):  # the first may be what was interrupted
         persist(directory, step, lambda _: None)
     problems += readable(directory, newest + 3)
+    tier = ObjectTier(DirectoryObjectStore(directory / "store"))
     for step in range(1, newest + 2):  # a delete that was cut off is ordered again
-        DirectoryObjectTier(directory / "store").delete_checkpoint(
-            NAMESPACE, JOB_UID, CheckpointId(Step(step), RestartRound(0))
-        )
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, CheckpointId(Step(step), RestartRound(0)))
+    tier.abort_stale(NAMESPACE, JOB_UID, timedelta(0))
     kept = {f"s{step:012d}" for step in (newest + 2, newest + 3)}
     for path in (directory / "store").rglob("shards/*/*/*"):
         if path.parent.parent.name not in kept:
@@ -91,11 +93,11 @@ def check(directory: Path, said: Sequence[str]) -> list[str]:
 
 
 def listed(directory: Path) -> tuple[CheckpointId, ...]:
-    return DirectoryObjectTier(directory / "store").list_manifests(NAMESPACE, JOB_UID)
+    return ObjectTier(DirectoryObjectStore(directory / "store")).list_manifests(NAMESPACE, JOB_UID)
 
 
 def readable(directory: Path, at_least: int) -> list[str]:
-    tier = DirectoryObjectTier(directory / "store")
+    tier = ObjectTier(DirectoryObjectStore(directory / "store"))
     found = listed(directory)
     newest = max((c.step for c in found), default=Step(0))
     problems = [] if newest >= at_least else [f"step {at_least} was persisted, {newest} is left"]

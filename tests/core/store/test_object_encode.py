@@ -17,34 +17,35 @@ from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.coding import WIDTHS, ChunkDecoder
 from holdfast_core.shards.file import FOOTER, Trailer
 from holdfast_core.shards.pack import index_bytes_of, unpack_index, unshared_index
-from holdfast_core.store.upload.encode import MAX_HELD_BYTES, EncodedPack, part_sizes
+from holdfast_core.store.s3.parts import MAX_HELD_BYTES, PartSizes, part_sizes
+from holdfast_core.store.upload.compressed import CompressedPack
+from holdfast_core.tiers.objects import ObjectInfo, info_of
 
 MIB = 1 << 20
 CHUNK = 65_536
 DATA = weights(5 * CHUNK + 100)
 
 
-def pack_of(reader: DiskShardReader, part_bytes: int) -> EncodedPack:
+def pack_of(reader: DiskShardReader) -> CompressedPack:
     index = unshared_index(Trailer(reader.record, reader.table))
     assert index is not None
-    return EncodedPack(reader, index, bytes([4] * len(index.places)), part_bytes)
+    return CompressedPack(reader, index, bytes([4] * len(index.places)))
 
 
 @pytest.mark.parametrize("part_bytes", [7000, 30_000, 60_000, 1 << 30])
 def test_parts_are_the_object(tmp_path: Path, part_bytes: int) -> None:
     with write_shard(tmp_path, shard_header(len(DATA), chunk_bytes=CHUNK), DATA) as reader:
-        pack = pack_of(reader, part_bytes)
-        parts = list(pack.parts())
-    whole = b"".join(part.body for part in parts)
+        pack = pack_of(reader)
+        parts = list(pack.parts(part_bytes))
+        assert list(pack.parts(part_bytes)) == parts, "an upload that begins again sends the same"
+    bodies = [b"".join(part.data()) for part in parts]
+    whole = b"".join(bodies)
     assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert {len(part.body) for part in parts[:-1]} <= {part_bytes}
-    assert 0 < len(parts[-1].body) <= part_bytes
-    assert pack.plan.parts == tuple(part.part for part in parts)
-    assert (pack.plan.size_bytes, pack.plan.crc32c) == (len(whole), crc32c(whole))
-    for number, part in enumerate(parts, 1):
-        span = part.part.span
-        assert (part.part.number, part.part.crc32c) == (number, crc32c(part.body))
-        assert whole[span.start : span.stop] == part.body
+    assert {len(body) for body in bodies[:-1]} <= {part_bytes}
+    assert 0 < len(bodies[-1]) <= part_bytes
+    assert info_of(parts) == ObjectInfo(len(whole), crc32c(whole))
+    for part, body in zip(parts, bodies, strict=True):
+        assert (part.length_bytes, part.crc32c) == (len(body), crc32c(body))
     index = unpack_index(whole[-index_bytes_of(whole[-FOOTER.size :]) :], len(whole))
     assert index == pack.index
     assert index.coding is not None
@@ -74,8 +75,8 @@ def test_every_chunk_comes_back_by_its_index(
             return
         count = len(index.places)
         widths = choose.draw(st.lists(st.sampled_from(WIDTHS), min_size=count, max_size=count))
-        parts = EncodedPack(reader, index, bytes(widths), part_bytes).parts()
-        whole = b"".join(part.body for part in parts)
+        parts = CompressedPack(reader, index, bytes(widths)).parts(part_bytes)
+        whole = b"".join(data for part in parts for data in part.data())
     found = unpack_index(whole[-index_bytes_of(whole[-FOOTER.size :]) :], len(whole))
     assert found.trailer == Trailer(reader.record, reader.table)
     assert found.stored_bytes <= len(data) == found.payload_bytes_here
@@ -96,18 +97,19 @@ def test_a_chunk_that_went_bad_on_the_node_is_not_compressed(tmp_path: Path) -> 
     with write_shard(tmp_path, shard_header(len(DATA), chunk_bytes=CHUNK), DATA) as reader:
         flip_bit(next(tmp_path.iterdir()), 4096 + 3 * CHUNK)
         with pytest.raises(CorruptionError, match="chunk 3"):
-            list(pack_of(reader, 7000).parts())
+            list(pack_of(reader).parts(7000))
 
 
 @given(st.integers(0, 1 << 42), st.integers(5, 5120).map(lambda mib: mib * MIB), st.integers(1, 64))
 def test_memory_is_bounded_and_parts_are_few_enough(
     payload_bytes: int, part_bytes: int, at_once: int
 ) -> None:
-    sizes = part_sizes(payload_bytes, part_bytes, at_once)
+    index_bytes = payload_bytes // 5000
+    limit = payload_bytes + payload_bytes // 1024
+    sizes = part_sizes(limit, part_bytes, at_once, in_memory=True)
     assert sizes.part_bytes % MIB == 0
     assert sizes.part_bytes >= 5 * MIB
     assert 1 <= sizes.at_once <= at_once
-    index_bytes = payload_bytes // 5000
     assert (payload_bytes + index_bytes) / sizes.part_bytes <= 10_000
     held = (sizes.at_once + 2) * sizes.part_bytes
     # 16 MiB in 10,000 parts are 156 GiB: a rank with more holds three parts, however long.
@@ -115,5 +117,10 @@ def test_memory_is_bounded_and_parts_are_few_enough(
 
 
 def test_what_a_usual_upload_holds() -> None:
-    sizes = part_sizes(16 << 30, 32 * MIB, 4)
+    sizes = part_sizes(16 << 30, 32 * MIB, 4, in_memory=True)
     assert (sizes.part_bytes, sizes.at_once) == (8 * MIB, 4)
+
+
+def test_no_file_needs_more_than_ten_thousand_parts() -> None:
+    assert part_sizes(1 << 40, 32 * MIB, 4, in_memory=False) == PartSizes(105 * MIB, 4)
+    assert part_sizes(1 << 30, 1 * MIB, 4, in_memory=False) == PartSizes(5 * MIB, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from tests.support.shards.shard_files import flip_bit, write_shard
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.node.shard_file import DiskShardReader
-from holdfast_core.store.upload.parts import crc_between, part_spans, plan_parts
+from holdfast_core.store.upload.whole import WholeShard, crc_between
+from holdfast_core.tiers.objects import ObjectInfo, Part, info_of
 
 MIB = 1 << 20
 
@@ -26,25 +28,15 @@ def open_shard(directory: Path, payload_bytes: int) -> tuple[DiskShardReader, Pa
     return reader, path
 
 
-@pytest.mark.parametrize(
-    ("size", "part", "expected"),
-    [
-        (0, 5 * MIB, [(0, 0)]),
-        (1, 5 * MIB, [(0, 1)]),
-        (5 * MIB, 5 * MIB, [(0, 5 * MIB)]),
-        (5 * MIB + 1, 5 * MIB, [(0, 5 * MIB), (5 * MIB, 5 * MIB + 1)]),
-    ],
-    ids=["empty", "one-byte", "exactly-one", "one-more"],
-)
-def test_spans(size: int, part: int, expected: list[tuple[int, int]]) -> None:
-    assert [(s.start, s.stop) for s in part_spans(size, part)] == expected
+def parts_of(reader: DiskShardReader, part_bytes: int) -> tuple[Part, ...]:
+    return tuple(WholeShard(reader).parts(part_bytes))
 
 
-def test_no_file_needs_more_than_ten_thousand_parts() -> None:
-    spans = part_spans(1 << 40, 32 * MIB)
-    assert len(spans) <= 10_000
-    assert spans[0].length_bytes == 105 * MIB
-    assert spans[-1].stop == 1 << 40
+def slices(data: bytes, parts: tuple[Part, ...]) -> list[bytes]:
+    starts = itertools.accumulate((part.length_bytes for part in parts), initial=0)
+    return [
+        data[start : start + part.length_bytes] for start, part in zip(starts, parts, strict=False)
+    ]
 
 
 @pytest.mark.parametrize("part_bytes", [5 * MIB, 8 * MIB, 4096, 100_003])
@@ -52,19 +44,21 @@ def test_no_file_needs_more_than_ten_thousand_parts() -> None:
 def test_checksums_are_those_of_the_file(tmp_path: Path, payload: int, part_bytes: int) -> None:
     reader, path = open_shard(tmp_path, payload)
     data = path.read_bytes()
-    plan = plan_parts(reader, part_bytes)
-    assert plan.size_bytes == len(data)
-    assert plan.crc32c == crc32c(data)
-    for part in plan.parts:
-        assert part.crc32c == crc32c(data[part.span.start : part.span.stop])
+    parts = parts_of(reader, part_bytes)
+    assert info_of(parts) == ObjectInfo(len(data), crc32c(data))
+    assert [part.length_bytes for part in parts[:-1]] == [part_bytes] * (len(parts) - 1)
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    for part, expected in zip(parts, slices(data, parts), strict=True):
+        assert part.crc32c == crc32c(expected)
+        assert b"".join(part.data()) == expected
 
 
 def test_whole_chunks_are_not_read_again(tmp_path: Path) -> None:
     """A bit that flipped on the disk must not get a fresh checksum: the store has to refuse it."""
     reader, path = open_shard(tmp_path, 4 * 65_536)
-    before = plan_parts(reader, 5 * MIB)
+    before = parts_of(reader, 5 * MIB)
     flip_bit(path, 4096 + 100)
-    assert plan_parts(reader, 5 * MIB) == before
+    assert parts_of(reader, 5 * MIB) == before
 
 
 @given(before=st.binary(max_size=50), between=st.binary(max_size=50), after=st.binary(max_size=50))
@@ -82,12 +76,12 @@ def test_a_flipped_bit_of_the_payload_never_gets_a_checksum_of_its_own(
     """Whatever part boundaries cut: some part then has another checksum than its bytes, and the
     checksum of the whole is still that of the tensors."""
     reader, path = open_shard(tmp_path, 4 * 65_536)
-    before = plan_parts(reader, part_bytes)
+    before = parts_of(reader, part_bytes)
     flip_bit(path, 4096 + position)
-    plan, data = plan_parts(reader, part_bytes), path.read_bytes()
-    assert plan.crc32c == before.crc32c
-    bad = [p for p in plan.parts if p.crc32c != crc32c(data[p.span.start : p.span.stop])]
-    assert bad != []
+    parts, data = parts_of(reader, part_bytes), path.read_bytes()
+    assert info_of(parts) == info_of(before)
+    found = zip(parts, slices(data, parts), strict=True)
+    assert any(part.crc32c != crc32c(stored) for part, stored in found)
 
 
 def test_most_of_a_file_is_not_read(tmp_path: Path) -> None:
@@ -95,7 +89,7 @@ def test_most_of_a_file_is_not_read(tmp_path: Path) -> None:
     payload = 3 * 32 * MIB
     reader = write_shard(tmp_path, shard_header(payload), bytes(payload))
     before = _bytes_read()
-    plan_parts(reader, 32 * MIB)
+    parts_of(reader, 32 * MIB)
     assert _bytes_read() - before < 64 << 10
 
 
@@ -109,4 +103,4 @@ def test_a_file_that_is_too_short_is_said(tmp_path: Path) -> None:
     reader, path = open_shard(tmp_path, 4 * 65_536)
     os.truncate(path, 4096 + 10_000)
     with pytest.raises(CorruptionError, match=r"ends at byte \d+, expected 270336 bytes"):
-        plan_parts(reader, 10_000)
+        parts_of(reader, 10_000)

@@ -23,13 +23,12 @@ from holdfast_core.errors import ConfigError, CorruptionError, UnavailableError
 from holdfast_core.store.s3.http import (
     Body,
     CertificateError,
-    FileBody,
     HttpPool,
-    JoinedBody,
     Timeouts,
     body_length,
     split_endpoint,
 )
+from holdfast_core.tiers.objects import FileRange
 
 SHORT = Timeouts(connect_seconds=2, idle_seconds=0.3)
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -139,7 +138,7 @@ def test_the_body_arrives_whole(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"before" + data + b"after")
     with path.open("rb") as file, server(script) as endpoint:
-        body: Body = data if kind == "bytes" else FileBody(file.fileno(), 6, len(data))
+        body: Body = data if kind == "bytes" else FileRange(file.fileno(), 6, len(data))
         assert put(pool_of(endpoint), body) == (200, b"ok")
     assert got[0].partition(b"\r\n\r\n")[2] == data
 
@@ -155,9 +154,9 @@ def test_pieces_are_sent_one_after_the_other_and_counted(tmp_path: Path) -> None
     path = tmp_path / "f"
     path.write_bytes(b"0123456789")
     with path.open("rb") as file, server(script) as endpoint:
-        pieces = (FileBody(file.fileno(), 7, 3), FileBody(file.fileno(), 1, 2), b"index")
+        pieces = (FileRange(file.fileno(), 7, 3), FileRange(file.fileno(), 1, 2), b"index")
         pool = HttpPool(endpoint, secure=False, timeouts=SHORT, sent=sent.append)
-        assert put(pool, JoinedBody(pieces)) == (200, b"ok")
+        assert put(pool, pieces) == (200, b"ok")
     assert got[0].partition(b"\r\n\r\n")[2] == b"78912index"
     assert b"Content-Length: 10" in got[0]
     assert sum(sent) == 10
@@ -173,7 +172,7 @@ def test_an_answer_before_the_body_was_read_is_heard(tmp_path: Path, kind: str) 
     path = tmp_path / "f"
     path.write_bytes(bytes(32 << 20))
     with path.open("rb") as file, server(early_refusal) as endpoint:
-        body: Body = bytes(32 << 20) if kind == "bytes" else FileBody(file.fileno(), 0, 32 << 20)
+        body: Body = bytes(32 << 20) if kind == "bytes" else FileRange(file.fileno(), 0, 32 << 20)
         assert put(pool_of(endpoint), body) == (403, b"denied")
 
 
@@ -275,7 +274,7 @@ def test_a_file_that_became_shorter_is_corrupt(tmp_path: Path) -> None:
     path.write_bytes(b"12345")
     with path.open("rb") as file, server(silence) as endpoint:
         with pytest.raises(CorruptionError):
-            put(pool_of(endpoint), FileBody(file.fileno(), 0, 10))
+            put(pool_of(endpoint), FileRange(file.fileno(), 0, 10))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +345,7 @@ def test_tls_with_a_ca_file(tmp_path: Path) -> None:
     path.write_bytes(data)
     with path.open("rb") as file, server(script, tls=context) as endpoint:
         pool = HttpPool(endpoint, secure=True, ca_file=ca_file, timeouts=SHORT)
-        assert put(pool, FileBody(file.fileno(), 0, len(data))) == (200, b"ok")
+        assert put(pool, FileRange(file.fileno(), 0, len(data))) == (200, b"ok")
     assert got[0].partition(b"\r\n\r\n")[2] == data
 
 

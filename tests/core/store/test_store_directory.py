@@ -23,7 +23,8 @@ from holdfast_core.errors import AlreadyExistsError, CorruptionError
 from holdfast_core.format.keys import layout_key, manifest_key, shard_key
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.store.directory import DirectoryObjectTier
+from holdfast_core.store.directory import DirectoryObjectStore
+from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardReader
 
 NAMESPACE = "team-a"
@@ -33,8 +34,8 @@ DATA = payload(SIZE)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DirectoryObjectTier:
-    return DirectoryObjectTier(tmp_path / "store")
+def store(tmp_path: Path) -> ObjectTier:
+    return ObjectTier(DirectoryObjectStore(tmp_path / "store"))
 
 
 def node_in(folder: Path) -> DiskNodeTier:
@@ -65,7 +66,7 @@ def path_of(tmp_path: Path, key: str) -> Path:
     return tmp_path / "store" / NAMESPACE / JOB_UID / key
 
 
-def fetched(store: DirectoryObjectTier, folder: Path, reader: ShardReader) -> bytes:
+def fetched(store: ObjectTier, folder: Path, reader: ShardReader) -> bytes:
     node = node_in(folder / "fetched")
     store.download_shard(NAMESPACE, reader.record.ref, node.begin_copy)
     with node.open_shard(reader.record.ref) as found:
@@ -73,7 +74,7 @@ def fetched(store: DirectoryObjectTier, folder: Path, reader: ShardReader) -> by
 
 
 def test_a_flipped_upload_is_refused_and_the_good_one_taken_afterwards(
-    store: DirectoryObjectTier, tmp_path: Path
+    store: ObjectTier, tmp_path: Path
 ) -> None:
     with flipped_shard(tmp_path) as reader, pytest.raises(CorruptionError):
         store.upload_shard(NAMESPACE, reader)
@@ -85,7 +86,7 @@ def test_a_flipped_upload_is_refused_and_the_good_one_taken_afterwards(
 
 @pytest.mark.parametrize("damage", ["a bit", "half of the file", "an empty file"])
 def test_a_shard_that_was_damaged_in_the_store_is_replaced(
-    store: DirectoryObjectTier, tmp_path: Path, damage: str
+    store: ObjectTier, tmp_path: Path, damage: str
 ) -> None:
     with good_shard(tmp_path) as reader:
         store.upload_shard(NAMESPACE, reader)
@@ -102,9 +103,7 @@ def test_a_shard_that_was_damaged_in_the_store_is_replaced(
         assert path.with_name(f"{path.name}.bad").exists(), "kept for people to look at"
 
 
-def test_a_damaged_layout_is_never_given_and_is_replaced(
-    store: DirectoryObjectTier, tmp_path: Path
-) -> None:
+def test_a_damaged_layout_is_never_given_and_is_replaced(store: ObjectTier, tmp_path: Path) -> None:
     document = layout()
     digest = store.put_layout(NAMESPACE, JOB_UID, document)
     flip_bit(path_of(tmp_path, layout_key(digest)), 10)
@@ -121,7 +120,7 @@ def manifest_of(step: int) -> tuple[CheckpointId, bytes]:
 
 
 def test_a_manifest_under_the_name_of_another_is_replaced(
-    store: DirectoryObjectTier, tmp_path: Path
+    store: ObjectTier, tmp_path: Path
 ) -> None:
     (_, older), (checkpoint, own) = manifest_of(10), manifest_of(20)
     path = path_of(tmp_path, manifest_key(checkpoint))
@@ -133,7 +132,7 @@ def test_a_manifest_under_the_name_of_another_is_replaced(
     assert list(path.parent.iterdir()) == []
 
 
-def test_another_manifest_of_the_same_checkpoint_is_an_alarm(store: DirectoryObjectTier) -> None:
+def test_another_manifest_of_the_same_checkpoint_is_an_alarm(store: ObjectTier) -> None:
     checkpoint, own = manifest_of(10)
     _, record = shard_file(shard_header(SIZE), payload(SIZE, seed=1))
     store.put_manifest(NAMESPACE, JOB_UID, checkpoint, own)
@@ -159,9 +158,7 @@ def test_a_node_tier_replaces_a_manifest_of_another_checkpoint_and_keeps_its_ala
     assert first.step == 10
 
 
-def test_files_that_are_no_checkpoints_are_not_listed(
-    store: DirectoryObjectTier, tmp_path: Path
-) -> None:
+def test_files_that_are_no_checkpoints_are_not_listed(store: ObjectTier, tmp_path: Path) -> None:
     for key in ("manifests/s000000000001/notes.json", "layouts/notes.json"):
         path = path_of(tmp_path, key)
         path.parent.mkdir(parents=True, exist_ok=True)

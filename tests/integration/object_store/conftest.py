@@ -1,35 +1,63 @@
-"""All tests here run against each of two servers; every test has a prefix, a tier and a proxy."""
+"""Tests here run against each of two S3 servers; every test has a prefix, a tier and a proxy.
+
+Tests that use `objects` run on a directory and in memory too.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from tests.support.servers.hostile_s3 import HostileProxy
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY, StoreServer
 from tests.support.servers.versitygw_server import VersitygwServer
+from tests.support.tiers.objects import MemoryObjectStore
+from tests.support.tiers.stores import s3_store, s3_tier
 
 from holdfast_core.contract import StoreConfig
+from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.s3.credentials import Keys
 from holdfast_core.store.s3.http import Timeouts
 from holdfast_core.store.s3.retry import Retrier, RetryPolicy
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.objects import ObjectStore
 
 SERVERS: dict[str, type[StoreServer]] = {"minio": MinioServer, "versitygw": VersitygwServer}
 
 
-@pytest.fixture(scope="session", params=SERVERS)
-def server(request: pytest.FixtureRequest) -> Iterator[StoreServer]:
-    with SERVERS[request.param]() as server:
+@pytest.fixture(scope="session")
+def running() -> Iterator[Callable[[str], StoreServer]]:
+    """Return a server by name. Each is started once, when it is first needed."""
+    started: dict[str, StoreServer] = {}
+    with ExitStack() as stack:
+
+        def server(name: str) -> StoreServer:
+            if name not in started:
+                started[name] = stack.enter_context(SERVERS[name]())
+            return started[name]
+
         yield server
 
 
+@pytest.fixture(scope="session", params=SERVERS)
+def server(request: pytest.FixtureRequest, running: Callable[[str], StoreServer]) -> StoreServer:
+    return running(request.param)
+
+
 @pytest.fixture
-def store(server: StoreServer) -> StoreConfig:
-    """Straight to the server, below a prefix that nobody else has."""
-    return server.config(f"test/{secrets.token_hex(6)}")
+def prefix() -> str:
+    """A prefix that no other test has."""
+    return f"test/{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def store(server: StoreServer, prefix: str) -> StoreConfig:
+    """Straight to the server."""
+    return server.config(prefix)
 
 
 @pytest.fixture
@@ -38,9 +66,31 @@ def quick() -> Retrier:
     return Retrier(RetryPolicy(max_attempts=5, base_seconds=0.01, cap_seconds=0.05))
 
 
+@pytest.fixture(params=[*SERVERS, "directory", "memory"])
+def objects(
+    request: pytest.FixtureRequest,
+    running: Callable[[str], StoreServer],
+    prefix: str,
+    quick: Retrier,
+    tmp_path: Path,
+) -> Iterator[ObjectStore]:
+    """A store of each kind."""
+    found: ObjectStore
+    match request.param:
+        case "directory":
+            found = DirectoryObjectStore(tmp_path / "objects")
+        case "memory":
+            found = MemoryObjectStore()
+        case name:
+            one = running(name)
+            found = s3_store(one.config(prefix), one.credentials, retrier=quick)
+    yield found
+    found.close()
+
+
 @pytest.fixture
-def tier(server: StoreServer, store: StoreConfig, quick: Retrier) -> Iterator[S3ObjectTier]:
-    tier = S3ObjectTier(store, server.credentials, retrier=quick)
+def tier(server: StoreServer, store: StoreConfig, quick: Retrier) -> Iterator[ObjectTier]:
+    tier = s3_tier(store, server.credentials, retrier=quick)
     yield tier
     tier.close()
 
@@ -54,10 +104,10 @@ def proxy(server: StoreServer) -> Iterator[HostileProxy]:
 @pytest.fixture
 def proxied(
     server: StoreServer, store: StoreConfig, proxy: HostileProxy, quick: Retrier
-) -> Iterator[S3ObjectTier]:
+) -> Iterator[ObjectTier]:
     """The same store as `tier`, by way of the proxy; gives up on silence after a second."""
     config = server.config(store.prefix, endpoint=proxy.endpoint)
-    tier = S3ObjectTier(
+    tier = s3_tier(
         config,
         server.credentials,
         retrier=quick,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from tests.integration.object_store.test_packs import NAMESPACE, Replicas, key_of, objects
+from tests.integration.object_store.test_packs import key_of, objects
 from tests.support.servers.hostile_s3 import (
     CutReply,
     FlipReply,
@@ -18,42 +18,23 @@ from tests.support.servers.hostile_s3 import (
 )
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import payload, weights
+from tests.support.shards.replicas import NAMESPACE, WIDTH, Compressing
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import CorruptionError
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.coding import PLAIN, Coding
-from holdfast_core.shards.pack import PackIndex, pack_index, unshared_index
+from holdfast_core.shards.pack import PackIndex, pack_index
 from holdfast_core.shards.record import CHUNK_BYTES
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
-WIDTH = 4
-
-
-class Compressing(Replicas):
-    """Replicas whose uploads are compressed, but those that are said not to be."""
-
-    def plan(self, step: int, rank: int, base: int | None = None) -> PackIndex:
-        index = self.planned(step, rank, base)
-        return index or self.alone(step, rank)
-
-    def alone(self, step: int, rank: int) -> PackIndex:
-        index = unshared_index(self.trailer(step, rank))
-        assert index is not None
-        return index
-
-    def compress(self, step: int, rank: int, base: int | None = None) -> PackIndex:
-        return self.put(step, rank, self.plan(step, rank, base))
-
-    def put(self, step: int, rank: int, index: PackIndex) -> PackIndex:
-        widths = bytes([WIDTH] * len(index.places))
-        return self.tier.upload_encoded(NAMESPACE, self.readers[step, rank], index, widths)
 
 
 @pytest.fixture
-def gang(tmp_path: Path, tier: S3ObjectTier) -> Iterator[Compressing]:
+def gang(tmp_path: Path, tier: ObjectTier) -> Iterator[Compressing]:
     found = Compressing(tmp_path, tier)
     yield found
     found.close()
@@ -95,7 +76,7 @@ def test_noise_is_stored_as_it_is_and_counted(
     gang: Compressing, server: StoreServer, store: StoreConfig
 ) -> None:
     counted: list[tuple[int, int]] = []
-    tier = S3ObjectTier(
+    tier = s3_tier(
         store, server.credentials, compressed=lambda before, after: counted.append((before, after))
     )
     gang.tier = tier
@@ -161,7 +142,7 @@ def test_what_is_compressed_and_what_is_not_refer_to_each_other(gang: Compressin
 
 
 def test_a_range_of_chunks_is_a_range_of_the_object(
-    gang: Compressing, proxied: S3ObjectTier, proxy: HostileProxy
+    gang: Compressing, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
     gang.write(1, weights(9 * MIB))
     stored = gang.compress(1, 0)
@@ -246,9 +227,9 @@ def test_what_is_not_the_chunk_is_corruption(
     index = gang.compress(1, 0)
     key = key_of(store, gang.ref(1, 0))
     overwrite(server, key, damage(index, last_object(server, key, tmp_path)), tmp_path)
-    with pytest.raises(CorruptionError, match=r"rank000000-.*\.pack.*chunk.*at 2 reads|two reads"):
+    with pytest.raises(CorruptionError, match=r"rank000000-.*\.pack.*chunk.*at 2 reads"):
         gang.assert_comes_back(1, 0)
-    with pytest.raises(CorruptionError, match=r"rank000000-.*\.pack.*chunks \[3.*two reads"):
+    with pytest.raises(CorruptionError, match=r"rank000000-.*\.pack.*chunks \[3.*at 2 reads"):
         gang.assert_ranges_come_back(1, 0, [range(0, 12)])
     gang.assert_ranges_come_back(1, 0, [range(0, 3), range(5, 12)])
 
@@ -273,7 +254,7 @@ def is_chunks(seen: Seen) -> bool:
 @pytest.mark.parametrize("fault", [FlipReply(300_000), CutReply(1000)], ids=["flipped", "cut"])
 def test_a_download_gets_over_it(
     gang: Compressing,
-    proxied: S3ObjectTier,
+    proxied: ObjectTier,
     proxy: HostileProxy,
     fault: FlipReply | CutReply,
 ) -> None:

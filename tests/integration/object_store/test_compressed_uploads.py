@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.object_store.killed import kill_in_upload
-from tests.integration.object_store.test_compressed import WIDTH, Compressing
-from tests.integration.object_store.test_packs import NAMESPACE, key_of, objects
+from tests.integration.object_store.test_packs import key_of, objects
 from tests.support.servers.hostile_s3 import (
     Answer,
     FlipRequest,
@@ -27,7 +26,9 @@ from tests.support.servers.hostile_s3 import (
 )
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import payload, weights
+from tests.support.shards.replicas import NAMESPACE, WIDTH, Compressing
 from tests.support.shards.shard_files import flip_bit
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, UnavailableError
@@ -37,22 +38,22 @@ from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.pack import pack_index
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.store.s3.client import CHECKSUM_HEADER, S3Client, S3Request, encode_crc
-from holdfast_core.store.tier import S3ObjectTier
-from holdfast_core.store.upload.encode import MAX_HELD_BYTES
+from holdfast_core.store.s3.parts import MAX_HELD_BYTES
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
 
 
 @pytest.fixture
-def gang(tmp_path: Path, tier: S3ObjectTier) -> Iterator[Compressing]:
+def gang(tmp_path: Path, tier: ObjectTier) -> Iterator[Compressing]:
     found = Compressing(tmp_path, tier)
     yield found
     found.close()
 
 
 def test_what_is_there_is_looked_at_by_the_caller(
-    gang: Compressing, proxied: S3ObjectTier, proxy: HostileProxy
+    gang: Compressing, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
     """Nothing is compressed and nothing sent to find that out."""
     gang.write(1, weights(9 * MIB))
@@ -126,7 +127,7 @@ def test_what_waits_for_the_store_is_bounded(
             client.abort_upload(key, pending.upload_id)
             aborted.append(pending.upload_id)
 
-    gang.tier = S3ObjectTier(four_at_once(store), server.credentials, throttle=four_wait(abort))
+    gang.tier = s3_tier(four_at_once(store), server.credentials, throttle=four_wait(abort))
     with memory() as held:
         stored = gang.compress(1, 0)
         _, peak = held()
@@ -146,7 +147,7 @@ def test_an_upload_that_failed_holds_nothing(
     def fail(_before: int) -> None:
         raise UnavailableError("the store is away")
 
-    gang.tier = S3ObjectTier(four_at_once(store), server.credentials, throttle=four_wait(fail))
+    gang.tier = s3_tier(four_at_once(store), server.credentials, throttle=four_wait(fail))
     with memory() as held:
         failed = ""
         try:
@@ -163,7 +164,7 @@ def test_an_upload_that_failed_holds_nothing(
 class Closing(DiskShardReader):
     """Closes the tier when chunk 70 is read."""
 
-    tier: S3ObjectTier
+    tier: ObjectTier
 
     def read_payload_into(self, offset: int, buffer: memoryview) -> None:
         if offset == 70 * CHUNK_BYTES:
@@ -176,7 +177,7 @@ def test_an_upload_that_is_interrupted_by_the_end_stays_to_be_gone_on_with(
 ) -> None:
     gang.write(1, payload(24 * MIB))
     config = replace(store, part_size_mib=5, max_concurrency=1)
-    gang.tier = S3ObjectTier(config, server.credentials)
+    gang.tier = s3_tier(config, server.credentials)
     reader = gang.readers[1, 0]
     path = Path(os.readlink(f"/proc/self/fd/{reader.fd}"))
     with Closing.open(path, reader.record.ref, BufferPool(MIB, keep=2)) as closing:
@@ -200,9 +201,9 @@ UPLOAD_FAULTS = {
 @pytest.mark.parametrize(("matches", "fault"), UPLOAD_FAULTS.values(), ids=UPLOAD_FAULTS.keys())
 def test_an_upload_gets_over_it(
     gang: Compressing,
-    proxied: S3ObjectTier,
+    proxied: ObjectTier,
     proxy: HostileProxy,
-    tier: S3ObjectTier,
+    tier: ObjectTier,
     matches: Callable[[Seen], bool],
     fault: Answer | FlipRequest | LoseReply,
 ) -> None:
@@ -228,12 +229,12 @@ def test_an_upload_that_was_killed_goes_on(
     kill_in_upload(proxy, config, gang.readers[1, 0], "", str(WIDTH))
     sent: list[int] = []
     config = replace(store, part_size_mib=5)
-    gang.tier = S3ObjectTier(config, server.credentials, sent=sent.append)
+    gang.tier = s3_tier(config, server.credentials, sent=sent.append)
     stored = gang.compress(1, 0)
     gang.tier.close()
     body = stored.stored_bytes + len(pack_index(stored)) - 10 * MIB
     assert body <= sum(sent) < body + 10_000  # and the words that complete the upload
-    gang.tier = S3ObjectTier(store, server.credentials)
+    gang.tier = s3_tier(store, server.credentials)
     gang.assert_comes_back(1, 0)
     gang.tier.close()
 
@@ -257,7 +258,7 @@ def test_parts_of_another_attempt_are_not_mixed_in(
         client.send(S3Request("PUT", key, query, checksum, data)).checked()
     sent: list[int] = []
     config = replace(store, part_size_mib=5)
-    gang.tier = S3ObjectTier(config, server.credentials, sent=sent.append)
+    gang.tier = s3_tier(config, server.credentials, sent=sent.append)
     assert gang.compress(1, 0) == alone
     assert client.list_uploads(key)[0] == ()
     body = alone.stored_bytes + len(pack_index(alone)) - 5 * MIB
@@ -268,9 +269,9 @@ def test_parts_of_another_attempt_are_not_mixed_in(
 
 def test_of_two_that_are_made_at_the_same_time_the_first_stays(
     gang: Compressing,
-    proxied: S3ObjectTier,
+    proxied: ObjectTier,
     proxy: HostileProxy,
-    tier: S3ObjectTier,
+    tier: ObjectTier,
     server: StoreServer,
     store: StoreConfig,
 ) -> None:

@@ -32,6 +32,7 @@ from tests.support.servers.hostile_s3 import (
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import JOB_UID, shard_header
 from tests.support.shards.shard_files import CopyWriters, write_shard
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
@@ -50,7 +51,7 @@ from holdfast_core.store.s3.client import CHECKSUM_HEADER, S3Client
 from holdfast_core.store.s3.credentials import FileCredentials, Keys
 from holdfast_core.store.s3.http import Timeouts
 from holdfast_core.store.s3.retry import Retrier, RetryPolicy
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
@@ -76,8 +77,8 @@ class Bench:
     """Two shards on disk and ways to look at the store behind the proxy's back."""
 
     server: StoreServer
-    tier: S3ObjectTier
-    honest: S3ObjectTier
+    tier: ObjectTier
+    honest: ObjectTier
     proxy: HostileProxy
     client: S3Client
     whole: DiskShardReader
@@ -113,8 +114,8 @@ class Bench:
 @pytest.fixture
 def bench(
     tmp_path: Path,
-    tier: S3ObjectTier,
-    proxied: S3ObjectTier,
+    tier: ObjectTier,
+    proxied: ObjectTier,
     proxy: HostileProxy,
     server: StoreServer,
     store: StoreConfig,
@@ -299,7 +300,7 @@ def test_f59_keys_that_end_in_the_middle_are_read_again_and_it_goes_on(
         bench.honest.upload_shard(NAMESPACE, bench.parts)
         bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b"{}")
     config = bench.server.config(store.prefix, endpoint=bench.proxy.endpoint)
-    tier = S3ObjectTier(config, FileCredentials(rotation.directory), retrier=quick)
+    tier = s3_tier(config, FileCredentials(rotation.directory), retrier=quick)
     ref = bench.parts.record.ref
     match way:
         case "upload":
@@ -325,7 +326,7 @@ def test_f59_a_refusal_of_keys_that_is_no_403(
     bench.proxy.add(rotation.within(SECOND_PART), Answer(500))
     bench.proxy.add(SECOND_PART, Answer(status, code))
     config = bench.server.config(store.prefix, endpoint=bench.proxy.endpoint)
-    tier = S3ObjectTier(config, FileCredentials(rotation.directory), retrier=quick)
+    tier = s3_tier(config, FileCredentials(rotation.directory), retrier=quick)
     tier.upload_shard(NAMESPACE, bench.parts)
     assert bench.is_stored(bench.parts)
     tier.close()
@@ -341,21 +342,20 @@ def asks_for_byte(position: int) -> Matches:
     return matches
 
 
-FIRST_PIECE = asks_for_byte(0)
+FIRST_RUN = asks_for_byte(4096)
 READS: list[tuple[str, Matches, Action]] = [
     ("F54-404-on-head", HEAD, Answer(404)),
     ("F46-503", GET, Answer(503, "SlowDown")),
-    ("F46-503-in-the-middle", FIRST_PIECE, Answer(503, "SlowDown")),
+    ("F46-503-in-the-middle", FIRST_RUN, Answer(503, "SlowDown")),
     ("F50-cut-trailer", GET, CutReply(1000)),
-    ("F50-cut", FIRST_PIECE, CutReply(3 * MIB)),
-    ("F50-cut-and-lying", FIRST_PIECE, CutReply(3 * MIB, lying=True)),
-    ("reset-before-a-byte", FIRST_PIECE, LoseReply()),
-    ("silence", FIRST_PIECE, Hang()),
-    ("200-instead-of-206", FIRST_PIECE, Replace(200, b"everything")),
-    ("other-range", FIRST_PIECE, SetReplyHeader("Content-Range", "bytes 4096-8191/8192")),
-    ("F52-flip-in-payload", FIRST_PIECE, FlipReply(3 * MIB)),
+    ("F50-cut", FIRST_RUN, CutReply(3 * MIB)),
+    ("F50-cut-and-lying", FIRST_RUN, CutReply(3 * MIB, lying=True)),
+    ("reset-before-a-byte", FIRST_RUN, LoseReply()),
+    ("silence", FIRST_RUN, Hang()),
+    ("200-instead-of-206", FIRST_RUN, Replace(200, b"everything")),
+    ("other-range", FIRST_RUN, SetReplyHeader("Content-Range", "bytes 4096-8191/8192")),
+    ("F52-flip-in-payload", FIRST_RUN, FlipReply(3 * MIB)),
     ("F52-flip-in-second-piece", asks_for_byte(9 * MIB), FlipReply(100)),
-    ("F52-flip-in-head", FIRST_PIECE, FlipReply(30)),
     ("F52-flip-in-table", GET, FlipReply(-60)),
     ("F52-flip-in-footer", GET, FlipReply(-20)),
 ]
@@ -380,25 +380,26 @@ def ranges(bench: Bench, matches: Matches) -> list[str]:
 
 def test_a_broken_download_goes_on_at_the_last_byte(bench: Bench) -> None:
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    bench.proxy.add(FIRST_PIECE, CutReply(3 * MIB))
-    bench.proxy.add(asks_for_byte(3 * MIB), CutReply(2 * MIB, lying=True))
+    bench.proxy.add(FIRST_RUN, CutReply(3 * MIB))
+    bench.proxy.add(asks_for_byte(4096 + 3 * MIB), CutReply(2 * MIB, lying=True))
     bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
-    last = 4096 + 4 * MIB - 1  # head and one chunk: a second would not fit into the piece
+    start, last = 4096, 4096 + 8 * MIB - 1  # a run of two chunks
     assert ranges(bench, asks_for_byte(last)) == [
-        f"bytes=0-{last}",
-        f"bytes={3 * MIB}-{last}",
+        f"bytes={start}-{last}",
+        f"bytes={start + 3 * MIB}-{last}",
+        f"bytes={start + 5 * MIB}-{last}",
     ]
 
 
 def test_a_wrong_chunk_is_asked_for_again_and_nothing_else_is(bench: Bench) -> None:
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    start = 4096 + 4 * MIB  # the second chunk begins the second piece, the third ends it
+    start = 4096  # the second chunk ends the first run
     fault = bench.proxy.add(asks_for_byte(start), FlipReply(5 * MIB))
     bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
     assert fault.applied == 1
     assert ranges(bench, asks_for_byte(start + 5 * MIB)) == [
-        f"bytes={start}-{4096 + 11 * MIB - 1}",
-        f"bytes={4096 + 8 * MIB}-{4096 + 11 * MIB - 1}",
+        f"bytes={start}-{start + 8 * MIB - 1}",
+        f"bytes={start + 4 * MIB}-{start + 8 * MIB - 1}",
     ]
 
 
@@ -413,8 +414,8 @@ def test_a_server_that_gives_a_byte_at_a_time_is_given_up(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("matches", "offset", "opened"),
-    [(asks_for_byte(4096 + 4 * MIB), 0, [True]), (FIRST_PIECE, 7, [True]), (GET, -30, [])],
-    ids=["payload", "head", "trailer"],
+    [(FIRST_RUN, 7, [True]), (GET, -30, [])],
+    ids=["payload", "trailer"],
 )
 def test_f52_bytes_that_are_wrong_twice_are_corrupt(
     bench: Bench, matches: Matches, offset: int, opened: list[bool]
@@ -431,7 +432,7 @@ def test_f52_bytes_that_are_wrong_twice_are_corrupt(
 def test_a_download_that_fails_leaves_no_thread_at_work(bench: Bench) -> None:
     """Else a range that is still under way would write into memory that has another use."""
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    bench.proxy.add(FIRST_PIECE, Answer(403, "AccessDenied"), FOREVER)
+    bench.proxy.add(FIRST_RUN, Answer(403, "AccessDenied"), FOREVER)
     with pytest.raises(AccessDeniedError):
         bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
     before = bench.proxy.count(GET)
@@ -567,7 +568,7 @@ def test_a_store_that_only_drips_is_given_up_and_asked_again(bench: Bench, way: 
     if way != "upload":
         bench.honest.upload_shard(NAMESPACE, bench.parts)
         bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
-    matches = {"upload": COMPLETE, "download": FIRST_PIECE, "manifest": GET}[way]
+    matches = {"upload": COMPLETE, "download": FIRST_RUN, "manifest": GET}[way]
     fault = bench.proxy.add(matches, DripReply(0.5))
     match way:
         case "upload":
@@ -604,7 +605,7 @@ def test_f63_an_upload_goes_on_when_a_killed_server_is_back(
 
     with type(server)() as own:
         retrier = Retrier(RetryPolicy(max_attempts=1000, budget_seconds=60), sleep=wait)
-        tier = S3ObjectTier(
+        tier = s3_tier(
             own.config("p"), own.credentials, retrier=retrier, timeouts=Timeouts(2.0, 5.0)
         )
         size = 11 * MIB

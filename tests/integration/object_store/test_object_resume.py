@@ -25,6 +25,7 @@ from tests.support.servers.hostile_s3 import (
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import JOB_UID, shard_header
 from tests.support.shards.shard_files import CopyWriters, FileCopyWriter, flip_bit, write_shard
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import CorruptionError, UnavailableError
@@ -38,7 +39,8 @@ from holdfast_core.store.s3.client import (
     S3Request,
     encode_crc,
 )
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.s3.store import S3ObjectStore
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
@@ -64,7 +66,7 @@ class Bench:
     client: S3Client
     path: Path
     reader: DiskShardReader
-    tier: S3ObjectTier
+    tier: ObjectTier
 
     @property
     def key(self) -> str:
@@ -112,7 +114,7 @@ class Bench:
 
 @pytest.fixture
 def bench(
-    tmp_path: Path, server: StoreServer, store: StoreConfig, tier: S3ObjectTier
+    tmp_path: Path, server: StoreServer, store: StoreConfig, tier: ObjectTier
 ) -> Iterator[Bench]:
     source = tmp_path / "source"
     source.mkdir()
@@ -151,7 +153,7 @@ def test_a_killed_upload_sends_only_what_is_missing(
     kill_in_upload(proxy, replace(config, max_concurrency=1), bench.reader)
     with HostileProxy(server.endpoint) as second:
         again = server.config(bench.store.prefix, endpoint=second.endpoint)
-        tier = S3ObjectTier(again, server.credentials)
+        tier = s3_tier(again, server.credentials)
         tier.upload_shard(NAMESPACE, bench.reader)
         tier.close()
         assert second.body_bytes(PUT_PART) == max(0, bench.file_bytes - arrived * PART)
@@ -166,7 +168,7 @@ def test_four_parts_in_flight_when_the_process_dies(
     kill_in_upload(proxy, config, bench.reader)
     there = bench.arrived()
     with HostileProxy(server.endpoint) as second:
-        tier = S3ObjectTier(
+        tier = s3_tier(
             server.config(bench.store.prefix, endpoint=second.endpoint), server.credentials
         )
         tier.upload_shard(NAMESPACE, bench.reader)
@@ -186,7 +188,7 @@ def test_an_upload_stays_to_be_gone_on_with_when_the_tier_is_closed(
             tier.close()
 
     config = replace(bench.store, max_concurrency=1)
-    tier = S3ObjectTier(config, server.credentials, throttle=throttle)
+    tier = s3_tier(config, server.credentials, throttle=throttle)
     error = ended_with(lambda: tier.upload_shard(NAMESPACE, bench.reader))
     assert error is not None
     assert "being closed" in str(error)
@@ -198,7 +200,7 @@ def test_an_upload_stays_to_be_gone_on_with_when_the_tier_is_closed(
 class Closing(FileCopyWriter):
     """Closes the tier when the first piece has come."""
 
-    def __init__(self, tier: S3ObjectTier, path: Path, ref: ShardRef, file_bytes: int) -> None:
+    def __init__(self, tier: ObjectTier, path: Path, ref: ShardRef, file_bytes: int) -> None:
         super().__init__(path, ref, file_bytes)
         self._tier = tier
 
@@ -214,7 +216,7 @@ def test_downloads_end_when_the_tier_is_closed(
     bench.tier.upload_shard(NAMESPACE, bench.reader)
     ref = bench.reader.record.ref
     config = replace(bench.store, max_concurrency=1)
-    ranged, whole = (S3ObjectTier(config, server.credentials) for _ in range(2))
+    ranged, whole = (s3_tier(config, server.credentials) for _ in range(2))
 
     def ranges() -> None:
         for _ in ranged.open_shard(NAMESPACE, ref).read([range(n, n + 8) for n in (0, 8, 16, 24)]):
@@ -261,7 +263,7 @@ def test_killed_again_and_again_it_still_arrives_and_no_part_twice(
 
 
 def test_parts_that_hold_other_bytes_are_sent_again(
-    tmp_path: Path, bench: Bench, proxied: S3ObjectTier, proxy: HostileProxy
+    tmp_path: Path, bench: Bench, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
     upload_id = bench.client.create_upload(bench.key)
     good = bench.part_bytes(1)
@@ -276,7 +278,7 @@ def test_parts_that_hold_other_bytes_are_sent_again(
 
 
 def test_the_upload_that_has_most_is_taken_and_the_others_are_ended(
-    tmp_path: Path, bench: Bench, proxied: S3ObjectTier, proxy: HostileProxy
+    tmp_path: Path, bench: Bench, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
     for numbers in ([1], [1, 2, 4], [3], []):
         upload_id = bench.client.create_upload(bench.key)
@@ -288,7 +290,7 @@ def test_the_upload_that_has_most_is_taken_and_the_others_are_ended(
 
 
 def test_an_upload_that_the_store_interrupted_goes_on(
-    tmp_path: Path, bench: Bench, proxied: S3ObjectTier, proxy: HostileProxy
+    tmp_path: Path, bench: Bench, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
     """The store refuses one part for longer than the budget; the sidecar tries again later."""
     fault = proxy.add(part(PARTS), Answer(503, "SlowDown"), 5)
@@ -302,7 +304,7 @@ def test_an_upload_that_the_store_interrupted_goes_on(
 
 
 def test_an_upload_that_was_taken_over_and_cannot_be_completed_is_given_up(
-    tmp_path: Path, bench: Bench, proxied: S3ObjectTier, proxy: HostileProxy
+    tmp_path: Path, bench: Bench, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
     """Else a store that cannot put these parts together would be asked to for ever."""
     upload_id = bench.client.create_upload(bench.key)
@@ -317,7 +319,7 @@ def test_an_upload_that_was_taken_over_and_cannot_be_completed_is_given_up(
 
 @pytest.mark.parametrize("code", ["InvalidPart", "BadDigest"])
 def test_parts_that_turn_out_bad_at_the_end_are_all_sent_again(
-    tmp_path: Path, bench: Bench, proxied: S3ObjectTier, proxy: HostileProxy, code: str
+    tmp_path: Path, bench: Bench, proxied: ObjectTier, proxy: HostileProxy, code: str
 ) -> None:
     upload_id = bench.client.create_upload(bench.key)
     bench.leave_part(upload_id, 1, bench.part_bytes(1))
@@ -328,7 +330,7 @@ def test_parts_that_turn_out_bad_at_the_end_are_all_sent_again(
 
 
 def test_a_shard_that_went_bad_meanwhile_is_not_completed_from_good_parts(
-    bench: Bench, proxied: S3ObjectTier, proxy: HostileProxy
+    bench: Bench, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
     proxy.add(part(1), Answer(503, "SlowDown"), 5)
     with pytest.raises(UnavailableError):
@@ -344,7 +346,7 @@ def test_a_shard_that_went_bad_meanwhile_is_not_completed_from_good_parts(
     "answer", [Answer(403, "AccessDenied"), Answer(501, "NotImplemented")], ids=["403", "501"]
 )
 def test_where_uploads_cannot_be_listed_it_begins_anew(
-    tmp_path: Path, bench: Bench, proxied: S3ObjectTier, proxy: HostileProxy, answer: Answer
+    tmp_path: Path, bench: Bench, proxied: ObjectTier, proxy: HostileProxy, answer: Answer
 ) -> None:
     proxy.add(LIST_UPLOADS, answer, 10)
     proxied.upload_shard(NAMESPACE, bench.reader)
@@ -356,10 +358,11 @@ def test_uploads_of_this_job_that_are_a_day_old_are_reaped(bench: Bench) -> None
     mine = bench.client.create_upload(bench.key)
     other = bench.key.replace(str(JOB_UID), "another-job")
     bench.client.create_upload(other)
-    ref = bench.reader.record.ref
+    objects = S3ObjectStore(bench.client)
+    job = bench.key.partition("shards/")[0]
 
     def reap(older_than: timedelta) -> int:
-        return bench.tier.abort_stale_uploads(NAMESPACE, JOB_UID, older_than, [ref])
+        return objects.abort_stale([job, bench.key], older_than)
 
     assert reap(timedelta(hours=24)) == 0
     assert [upload.upload_id for upload in bench.unfinished()] == [mine]

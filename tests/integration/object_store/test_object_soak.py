@@ -33,7 +33,7 @@ from tests.support.shards.shard_files import CopyWriters, write_shard
 from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
 from holdfast_core.store.s3.client import CHECKSUM_HEADER
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
@@ -82,8 +82,8 @@ def again_and_again(call: Callable[[], object]) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_committed_is_unreadable_and_nothing_wrong_is_returned(
     tmp_path: Path,
-    tier: S3ObjectTier,
-    proxied: S3ObjectTier,
+    tier: ObjectTier,
+    proxied: ObjectTier,
     proxy: HostileProxy,
     seed: int,
 ) -> None:
@@ -121,7 +121,7 @@ def test_nothing_committed_is_unreadable_and_nothing_wrong_is_returned(
     assert returned > len(SIZES)
 
 
-def copy_of(tier: S3ObjectTier, ref: ShardRef, folder: Path) -> bytes:
+def copy_of(tier: ObjectTier, ref: ShardRef, folder: Path) -> bytes:
     folder.mkdir()
     writers = CopyWriters(folder)
     tier.download_shard(NAMESPACE, ref, writers)

@@ -32,7 +32,7 @@ from holdfast_core.ids import CheckpointId, ShardRef
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.chunks import file_span
 from holdfast_core.shards.file import trailer_bytes
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 NAMESPACE = "team-a"
@@ -45,8 +45,8 @@ GET = on("GET", query="")
 
 @dataclass
 class Bench:
-    honest: S3ObjectTier
-    tier: S3ObjectTier
+    honest: ObjectTier
+    tier: ObjectTier
     proxy: HostileProxy
     reader: DiskShardReader
     data: bytes
@@ -79,8 +79,8 @@ class Bench:
 @pytest.fixture
 def bench(
     tmp_path: Path,
-    tier: S3ObjectTier,
-    proxied: S3ObjectTier,
+    tier: ObjectTier,
+    proxied: ObjectTier,
     proxy: HostileProxy,
 ) -> Iterator[Bench]:
     data = os.urandom((CHUNKS - 1) * CHUNK + 100)

@@ -12,96 +12,28 @@ import pytest
 from tests.integration.object_store.killed import kill_in_upload
 from tests.support.servers.hostile_s3 import FreezeRequest, HostileProxy, on
 from tests.support.servers.store_server import StoreServer
-from tests.support.shards.builders import JOB_UID, payload, shard_header
-from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
+from tests.support.shards.builders import JOB_UID, payload
+from tests.support.shards.replicas import NAMESPACE, Replicas
+from tests.support.shards.shard_files import flip_bit
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
 from holdfast_core.format import keys
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
-from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.chunks import file_span
-from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.pack import PackIndex, pack_index
-from holdfast_core.shards.pack_plan import Earlier, plan_pack, shared_with
+from holdfast_core.shards.pack import pack_index
+from holdfast_core.shards.pack_plan import plan_pack, shared_with
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.store.s3.client import S3Client
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
-NAMESPACE = "team-a"
-
-
-class Replicas:
-    """Ranks of one group with their shard files; each uploads what it may not leave out."""
-
-    def __init__(self, directory: Path, tier: S3ObjectTier) -> None:
-        self.directory = directory
-        self.tier = tier
-        self.readers: dict[tuple[int, int], DiskShardReader] = {}
-        self._copies = 0
-
-    def close(self) -> None:
-        for reader in self.readers.values():
-            reader.close()
-
-    def write(self, step: int, *payloads: bytes) -> None:
-        for rank, data in enumerate(payloads):
-            header = shard_header(len(data), step=step, rank=rank)
-            self.readers[step, rank] = write_shard(self.directory, header, data)
-
-    def trailer(self, step: int, rank: int) -> Trailer:
-        reader = self.readers[step, rank]
-        return Trailer(reader.record, reader.table)
-
-    def ref(self, step: int, rank: int) -> ShardRef:
-        return self.readers[step, rank].record.ref
-
-    def planned(self, step: int, rank: int, base: int | None = None) -> PackIndex | None:
-        """As its sidecar plans it."""
-        group = [Rank(r) for s, r in self.readers if s == step]
-        earlier, allowed = None, set()
-        if base is not None:
-            stored = self.tier.stored(NAMESPACE, self.ref(base, rank))
-            earlier = Earlier(stored.trailer, stored.index)
-            allowed = {c for s, _ in self.readers for c in [self.ref(s, 0).checkpoint] if s < step}
-        own = self.trailer(step, rank)
-        shared = [shared_with(own, group, self.trailer(step, r)) for r in group]
-        checkpoint = None if base is None else self.ref(base, 0).checkpoint
-        return plan_pack(own, shared, earlier, allowed, checkpoint)
-
-    def upload(self, step: int, rank: int, base: int | None = None) -> int:
-        """Bytes of the pack; -1 where the shard went up whole."""
-        index = self.planned(step, rank, base)
-        if index is None:
-            self.tier.upload_shard(NAMESPACE, self.readers[step, rank])
-            return -1
-        self.tier.upload_pack(NAMESPACE, self.readers[step, rank], index)
-        return index.stored_bytes + len(pack_index(index))
-
-    def assert_comes_back(self, step: int, rank: int) -> None:
-        self._copies += 1
-        target = self.directory / f"copy{self._copies}"
-        target.mkdir()
-        reader = self.readers[step, rank]
-        record = self.tier.download_shard(NAMESPACE, self.ref(step, rank), CopyWriters(target))
-        assert record == reader.record
-        (copy,) = target.iterdir()
-        assert copy.read_bytes() == os.pread(reader.fd, reader.record.file_bytes, 0)
-
-    def assert_ranges_come_back(self, step: int, rank: int, runs: list[range]) -> None:
-        reader = self.readers[step, rank]
-        with self.tier.open_shard(NAMESPACE, self.ref(step, rank)) as source:
-            assert source.trailer == self.trailer(step, rank)
-            for run, view in zip(runs, source.read(runs), strict=True):
-                span = file_span(reader.record.header, run)
-                assert bytes(view) == os.pread(reader.fd, span.length_bytes, span.start)
 
 
 @pytest.fixture
-def replicas(tmp_path: Path, tier: S3ObjectTier) -> Iterator[Replicas]:
+def replicas(tmp_path: Path, tier: ObjectTier) -> Iterator[Replicas]:
     gang = Replicas(tmp_path, tier)
     yield gang
     gang.close()
@@ -137,7 +69,7 @@ def test_replicas_store_the_common_part_once_and_each_comes_back(
 
 
 def test_ranges_of_packs_are_read_where_they_are_stored(
-    replicas: Replicas, proxied: S3ObjectTier, proxy: HostileProxy
+    replicas: Replicas, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
     """Runs over several owners and the checkpoint before; no source is asked that is not needed."""
     frozen = payload(18 * MIB)
@@ -221,7 +153,7 @@ def test_from_packs_to_a_node_tier(replicas: Replicas, tmp_path: Path) -> None:
 
 
 def test_a_second_upload_sends_nothing(
-    replicas: Replicas, proxied: S3ObjectTier, proxy: HostileProxy
+    replicas: Replicas, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
     replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
     replicas.upload(1, 0)
@@ -262,7 +194,7 @@ def test_bad_bytes_of_a_source_are_named(
         replicas.upload(1, rank)
     key = key_of(store, replicas.ref(1, 1))
     go_bad(server, key, tmp_path)
-    with pytest.raises(CorruptionError, match=r"rank000001-.*\.pack.*CRC32C"):
+    with pytest.raises(CorruptionError, match=r"rank000001-.*\.pack.*chunks"):
         replicas.assert_comes_back(1, 0)
 
 
@@ -295,7 +227,7 @@ def test_an_upload_that_was_killed_goes_on(
     proxy.add(on("PUT", query="partNumber=3&"), FreezeRequest(MIB))
     kill_in_upload(proxy, config, reader, str(tail))
     sent: list[int] = []
-    again = S3ObjectTier(replace(store, part_size_mib=5), server.credentials, sent=sent.append)
+    again = s3_tier(replace(store, part_size_mib=5), server.credentials, sent=sent.append)
     again.upload_pack(NAMESPACE, reader, index)
     again.close()
     body = index.stored_bytes + tail.stat().st_size - 10 * MIB
@@ -306,10 +238,10 @@ def test_an_upload_that_was_killed_goes_on(
     replicas.assert_comes_back(1, 0)
 
 
-def test_nothing_is_there(tier: S3ObjectTier, replicas: Replicas) -> None:
+def test_nothing_is_there(tier: ObjectTier, replicas: Replicas) -> None:
     replicas.write(1, b"x")
     with pytest.raises(NotFoundError, match="no pack"):
-        tier.stored(NAMESPACE, replicas.ref(1, 0), looks=1)
+        tier.stored(NAMESPACE, replicas.ref(1, 0), sure=False)
     missing = CheckpointId(replicas.ref(1, 0).step, replicas.ref(1, 0).round)
     with pytest.raises(NotFoundError):
         tier.get_references(NAMESPACE, JOB_UID, missing)

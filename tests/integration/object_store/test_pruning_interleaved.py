@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -16,11 +16,9 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import JOB, JOB_UID, payload, shard_header
 from tests.support.shards.shard_files import CopyWriters, write_shard
 
-from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import FormatError, NotFoundError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import job_prefix, manifest_key, references_key
@@ -30,16 +28,15 @@ from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack_plan import Earlier, plan_pack
-from holdfast_core.store.commit import commit_shared
-from holdfast_core.store.s3.retry import Retrier, RetryPolicy
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.commit import commit
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.objects import Document, ObjectSource, ObjectStore, Page
 
 pytestmark = pytest.mark.integration
 T = TypeVar("T")
 NAMESPACE = "team-a"
 CHUNK = 4096
 LAYOUT = b"{}"
-QUICK = RetryPolicy(max_attempts=3, base_seconds=0.001, cap_seconds=0.002)
 FIRST, BASE, NEXT, LAST = (CheckpointId(Step(step), RestartRound(0)) for step in (10, 20, 30, 40))
 _turn = threading.Condition()
 
@@ -75,24 +72,58 @@ class Turns:
             _turn.notify_all()
 
 
-@dataclass(frozen=True)
-class TurnTaker(Retrier):
-    """Every request to the store waits for its turn; after `lives` of them the process is dead."""
+class TurnTaker:
+    """ObjectStore of one process: each call waits for its turn; after `lives` calls the process is dead.
 
-    who: str = ""
-    turns: Turns = field(default_factory=lambda: Turns([]))
-    lives: list[int] = field(default_factory=lambda: [10_000])
+    Deletes are one call for each key, so that another process may come between two of them.
+    """
 
-    def call(self, what: str, operation: Callable[[], T]) -> T:
-        self.turns.take(self.who)
+    def __init__(self, inner: ObjectStore, who: str, turns: Turns, lives: int = 10_000) -> None:
+        self._inner = inner
+        self._who = who
+        self._turns = turns
+        self._lives = lives
+        self._counting = threading.Lock()
+        self.name = inner.name
+
+    def _turn(self, call: Callable[[], T]) -> T:
+        self._turns.take(self._who)
         try:
-            self.lives[0] -= 1
-            if self.lives[0] < 0:
-                raise Killed(what)
-            return super().call(what, operation)
+            with self._counting:
+                self._lives -= 1
+                if self._lives < 0:
+                    raise Killed
+            return call()
         finally:
             with _turn:
                 _turn.notify_all()
+
+    def write(self, key: str, source: ObjectSource, *, replace: bool = False) -> None:
+        self._turn(lambda: self._inner.write(key, source, replace=replace))
+
+    def get(self, key: str) -> bytes:
+        return self._turn(lambda: self._inner.get(key))
+
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, stopped: threading.Event | None = None
+    ) -> None:
+        self._turn(lambda: self._inner.read_into(key, start, buffer, stopped))
+
+    def size(self, key: str, *, sure: bool = False) -> int | None:
+        return self._turn(lambda: self._inner.size(key, sure=sure))
+
+    def list(self, prefix: str, page: str = "") -> Page:
+        return self._turn(lambda: self._inner.list(prefix, page))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._turn(lambda key=key: self._inner.delete([key]))  # type: ignore[misc]
+
+    def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
+        return self._turn(lambda: self._inner.abort_stale(prefixes, older_than))
+
+    def close(self) -> None:
+        """Do nothing: the processes of a test share the inner store."""
 
 
 @pytest.fixture(scope="module")
@@ -117,31 +148,25 @@ class Store:
     """One prefix with FIRST and BASE in it."""
 
     def __init__(
-        self,
-        server: StoreServer,
-        config: StoreConfig,
-        readers: dict[CheckpointId, DiskShardReader],
-        directory: Path,
+        self, objects: ObjectStore, readers: dict[CheckpointId, DiskShardReader], directory: Path
     ) -> None:
-        self.server = server
-        self.config = replace(config, prefix=f"{config.prefix}/{secrets.token_hex(4)}")
+        self.objects = objects
+        self.prefix = f"test/{secrets.token_hex(4)}"
         self.readers = readers
         self.directory = directory
-        self.honest = self.tier(Retrier(QUICK))
+        self.honest = self.tier(TurnTaker(objects, "honest", Turns([])))
         self.upload(self.honest, FIRST, None)
         self.commit(self.honest, FIRST)
         self.upload(self.honest, BASE, FIRST)
         assert self.commit(self.honest, BASE)
 
-    def tier(self, retrier: Retrier) -> S3ObjectTier:
-        return S3ObjectTier(self.config, self.server.credentials, retrier=retrier)
+    def tier(self, objects: ObjectStore) -> ObjectTier:
+        return ObjectTier(objects, self.prefix)
 
     def trailer(self, checkpoint: CheckpointId) -> Trailer:
         return Trailer(self.readers[checkpoint].record, self.readers[checkpoint].table)
 
-    def upload(
-        self, tier: S3ObjectTier, checkpoint: CheckpointId, base: CheckpointId | None
-    ) -> None:
+    def upload(self, tier: ObjectTier, checkpoint: CheckpointId, base: CheckpointId | None) -> None:
         earlier = None
         if base is not None:
             stored = tier.stored(NAMESPACE, self.readers[base].record.ref)
@@ -152,7 +177,7 @@ class Store:
         else:
             tier.upload_pack(NAMESPACE, self.readers[checkpoint], index)
 
-    def commit(self, tier: S3ObjectTier, checkpoint: CheckpointId) -> bool:
+    def commit(self, tier: ObjectTier, checkpoint: CheckpointId) -> bool:
         """As the coordinator does it, from what the rank has told it."""
         record = self.readers[checkpoint].record
         shard = ManifestShard(
@@ -162,13 +187,9 @@ class Store:
             JOB, checkpoint.step, checkpoint.round, 1, None, digest_of(LAYOUT), (shard,)
         )
         index = tier.stored(NAMESPACE, record.ref).index
-        if index is None:
-            tier.put_layout(NAMESPACE, JOB_UID, LAYOUT)
-            tier.put_manifest(NAMESPACE, JOB_UID, checkpoint, manifest.to_bytes())
-            return True
-        assert index.base is not None
-        needs = References(checkpoint, index.earlier())
-        return commit_shared(tier, NAMESPACE, manifest, LAYOUT, needs, {index.base})
+        bases = set() if index is None or index.base is None else {index.base}
+        needs = References(checkpoint, {} if index is None else index.earlier())
+        return commit(tier, NAMESPACE, manifest, LAYOUT, needs, bases)
 
     def exists(self, checkpoint: CheckpointId) -> bool:
         return checkpoint in self.honest.list_manifests(NAMESPACE, JOB_UID)
@@ -180,14 +201,12 @@ class Store:
         found = self.honest.download_shard(NAMESPACE, reader.record.ref, CopyWriters(target))
         assert found == reader.record
 
-    def objects(self) -> set[str]:
-        listed = self.server.admin().list_objects(
-            self.server.bucket, prefix=self.config.prefix, recursive=True
-        )
-        return {str(item.object_name).split(JOB_UID + "/")[1] for item in listed}
+    def names(self) -> set[str]:
+        listed = self.objects.list(f"{self.prefix}/").objects
+        return {item.key.split(JOB_UID + "/")[1] for item in listed}
 
 
-def delete(tier: S3ObjectTier, checkpoints: list[CheckpointId]) -> None:
+def delete(tier: ObjectTier, checkpoints: list[CheckpointId]) -> None:
     """As a coordinator that knows of nothing that is on its way."""
     for checkpoint in checkpoints:
         tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
@@ -196,12 +215,11 @@ def delete(tier: S3ObjectTier, checkpoints: list[CheckpointId]) -> None:
 
 @pytest.fixture
 def place(
-    server: StoreServer,
-    store: StoreConfig,
+    objects: ObjectStore,
     readers: dict[CheckpointId, DiskShardReader],
     tmp_path: Path,
 ) -> Iterator[Store]:
-    found = Store(server, store, readers, tmp_path)
+    found = Store(objects, readers, tmp_path)
     yield found
     found.honest.close()
 
@@ -214,7 +232,7 @@ def test_a_commit_that_nobody_heard_of_is_repeated_although_its_base_went(
     delete(place.honest, [FIRST, BASE])
     assert place.commit(place.honest, NEXT)
     place.assert_comes_back(NEXT)
-    kept = {name.split("/")[1] for name in place.objects() if name.startswith("shards/")}
+    kept = {name.split("/")[1] for name in place.names() if name.startswith("shards/")}
     assert kept == {"s000000000010", "s000000000020", "s000000000030"}
 
 
@@ -234,40 +252,38 @@ def test_a_coordinator_that_does_not_know_that_it_was_deposed_commits_after_a_sw
 
 
 def test_references_that_nobody_understands_keep_the_objects_and_stop_nobody(
-    place: Store, server: StoreServer, tmp_path: Path
+    place: Store,
 ) -> None:
-    (tmp_path / "odd").write_bytes(b'{"of": "a newer release"}')
-    key = f"{place.config.prefix}/{job_prefix(NAMESPACE, JOB_UID)}{references_key(LAST)}"
-    server.admin().fput_object(server.bucket, key, str(tmp_path / "odd"))
-    before = place.objects()
+    key = f"{place.prefix}/{job_prefix(NAMESPACE, JOB_UID)}{references_key(LAST)}"
+    place.objects.write(key, Document(b'{"of": "a newer release"}'))
+    before = place.names()
     place.honest.delete_checkpoint(NAMESPACE, JOB_UID, FIRST)
     assert not place.exists(FIRST)
-    assert before - place.objects() == {manifest_key(FIRST)}
+    assert before - place.names() == {manifest_key(FIRST)}
     with pytest.raises(FormatError):
         place.honest.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(0), tuple)
     place.assert_comes_back(BASE)
 
 
 def test_two_deleters_and_a_commit_between(
-    server: StoreServer,
-    store: StoreConfig,
+    objects: ObjectStore,
     readers: dict[CheckpointId, DiskShardReader],
     tmp_path: Path,
 ) -> None:
     """While one deletes FIRST, NEXT, which needs it, is committed, and BASE, which vouched for it,
     deleted: the references that the first deleter saw in its list are gone when it reads them."""
     for requests in range(12):
-        place = Store(server, store, readers, tmp_path)
+        place = Store(objects, readers, tmp_path)
         turns = Turns(["deleter"] * requests + ["other"] * 100)
 
         def one(place: Store = place, turns: Turns = turns) -> None:
-            tier = place.tier(TurnTaker(QUICK, who="deleter", turns=turns))
+            tier = place.tier(TurnTaker(place.objects, "deleter", turns))
             delete(tier, [FIRST])
             turns.end("deleter")
             tier.close()
 
         def other(place: Store = place, turns: Turns = turns) -> None:
-            tier = place.tier(TurnTaker(QUICK, who="other", turns=turns))
+            tier = place.tier(TurnTaker(place.objects, "other", turns))
             place.upload(tier, NEXT, BASE)
             assert place.commit(tier, NEXT)
             delete(tier, [BASE])
@@ -290,9 +306,9 @@ def play(
     """An upload of NEXT beside a delete, and everything that must hold afterwards."""
     turns = Turns(list(schedule))
 
-    def party(who: str, work: Callable[[S3ObjectTier], object], lives: int | None) -> object:
-        taker = TurnTaker(QUICK, who=who, turns=turns, lives=[10_000 if lives is None else lives])
-        tier = place.tier(taker)
+    def party(who: str, work: Callable[[ObjectTier], object], lives: int | None) -> object:
+        count = 10_000 if lives is None else lives
+        tier = place.tier(TurnTaker(place.objects, who, turns, count))
         try:
             return work(tier)
         except Killed as error:
@@ -301,7 +317,7 @@ def play(
             turns.end(who)
             tier.close()
 
-    def upload(tier: S3ObjectTier) -> bool | None:
+    def upload(tier: ObjectTier) -> bool | None:
         try:
             place.upload(tier, NEXT, BASE)
         except NotFoundError:
@@ -329,21 +345,20 @@ def play(
     delete(place.honest, [FIRST, BASE, NEXT])
     place.assert_comes_back(LAST)
     place.honest.close()
-    kinds = sorted(name.split("/")[0] for name in place.objects())
+    kinds = sorted(name.split("/")[0] for name in place.names())
     assert kinds == ["layouts", "manifests", "shards"]
 
 
 @pytest.mark.parametrize("doomed", [[BASE], [FIRST, BASE]], ids=["base", "both"])
 def test_one_of_them_pauses_at_each_request_and_the_other_does_all(
-    server: StoreServer,
-    store: StoreConfig,
+    objects: ObjectStore,
     readers: dict[CheckpointId, DiskShardReader],
     tmp_path: Path,
     doomed: list[CheckpointId],
 ) -> None:
     for requests in range(16):
         for first, second in (("uploader", "deleter"), ("deleter", "uploader")):
-            place = Store(server, store, readers, tmp_path)
+            place = Store(objects, readers, tmp_path)
             play(place, [first] * requests + [second] * 100, doomed)
 
 
@@ -362,14 +377,13 @@ def test_one_of_them_pauses_at_each_request_and_the_other_does_all(
     ),
 )
 def test_what_exists_comes_back_and_what_nobody_needs_goes(
-    server: StoreServer,
-    store: StoreConfig,
+    objects: ObjectStore,
     readers: dict[CheckpointId, DiskShardReader],
     tmp_path: Path,
     turns_in_a_row: list[tuple[str, int]],
     doomed: list[CheckpointId],
     killed_after: tuple[int | None, int | None],
 ) -> None:
-    place = Store(server, store, readers, tmp_path)
+    place = Store(objects, readers, tmp_path)
     schedule = [who for who, count in turns_in_a_row for _ in range(count)]
     play(place, schedule, doomed, killed_after)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.support.servers.store_server import ServerUnavailableError, StoreServer
 from tests.support.shards.builders import JOB_UID
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.store.probe import ProbeReason, probe
-from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 
@@ -25,7 +25,7 @@ def test_without_a_binary_the_error_names_the_remedy(
 
 def test_a_killed_server_keeps_what_was_acknowledged(server: StoreServer) -> None:
     with type(server)() as own:
-        tier = S3ObjectTier(own.config("p"), own.credentials)
+        tier = s3_tier(own.config("p"), own.credentials)
         digest = tier.put_layout("team-a", JOB_UID, b"{}")
         own.kill()
         own.revive()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
@@ -19,7 +20,6 @@ from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import FOOTER, Trailer
 from holdfast_core.shards.pack import unpack_index, unshared_index
 from holdfast_core.store.s3.credentials import Keys, StaticCredentials
-from holdfast_core.store.tier import S3ObjectTier
 
 
 def main(config: str, path: str, ref: str, index: str = "", width: str = "") -> None:
@@ -28,7 +28,7 @@ def main(config: str, path: str, ref: str, index: str = "", width: str = "") -> 
         JobUid(job_uid), Step(step), RestartRound(restart_round), Rank(rank), Digest(digest)
     )
     keys = StaticCredentials(Keys(ACCESS_KEY, SECRET_KEY))
-    tier = S3ObjectTier(StoreConfig.from_json(config), keys)
+    tier = s3_tier(StoreConfig.from_json(config), keys)
     with DiskShardReader.open(Path(path), wanted, BufferPool(1 << 20, keep=2)) as reader:
         if width:
             whole = unshared_index(Trailer(reader.record, reader.table))

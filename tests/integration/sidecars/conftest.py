@@ -10,9 +10,10 @@ import pytest
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
 from tests.support.sidecar.gang import Gang, Gangs
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 
 
 @pytest.fixture
@@ -49,9 +50,9 @@ def store(minio: MinioServer, tmp_path: Path, request: pytest.FixtureRequest) ->
 
 
 @pytest.fixture
-def tier(minio: MinioServer, store: dict[str, Any]) -> Iterator[S3ObjectTier]:
+def tier(minio: MinioServer, store: dict[str, Any]) -> Iterator[ObjectTier]:
     """The store of the gang, as a second client of it sees it."""
-    tier = S3ObjectTier(store["store"], minio.credentials)
+    tier = s3_tier(store["store"], minio.credentials)
     yield tier
     tier.close()
 

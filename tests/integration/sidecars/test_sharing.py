@@ -20,6 +20,7 @@ from tests.support.shards.builders import (
 )
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import AlreadyExistsError, UnavailableError
@@ -39,7 +40,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import PackIndex
 from holdfast_core.shards.record import CHUNK_BYTES
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.save.plan import StoredAs
 from holdfast_sidecar.save.sharing import ShardUploader
 
@@ -80,7 +81,7 @@ class Peers:
 class Pod:
     """Worker 0's node tier with the shards of its ranks, and what the whole gang has saved."""
 
-    def __init__(self, root: Path, tier: S3ObjectTier, prefix: str) -> None:
+    def __init__(self, root: Path, tier: ObjectTier, prefix: str) -> None:
         self.root = root
         self.tier = tier
         self.prefix = prefix
@@ -144,7 +145,7 @@ class Pod:
 @pytest.fixture
 def pod(tmp_path: Path, minio: MinioServer) -> Iterator[Pod]:
     config = minio.config(f"p/{secrets.token_hex(6)}")
-    tier = S3ObjectTier(config, minio.credentials)
+    tier = s3_tier(config, minio.credentials)
     yield Pod(tmp_path, tier, config.prefix)
     tier.close()
 

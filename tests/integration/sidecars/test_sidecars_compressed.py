@@ -13,7 +13,7 @@ from tests.support.sidecar.gang import Gang, Gangs
 
 from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
 from holdfast_core.messages.schema import Policy
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +53,7 @@ async def test_replicas_compress_their_share(
 
 
 async def test_a_compressed_step_refers_to_a_plain_one_that_is_kept_while_it_is_needed(
-    gangs: Gangs, store: dict[str, Any], tier: S3ObjectTier, stored: Stored
+    gangs: Gangs, store: dict[str, Any], tier: ObjectTier, stored: Stored
 ) -> None:
     """The first step is stored as it is, the later ones are compressed and send only what changed.
     Pruning keeps the objects that the newest one needs."""

@@ -15,7 +15,7 @@ from tests.support.sidecar.gang import Gangs, one_tensor
 
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
 from holdfast_core.messages.schema import Policy
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +45,7 @@ async def test_replicas_upload_their_share_and_are_restored_from_the_store(
 
 
 async def test_a_frozen_base_is_uploaded_once_and_kept_while_it_is_needed(
-    gangs: Gangs, store: dict[str, Any], tier: S3ObjectTier, stored: Stored
+    gangs: Gangs, store: dict[str, Any], tier: ObjectTier, stored: Stored
 ) -> None:
     """Later saves send the trainable share and 1 %. When the operator prunes older checkpoints, the
     objects stay that the newest one needs, and that one can be restored."""
@@ -75,7 +75,7 @@ async def test_a_frozen_base_is_uploaded_once_and_kept_while_it_is_needed(
 
 
 async def test_a_step_is_uploaded_whole_when_its_base_is_deleted_meanwhile(
-    gangs: Gangs, store: dict[str, Any], minio: MinioServer, tier: S3ObjectTier, stored: Stored
+    gangs: Gangs, store: dict[str, Any], minio: MinioServer, tier: ObjectTier, stored: Stored
 ) -> None:
     """The base is deleted at the moment when the coordinator puts the references. Of the first attempt
     only its references stay."""

@@ -10,6 +10,7 @@ import pytest
 from tests.support.servers.minio_server import MinioServer
 from tests.support.sidecar import until
 from tests.support.sidecar.gang import Gangs
+from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
@@ -23,7 +24,6 @@ from holdfast_core.messages.schema import (
     SaveRequested,
     StopRequested,
 )
-from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +42,7 @@ async def test_a_gang_that_lost_everything_comes_back_from_the_store(
         saved = await gang.commit(2, Level.PERSISTED)
         state = await gang.operator.state_until(0, persisted(2), "step 2 persisted")
         assert state.last_persisted_bytes == sum(map(len, saved.values()))
-        tier = S3ObjectTier(store["store"], minio.credentials)
+        tier = s3_tier(store["store"], minio.credentials)
         assert tier.list_manifests("team-a", gang.operator.job_uid) == (
             CheckpointId(Step(2), RestartRound(0)),
         )
@@ -121,7 +121,7 @@ async def test_the_operator_deletes_from_the_store_but_never_the_newest(
             0, "/v1/prune", Prune(RestartRound(0), (first,)), PruneReply
         )
         assert reply.deleted == (first,)
-        tier = S3ObjectTier(store["store"], minio.credentials)
+        tier = s3_tier(store["store"], minio.credentials)
         assert [c.step for c in tier.list_manifests("team-a", gang.operator.job_uid)] == [4]
         tier.close()
 

@@ -8,24 +8,24 @@ from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
-from tests.support.sidecar.contracts import CONTRACT, UNREACHABLE_STORE
+from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.ledgers import acknowledge, new_ledger, shard_info
+from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import Digest, JobUid, Step
 from holdfast_core.messages.schema import PersistRequest, Policy
-from holdfast_core.store.s3.credentials import Keys, StaticCredentials
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.coordinator.uploads import Uploads
 from holdfast_sidecar.wire.versioned import Versioned
 
 
-class UnreachableStore(S3ObjectTier):
+class UnreachableStore(ObjectTier):
     """A store that has not answered yet which layouts it has."""
 
     def __init__(self) -> None:
-        super().__init__(UNREACHABLE_STORE, StaticCredentials(Keys("key", "secret")))
+        super().__init__(MemoryObjectStore())
 
     def list_layouts(
         self, namespace: str, job_uid: JobUid, older_than: timedelta

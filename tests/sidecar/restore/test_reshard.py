@@ -122,7 +122,7 @@ def test_a_bad_copy_in_the_store_is_counted(world: World) -> None:
     world.upload(0, 1, 2, 3)
     world.put(world.members[Worker(4)], 2)
     world.spoil("store", 1)
-    with pytest.raises(NotFoundError, match=r"rank 1: object store: .*CRC32C of chunk 1"):
+    with pytest.raises(NotFoundError, match=r"rank 1: object store: .*chunks \[1\] are not"):
         world.fill()
     assert world.counted("holdfast_corruptions_detected") == {"object": 1}
 
@@ -153,7 +153,7 @@ def test_missing_bytes_are_named_and_the_slot_is_released(world: World) -> None:
     world.put(world.members[Worker(4)], 0, 1)
     world.spoil("member4", 1)
     world.store_faults = Faults(
-        [Fault("open_shard", FaultKind.ERR, error=AccessDeniedError("the store has other keys"))]
+        [Fault("size", FaultKind.ERR, error=AccessDeniedError("the store has other keys"))]
     )
     with pytest.raises(NotFoundError) as caught:
         world.fill()

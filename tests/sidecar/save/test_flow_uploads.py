@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from tests.support.shards.builders import BytesSource, shard_header
-from tests.support.sidecar.contracts import UNREACHABLE_STORE
 from tests.support.sidecar.flows import AcceptingMember, running_flow
+from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.ids import RestartRound, ShardRef, Step, Worker
 from holdfast_core.messages.schema import (
@@ -18,8 +18,7 @@ from holdfast_core.messages.schema import (
     Reference,
     Uploaded,
 )
-from holdfast_core.store.s3.credentials import Keys, StaticCredentials
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.save.plan import StoredAs
 from holdfast_sidecar.save.sharing import ShardUploader
@@ -47,7 +46,7 @@ async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
 ) -> None:
     """The coordinator ignores the first report, because it has requested the whole shard meanwhile.
     Without the second one it would wait for ever, and no later step would be persisted."""
-    store = S3ObjectTier(UNREACHABLE_STORE, StaticCredentials(Keys("key", "secret")))
+    store = ObjectTier(MemoryObjectStore())
 
     def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
         return StoredAs() if request.whole else StoredAs(BASE, (BASE,))

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 import pytest
 from tests.support.shards.builders import JOB_UID
-from tests.support.sidecar.contracts import CONTRACT, UNREACHABLE_STORE
+from tests.support.sidecar.contracts import CONTRACT
 from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import FormatError, UnavailableError
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef, Step
-from holdfast_core.store.s3.credentials import Keys, StaticCredentials
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
+from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.upkeep.leftovers import Leftovers
 
 BUSY = CheckpointId(Step(5), RestartRound(3))
 
 
-class CountingTier(S3ObjectTier):
+class CountingTier(ObjectTier):
     """Says what it was asked for; the store is out of reach at the first time."""
 
     def __init__(self) -> None:
-        super().__init__(UNREACHABLE_STORE, StaticCredentials(Keys("key", "secret")))
+        super().__init__(MemoryObjectStore())
         self.reaped: list[tuple[str, JobUid, timedelta]] = []
         self.swept: list[tuple[str, JobUid, RestartRound, timedelta]] = []
 
-    def abort_stale_uploads(
-        self,
-        namespace: str,
-        job_uid: JobUid,
-        older_than: timedelta,
-        refs: Sequence[ShardRef] = (),
-    ) -> int:
+    def abort_stale(self, namespace: str, job_uid: JobUid, older_than: timedelta) -> int:
         self.reaped.append((namespace, job_uid, older_than))
         if len(self.reaped) == 1:
             raise UnavailableError("no answer")

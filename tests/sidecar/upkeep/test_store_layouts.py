@@ -20,7 +20,8 @@ from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
-from holdfast_core.store.directory import DirectoryObjectTier
+from holdfast_core.store.directory import DirectoryObjectStore
+from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.upkeep.store_layouts import StoreLayouts
 
 NAME = (JOB.namespace, JOB.uid)
@@ -32,7 +33,7 @@ class World:
     """A store with checkpoints, each of which names one of LAYOUTS."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = Interrupted(folder / "store")
+        self.store = Interrupted(DirectoryObjectStore(folder / "store"))
         self.node = MemoryTier()
         self.uploading: set[CheckpointId] = set()
         self.layouts = self.life()
@@ -56,7 +57,7 @@ class World:
             return False
 
 
-class Interrupted(DirectoryObjectTier):
+class Interrupted(ObjectTier):
     """Runs something between the look and the delete of a layout."""
 
     before_delete: Callable[[], object] = staticmethod(lambda: None)

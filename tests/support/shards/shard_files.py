@@ -45,10 +45,18 @@ class FileCopyWriter:
         self.aborted = False
         self._stream = ShardStream(ref, file_bytes)
         self._file = path.open("wb")
+        self._room = memoryview(b"")
 
     @property
     def offset(self) -> int:
         return self._stream.position
+
+    def room(self, length: int) -> memoryview:
+        self._room = memoryview(bytearray(length))
+        return self._room
+
+    def advance(self, length: int) -> None:
+        self.write(self._room[:length])
 
     def write(self, data: memoryview | bytes) -> None:
         self._stream.feed(memoryview(data))

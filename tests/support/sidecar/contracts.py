@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.shards.builders import JOB_UID
 
-from holdfast_core.contract import SidecarContract, StoreConfig
+from holdfast_core.contract import SidecarContract
 from holdfast_core.ids import RestartRound, Worker
 
 CONTRACT = SidecarContract(
@@ -27,9 +27,6 @@ CONTRACT = SidecarContract(
     store="",
 )
 """Worker 0 of a job with one rank in each pod and without an object store."""
-
-UNREACHABLE_STORE = StoreConfig("127.0.0.1:1", False, "bucket", "prefix", "us-east-1")
-"""A store that refuses every connection."""
 
 
 def contract_with(**fields: Any) -> SidecarContract:

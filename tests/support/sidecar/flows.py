@@ -15,7 +15,7 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.ids import RestartRound, ShardRef, Worker
 from holdfast_core.messages.schema import Member, Ok, PreparedReply
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.tiers.base import ObjectTier
+from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod

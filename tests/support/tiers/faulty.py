@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -25,12 +25,11 @@ from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.tiers.base import (
     CopyWriter,
     NodeTier,
-    ObjectTier,
-    OpenWriter,
     PayloadSource,
     ShardReader,
     ShardSource,
 )
+from holdfast_core.tiers.objects import ObjectSource, ObjectStore, Page
 
 
 class FaultKind(StrEnum):
@@ -166,64 +165,51 @@ class FaultyNodeTier:
         return self._inner.free_bytes()
 
 
-class FaultyObjectTier:
-    """ObjectTier that fails by the rules of `faults`."""
+class FaultyObjectStore:
+    """ObjectStore that fails by the rules of `faults`. The operation of `read_into` is `read`."""
 
-    def __init__(self, inner: ObjectTier, faults: Faults) -> None:
+    def __init__(self, inner: ObjectStore, faults: Faults) -> None:
         self._inner = inner
         self._faults = faults
 
-    def upload_shard(self, namespace: str, reader: ShardReader) -> None:
-        self._faults.strike("upload_shard")
-        self._inner.upload_shard(namespace, reader)
+    @property
+    def name(self) -> str:
+        return self._inner.name
 
-    def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
-        self._faults.strike("download_shard")
+    def write(self, key: str, source: ObjectSource, *, replace: bool = False) -> None:
+        self._faults.strike("write")
+        self._inner.write(key, source, replace=replace)
 
-        def open_faulty(ref: ShardRef, file_bytes: int) -> CopyWriter:
-            return FaultyCopyWriter(open_writer(ref, file_bytes), self._faults)
+    def get(self, key: str) -> bytes:
+        flip = self._faults.strike("get")
+        return _flipped(self._inner.get(key), flip)
 
-        return self._inner.download_shard(namespace, ref, open_faulty)
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, stopped: threading.Event | None = None
+    ) -> None:
+        flip = self._faults.strike("read")
+        self._inner.read_into(key, start, buffer, stopped)
+        if flip and len(buffer):
+            buffer[len(buffer) // 2] ^= 1
 
-    def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
-        self._faults.strike("open_shard")
-        return FaultySource(self._inner.open_shard(namespace, ref), self._faults)
+    def size(self, key: str, *, sure: bool = False) -> int | None:
+        self._faults.strike("size")
+        return self._inner.size(key, sure=sure)
 
-    def put_manifest(
-        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
-    ) -> Digest:
-        self._faults.strike("put_manifest")
-        return self._inner.put_manifest(namespace, job_uid, checkpoint, document)
+    def list(self, prefix: str, page: str = "") -> Page:
+        self._faults.strike("list")
+        return self._inner.list(prefix, page)
 
-    def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
-        flip = self._faults.strike("get_manifest")
-        return _flipped(self._inner.get_manifest(namespace, job_uid, checkpoint), flip)
+    def delete(self, keys: Sequence[str]) -> None:
+        self._faults.strike("delete")
+        self._inner.delete(keys)
 
-    def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]:
-        self._faults.strike("list_manifests")
-        return self._inner.list_manifests(namespace, job_uid)
+    def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
+        self._faults.strike("abort_stale")
+        return self._inner.abort_stale(prefixes, older_than)
 
-    def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
-        self._faults.strike("put_layout")
-        return self._inner.put_layout(namespace, job_uid, document)
-
-    def list_layouts(
-        self, namespace: str, job_uid: JobUid, older_than: timedelta
-    ) -> frozenset[Digest]:
-        self._faults.strike("list_layouts")
-        return self._inner.list_layouts(namespace, job_uid, older_than)
-
-    def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
-        self._faults.strike("delete_layout")
-        self._inner.delete_layout(namespace, job_uid, digest)
-
-    def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
-        flip = self._faults.strike("get_layout")
-        return _flipped(self._inner.get_layout(namespace, job_uid, digest), flip)
-
-    def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        self._faults.strike("delete_checkpoint")
-        self._inner.delete_checkpoint(namespace, job_uid, checkpoint)
+    def close(self) -> None:
+        self._inner.close()
 
 
 class FaultyCopyWriter:

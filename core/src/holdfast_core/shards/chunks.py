@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import chunk_digest
 from holdfast_core.ids import ByteRange
@@ -28,6 +30,12 @@ def file_span(header: ShardHeader, chunks: range) -> ByteRange:
     span = payload_span(header, chunks)
     start = head_bytes(header)
     return ByteRange(start + span.start, start + span.stop)
+
+
+def payload_runs(header: ShardHeader, run_bytes: int) -> Iterator[range]:
+    """Cut the payload into runs of whole chunks of about `run_bytes` each, in order."""
+    count, total = max(1, run_bytes // header.chunk_bytes), chunk_count(header)
+    return (range(first, min(first + count, total)) for first in range(0, total, count))
 
 
 def bad_chunks(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:

@@ -1,6 +1,7 @@
-"""The commit of a checkpoint that needs objects of earlier checkpoints.
+"""The commit of a checkpoint in the object store. Its shards and packs are there already.
 
-1. Put the references of the checkpoint. From here on every deleter keeps the checkpoints that they name.
+1. If packs refer to earlier checkpoints, put the references. From here on every deleter keeps the
+   checkpoints that they name.
 2. Read the manifests of the bases, the checkpoints that this one was compared with. If all exist, any
    process that deletes one of them later finds the references. If one is gone, a deleter may have listed
    the references before step 1, so nothing is committed.
@@ -19,28 +20,28 @@ from holdfast_core.errors import AlreadyExistsError, NotFoundError
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.references import References, parse_references_of
 from holdfast_core.ids import CheckpointId, JobUid
-from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.tier import ObjectTier
 
 
-def commit_shared(
-    tier: S3ObjectTier,
+def commit(
+    tier: ObjectTier,
     namespace: str,
     manifest: Manifest,
     layout: bytes,
     references: References,
     bases: Collection[CheckpointId],
 ) -> bool:
-    """Commit a checkpoint whose packs refer to earlier checkpoints.
+    """Commit a checkpoint.
 
-    The caller has uploaded all shards and packs. The call is idempotent: it also succeeds for a
-    checkpoint that is committed already and whose bases were deleted since.
+    The call is idempotent: it also succeeds for a checkpoint that is committed already and whose bases
+    were deleted since.
 
     Args:
         tier: The store.
         namespace: Namespace of the job.
         manifest: Manifest of the checkpoint.
         layout: Document that the manifest's layout digest names.
-        references: All earlier checkpoints that the packs need.
+        references: All earlier checkpoints that the packs need; maybe none.
         bases: Checkpoints that the packs were compared with; their manifests must still exist.
 
     Returns:
@@ -52,10 +53,11 @@ def commit_shared(
         HoldfastError: Whatever else the tier raises.
     """
     job_uid, checkpoint = manifest.job.uid, manifest.checkpoint
-    said = _said(tier, namespace, job_uid, references)
-    vouched = said and all(_exists(tier, namespace, job_uid, base) for base in bases)
-    if not vouched and not _exists(tier, namespace, job_uid, checkpoint):
-        return False
+    if references.bytes_in:
+        covered = _put_references(tier, namespace, job_uid, references)
+        kept = covered and all(_exists(tier, namespace, job_uid, base) for base in bases)
+        if not kept and not _exists(tier, namespace, job_uid, checkpoint):
+            return False
     tier.put_layout(namespace, job_uid, layout)
     tier.put_manifest(namespace, job_uid, checkpoint, manifest.to_bytes())
     # Put the layout again: before the manifest existed, another coordinator may have deleted the layout
@@ -64,7 +66,9 @@ def commit_shared(
     return True
 
 
-def _said(tier: S3ObjectTier, namespace: str, job_uid: JobUid, references: References) -> bool:
+def _put_references(
+    tier: ObjectTier, namespace: str, job_uid: JobUid, references: References
+) -> bool:
     """Put the references, and return whether the stored ones name every checkpoint that these name.
 
     References of an earlier attempt may name more; those checkpoints are kept longer than needed.
@@ -73,12 +77,12 @@ def _said(tier: S3ObjectTier, namespace: str, job_uid: JobUid, references: Refer
         tier.put_references(namespace, job_uid, references)
     except AlreadyExistsError:
         document = tier.get_references(namespace, job_uid, references.checkpoint)
-        held = parse_references_of(document, references.checkpoint)
-        return held.bytes_in.keys() >= references.bytes_in.keys()
+        found = parse_references_of(document, references.checkpoint)
+        return found.bytes_in.keys() >= references.bytes_in.keys()
     return True
 
 
-def _exists(tier: S3ObjectTier, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
+def _exists(tier: ObjectTier, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
     try:
         tier.get_manifest(namespace, job_uid, checkpoint)
     except NotFoundError:

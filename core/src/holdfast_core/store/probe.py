@@ -27,7 +27,6 @@ from holdfast_core.format.digest import crc32c
 from holdfast_core.store.s3.client import (
     CHECKSUM_HEADER,
     IF_ABSENT,
-    ObjectInfo,
     S3Client,
     S3Reply,
     S3Request,
@@ -37,6 +36,7 @@ from holdfast_core.store.s3.credentials import CredentialsProvider
 from holdfast_core.store.s3.errors import S3Failure
 from holdfast_core.store.s3.http import CertificateError, Timeouts
 from holdfast_core.store.s3.retry import Retrier, RetryPolicy
+from holdfast_core.tiers.objects import ObjectInfo
 
 PROBE_DIR = ".holdfast-probe"
 MAX_MESSAGE = 1500
@@ -131,7 +131,7 @@ def probe(
     """Probe the store and return the report.
 
     The call blocks for a few round trips, and for about a minute if the store does not reply. The
-    arguments are those of S3ObjectTier.
+    arguments are those of S3Client, and the retry policy.
     """
     where = f"bucket {config.bucket!r} at {config.endpoint}"
     try:

@@ -9,7 +9,6 @@ the call.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from datetime import timedelta
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -22,7 +21,6 @@ __all__ = [
     "CHUNK_BYTES",
     "CopyWriter",
     "NodeTier",
-    "ObjectTier",
     "OpenWriter",
     "PayloadSource",
     "ShardHeader",
@@ -278,68 +276,6 @@ class NodeTier(Protocol):
 
     def free_bytes(self) -> int:
         """Return how many bytes may still be written within the budget."""
-        ...
-
-
-class ObjectTier(Protocol):
-    """Tier in an object store. `namespace` and `job_uid` identify the job that owns the checkpoint.
-
-    Object keys are those of holdfast_core.format.keys. The implementation retries temporary failures.
-    """
-
-    def upload_shard(self, namespace: str, reader: ShardReader) -> None:
-        """Upload a shard in one or more parts with signed CRC32Cs, and verify it with HEAD (R20)."""
-        ...
-
-    def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
-        """Download a shard into the writer of `open_writer(ref, file_bytes)` and commit the writer.
-
-        The download uses ranged GETs, so that an interrupted one resumes where it stopped.
-        """
-        ...
-
-    def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
-        """Fetch a shard's trailer and return its source, which fetches ranges when they are read.
-
-        Raises NotFoundError, CorruptionError, UnavailableError.
-        """
-        ...
-
-    def put_manifest(
-        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
-    ) -> Digest:
-        """Write the manifest, put-if-absent, and return its digest.
-
-        Raises AlreadyExistsError if a different manifest of this checkpoint exists.
-        """
-        ...
-
-    def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
-        """Return the document as stored. Raises NotFoundError."""
-        ...
-
-    def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]: ...
-
-    def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
-        """Write the layout unless it exists, and return its digest."""
-        ...
-
-    def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
-        """Return the document. Raises NotFoundError, CorruptionError."""
-        ...
-
-    def list_layouts(
-        self, namespace: str, job_uid: JobUid, older_than: timedelta
-    ) -> frozenset[Digest]:
-        """Return the layouts that were written at least `older_than` ago by the store's own clock."""
-        ...
-
-    def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
-        """Delete a layout. An absent layout is not an error."""
-        ...
-
-    def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        """Delete the manifest, then the shards that no other checkpoint needs."""
         ...
 
 

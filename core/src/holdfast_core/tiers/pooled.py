@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
 from holdfast_core.errors import UnavailableError
@@ -15,9 +15,7 @@ T = TypeVar("T")
 CLOSING = "the tier is being closed"
 
 
-def submit(
-    workers: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> Future[T]:
+def submit(workers: Executor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """Submit the call to the pool. Raises UnavailableError if the pool is shut down."""
     try:
         return workers.submit(call, *args, **kwargs)

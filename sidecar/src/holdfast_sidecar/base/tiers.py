@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import CheckpointId, JobUid, ShardRef, TierName
-from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pool, Pools
 

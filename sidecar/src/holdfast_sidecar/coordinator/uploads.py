@@ -17,9 +17,9 @@ from holdfast_core.format.references import References, parse_references_of
 from holdfast_core.ids import CheckpointId, Level, Step, TierName
 from holdfast_core.messages.schema import PersistRequest, Reference, RestorePoint, Round
 from holdfast_core.shards.pack import MAX_EARLIER
-from holdfast_core.store.commit import commit_shared
-from holdfast_core.store.tier import S3ObjectTier
-from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_core.store.commit import commit
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.failures import Failures
@@ -51,7 +51,6 @@ class Uploads:
         self._contract = contract
         self._node = node
         self._store = store
-        self._packing = store if isinstance(store, S3ObjectTier) else None
         self._ledger = ledger
         self._outbox = outbox
         self._versioned = versioned
@@ -149,7 +148,8 @@ class Uploads:
 
     async def run(self) -> None:
         """Persist queued steps until cancelled. Return immediately if the job has no object store."""
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
         backoff = Backoff(0.5, 15.0)
         while True:
@@ -159,11 +159,11 @@ class Uploads:
             if entry is None or entry.manifest is None:
                 continue
             try:
-                request = await self._request_for(entry)
+                request = await self._request_for(store, entry)
                 self._outbox.persist(request)
                 if len(entry.uploaded) < entry.world_size:
                     continue
-                if not await self._put(self._store, entry, entry.manifest):
+                if not await self._commit(store, entry, entry.manifest):
                     logs.warning(
                         "the shard refers to chunks that the store no longer has: "
                         "uploading all of it",
@@ -186,19 +186,18 @@ class Uploads:
     def _note(self, entry: StepEntry, error: Exception) -> None:
         self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
-    async def _request_for(self, entry: StepEntry) -> PersistRequest:
+    async def _request_for(self, store: ObjectTier, entry: StepEntry) -> PersistRequest:
         """Return the request for this step.
 
         It stays the same for all members until the step is persisted or must be uploaded whole.
         """
         request = self._persist_request
         if request is None or (request.step, request.whole) != (entry.step, entry.whole):
-            store = None if entry.whole else self._packing
-            base = None if store is None or self.last is None else self.last.own_checkpoint
+            base = None if entry.whole or self.last is None else self.last.own_checkpoint
             if base == CheckpointId(entry.step, entry.round):
                 base = None  # An earlier coordinator has put this step's manifest already.
             older: tuple[Reference, ...] = ()
-            if store is not None and base is not None:
+            if base is not None:
                 older = await self._older(store, base)
             request = PersistRequest(
                 self._round,
@@ -212,7 +211,7 @@ class Uploads:
             self._persist_request = request
         return request
 
-    async def _older(self, store: S3ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
+    async def _older(self, store: ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
         """Return the checkpoints that store most of the bytes that the base refers to."""
         try:
             document = await self._pools.store.run(
@@ -227,32 +226,21 @@ class Uploads:
             return ()
         return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
 
-    async def _put(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
+    async def _commit(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
         """Put references, layout and manifest of a step whose shards are all in the store.
 
         Returns:
             False if the references cannot be used, so that the shards that have any must be uploaded whole: a
             checkpoint that vouches for them is gone, or an earlier attempt has stored fewer references.
         """
-        namespace, job_uid = self._contract.namespace, self._contract.job_uid
-        layout = entry.layout
+        parsed, layout = parse_manifest(manifest), entry.layout
         if layout is None:
-            layout = await self._pools.read.run(
-                self._node.get_layout, parse_manifest(manifest).layout
-            )
+            layout = await self._pools.read.run(self._node.get_layout, parsed.layout)
         checkpoint = CheckpointId(entry.step, entry.round)
         references, bases = _merged(checkpoint, entry.uploaded.values())
-        packing = self._packing
-        if packing is not None and references.bytes_in:
-            parsed = parse_manifest(manifest)
-            return await self._pools.store.run(
-                commit_shared, packing, namespace, parsed, layout, references, bases
-            )
-        await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
-        await self._pools.store.run(store.put_manifest, namespace, job_uid, checkpoint, manifest)
-        # Put the layout again: another coordinator's sweep may have deleted it before the manifest existed.
-        await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
-        return True
+        return await self._pools.store.run(
+            commit, store, self._contract.namespace, parsed, layout, references, bases
+        )
 
     def _persisted(self, entry: StepEntry) -> None:
         self._ledger.upload_ended(entry.step, persisted=True)

@@ -7,13 +7,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from holdfast_core.clock import Clock
+from holdfast_core.contract import SidecarContract, StoreConfig
 from holdfast_core.ids import RestartRound, TierName
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.store.directory import DirectoryObjectTier, directory_of
+from holdfast_core.store.directory import DirectoryObjectStore, directory_of
+from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials
-from holdfast_core.store.tier import S3ObjectTier
-from holdfast_core.tiers.base import ObjectTier
+from holdfast_core.store.s3.store import S3ObjectStore
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.objects import ObjectStore
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
@@ -89,21 +92,31 @@ def _first_state(settings: Settings, disk: DiskNodeTier) -> RoundState:
 def _open_store(
     settings: Settings, metrics: Metrics, background: BackgroundLimit, stack: AsyncExitStack
 ) -> ObjectTier | None:
-    contract = settings.contract
-    config = contract.store_config()
+    config = settings.contract.store_config()
     if config is None:
         return None
-    directory = directory_of(config.endpoint)
-    if directory is not None:
-        return DirectoryObjectTier(directory / config.prefix)
-    credentials = FileCredentials(contract.store_dir)
-    tier = S3ObjectTier(
-        config,
-        credentials,
-        ca_file=credentials.ca_file,
-        throttle=background.take,
-        sent=functools.partial(metrics.sent, TierName.OBJECT),
+    tier = ObjectTier(
+        _open_objects(settings.contract, config, metrics, background),
+        config.prefix,
+        readers=config.max_concurrency,
         compressed=functools.partial(metrics.compressed, TierName.OBJECT),
     )
     stack.callback(tier.close)
     return tier
+
+
+def _open_objects(
+    contract: SidecarContract, config: StoreConfig, metrics: Metrics, background: BackgroundLimit
+) -> ObjectStore:
+    """Open the store that the endpoint names. A new kind of store is added here."""
+    directory = directory_of(config.endpoint)
+    if directory is not None:
+        return DirectoryObjectStore(directory)
+    credentials = FileCredentials(contract.store_dir)
+    client = S3Client(
+        config,
+        credentials,
+        ca_file=credentials.ca_file,
+        sent=functools.partial(metrics.sent, TierName.OBJECT),
+    )
+    return S3ObjectStore(client, throttle=background.take)

@@ -30,8 +30,8 @@ from holdfast_core.shards.coding import chunk_widths
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import PackIndex, unshared_index
 from holdfast_core.shards.pack_plan import Earlier, Shared, plan_pack, replica_groups, shared_with
-from holdfast_core.store.tier import S3ObjectTier
-from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardReader
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.base import NodeTier, ShardReader
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.save.plan import StoredAs
@@ -59,7 +59,6 @@ class ShardUploader:
         self._current = current
         self._node = node
         self._store = store
-        self._packing = store if isinstance(store, S3ObjectTier) else None
         self._bulk = bulk
         self._clock = clock
         self._groups: tuple[Digest, tuple[tuple[Rank, ...], ...]] | None = None
@@ -92,12 +91,12 @@ class ShardUploader:
         It is stored whole if an object has the whole shard's name already, because readers look there
         first and would never see a pack.
         """
-        store, ref, namespace = self._packing, reader.record.ref, self._contract.namespace
-        if store is None or request.whole or store.has_whole(namespace, ref):
+        store, ref, namespace = self._store, reader.record.ref, self._contract.namespace
+        if request.whole or store.has_whole(namespace, ref):
             return None
-        if (found := self._found(store, ref)) is not None:
+        if (found := self._found(ref)) is not None:
             return found
-        index = self._plan(store, reader, request)
+        index = self._plan(reader, request)
         widths = self._chunk_widths(reader) if request.compress else None
         if index is None and widths is not None:
             index = unshared_index(Trailer(reader.record, reader.table))
@@ -111,22 +110,20 @@ class ShardUploader:
         except AlreadyExistsError:
             # Another attempt, which had other tables, has stored its pack. It holds the same shard, and
             # objects are never overwritten.
-            return self._found(store, ref)
+            return self._found(ref)
         return _stored_as(index)
 
-    def _found(self, store: S3ObjectTier, ref: ShardRef) -> StoredAs | None:
+    def _found(self, ref: ShardRef) -> StoredAs | None:
         """Return how an earlier attempt stored the shard as a pack. None without a pack or if it is bad."""
         try:
-            index = store.stored(self._contract.namespace, ref, looks=1).index
+            index = self._store.stored(self._contract.namespace, ref, sure=False).index
         except (NotFoundError, FormatError):
             return None
         return None if index is None else _stored_as(index)
 
     # ------------------------------------------------------------------ inputs of the plan
 
-    def _plan(
-        self, store: S3ObjectTier, reader: ShardReader, request: PersistRequest
-    ) -> PackIndex | None:
+    def _plan(self, reader: ShardReader, request: PersistRequest) -> PackIndex | None:
         """Plan a pack. Return None if no chunk can be shared."""
         ref = reader.record.ref
         trailer = Trailer(reader.record, reader.table)
@@ -139,7 +136,7 @@ class ShardUploader:
             )
             return None
         base = None if request.base is None else request.base.own_checkpoint
-        earlier = None if base is None else self._earlier(store, ref, base, request)
+        earlier = None if base is None else self._earlier(ref, base, request)
         if len(group) == 1 and earlier is None:
             return None
         allowed = {CheckpointId(r.step, r.round) for r in request.older}
@@ -178,14 +175,14 @@ class ShardUploader:
         return next(group for group in self._groups[1] if rank in group)
 
     def _earlier(
-        self, store: S3ObjectTier, ref: ShardRef, base: CheckpointId, request: PersistRequest
+        self, ref: ShardRef, base: CheckpointId, request: PersistRequest
     ) -> Earlier | None:
         """Return how the store holds this rank's shard of the base checkpoint.
 
         None if that shard or its manifest is missing or damaged, or if the base had fewer ranks.
         """
         try:
-            document = store.get_manifest(self._contract.namespace, ref.job_uid, base)
+            document = self._store.get_manifest(self._contract.namespace, ref.job_uid, base)
             expected = None if request.base is None else request.base.manifest
             if expected is not None and digest_of(document) != expected:
                 raise CorruptionError(
@@ -194,7 +191,7 @@ class ShardUploader:
             manifest = parse_manifest_of(document, ref.job_uid, base)
             if ref.rank >= manifest.world_size:
                 return None
-            stored = store.stored(self._contract.namespace, manifest.ref(ref.rank))
+            stored = self._store.stored(self._contract.namespace, manifest.ref(ref.rank))
         except (NotFoundError, CorruptionError, FormatError) as error:
             logs.warning(
                 "chunks of the previous checkpoint are not reused", base=base, error=str(error)

@@ -1,6 +1,6 @@
 """Delete data in the object store that no checkpoint needs.
 
-Lost pods and deletions leave unfinished multipart uploads, objects and layouts behind. The coordinator
+Lost pods and deletions leave unfinished uploads, objects and layouts behind. The coordinator
 looks for them periodically in the background; no save or restore waits for it. After an error nothing more
 is deleted until the next period.
 """
@@ -14,14 +14,14 @@ from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound
-from holdfast_core.store.tier import S3ObjectTier
-from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.upkeep.store_layouts import StoreLayouts
 
 _STALE_UPLOADS = timedelta(hours=24)
-"""Age from which an unfinished multipart upload is aborted. The store charges for its parts until then."""
+"""Age from which what an interrupted upload left is removed. An S3 store charges for it until then."""
 _QUIET = timedelta(hours=1)
 """Objects of a checkpoint are deleted only if none of them was written for this long, and so are layouts.
 A coordinator that was replaced, without a record of it yet, has finished or given up its commit by then."""
@@ -71,15 +71,12 @@ class Leftovers:
         store = self._store
         if store is None:
             return
-        s3 = store if isinstance(store, S3ObjectTier) else None
         layouts = StoreLayouts(self._contract, self._node, store, _QUIET, self._uploading)
         while True:
-            if s3 is not None:
-                await self._reap(s3)
+            await self._reap(store)
             for sweep in range(1, _SWEEPS_A_REAP + 1):
                 await self._clock.sleep(_SWEEP_SECONDS)
-                if s3 is not None:
-                    await self._sweep(s3)
+                await self._sweep(store)
                 if sweep % _SWEEPS_A_LOOK == 0:
                     await self._look(layouts)
 
@@ -92,16 +89,16 @@ class Leftovers:
             if gone:
                 logs.info("deleted layouts that no manifest names", layouts=sorted(gone))
 
-    async def _reap(self, store: S3ObjectTier) -> None:
+    async def _reap(self, store: ObjectTier) -> None:
         contract = self._contract
         try:
             await self._pools.store.run(
-                store.abort_stale_uploads, contract.namespace, contract.job_uid, _STALE_UPLOADS
+                store.abort_stale, contract.namespace, contract.job_uid, _STALE_UPLOADS
             )
         except HoldfastError as error:
             logs.warning("listing unfinished uploads failed", error=str(error))
 
-    async def _sweep(self, store: S3ObjectTier) -> None:
+    async def _sweep(self, store: ObjectTier) -> None:
         contract = self._contract
         try:
             swept = await self._pools.store.run(

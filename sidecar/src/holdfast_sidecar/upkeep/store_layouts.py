@@ -13,7 +13,8 @@ from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest
-from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
 
 

@@ -1,217 +1,284 @@
-"""Download of one shard: ranges are fetched in parallel, verified, and written in order.
+"""Reads of a shard in the store: runs of chunks, or the whole shard file.
 
-A reply to a ranged GET carries no checksum. The end of the object is therefore read first: it has its own
-checksum, and its chunk table has the CRC32C of every other range. A broken transfer resumes after its last
-received byte. A wrong range is fetched again, alone. The writer receives only verified bytes, and it
-verifies identity and BLAKE3 itself. At most MAX_AHEAD_BYTES of the payload, and the chunk table, are in
-memory.
+The end of the object is read first: it has its own checksum, and it has the checksums of all chunks. Then
+runs of whole chunks are fetched, several at a time. A run takes one request for each object that stores a
+part of it: one for a whole shard, several for a pack. The worker that fetches a compressed chunk also
+decodes it. Each chunk is verified; a wrong chunk is read again, alone. At most MAX_AHEAD_BYTES are in
+memory, or one run if it is longer.
 
-The chunks of a packed shard come from the objects that store them; head, padding and trailer are made
-from its index. The worker that fetches a compressed chunk also decodes and verifies it.
+The shard file is written from the same runs. Head, padding and trailer are made from the end of the
+object, which determines them.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
 
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import crc32c
-from holdfast_core.ids import ByteRange, ShardRef
+from holdfast_core.ids import ShardRef
+from holdfast_core.shards.chunks import bad_chunks, payload_runs, payload_span
 from holdfast_core.shards.coding import Coding
-from holdfast_core.shards.file import head_bytes, pack_head, pack_trailer, trailer_offset
+from holdfast_core.shards.file import Trailer, head_bytes, pack_head, pack_trailer, trailer_offset
+from holdfast_core.shards.record import ShardRecord
 from holdfast_core.store.download.decode import fill_decoded
-from holdfast_core.store.download.ranges import (
-    Piece,
-    Segment,
-    longest_piece,
-    plan_extents,
-    plan_pieces,
-)
 from holdfast_core.store.download.source import READS, Source
-from holdfast_core.store.download.stored import KeyOf, StoredShards, places_in
-from holdfast_core.store.s3.client import S3Client
-from holdfast_core.store.s3.retry import Retrier
-from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardRecord
+from holdfast_core.store.download.stored import Extent, ShardPlaces, StoredShards, places_in
+from holdfast_core.tiers.base import OpenWriter
+from holdfast_core.tiers.objects import ObjectStore
 from holdfast_core.tiers.pooled import CLOSING, submit, wait_all
 
 _LOG = logging.getLogger(__name__)
-PIECE_BYTES = 8 << 20
-"""Payload bytes of one ranged GET, unless a single chunk is longer; half of it if a chunk is compressed."""
+RUN_BYTES = 8 << 20
+"""Payload bytes of a run of `copy_to`, unless a single chunk is longer; half of it if chunks are
+compressed."""
 MAX_AHEAD_BYTES = 48 << 20
-"""Memory limit of one download's buffers, including compressed bytes. A sidecar, whose memory limit is
+"""Memory limit of the buffers of one reader, including compressed bytes. A sidecar, whose memory limit is
 1 GiB, runs a few downloads at a time."""
 
+FindBad = Callable[[Trailer, range, memoryview], Iterable[int]]
+"""Returns those of some chunks whose bytes do not verify."""
 
-def download_shard(
-    client: S3Client,
-    retrier: Retrier,
-    workers: ThreadPoolExecutor,
-    key_of: KeyOf,
-    ref: ShardRef,
-    open_writer: OpenWriter,
-) -> ShardRecord:
-    """Download a shard that is stored whole or as a pack. Block until the writer has committed.
 
-    Args:
-        client: Client of the store.
-        retrier: Retry policy of the requests.
-        workers: Threads that fetch the ranges.
-        key_of: Returns the key of a shard or of its pack.
-        ref: The shard.
-        open_writer: Opens the writer, once the length of the shard file is known. The writer is aborted
-            if the download fails.
-
-    Returns:
-        The record of the committed shard.
+def open_stored_shard(
+    store: ObjectStore, shards: StoredShards, workers: ThreadPoolExecutor, ref: ShardRef
+) -> StoredShardReader:
+    """Read and verify the end of a shard, and return a source of its ranges.
 
     Raises:
         NotFoundError: The store has neither the shard nor its pack.
-        CorruptionError: Bytes were wrong at every read, or a shard to which the pack refers is gone.
-        UnavailableError: The retry policy is spent, or the tier is being closed.
-        HoldfastError: Whatever else the writer raises.
+        CorruptionError: The end of the object does not verify.
+        UnavailableError: The store cannot be reached.
     """
-    shards = StoredShards(client, retrier, key_of)
     stored = shards.find(ref)
-    source = Source(client, retrier, stored.key)
-    trailer = stored.trailer
-    record = trailer.record
-    piece_bytes, held_twice = PIECE_BYTES, False
-    if stored.index is None:
-        pieces = plan_pieces(trailer, PIECE_BYTES)
-        before, after = b"", stored.tail
-    else:
-        places = places_in(shards, stored)
-        places.look(workers)
-        extents = list(places.of(range(len(trailer.table))))
-        held_twice = any(extent.coding is not None for extent in extents)
-        piece_bytes = PIECE_BYTES // 2 if held_twice else PIECE_BYTES
-        pieces = plan_extents(trailer, extents, piece_bytes)
+    places = places_in(shards, stored)
+    return StoredShardReader(Source(store, stored.key), workers, stored.trailer, places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run that is being fetched."""
+
+    buffer: memoryview
+    """Memory of the run. It may be longer than the run."""
+    length_bytes: int
+    parts: tuple[Future[None], ...]
+    """Fetches of the run, one for each object that stores a part of it."""
+    held_bytes: int
+    """Memory of the run and of the compressed bytes that are decoded into it."""
+
+
+class StoredShardReader:
+    """Implementation of tiers.base.ShardSource for a shard that the store holds whole or as a pack."""
+
+    def __init__(
+        self,
+        source: Source,
+        workers: ThreadPoolExecutor,
+        trailer: Trailer,
+        places: ShardPlaces,
+    ) -> None:
+        """`source` is the object of the shard itself, and `places` are those of its chunks."""
+        self._source = source
+        self._workers = workers
+        self._trailer = trailer
+        self._places = places
+
+    @property
+    def trailer(self) -> Trailer:
+        return self._trailer
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        """See tiers.base.ShardSource."""
+        return self._read(wanted, bad_chunks)
+
+    def copy_to(self, open_writer: OpenWriter) -> ShardRecord:
+        """Write the whole shard file and commit the writer. Return the record of the shard.
+
+        The chunks are compared by CRC32C, because the writer verifies identity and BLAKE3 itself.
+
+        Raises:
+            NotFoundError: The shard is gone.
+            CorruptionError: Bytes were wrong at every read, or a shard to which a pack refers is gone.
+            UnavailableError: The store cannot be reached, or the tier is being closed.
+            HoldfastError: Whatever else the writer raises. It is aborted after any error.
+        """
+        record, table = self._trailer.record, self._trailer.table
         header = record.header
+        self._places.look(self._workers)
+        run_bytes = RUN_BYTES // 2 if self._places.has_coding else RUN_BYTES
+        runs = payload_runs(header, run_bytes)
         padding = trailer_offset(header) - head_bytes(header) - header.payload_bytes
-        before = pack_head(header)
-        after = bytes(padding) + pack_trailer(header, record.blake3, trailer.table)
-    writer = open_writer(ref, record.file_bytes)
-    try:
-        if before:
-            writer.write(before)
-        longest = longest_piece(trailer, piece_bytes)
-        ahead_bytes = MAX_AHEAD_BYTES // 2 if held_twice else MAX_AHEAD_BYTES
-        _copy(source, workers, pieces, writer, _buffers(record, longest, ahead_bytes))
-        writer.write(after)
-    except BaseException:
-        writer.abort()
-        raise
-    return writer.commit()
-
-
-def _buffers(record: ShardRecord, longest: int, ahead_bytes: int) -> list[memoryview]:
-    needed = record.file_bytes // longest + 1
-    count = max(1, min(needed, ahead_bytes // longest))
-    # Anonymous maps, because a bytearray would be filled with zeros first. A map is released with its
-    # last memoryview.
-    return [memoryview(mmap.mmap(-1, longest)) for _ in range(count)]
-
-
-def _copy(
-    source: Source,
-    workers: ThreadPoolExecutor,
-    left: Iterator[Piece],
-    writer: CopyWriter,
-    free: list[memoryview],
-) -> None:
-    """Fetch the pieces on the workers, into the free buffers, and write them here, in order."""
-    waiting: deque[tuple[Future[None], memoryview, ByteRange]] = deque()
-    try:
-        _submit(source, workers, left, free, waiting)
-        while waiting:
-            future, buffer, span = waiting[0]
-            future.result()
-            writer.write(buffer[: span.length_bytes])
-            waiting.popleft()
-            free.append(buffer)
-            _submit(source, workers, left, free, waiting)
-    except CancelledError as error:
-        raise UnavailableError(f"{source.describe()}: {CLOSING}") from error
-    finally:
-        # No worker may write into a buffer after this function has returned.
-        source.stopped.set()
-        for future, _, _ in waiting:
-            future.cancel()
-        wait_all(future for future, _, _ in waiting)
-
-
-def _submit(
-    source: Source,
-    workers: ThreadPoolExecutor,
-    left: Iterator[Piece],
-    free: list[memoryview],
-    waiting: deque[tuple[Future[None], memoryview, ByteRange]],
-) -> None:
-    """Begin to fetch as many pieces as there are free buffers."""
-    while free and (piece := next(left, None)) is not None:
-        buffer = free.pop()
-        future = submit(workers, _fetch, source, piece, buffer)
-        waiting.append((future, buffer, piece.span))
-
-
-def _fetch(source: Source, piece: Piece, buffer: memoryview) -> None:
-    """Fetch one piece into the buffer and verify it.
-
-    Raises CorruptionError for a segment that is wrong at every read, and if an object that stores chunks
-    of a packed shard is gone.
-    """
-    start, offset = piece.span.start, piece.span.start
-    if piece.key is not None:
-        source, offset = replace(source, key=piece.key), piece.offset
-    try:
-        if piece.coding is not None:
-            _fetch_coded(source, offset, piece, piece.coding, buffer)
-            return
-        source.fill(offset, buffer[: piece.span.length_bytes])
-        for segment in piece.segments:
-            at = segment.span.start - start
-            place = buffer[at : at + segment.span.length_bytes]
-            for _ in range(READS - 1):
-                if crc32c(place) != segment.crc32c:
-                    _LOG.warning(
-                        "%s: bytes from %d did not verify, reading them once more",
-                        source.describe(),
-                        offset + at,
-                    )
-                    source.fill(offset + at, place)
-            _check(source, offset + at, segment, crc32c(place))
-    except NotFoundError as error:
-        if piece.key is None:
+        writer = open_writer(record.ref, record.file_bytes)
+        try:
+            writer.write(pack_head(header))
+            views = self._read(runs, _bad_crcs)
+            try:
+                for view in views:
+                    writer.write(view)
+            finally:
+                views.close()
+            writer.write(bytes(padding) + pack_trailer(header, record.blake3, table))
+        except BaseException:
+            writer.abort()
             raise
-        raise CorruptionError(f"{source.describe()}: stores chunks of a pack: {error}") from error
+        return writer.commit()
+
+    def _read(self, wanted: Iterable[range], find_bad: FindBad) -> Generator[memoryview]:
+        runs = iter(wanted)
+        chunks = next(runs, None)
+        found: tuple[Extent, ...] | None = None
+        waiting: deque[_Run] = deque()
+        free: list[memoryview] = []
+        ahead_bytes = 0
+        # On failure `stopped` keeps the other fetches from sending further requests.
+        source = replace(self._source, stopped=threading.Event())
+        try:
+            while waiting or chunks is not None:
+                while chunks is not None:
+                    if found is None:
+                        found = tuple(self._places.of(chunks))
+                    length = payload_span(self._trailer.record.header, chunks).length_bytes
+                    held = length + sum(map(_stored_bytes, found))
+                    if waiting and ahead_bytes + held > MAX_AHEAD_BYTES:
+                        break
+                    buffer = _buffer(free, length)
+                    parts = self._submit(source, chunks, buffer, found, find_bad)
+                    waiting.append(_Run(buffer, length, parts, held))
+                    ahead_bytes += held
+                    chunks, found = next(runs, None), None
+                for part in waiting[0].parts:
+                    part.result()
+                run = waiting.popleft()
+                yield run.buffer[: run.length_bytes]
+                free[:] = [run.buffer]
+                ahead_bytes -= run.held_bytes
+        except CancelledError as error:
+            raise UnavailableError(f"{source.describe()}: {CLOSING}") from error
+        finally:
+            # No worker may write into a buffer after this function has returned.
+            source.stopped.set()
+            left = [part for run in waiting for part in run.parts]
+            for part in left:
+                part.cancel()
+            wait_all(left)
+
+    def _submit(
+        self,
+        source: Source,
+        chunks: range,
+        buffer: memoryview,
+        found: tuple[Extent, ...],
+        find_bad: FindBad,
+    ) -> tuple[Future[None], ...]:
+        header = self._trailer.record.header
+        parts = []
+        for extent in found:
+            first = (extent.chunks.start - chunks.start) * header.chunk_bytes
+            place = buffer[first : first + payload_span(header, extent.chunks).length_bytes]
+            at = replace(source, key=extent.key)
+            parts.append(submit(self._workers, self._fetch, at, extent, place, find_bad))
+        return tuple(parts)
+
+    def _fetch(self, source: Source, extent: Extent, view: memoryview, find_bad: FindBad) -> None:
+        """Fetch the chunks of one extent into `view` and verify them.
+
+        Raises NotFoundError if the shard's own object is gone, and CorruptionError if a chunk is wrong at
+        every read or if another object that stores chunks of the shard is gone.
+        """
+        try:
+            if extent.coding is None:
+                bad = self._fetch_plain(source, extent, view, find_bad)
+            else:
+                bad = self._fetch_coded(source, extent, extent.coding, view, find_bad)
+        except NotFoundError as error:
+            if source.key == self._source.key:
+                raise
+            raise CorruptionError(
+                f"{self._source.describe()}: stores chunks elsewhere: {error}"
+            ) from error
+        if bad:
+            raise CorruptionError(
+                f"{source.describe()}: chunks {bad[:8]} are not what its chunk table says, at {READS} "
+                "reads"
+            )
+
+    def _fetch_plain(
+        self, source: Source, extent: Extent, view: memoryview, find_bad: FindBad
+    ) -> list[int]:
+        """Fetch uncompressed chunks and return those that are wrong at every read."""
+        source.fill(extent.offset, view)
+        size = self._trailer.record.header.chunk_bytes
+        bad = list(find_bad(self._trailer, extent.chunks, view))
+        for _ in range(READS - 1):
+            again, bad = bad, []
+            for chunk in again:
+                # A bit may have flipped in transit.
+                _LOG.warning("%s: reading chunk %s once more", source.describe(), chunk)
+                start = (chunk - extent.chunks.start) * size
+                place = view[start : start + size]
+                source.fill(extent.offset + start, place)
+                bad += find_bad(self._trailer, range(chunk, chunk + 1), place)
+        return bad
+
+    def _fetch_coded(
+        self, source: Source, extent: Extent, coding: Coding, view: memoryview, find_bad: FindBad
+    ) -> list[int]:
+        """Fetch and decode compressed chunks and return those that are wrong at every read."""
+        size = self._trailer.record.header.chunk_bytes
+        places = [view[at * size : (at + 1) * size] for at in range(len(extent.chunks))]
+
+        def is_good(position: int, place: memoryview) -> bool:
+            chunk = extent.chunks[position]
+            return not list(find_bad(self._trailer, range(chunk, chunk + 1), place))
+
+        bad = fill_decoded(source, extent.offset, coding, places, is_good)
+        return [extent.chunks[position] for position in bad]
+
+    def close(self) -> None:
+        """Do nothing: the connections belong to the store."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
-def _fetch_coded(
-    source: Source, offset: int, piece: Piece, coding: Coding, buffer: memoryview
-) -> None:
-    spans = [segment.span for segment in piece.segments]
-    places = [buffer[s.start - piece.span.start : s.stop - piece.span.start] for s in spans]
-
-    def is_good(position: int, place: memoryview) -> bool:
-        return crc32c(place) == piece.segments[position].crc32c
-
-    bad = fill_decoded(source, offset, coding, places, is_good)
-    if bad:
-        raise CorruptionError(
-            f"{source.describe()}: the chunks of payload that begin at bytes "
-            f"{[spans[position].start for position in bad[:8]]} of the shard file do not decode to "
-            f"what its chunk table says, at {READS} reads"
-        )
+def _bad_crcs(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
+    """Return those of `chunks`, whose bytes are in `data`, that do not match their CRC32C in the table."""
+    size = trailer.record.header.chunk_bytes
+    return [
+        chunk
+        for place, chunk in enumerate(chunks)
+        if crc32c(data[place * size : (place + 1) * size]) != trailer.table.crcs[chunk]
+    ]
 
 
-def _check(source: Source, offset: int, segment: Segment, found: int) -> None:
-    if found != segment.crc32c:
-        raise CorruptionError(
-            f"{source.describe()}: bytes {offset} to {offset + segment.span.length_bytes}: expected "
-            f"CRC32C {segment.crc32c:08x}, found {found:08x} at {READS} reads"
-        )
+def _buffer(free: list[memoryview], length: int) -> memoryview:
+    """Return a free buffer, or a new one if none is long enough.
+
+    A new one is an anonymous map, because a bytearray would be filled with zeros first.
+    """
+    if free and len(free[-1]) >= length:
+        return free.pop()
+    free.clear()
+    return memoryview(mmap.mmap(-1, length))
+
+
+def _stored_bytes(extent: Extent) -> int:
+    """Return the memory for the compressed bytes of an extent; 0 if it is not compressed."""
+    return 0 if extent.coding is None else extent.coding.stored_bytes(0, len(extent.chunks))

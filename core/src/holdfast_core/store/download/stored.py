@@ -11,6 +11,7 @@ from functools import cached_property
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.ids import ShardRef
 from holdfast_core.shards.chunk_table import DIGEST_BYTES, table_bytes
+from holdfast_core.shards.coding import Coding
 from holdfast_core.shards.file import (
     BLOCK_BYTES,
     FOOTER,
@@ -30,10 +31,8 @@ from holdfast_core.shards.pack import (
 )
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.shards.stream import check_ref
-from holdfast_core.store.download.ranges import Extent
 from holdfast_core.store.download.source import READS, Source
-from holdfast_core.store.s3.client import ObjectInfo, S3Client, S3Request
-from holdfast_core.store.s3.retry import Retrier
+from holdfast_core.tiers.objects import ObjectStore
 from holdfast_core.tiers.pooled import CLOSING
 
 _LOG = logging.getLogger(__name__)
@@ -45,14 +44,34 @@ KeyOf = Callable[[ShardRef, bool], str]
 """Returns the key of a shard, or of its pack if the second argument is true."""
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Consecutive chunks that one object stores consecutively."""
+
+    chunks: range
+    key: str
+    offset: int
+    """Where the first chunk begins in the object."""
+    coding: Coding | None = None
+    """How these chunks are compressed; None if they are not."""
+
+    def cut(self, chunks: range, chunk_bytes: int) -> Extent:
+        """Return the extent of some of these chunks, which must be consecutive."""
+        first, stop = (at - self.chunks.start for at in (chunks.start, chunks.stop))
+        if self.coding is None:
+            return Extent(chunks, self.key, self.offset + first * chunk_bytes)
+        skipped = self.coding.stored_bytes(0, first)
+        return Extent(chunks, self.key, self.offset + skipped, self.coding.cut(first, stop))
+
+
 @dataclass(frozen=True)
 class StoredShard:
     """A shard that the store holds whole or as a pack. The end of the object has been verified."""
 
     key: str
     trailer: Trailer
-    tail: bytes
-    """The bytes of the trailer, or of a pack's index."""
+    tail_bytes: int
+    """Length of the trailer, or of a pack's index."""
     index: PackIndex | None
     """None if the shard is stored whole."""
 
@@ -62,6 +81,11 @@ class StoredShard:
         if self.index is not None:
             return list(self.index.runs())
         return [Run(range(len(self.trailer.table)), HERE, head_bytes(self.trailer.record.header))]
+
+    @property
+    def has_coding(self) -> bool:
+        """Whether chunks of this object are compressed."""
+        return self.index is not None and self.index.coding is not None
 
     def source(self, run: Run) -> ShardRef | None:
         """Return the shard that stores a run; None if this object stores it."""
@@ -88,12 +112,13 @@ class StoredShard:
 class StoredShards:
     """Lookup of shards in one store."""
 
-    def __init__(self, client: S3Client, retrier: Retrier, key_of: KeyOf) -> None:
-        self._client = client
-        self._retrier = retrier
+    def __init__(self, store: ObjectStore, key_of: KeyOf) -> None:
+        self._store = store
         self._key_of = key_of
 
-    def find(self, ref: ShardRef, *, looks: int = 3, tail_bytes: int = _TAIL_BYTES) -> StoredShard:
+    def find(
+        self, ref: ShardRef, *, sure: bool = True, tail_bytes: int = _TAIL_BYTES
+    ) -> StoredShard:
         """Find a shard, and read and verify the end of its object.
 
         The whole shard is preferred because it needs no other object. If its end is damaged, the pack is
@@ -101,56 +126,46 @@ class StoredShards:
 
         Args:
             ref: The shard.
-            looks: How often the store is asked in a row before NotFoundError is raised.
+            sure: Whether the store is asked repeatedly before NotFoundError is raised.
             tail_bytes: Length of the first read of a pack's end.
 
         Raises:
             NotFoundError: The store has neither the shard nor its pack.
             CorruptionError: The end of the object was wrong at every read.
-            UnavailableError: The retry policy is spent.
+            UnavailableError: The store cannot be reached.
         """
-        whole = self._key_of(ref, False)
-
-        def look() -> tuple[bool, ObjectInfo] | None:
-            for packed in (False, True):
-                info = self._client.head(self._key_of(ref, packed))
-                if info is not None:
-                    return packed, info
-            return None
-
-        found = self._retrier.look(f"look for {whole}", look, looks)
-        if found is None:
-            where = self._client.describe(S3Request("HEAD", whole))
-            raise NotFoundError(f"{where}: no such shard, and no pack of it")
-        packed, info = found
+        packed, size_bytes = self._look(ref, sure)
         try:
-            return self._read(ref, info, tail_bytes, packed=packed)
+            return self._read(ref, size_bytes, tail_bytes, packed=packed)
         except CorruptionError as error:
             key = self._key_of(ref, True)
-            other = None
-            if not packed:
-                other = self._retrier.call(f"look for {key}", lambda: self._client.head(key))
+            other = None if packed else self._store.size(key)
             if other is None:
                 raise
-            _LOG.warning("%s: taking the pack %s instead: %s", whole, key, error)
+            _LOG.warning("%s: taking the pack %s instead: %s", self._key_of(ref, False), key, error)
             return self._read(ref, other, tail_bytes, packed=True)
 
+    def _look(self, ref: ShardRef, sure: bool) -> tuple[bool, int]:
+        """Return whether the shard is packed, and the length of its object. Raises NotFoundError."""
+        for surely in (False, True) if sure else (False,):
+            for packed in (False, True):
+                size_bytes = self._store.size(self._key_of(ref, packed), sure=surely)
+                if size_bytes is not None:
+                    return packed, size_bytes
+        whole = Source(self._store, self._key_of(ref, False))
+        raise NotFoundError(f"{whole.describe()}: no such shard, and no pack of it")
+
     def _read(
-        self, ref: ShardRef, info: ObjectInfo, tail_bytes: int, *, packed: bool
+        self, ref: ShardRef, size_bytes: int, tail_bytes: int, *, packed: bool
     ) -> StoredShard:
-        source = Source(self._client, self._retrier, self._key_of(ref, packed))
-        likely = tail_bytes if packed else _likely_trailer(info.size_bytes)
+        source = Source(self._store, self._key_of(ref, packed))
+        likely = tail_bytes if packed else _likely_trailer(size_bytes)
         for _ in range(READS - 1):
             try:
-                return _read_end(source, ref, info.size_bytes, likely, packed=packed)
+                return _read_end(source, ref, size_bytes, likely, packed=packed)
             except CorruptionError as error:
                 _LOG.warning("%s: reading its end once more: %s", source.describe(), error)
-        return _read_end(source, ref, info.size_bytes, likely, packed=packed)
-
-    def has_whole(self, ref: ShardRef) -> bool:
-        """Return whether an object has the key of the whole shard. The object is not verified."""
-        key = self._key_of(ref, False)
-        return self._retrier.call(f"look for {key}", lambda: self._client.head(key)) is not None
+        return _read_end(source, ref, size_bytes, likely, packed=packed)
 
 
 class ShardPlaces:
@@ -183,6 +198,12 @@ class ShardPlaces:
                 pass
         except CancelledError as error:
             raise UnavailableError(f"{self._own.key}: {CLOSING}") from error
+
+    @property
+    def has_coding(self) -> bool:
+        """Whether chunks are compressed, as far as their places have been looked up."""
+        known = (extent for extents in self._known.values() for extent in extents)
+        return self._own.has_coding or any(extent.coding is not None for extent in known)
 
     def of(self, chunks: range) -> Iterator[Extent]:
         """Return the extents that store these chunks, in order.
@@ -253,7 +274,7 @@ def places_in(shards: StoredShards, stored: StoredShard) -> ShardPlaces:
     The indexes of one group's packs are about equally long, so the length of this one's end is the length
     of the first read of each other one.
     """
-    tail_bytes = len(stored.tail) + BLOCK_BYTES
+    tail_bytes = stored.tail_bytes + BLOCK_BYTES
     return ShardPlaces(stored, lambda ref: shards.find(ref, tail_bytes=tail_bytes))
 
 
@@ -278,7 +299,7 @@ def _read_end(
             f"{source.describe()}: has {size_bytes} bytes, its trailer means "
             f"{trailer.record.file_bytes}"
         )
-    return StoredShard(source.key, trailer, tail, index)
+    return StoredShard(source.key, trailer, length, index)
 
 
 def _likely_trailer(size_bytes: int) -> int:

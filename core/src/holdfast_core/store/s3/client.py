@@ -31,6 +31,7 @@ from holdfast_core.store.s3.errors import (
     parse_xml,
 )
 from holdfast_core.store.s3.http import Body, HttpPool, HttpReply, Timeouts, body_length
+from holdfast_core.tiers.objects import ObjectInfo
 
 MAX_CONTROL_BYTES = 8 << 20
 """Largest reply that is not an object. A page of 1,000 keys of 1 KiB fits easily."""
@@ -70,16 +71,7 @@ class S3Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """What a HEAD in checksum mode returns about an object."""
-
-    size_bytes: int
-    crc32c: int | None
-    """CRC32C of the whole object; None if the store keeps none, or only checksums of parts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
+class ListedObject:
     """One object in a list."""
 
     key: str
@@ -88,10 +80,10 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ListedPage:
     """One page of a list of objects."""
 
-    listed: tuple[Listed, ...]
+    listed: tuple[ListedObject, ...]
     next: str
     """Token of the next page; "" if this is the last one."""
     date: str
@@ -259,7 +251,7 @@ class S3Client:
         if reply.failure is not None:
             if reply.failure.is_absent:
                 return None
-            raise reply.failure.error()
+            raise self._reason(key, reply.failure).error()
         length = _number(reply.headers.get("content-length", ""), -1)
         if length < 0:
             raise UnavailableError(f"{self.describe(request)}: no Content-Length in the reply")
@@ -267,17 +259,25 @@ class S3Client:
         crc = decode_crc(reply.headers.get(CHECKSUM_HEADER)) if full else None
         return ObjectInfo(length, crc)
 
+    def _reason(self, key: str, failure: S3Failure) -> S3Failure:
+        """Return why a HEAD was refused. The reply to a GET has the reason, that to a HEAD has no body."""
+        if failure.status != 403:
+            return failure
+        request = S3Request("GET", key, headers={"Range": "bytes=0-0"})
+        reason = self.send(request).failure
+        return failure if reason is None or reason.is_absent else reason
+
     def delete(self, key: str) -> None:
         """Delete an object. Ignore that it does not exist."""
         reply = self.send(S3Request("DELETE", key))
         if reply.failure is not None and reply.failure.code != "NoSuchKey":
             raise reply.failure.error()
 
-    def list_objects(self, prefix: str, after: str = "") -> Page:
+    def list_objects(self, prefix: str, after: str = "") -> ListedPage:
         """Return one page of the objects whose key begins with `prefix`.
 
-        `after` is the token of the page (`Page.next`); "" asks for the first page. Raises TierError if the
-        reply is not a complete list.
+        `after` is the token of the page (`ListedPage.next`); "" asks for the first page.
+        Raises TierError if the reply is not a complete list.
         """
         query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
         if after:
@@ -287,17 +287,17 @@ class S3Client:
         root = self._document(request, reply, "ListBucketResult")
         decode = _key_decoder(root)
         listed = tuple(
-            Listed(decode(child_text(item, "Key")), child_text(item, "LastModified"))
+            ListedObject(decode(child_text(item, "Key")), child_text(item, "LastModified"))
             for item in root
             if local_name(item) == "Contents"
         )
         date = reply.headers.get("date", "")
         token = child_text(root, "NextContinuationToken")
         if child_text(root, "IsTruncated") != "true":
-            return Page(listed, "", date)
+            return ListedPage(listed, "", date)
         if not token or token == after:
             raise TierError(f"{self.describe(request)}: truncated list without a next token")
-        return Page(listed, token, date)
+        return ListedPage(listed, token, date)
 
     def create_upload(self, key: str) -> str:
         """Begin a multipart upload with a CRC32C of the whole object, and return its id."""

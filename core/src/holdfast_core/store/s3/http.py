@@ -25,6 +25,7 @@ from typing import Self
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import ConfigError, CorruptionError, TierError, UnavailableError
 from holdfast_core.pacing.minimum_rate import MinimumRate, RatedSocket
+from holdfast_core.tiers.objects import FileRange
 
 SLICE_BYTES = 1 << 20
 """Bytes that one `sendall` passes to a socket. The idle time-out bounds the whole call, so each slice must
@@ -48,32 +49,19 @@ class Timeouts:
     body needs no such limit: a socket is writable again only after a third of its buffer was sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileBody:
-    """A slice of an open file as the body of a request."""
-
-    fd: int
-    offset: int
-    length_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedBody:
-    """A body of several pieces, sent in order. Pieces of files are sent without a copy."""
-
-    pieces: tuple[bytes | FileBody, ...]
-
-
-Body = bytes | FileBody | JoinedBody
+Body = bytes | tuple[bytes | FileRange, ...]
+"""Bytes, or pieces that are sent in order. Pieces of files are sent without a copy."""
 
 
 def body_length(body: Body | None) -> int:
     """Return the length of a body in bytes, for the Content-Length header."""
-    if body is None:
-        return 0
-    if isinstance(body, JoinedBody):
-        return sum(map(body_length, body.pieces))
-    return len(body) if isinstance(body, bytes) else body.length_bytes
+    return sum(
+        len(piece) if isinstance(piece, bytes) else piece.length_bytes for piece in _pieces(body)
+    )
+
+
+def _pieces(body: Body | None) -> tuple[bytes | FileRange, ...]:
+    return body if isinstance(body, tuple) else (body or b"",)
 
 
 class HttpReply:
@@ -365,9 +353,8 @@ def _send_body(
     False means that the server replied, or closed the connection, before it had read the body. Its reply
     must then be read, and the connection cannot be used again. Raises OSError.
     """
-    pieces = body.pieces if isinstance(body, JoinedBody) else (body or b"",)
     try:
-        return all(_send_piece(sock, piece, idle_seconds, sent) for piece in pieces)
+        return all(_send_piece(sock, piece, idle_seconds, sent) for piece in _pieces(body))
     except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
         # The server's reply may be in the receive buffer; it tells more than "broken pipe".
         return False
@@ -375,11 +362,11 @@ def _send_body(
 
 def _send_piece(
     sock: socket.socket,
-    piece: bytes | FileBody,
+    piece: bytes | FileRange,
     idle_seconds: float,
     sent: Callable[[int], object],
 ) -> bool:
-    if isinstance(piece, FileBody):
+    if isinstance(piece, FileRange):
         if isinstance(sock, ssl.SSLSocket):
             return _send_slices(sock, piece, sent)
         return _send_file(sock, piece, idle_seconds, sent)
@@ -391,7 +378,7 @@ def _send_piece(
     return True
 
 
-def _send_slices(sock: ssl.SSLSocket, body: FileBody, sent: Callable[[int], object]) -> bool:
+def _send_slices(sock: ssl.SSLSocket, body: FileRange, sent: Callable[[int], object]) -> bool:
     # SSLSocket.sendfile sends 8 KiB at a time, which takes three times the CPU of this loop.
     buffer = memoryview(bytearray(min(SLICE_BYTES, body.length_bytes)))
     position, stop = body.offset, body.offset + body.length_bytes
@@ -406,7 +393,7 @@ def _send_slices(sock: ssl.SSLSocket, body: FileBody, sent: Callable[[int], obje
 
 
 def _send_file(
-    sock: socket.socket, body: FileBody, idle_seconds: float, sent: Callable[[int], object]
+    sock: socket.socket, body: FileRange, idle_seconds: float, sent: Callable[[int], object]
 ) -> bool:
     # A socket with a time-out is in non-blocking mode, so sendfile needs a poll before it continues.
     poller = select.poll()

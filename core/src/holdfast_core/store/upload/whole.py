@@ -1,4 +1,4 @@
-"""Part boundaries of a shard file and the CRC32C of each part, without a second pass over the payload.
+"""A whole shard file as the source of an object, without a second pass over the payload.
 
 The chunk table holds the CRC32C of every payload chunk, computed when the tensors were first read. Their
 combination is the checksum that the store must find. If a bit has flipped on the node's disk since then,
@@ -14,69 +14,49 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.digest import append_crc, crc32c
 from holdfast_core.ids import ByteRange
 from holdfast_core.shards.file import head_bytes
 from holdfast_core.tiers.base import ShardReader
+from holdfast_core.tiers.objects import FileRange, Part
 
-MIN_PART_BYTES = 5 << 20
-MAX_PARTS = 10_000
 _MIB = 1 << 20
 _ORDER = 2**31 - 1
 """`append_crc(crc, 0, _ORDER)` returns `crc` for every CRC32C, so that
 `append_crc(crc, 0, _ORDER - n)` reverses `append_crc(crc, 0, n)`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One part of a multipart upload. All but the last have the same length; some stores require it."""
+class WholeShard:
+    """ObjectSource of a whole shard file."""
 
-    number: int
-    """Counted from 1."""
-    span: ByteRange
-    """Bytes of the object that the part holds."""
-    crc32c: int
+    made_while_sent = False
 
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader = reader
 
-@dataclass(frozen=True, slots=True)
-class PartPlan:
-    """A whole object, a shard file or a pack, as parts."""
+    @property
+    def size_limit(self) -> int:
+        return self._reader.record.file_bytes
 
-    parts: tuple[Part, ...]
-    size_bytes: int
-    crc32c: int
-    """CRC32C of the whole object."""
+    def parts(self, part_bytes: int) -> Iterator[Part]:
+        """Make the parts of `part_bytes` each.
 
+        This reads the head and the trailer, and all but the longest piece of each chunk that a part
+        boundary cuts. Raises CorruptionError if the file is too short.
+        """
+        size = self._reader.record.file_bytes
+        starts = range(0, size, part_bytes)
+        sums = _FileChecksums(self._reader, starts)
+        for start in starts:
+            span = ByteRange(start, min(start + part_bytes, size))
+            piece = FileRange(self._reader.fd, span.start, span.length_bytes)
+            yield Part((piece,), span.length_bytes, sums.of(span), span.stop == size)
 
-def part_spans(size_bytes: int, part_bytes: int) -> tuple[ByteRange, ...]:
-    """Cut a file into parts of `part_bytes`, or into longer ones if 10,000 parts were too few."""
-    least = -(-size_bytes // MAX_PARTS)
-    if least > part_bytes:
-        part_bytes = -(-least // _MIB) * _MIB
-    starts = range(0, max(size_bytes, 1), part_bytes)
-    return tuple(ByteRange(start, min(start + part_bytes, size_bytes)) for start in starts)
-
-
-def plan_parts(reader: ShardReader, part_bytes: int) -> PartPlan:
-    """Return the parts of an open shard with their checksums.
-
-    This reads the head and the trailer, and all but the longest piece of each chunk that a part boundary
-    cuts. Raises CorruptionError if the file is too short.
-    """
-    size = reader.record.file_bytes
-    spans = part_spans(size, part_bytes)
-    sums = _FileChecksums(reader, [span.start for span in spans])
-    parts: list[Part] = []
-    whole = 0
-    for number, span in enumerate(spans, start=1):
-        crc = sums.of(span)
-        whole = append_crc(whole, crc, span.length_bytes)
-        parts.append(Part(number, span, crc))
-    return PartPlan(tuple(parts), size, whole)
+    def verify(self) -> None:
+        self._reader.verify()
 
 
 def crc_between(whole: int, before: int, length_between: int, after: int, length_after: int) -> int:

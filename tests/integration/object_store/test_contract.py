@@ -1,0 +1,37 @@
+"""The contracts of object store and object tier, over real S3 servers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tests.support.servers.store_server import StoreServer
+from tests.support.tiers.object_store_contract import ObjectStoreContract
+from tests.support.tiers.object_tier_contract import ObjectTierContract
+from tests.support.tiers.stores import s3_store
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.store.s3.retry import Retrier
+from holdfast_core.tiers.objects import ObjectStore
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def objects(server: StoreServer, store: StoreConfig, quick: Retrier) -> Iterator[ObjectStore]:
+    """A bucket without objects."""
+    bucket = f"contract-{secrets.token_hex(6)}"
+    server.admin().make_bucket(bucket)
+    found = s3_store(replace(store, bucket=bucket), server.credentials, retrier=quick)
+    yield found
+    found.close()
+
+
+class TestObjectStores(ObjectStoreContract):
+    """Every S3 server."""
+
+
+class TestObjectTiers(ObjectTierContract):
+    """The object tier in every S3 server."""

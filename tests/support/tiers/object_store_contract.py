@@ -1,0 +1,190 @@
+"""The contract of every ObjectStore as tests. A store's test class subclasses ObjectStoreContract."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+from tests.support.shards.builders import payload
+
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, HoldfastError, NotFoundError
+from holdfast_core.format.digest import crc32c
+from holdfast_core.tiers.objects import Document, Listed, ObjectStore, Part
+
+WRITERS = 8
+LARGE = 11 << 20
+"""An object of three parts in a store whose parts have 5 MiB."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An ObjectSource in memory whose bytes may differ from their checksums."""
+
+    data: bytes
+    made_while_sent: bool = False
+    is_damaged: bool = False
+
+    @property
+    def size_limit(self) -> int:
+        return len(self.data)
+
+    def parts(self, part_bytes: int) -> Iterator[Part]:
+        for start in range(0, len(self.data), part_bytes):
+            data = self.data[start : start + part_bytes]
+            crc = crc32c(data)
+            if self.is_damaged and start + part_bytes >= len(self.data):
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            yield Part((data,), len(data), crc, start + part_bytes >= len(self.data))
+
+    def verify(self) -> None:
+        if self.is_damaged:
+            raise CorruptionError("the source is damaged")
+
+
+class ObjectStoreContract:
+    """Tests of an ObjectStore.
+
+    The module of a subclass `TestX(ObjectStoreContract)` has the fixture `objects`: a store without objects.
+    """
+
+    @pytest.mark.parametrize("size", [0, 1, 70_001, LARGE])
+    def test_an_object_reads_back_as_it_was_written(self, objects: ObjectStore, size: int) -> None:
+        data = payload(size)
+        objects.write("a/b/one", Document(data))
+        assert objects.size("a/b/one") == size
+        assert objects.get("a/b/one") == data
+        assert read(objects, "a/b/one", size // 3, size) == data[size // 3 :]
+        assert read(objects, "a/b/one", size // 3, size // 2) == data[size // 3 : size // 2]
+
+    def test_an_object_whose_parts_are_made_while_they_are_sent(self, objects: ObjectStore) -> None:
+        data = payload(LARGE)
+        objects.write("a/one", Source(data, made_while_sent=True))
+        assert objects.get("a/one") == data
+        with pytest.raises(AlreadyExistsError):
+            objects.write("a/one", Source(data, made_while_sent=True))
+
+    @pytest.mark.parametrize("size", [70_001, LARGE])
+    def test_an_object_is_written_once(self, objects: ObjectStore, size: int) -> None:
+        objects.write("a/one", Document(payload(size)))
+        objects.write("a/one", Document(payload(size)))
+        with pytest.raises(AlreadyExistsError):
+            objects.write("a/one", Document(payload(size, seed=1)))
+        with pytest.raises(AlreadyExistsError):
+            objects.write("a/one", Document(payload(size - 1)))
+        assert objects.get("a/one") == payload(size)
+
+    @pytest.mark.parametrize("made_while_sent", [False, True], ids=["known", "made while sent"])
+    @pytest.mark.parametrize("size", [70_001, LARGE])
+    def test_damaged_bytes_are_not_stored(
+        self, objects: ObjectStore, size: int, made_while_sent: bool
+    ) -> None:
+        with pytest.raises(CorruptionError):
+            objects.write("a/one", Source(payload(size), made_while_sent, is_damaged=True))
+        assert objects.size("a/one") is None
+        assert everything(objects, "a/") == []
+        objects.write("a/one", Source(payload(size), made_while_sent))
+        assert objects.get("a/one") == payload(size)
+
+    def test_a_damaged_object_is_replaced_or_kept_but_never_mixed(
+        self, objects: ObjectStore
+    ) -> None:
+        objects.write("a/one", Document(b"damaged"))
+        try:
+            objects.write("a/one", Document(b"good"), replace=True)
+        except AlreadyExistsError:
+            assert objects.get("a/one") == b"damaged"
+        else:
+            assert objects.get("a/one") == b"good"
+        assert [item.key for item in everything(objects, "a/")] == ["a/one"]
+
+    def test_an_absent_object_is_reported(self, objects: ObjectStore) -> None:
+        assert objects.size("a/one") is None
+        assert objects.size("a/one", sure=True) is None
+        with pytest.raises(NotFoundError):
+            objects.get("a/one")
+        with pytest.raises(NotFoundError):
+            read(objects, "a/one", 0, 1)
+        assert everything(objects, "a/") == []
+        objects.delete(["a/one"])
+
+    @pytest.mark.parametrize("start", [5, 10, 20])
+    def test_a_range_beyond_the_end_is_refused(self, objects: ObjectStore, start: int) -> None:
+        objects.write("a/one", Document(bytes(10)))
+        with pytest.raises(HoldfastError):
+            read(objects, "a/one", start, start + 10)
+
+    def test_a_listing_has_the_keys_of_the_prefix_in_order(self, objects: ObjectStore) -> None:
+        names = [f"a/s{number:03d}/r{number % 3}.json" for number in range(205)]
+        with ThreadPoolExecutor(WRITERS) as threads:
+            for _ in threads.map(lambda name: objects.write(name, Document(b"x")), names):
+                pass
+        objects.write("b/s000/r0.json", Document(b"x"))
+        objects.write("a-b/s000/r0.json", Document(b"x"))
+        found = everything(objects, "a/")
+        assert [item.key for item in found] == sorted(names)
+        assert all(timedelta(0) <= item.age < timedelta(minutes=10) for item in found)
+        assert [item.key for item in everything(objects, "a/s00")] == sorted(names)[:10]
+
+    def test_a_listing_shows_writes_and_deletions_at_once(self, objects: ObjectStore) -> None:
+        for name in ("a/one", "a/two", "b/one"):
+            objects.write(name, Document(b"x"))
+        objects.delete(["a/one", "b/one", "a/three"])
+        assert [item.key for item in everything(objects, "")] == ["a/two"]
+        assert objects.size("a/one") is None
+        objects.write("a/one", Document(b"other"))
+        assert objects.get("a/one") == b"other"
+
+    def test_complete_objects_are_no_leftovers(self, objects: ObjectStore) -> None:
+        objects.write("a/one", Document(payload(LARGE)))
+        assert objects.abort_stale(["a/", "b/"], timedelta(0)) == 0
+        assert objects.size("a/one") == LARGE
+
+    @pytest.mark.parametrize("size", [100, LARGE])
+    def test_of_different_objects_one_is_stored(self, objects: ObjectStore, size: int) -> None:
+        documents = [payload(size, seed=number) for number in range(WRITERS)]
+        errors = at_once(lambda number: objects.write("a/one", Document(documents[number])))
+        assert sum(error is None for error in errors) == 1
+        assert objects.get("a/one") == documents[errors.index(None)]
+
+    @pytest.mark.parametrize("size", [100, LARGE])
+    def test_writers_of_the_same_object_all_succeed(self, objects: ObjectStore, size: int) -> None:
+        errors = at_once(lambda _: objects.write("a/one", Document(payload(size))))
+        assert errors == [None] * WRITERS
+        assert [item.key for item in everything(objects, "a/")] == ["a/one"]
+
+
+def read(objects: ObjectStore, key: str, start: int, stop: int) -> bytes:
+    buffer = bytearray(stop - start)
+    objects.read_into(key, start, memoryview(buffer))
+    return bytes(buffer)
+
+
+def everything(objects: ObjectStore, prefix: str) -> list[Listed]:
+    """Return all objects of a listing, from all of its pages."""
+    found, page = list[Listed](), ""
+    while True:
+        listed = objects.list(prefix, page)
+        found += listed.objects
+        page = listed.next
+        if not page:
+            return found
+
+
+def at_once(write: Callable[[int], object]) -> list[AlreadyExistsError | None]:
+    """Return the error of each of 8 writers that begin at the same time, or None if it succeeded."""
+    start = threading.Barrier(WRITERS)
+
+    def run(number: int) -> AlreadyExistsError | None:
+        start.wait(30)
+        try:
+            write(number)
+        except AlreadyExistsError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(WRITERS) as threads:
+        return list(threads.map(run, range(WRITERS)))

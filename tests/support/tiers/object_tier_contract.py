@@ -1,0 +1,278 @@
+"""The behaviour of the object tier in any store. A test class subclasses ObjectTierContract."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from tests.support.shards.builders import (
+    JOB_UID,
+    layout,
+    manifest,
+    payload,
+    shard_file,
+    shard_header,
+    weights,
+)
+from tests.support.shards.replicas import NAMESPACE, Compressing
+from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
+from tests.support.tiers.object_store_contract import everything
+
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError
+from holdfast_core.format.references import References
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, ShardRef, Step
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.store.commit import commit
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.objects import ObjectStore
+
+MIB = 1 << 20
+PREFIX = "some/prefix"
+SIZES = {
+    "empty": 0,
+    "small": 70_001,
+    "one part": 4 * MIB,
+    "a chunk and a byte": CHUNK_BYTES + 1,
+    "three parts": 11 * MIB + 4097,
+}
+
+
+def checkpoint(step: int, restart_round: int = 0) -> CheckpointId:
+    return CheckpointId(Step(step), RestartRound(restart_round))
+
+
+class ObjectTierContract:
+    """Tests of the object tier.
+
+    The module of a subclass `TestX(ObjectTierContract)` has the fixture `objects`: a store without objects.
+    """
+
+    @pytest.fixture
+    def tier(self, objects: ObjectStore) -> Iterator[ObjectTier]:
+        tier = ObjectTier(objects, PREFIX)
+        yield tier
+        tier.close()
+
+    @pytest.fixture
+    def gang(self, tmp_path: Path, tier: ObjectTier) -> Iterator[Compressing]:
+        found = Compressing(tmp_path, tier)
+        yield found
+        found.close()
+
+    @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+    def test_a_whole_shard_reads_back(
+        self, tmp_path: Path, tier: ObjectTier, objects: ObjectStore, size: int
+    ) -> None:
+        source, target = tmp_path / "source", tmp_path / "target"
+        source.mkdir()
+        target.mkdir()
+        with write_shard(source, shard_header(size), os.urandom(size)) as reader:
+            tier.upload_shard(NAMESPACE, reader)
+            tier.upload_shard(NAMESPACE, reader)
+            ref = reader.record.ref
+            assert tier.has_whole(NAMESPACE, ref)
+            assert tier.download_shard(NAMESPACE, ref, CopyWriters(target)) == reader.record
+        (before,), (after,) = source.iterdir(), target.iterdir()
+        assert after.read_bytes() == before.read_bytes()
+        assert [item.key for item in everything(objects, "")] == [
+            f"{PREFIX}/{NAMESPACE}/{JOB_UID}/shards/s000000000010/r000000/"
+            f"rank000000-{ref.blake3[3:19]}.shard"
+        ]
+
+    def test_a_shard_moves_from_one_node_tier_to_another(
+        self, tmp_path: Path, gang: Compressing
+    ) -> None:
+        gang.write(1, payload(9 * MIB), payload(9 * MIB))
+        node = DiskNodeTier(tmp_path / "node", capacity_bytes=1 << 30)
+        node.open()
+        for rank in range(2):
+            assert gang.upload(1, rank) > 0
+        for rank in range(2):
+            ref = gang.ref(1, rank)
+            gang.tier.download_shard(NAMESPACE, ref, node.begin_copy)
+            with node.open_shard(ref) as reader:
+                reader.verify()
+
+    def test_ranges_of_a_whole_shard_read_back(self, gang: Compressing) -> None:
+        gang.write(1, payload(9 * MIB + 1))
+        gang.tier.upload_shard(NAMESPACE, gang.readers[1, 0])
+        gang.assert_ranges_come_back(1, 0, [range(0, 1), range(3, 20), range(36, 37)])
+
+    @pytest.mark.parametrize("size", [200_000, 11 * MIB], ids=["one part", "three parts"])
+    def test_a_shard_that_is_damaged_on_the_node_is_not_stored(
+        self, tmp_path: Path, tier: ObjectTier, objects: ObjectStore, size: int
+    ) -> None:
+        """The checksums of the parts are those of the tensors, and not of the damaged file."""
+        with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
+            flip_bit(next(tmp_path.glob("*.shard")), 4096 + 1000)
+            with pytest.raises(CorruptionError, match="chunk"):
+                tier.upload_shard(NAMESPACE, reader)
+        assert everything(objects, "") == []
+
+    def test_replicas_and_later_steps_store_common_chunks_once(
+        self, gang: Compressing, objects: ObjectStore
+    ) -> None:
+        """Plain and compressed packs refer to each other, within a step and to the step before."""
+        frozen = weights(14 * MIB)
+        compressed = {(1, 0), (2, 1), (3, 0), (3, 1)}
+        for step, base in ((1, None), (2, 1), (3, 2)):
+            gang.write(step, *(frozen + weights(MIB + 100, seed=step) for _ in range(2)))
+            for rank in range(2):
+                if (step, rank) in compressed:
+                    gang.compress(step, rank, base)
+                else:
+                    assert gang.upload(step, rank, base) > 0
+        for step in (1, 2, 3):
+            for rank in range(2):
+                index = gang.tier.stored(NAMESPACE, gang.ref(step, rank)).index
+                assert index is not None
+                assert {(s.step, s.rank) for s in index.sources} >= {(step, 1 - rank)}
+                gang.assert_comes_back(step, rank)
+                last = len(index.places) - 1
+                gang.assert_ranges_come_back(
+                    step, rank, [range(1, 3), range(14, 35), range(50, last), range(last, last + 1)]
+                )
+        stored = sum(objects.size(item.key) or 0 for item in everything(objects, ""))
+        assert stored < 1.5 * 17 * MIB, "the state has 15 MiB in each of two ranks and three steps"
+
+    def test_another_pack_of_the_same_shard_does_not_replace_the_first(
+        self, gang: Compressing
+    ) -> None:
+        gang.write(1, payload(9 * MIB), payload(9 * MIB))
+        for rank in range(2):
+            gang.upload(1, rank)
+        with pytest.raises(AlreadyExistsError):
+            gang.tier.upload_pack(NAMESPACE, gang.readers[1, 0], gang.alone(1, 0))
+        with pytest.raises(AlreadyExistsError):
+            gang.put(1, 0, gang.alone(1, 0))
+        gang.assert_comes_back(1, 0)
+
+    def test_a_pack_whose_source_is_gone_is_corrupt(self, gang: Compressing) -> None:
+        gang.write(1, payload(9 * MIB), payload(9 * MIB))
+        gang.upload(1, 0)
+        with pytest.raises(CorruptionError, match=r"needs chunks of .*rank=1"):
+            gang.assert_comes_back(1, 0)
+        gang.tier.upload_shard(NAMESPACE, gang.readers[1, 0])
+        gang.assert_comes_back(1, 0)
+
+    def test_absent_objects_are_reported(self, tmp_path: Path, tier: ObjectTier) -> None:
+        digest = Digest("b3:" + "0" * 64)
+        ref = ShardRef(JOB_UID, Step(1), RestartRound(0), shard_header(0).rank, digest)
+        writers = CopyWriters(tmp_path)
+        with pytest.raises(NotFoundError, match="no such shard, and no pack"):
+            tier.download_shard(NAMESPACE, ref, writers)
+        assert writers.opened == []
+        with pytest.raises(NotFoundError, match="no such shard"):
+            tier.open_shard(NAMESPACE, ref)
+        with pytest.raises(NotFoundError):
+            tier.stored(NAMESPACE, ref, sure=False)
+        with pytest.raises(NotFoundError):
+            tier.get_manifest(NAMESPACE, JOB_UID, checkpoint(1))
+        with pytest.raises(NotFoundError):
+            tier.get_references(NAMESPACE, JOB_UID, checkpoint(1))
+        with pytest.raises(NotFoundError):
+            tier.get_layout(NAMESPACE, JOB_UID, digest)
+        assert not tier.has_whole(NAMESPACE, ref)
+        assert tier.list_manifests(NAMESPACE, JOB_UID) == ()
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))
+
+    def test_a_manifest_is_put_once(self, tier: ObjectTier) -> None:
+        first = tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(7), b'{"a":1}')
+        assert tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(7), b'{"a":1}') == first
+        with pytest.raises(AlreadyExistsError):
+            tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(7), b'{"a":2}')
+        assert tier.get_manifest(NAMESPACE, JOB_UID, checkpoint(7)) == b'{"a":1}'
+
+    def test_manifests_are_listed_in_order(self, tier: ObjectTier) -> None:
+        wanted = [checkpoint(step, step % 3) for step in range(0, 60, 3)]
+        for found in reversed(wanted):
+            tier.put_manifest(NAMESPACE, JOB_UID, found, b"{}")
+        assert tier.list_manifests(NAMESPACE, JOB_UID) == tuple(wanted)
+        assert tier.list_manifests("team-b", JOB_UID) == ()
+
+    def test_layouts_are_listed_by_age_and_deleted_one_by_one(self, tier: ObjectTier) -> None:
+        first, second = (tier.put_layout(NAMESPACE, JOB_UID, d) for d in (b"{}", b'{"tensors":{}}'))
+        assert tier.put_layout(NAMESPACE, JOB_UID, b"{}") == first
+        assert tier.get_layout(NAMESPACE, JOB_UID, first) == b"{}"
+        assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == {first, second}
+        assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(hours=1)) == frozenset()
+        tier.delete_layout(NAMESPACE, JOB_UID, first)
+        tier.delete_layout(NAMESPACE, JOB_UID, first)
+        assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == {second}
+
+    def test_references_keep_the_objects_of_a_deleted_checkpoint(
+        self, tmp_path: Path, tier: ObjectTier, objects: ObjectStore
+    ) -> None:
+        for step in (1, 2):
+            put_step(tmp_path, tier, step, needs={} if step == 1 else {checkpoint(1): 10})
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))
+        assert tier.list_manifests(NAMESPACE, JOB_UID) == (checkpoint(2),)
+        assert len(shards_of(objects, 1)) == 1
+        assert sweep(tier) == frozenset(), "the second checkpoint needs the shard"
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(2))
+        assert shards_of(objects, 2) == []
+        assert sweep(tier) == {checkpoint(1)}
+        kept = [item.key.rsplit("/", 2)[1] for item in everything(objects, "")]
+        assert kept == ["layouts"]
+
+    def test_a_sweep_leaves_young_and_uploading_checkpoints(
+        self, tmp_path: Path, tier: ObjectTier, objects: ObjectStore
+    ) -> None:
+        with write_shard(tmp_path, shard_header(10, step=1), b"x" * 10) as reader:
+            tier.upload_shard(NAMESPACE, reader)
+        quiet, one = timedelta(hours=1), checkpoint(1)
+        job = NAMESPACE, JOB_UID, RestartRound(1)
+        assert tier.sweep(*job, quiet, tuple) == frozenset()
+        assert tier.sweep(*job, timedelta(0), lambda: {one}) == frozenset()
+        assert len(shards_of(objects, 1)) == 1
+        assert tier.sweep(*job, timedelta(0), tuple) == {one}
+        assert everything(objects, "") == []
+
+    def test_a_commit_without_its_base_is_refused_until_nothing_needs_it(
+        self, tmp_path: Path, tier: ObjectTier
+    ) -> None:
+        document = layout()
+        _, record = shard_file(shard_header(10, step=2), b"x" * 10)
+        own = manifest([record], layout_document=document)
+        needs = References(own.checkpoint, {checkpoint(1): 10})
+        assert not commit(tier, NAMESPACE, own, document, needs, {checkpoint(1)})
+        assert tier.list_manifests(NAMESPACE, JOB_UID) == ()
+        nothing = References(own.checkpoint, {})
+        assert commit(tier, NAMESPACE, own, document, nothing, set())
+        assert commit(tier, NAMESPACE, own, document, needs, {checkpoint(1)}), "it is committed"
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda tier: tier.list_manifests("../other", JOB_UID),
+            lambda tier: tier.get_manifest("team-a", "../../x", checkpoint(1)),
+            lambda tier: tier.get_layout("team-a", JOB_UID, "b3:../../../x"),
+        ],
+        ids=["namespace", "job uid", "digest"],
+    )
+    def test_names_that_would_leave_the_prefix_are_refused(
+        self, tier: ObjectTier, call: Callable[[ObjectTier], object]
+    ) -> None:
+        with pytest.raises(FormatError):
+            call(tier)
+
+
+def put_step(folder: Path, tier: ObjectTier, step: int, needs: dict[CheckpointId, int]) -> None:
+    """Store a checkpoint of one rank whose references name these checkpoints."""
+    document = layout()
+    with write_shard(folder, shard_header(10, step=step), b"x" * 10) as reader:
+        tier.upload_shard(NAMESPACE, reader)
+        own = manifest([reader.record], layout_document=document)
+    assert commit(tier, NAMESPACE, own, document, References(own.checkpoint, needs), set(needs))
+
+
+def shards_of(objects: ObjectStore, step: int) -> list[str]:
+    return [item.key for item in everything(objects, "") if f"/shards/s{step:012d}/" in item.key]
+
+
+def sweep(tier: ObjectTier) -> frozenset[CheckpointId]:
+    return tier.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(0), tuple)
