@@ -9,8 +9,10 @@ import os
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.object_store.killed import kill_in_upload
@@ -39,7 +41,10 @@ from holdfast_core.shards.pack import pack_index
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.store.s3.client import CHECKSUM_HEADER, S3Client, S3Request, encode_crc
 from holdfast_core.store.s3.parts import MAX_HELD_BYTES
+from holdfast_core.store.s3.retry import Retrier
+from holdfast_core.store.s3.upload import Transport, Upload
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.store.upload.compressed import CompressedPack
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
@@ -136,6 +141,44 @@ def test_what_waits_for_the_store_is_bounded(
     assert 32 * MIB < peak < MAX_HELD_BYTES + 4 * MIB
     gang.assert_comes_back(1, 0)
     gang.tier.close()
+
+
+class Lingering(ThreadPoolExecutor):
+    """Workers that refer to each call and its result for ever, as one does until it gets the processor."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.calls: list[object] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(fn, *args, **kwargs)
+        self.calls.append((fn, args, kwargs, future))
+        return future
+
+
+@pytest.mark.parametrize("vanishes", [False, True], ids=["made once", "made again"])
+def test_the_bytes_of_a_part_that_was_sent_are_free_before_the_next_is_made(
+    gang: Compressing, server: StoreServer, store: StoreConfig, vanishes: bool
+) -> None:
+    """Also while the threads that sent them have not returned yet."""
+    gang.write(1, payload(96 * MIB))
+    reader = gang.readers[1, 0]
+    key, client = key_of(store, gang.ref(1, 0)), S3Client(four_at_once(store), server.credentials)
+
+    def abort(before: int) -> None:
+        for pending in client.list_uploads(key)[0] if vanishes and not before else ():
+            client.abort_upload(key, pending.upload_id)
+
+    with Lingering() as workers:
+        transport = Transport(client, Retrier(), workers, four_wait(abort))
+        source = CompressedPack(reader, gang.alone(1, 0), bytes([WIDTH] * 384))
+        with memory() as held:
+            Upload(transport, key, source).run()
+            _, peak = held()
+    client.close()
+    assert len(workers.calls) > 12
+    assert 32 * MIB < peak < MAX_HELD_BYTES + 4 * MIB
+    gang.assert_comes_back(1, 0)
 
 
 def test_an_upload_that_failed_holds_nothing(

@@ -45,6 +45,26 @@ class Source:
             raise CorruptionError("the source is damaged")
 
 
+@dataclass(frozen=True)
+class Overtaken:
+    """An ObjectSource that calls `meanwhile` while its part is made."""
+
+    data: bytes
+    meanwhile: Callable[[], object]
+    made_while_sent: bool = True
+
+    @property
+    def size_limit(self) -> int:
+        return len(self.data)
+
+    def parts(self, part_bytes: int) -> Iterator[Part]:
+        self.meanwhile()
+        yield from Document(self.data).parts(part_bytes)
+
+    def verify(self) -> None:
+        """Do nothing."""
+
+
 class ObjectStoreContract:
     """Tests of an ObjectStore.
 
@@ -88,6 +108,17 @@ class ObjectStoreContract:
         assert everything(objects, "a/") == []
         objects.write("a/one", Source(payload(size), made_while_sent))
         assert objects.get("a/one") == payload(size)
+
+    def test_an_object_that_another_writer_makes_meanwhile_is_compared(
+        self, objects: ObjectStore
+    ) -> None:
+        """The other writer is faster after this one has found that the key is free."""
+        same, other = Document(payload(1000)), Document(payload(1000, seed=1))
+        objects.write("a/one", Overtaken(same.data, lambda: objects.write("a/one", same)))
+        assert objects.get("a/one") == same.data
+        with pytest.raises(AlreadyExistsError):
+            objects.write("a/two", Overtaken(same.data, lambda: objects.write("a/two", other)))
+        assert objects.get("a/two") == other.data
 
     def test_a_damaged_object_is_replaced_or_kept_but_never_mixed(
         self, objects: ObjectStore
