@@ -25,7 +25,7 @@ from holdfast_core.messages.schema import (
     RestorePoint,
     Suspect,
 )
-from holdfast_core.tiers.base import ObjectTier
+from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
