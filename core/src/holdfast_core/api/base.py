@@ -103,10 +103,12 @@ def merge_patch(model: ApiModel) -> dict[str, Any]:
 def _within_patch(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _within_patch(item) for name, item in value.items()}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+    return _without_none(value)
 
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_none(item) for name, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_none(item) for item in value]
+    return value  # also a list of numbers, such as the members of a large gang
