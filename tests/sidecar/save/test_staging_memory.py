@@ -21,7 +21,7 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
-from holdfast_core.messages.schema import RankBuffered, Refusal, Stage
+from holdfast_core.messages.schema import RankBuffered, Refusal, Stage, Staged
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.shards.record import ShardHeader, ShardRecord
@@ -540,3 +540,18 @@ async def test_a_repeated_save_that_is_sent_again_has_the_result_of_the_first_re
         world.node.let(1)
         await asyncio.gather(*requests)
         await world.until(lambda: world.slots() == [FREE, FREE])
+
+
+async def test_a_repeated_save_that_is_sent_again_is_owned_once_when_the_first_save_fails(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, 2) as world:
+        world.node.fails.add(1)
+        await world.save(0, 1)
+        stage = world.fill(1, 1)
+        requests = [
+            asyncio.create_task(world.stager.stage(lambda: world.state, stage)) for _ in range(2)
+        ]
+        await asyncio.sleep(0)  # both wait for the first save
+        world.node.let(1)
+        assert await asyncio.gather(*requests) == [Staged(Step(1)), Staged(Step(1))]

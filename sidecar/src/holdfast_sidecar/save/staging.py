@@ -193,6 +193,10 @@ class Stager:
         if await self._repeated.compare(lambda: _fenced(current(), message), message):
             return Staged(message.step)
         state = _fenced(current(), message)
+        if self._is_owned(
+            message
+        ):  # the same request, sent again after a reconnect, did not wait longer
+            return Staged(message.step)
         slot = SlotFile.open(self._settings.slots_dir, message.slot)
         try:
             check_slot(slot.header(), message, SlotState.FULL)
