@@ -91,15 +91,19 @@ class Fetcher:
 
         async def from_member(member: Member) -> Manifest:
             answer = await self._request_documents(member, job_uid, checkpoint)
+            document = answer.manifest.encode()
+            manifest = self._accept(document, point, checkpoint)
             layout = None if answer.layout is None else answer.layout.encode()
-            return await self._accept_and_store(answer.manifest.encode(), layout, point, checkpoint)
+            await self._store_documents(manifest, document, layout)
+            return manifest
 
         async def from_store(store: ObjectTier) -> Manifest:
             fetch, namespace = self._pools.fetch.run, self._pod.namespace_of(point)
             document = await fetch(store.get_manifest, namespace, job_uid, checkpoint)
-            digest = self._accept(document, point, checkpoint).layout
-            layout = await fetch(store.get_layout, namespace, job_uid, digest)
-            return await self._accept_and_store(document, layout, point, checkpoint)
+            manifest = self._accept(document, point, checkpoint)
+            layout = await fetch(store.get_layout, namespace, job_uid, manifest.layout)
+            await self._store_documents(manifest, document, layout)
+            return manifest
 
         return await self._from_elsewhere("manifest", source_errors, from_member, from_store)
 
@@ -170,19 +174,15 @@ class Fetcher:
             document, self._pod.job_uid_of(point), checkpoint, namespace=namespace
         )
 
-    async def _accept_and_store(
-        self, document: bytes, layout: bytes | None, point: RestorePoint, checkpoint: CheckpointId
-    ) -> Manifest:
-        """Check a manifest, write it and its layout to the node tier, and return it.
-
-        Raises CorruptionError as `_accept` does, and HoldfastError if this node cannot store it.
-        """
-        manifest = self._accept(document, point, checkpoint)
+    async def _store_documents(
+        self, manifest: Manifest, document: bytes, layout: bytes | None
+    ) -> None:
+        """Write a manifest to the node tier, and its layout if that is the one which it names."""
         if layout is not None and digest_of(layout) == manifest.layout:
             await self._pools.meta.run(self._node.put_layout, layout)
-        job_uid = self._pod.job_uid_of(point)
-        await self._pools.meta.run(self._node.put_manifest, job_uid, checkpoint, document)
-        return manifest
+        await self._pools.meta.run(
+            self._node.put_manifest, manifest.job.uid, manifest.checkpoint, document
+        )
 
     # ------------------------------------------------------------------ shards
 
