@@ -203,13 +203,13 @@ BAD_STORES: dict[str, tuple[dict[str, Any], dict[str, str] | None, str, tuple[st
         {},
         {"accessKey": MINIO_USER, "secretKey": "not-the-secret-key"},
         "AccessDenied",
-        ("SignatureDoesNotMatch", "the secret key is not the one of this access key"),
+        ("SignatureDoesNotMatch", "the secret key does not belong to this access key"),
     ),
     "access-key-wrong": (
         {},
         {"accessKey": "nobody-at-all", "secretKey": MINIO_PASSWORD},
         "AccessDenied",
-        ("InvalidAccessKeyId", "the store does not know this access key"),
+        ("InvalidAccessKeyId", "the store has no such access key"),
     ),
     "bucket-missing": (
         {"bucket": "no-such-bucket"},

@@ -163,7 +163,7 @@ def test_a_circle_of_references_is_refused() -> None:
     for pack in packs:
         for chunk in range(len(pack.places)):
             pack.places[chunk] = 1
-    with pytest.raises(CorruptionError, match="no end of references"):
+    with pytest.raises(CorruptionError, match="expected no second reference"):
         store.restore(step.trailers[0].record.ref)
 
 

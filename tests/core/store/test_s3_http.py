@@ -190,7 +190,7 @@ def silence(connection: socket.socket) -> None:
     ("script", "text"),
     [
         (nothing, "without response"),
-        (silence, "no answer in time"),
+        (silence, "no reply in time"),
         (reply(b"SSH-2.0-OpenSSH_9\r\n"), "status line of the reply is not of HTTP"),
         (reply(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort"), "after 5 of 9 bytes"),
         (reply(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab"), "reading"),

@@ -61,11 +61,15 @@ def test_a_good_store(server: StoreServer, store: StoreConfig) -> None:
 @pytest.mark.parametrize(
     ("keys", "code", "advice"),
     [
-        (Keys(ACCESS_KEY, "not-the-secret"), "SignatureDoesNotMatch", "the secret key is not"),
+        (
+            Keys(ACCESS_KEY, "not-the-secret"),
+            "SignatureDoesNotMatch",
+            "the secret key does not belong",
+        ),
         (
             Keys("nobody", "not-the-secret"),
             "InvalidAccessKeyId|XAdminUserNotFound",
-            "does not know this access key",
+            "has no such access key",
         ),
     ],
     ids=["wrong-secret", "unknown-key"],
@@ -131,7 +135,7 @@ PUT, GET, HEAD = on("PUT", query=""), on("GET", query=""), on("HEAD")
     ("matches", "action", "reason", "text"),
     [
         (PUT, Answer(503, "SlowDown"), ProbeReason.UNREACHABLE, "SlowDown"),
-        (PUT, Hang(), ProbeReason.UNREACHABLE, "no answer in time"),
+        (PUT, Hang(), ProbeReason.UNREACHABLE, "no reply in time"),
         (PUT, LoseReply(), ProbeReason.UNREACHABLE, "PUT"),
         (PUT, Answer(507, "XMinioStorageFull"), ProbeReason.STORAGE_FULL, "XMinioStorageFull"),
         (

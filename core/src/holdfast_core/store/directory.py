@@ -76,7 +76,9 @@ class DirectoryObjectStore:
                 written = _write(fd, parts)
                 if _info(temp) != written:
                     source.verify()
-                    raise UnavailableError(f"{temp}: reads back with other bytes than were written")
+                    raise UnavailableError(
+                        f"{temp}: the bytes that were read back differ from those that were written"
+                    )
                 if replace:
                     self._replace(temp, path)
                 else:
@@ -118,7 +120,9 @@ class DirectoryObjectStore:
         except FileExistsError:
             # Another process has made the file meanwhile.
             if not self._is_stored(path, written):
-                raise UnavailableError(f"{path}: was made and removed meanwhile") from None
+                raise UnavailableError(
+                    f"{path}: another process created and removed the file during the write"
+                ) from None
             return
         temp.unlink()
         fsync_directory(path.parent)

@@ -172,7 +172,7 @@ def _judge(features: StoreFeatures, where: str, leftovers: str) -> ProbeReport:
         (
             features.range_get,
             ProbeReason.RANGE_GET_UNSUPPORTED,
-            "does not answer a ranged GET with 206 and these bytes",
+            "does not reply to a ranged GET with 206 and the requested bytes",
         ),
     )
     for there, reason, text in lacking:
@@ -185,7 +185,7 @@ def _judge(features: StoreFeatures, where: str, leftovers: str) -> ProbeReport:
             "Holdfast alone"
         )
     if leftovers:
-        message += f"; but deleting does not work, so retention cannot: {leftovers}"
+        message += f"; but deletes fail, so retention cannot work: {leftovers}"
     return ProbeReport(True, ProbeReason.AVAILABLE, message, features)
 
 
@@ -212,7 +212,8 @@ def _refusal(failure: S3Failure) -> _RefusedError:
         return _RefusedError(ProbeReason.BUCKET_NOT_FOUND, text)
     if not failure.code and failure.status not in (429, 500, 502, 503, 504, 507):
         return _RefusedError(
-            ProbeReason.NOT_S3, f"{text}; the answer is not S3's: check the endpoint and its port"
+            ProbeReason.NOT_S3,
+            (f"{text}; the reply is not one of S3: check the endpoint and its port"),
         )
     return _RefusedError(_reason_of(error), text)
 
@@ -269,8 +270,10 @@ class _Session:
         if "etag" not in reply.headers or (found.failure is not None and not found.failure.code):
             raise _RefusedError(
                 ProbeReason.NOT_S3,
-                f"{self._where('PUT')}: answered {reply.status} but not as S3 does; check the "
-                "endpoint and its port",
+                (
+                    f"{self._where('PUT')}: the reply has status {reply.status} but is not one of S3; "
+                    "check the endpoint and its port"
+                ),
             )
         if found.failure is not None and found.failure.status == 403:
             raise _refusal(found.failure)

@@ -56,7 +56,7 @@ def fill_decoded(
                 bad.append(position)
                 break
             _LOG.warning(
-                "%s: bytes from %d on: %s; reading them once more",
+                "%s: bytes from %d on: %s; reading them again",
                 source.describe(),
                 offset + start,
                 why,
@@ -78,4 +78,4 @@ def _wrong(
         decoder.decode(stored, width, place)
     except CorruptionError as error:
         return str(error)
-    return "" if is_good(position, place) else "not what the chunk table says"
+    return "" if is_good(position, place) else "the chunk does not match the chunk table"

@@ -203,11 +203,11 @@ class StoredShardReader:
             if source.key == self._source.key:
                 raise
             raise CorruptionError(
-                f"{self._source.describe()}: stores chunks elsewhere: {error}"
+                f"{self._source.describe()}: its chunks are stored in other objects: {error}"
             ) from error
         if bad:
             raise CorruptionError(
-                f"{source.describe()}: chunks {bad[:8]} are not what its chunk table says, at {READS} "
+                f"{source.describe()}: chunks {bad[:8]} do not match its chunk table at {READS} "
                 "reads"
             )
 
@@ -222,7 +222,7 @@ class StoredShardReader:
             again, bad = bad, []
             for chunk in again:
                 # A bit may have flipped in transit.
-                _LOG.warning("%s: reading chunk %s once more", source.describe(), chunk)
+                _LOG.warning("%s: reading chunk %s again", source.describe(), chunk)
                 start = (chunk - extent.chunks.start) * size
                 place = view[start : start + size]
                 source.fill(extent.offset + start, place)

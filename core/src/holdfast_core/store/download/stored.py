@@ -142,7 +142,7 @@ class StoredShards:
             other = None if packed else self._store.size(key)
             if other is None:
                 raise
-            _LOG.warning("%s: taking the pack %s instead: %s", self._key_of(ref, False), key, error)
+            _LOG.warning("%s: using the pack %s instead: %s", self._key_of(ref, False), key, error)
             return self._read(ref, other, tail_bytes, packed=True)
 
     def _look(self, ref: ShardRef, sure: bool) -> tuple[bool, int]:
@@ -164,7 +164,7 @@ class StoredShards:
             try:
                 return _read_end(source, ref, size_bytes, likely, packed=packed)
             except CorruptionError as error:
-                _LOG.warning("%s: reading its end once more: %s", source.describe(), error)
+                _LOG.warning("%s: reading its end again: %s", source.describe(), error)
         return _read_end(source, ref, size_bytes, likely, packed=packed)
 
 
@@ -264,7 +264,8 @@ class ShardPlaces:
         step = self._own.trailer.record.checkpoint
         if ref.checkpoint != step or source.checkpoint == step:
             raise CorruptionError(
-                f"{self._own.key}: no end of references: {ref} refers on to {source}"
+                f"{self._own.key}: expected no second reference, found that {ref} refers to "
+                f"{source}"
             )
 
 
@@ -286,7 +287,7 @@ def _read_end(
     length = length_of(tail[-FOOTER.size :])
     if length > size_bytes:
         raise CorruptionError(
-            f"{source.describe()}: {length} bytes at its end, it has {size_bytes}"
+            f"{source.describe()}: {length} bytes at its end, but the object has {size_bytes}"
         )
     if length > len(tail):
         tail = source.last_bytes(length, size_bytes)
@@ -296,8 +297,8 @@ def _read_end(
     check_ref(trailer.record, ref)
     if index is None and trailer.record.file_bytes != size_bytes:
         raise CorruptionError(
-            f"{source.describe()}: has {size_bytes} bytes, its trailer means "
-            f"{trailer.record.file_bytes}"
+            f"{source.describe()}: has {size_bytes} bytes, expected {trailer.record.file_bytes} "
+            "according to its trailer"
         )
     return StoredShard(source.key, trailer, length, index)
 

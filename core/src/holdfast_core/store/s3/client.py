@@ -366,8 +366,8 @@ class S3Client:
         if root is None or local_name(root) != expected:
             raise TierError(
                 f"{self.describe(request)}: expected a {expected} document, found "
-                f"{self.shown(reply.body[:1000].decode('utf-8', 'replace'))[:80]!r}; is this an S3 "
-                "endpoint?"
+                f"{self.shown(reply.body[:1000].decode('utf-8', 'replace'))[:80]!r}; check that "
+                "this is an S3 endpoint"
             )
         return root
 

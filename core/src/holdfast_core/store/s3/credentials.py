@@ -104,8 +104,8 @@ class FileCredentials:
                     return keys
             raise ConfigError(
                 f"credentials in {self._directory}: expected files {ACCESS_KEY_FILE} and "
-                f"{SECRET_KEY_FILE} with one key each, found {self._describe()}; "
-                "check the Secret that the store names"
+                f"{SECRET_KEY_FILE} with one key each, found {self._describe()}; check the Secret "
+                "of the CheckpointStore"
             )
 
     def _signature(self) -> _Signature:
@@ -139,7 +139,7 @@ class FileCredentials:
             # The HTTP library would refuse such a header with an error message that contains the key.
             raise ConfigError(
                 f"credentials file {self._directory / name}: expected one key of printable ASCII "
-                "characters without spaces; check the Secret that the store names"
+                "characters without spaces; check the Secret of the CheckpointStore"
             )
         return text
 

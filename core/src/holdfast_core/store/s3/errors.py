@@ -117,9 +117,9 @@ def advice_on_denial(code: str) -> str:
     """Return what an operator should check if the store refused the credentials with this Code."""
     match code:
         case "SignatureDoesNotMatch":
-            return "the secret key is not the one of this access key"
+            return "the secret key does not belong to this access key"
         case "InvalidAccessKeyId" | "XAdminUserNotFound":
-            return "the store does not know this access key"
+            return "the store has no such access key"
         case "ExpiredToken" | "InvalidToken":
             return "the session token is no longer valid"
         case "RequestTimeTooSkewed":

@@ -249,9 +249,8 @@ class HttpPool:
             ) from error
         except TimeoutError as error:
             raise UnavailableError(
-                f"{doing} at {self.name}: no answer in time "
-                f"(connect {self._timeouts.connect_seconds:g} s, "
-                f"silence {self._timeouts.idle_seconds:g} s)"
+                f"{doing} at {self.name}: no reply in time (connect "
+                f"{self._timeouts.connect_seconds:g} s, silence {self._timeouts.idle_seconds:g} s)"
             ) from error
         except http.client.RemoteDisconnected as error:
             raise UnavailableError(f"{doing} at {self.name}: {error}") from error

@@ -97,7 +97,7 @@ class Retrier:
             found = operation()
             left -= 1
             if found is None and left > 0:
-                raise UnavailableError(f"{what}: not there at {looks - left} look(s)")
+                raise UnavailableError(f"{what}: no such object at {looks - left} look(s)")
             return found
 
         return self.call(what, once)

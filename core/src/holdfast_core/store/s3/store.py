@@ -95,7 +95,7 @@ class S3ObjectStore:
         """
         document = self._retrier.look(f"get of {key}", lambda: self._get(key))
         if document is None:
-            raise NotFoundError(f"{self._client.describe(S3Request('GET', key))}: not there")
+            raise NotFoundError(f"{self._client.describe(S3Request('GET', key))}: no such object")
         return document
 
     def _get(self, key: str) -> bytes | None:
@@ -142,7 +142,9 @@ class S3ObjectStore:
         """
         filled = 0
         if stopped is not None and stopped.is_set():
-            raise StoppedError(f"download of {key}: no more bytes are needed")
+            raise StoppedError(
+                f"download of {key}: the download ended before its last byte was needed"
+            )
         try:
             with self._client.stream_range(key, start, start + len(buffer)) as reply:
                 while filled < len(buffer):

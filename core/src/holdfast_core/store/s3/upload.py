@@ -111,7 +111,9 @@ class Upload:
                 return
             except UploadLostError as error:
                 lost = str(error)  # The error's traceback would keep the bytes of parts in memory.
-        raise UnavailableError(f"upload of {self._key}: {_RESTARTS} uploads vanished: {lost}")
+        raise UnavailableError(
+            f"upload of {self._key}: {_RESTARTS} uploads disappeared in the store: {lost}"
+        )
 
     def _attempt(self) -> None:
         parts = self._source.parts(self._sizes.part_bytes)
@@ -150,7 +152,7 @@ class Upload:
                 self._raise_failure(reply)
             elif not self._is_stored(expected):
                 raise UnavailableError(
-                    f"{reply.failure.request}: {reply.failure.text}; yet nothing is there"
+                    f"{reply.failure.request}: {reply.failure.text}; but no such object exists"
                 )
 
         self._retrier.call(f"upload of {self._key}", attempt)
@@ -201,7 +203,7 @@ class Upload:
         except TierError as error:
             if error.retryable:
                 raise
-            _LOG.info("unfinished uploads of %s are not looked for: %s", self._key, error)
+            _LOG.info("listing the unfinished uploads of %s failed: %s", self._key, error)
             return {}
 
     def _parts_of(self, upload_id: str) -> tuple[UploadedPart, ...] | None:
@@ -355,7 +357,9 @@ class Upload:
                     return False
                 if failure.is_absent and failure.code != "NoSuchBucket":
                     raise UploadLostError(f"{failure.request}: {failure.text}")
-                raise UnavailableError(f"{failure.request}: {failure.text}; yet nothing is there")
+                raise UnavailableError(
+                    f"{failure.request}: {failure.text}; but no such object exists"
+                )
             if failure.is_bad_bytes or failure.code in _PART_CODES:
                 # The stored parts differ from the store's list of them, so the upload is abandoned.
                 self._source.verify()
@@ -409,11 +413,13 @@ class Upload:
         if found == expected:
             return
         if found is None:
-            raise UnavailableError(f"{self._described()}: not there right after it was written")
+            raise UnavailableError(
+                f"{self._described()}: no such object right after it was written"
+            )
         if found.crc32c is None and found.size_bytes == expected.size_bytes:
             raise TierError(
-                f"{self._described()}: the store kept no CRC32C of the whole object; it cannot hold "
-                "shards safely"
+                f"{self._described()}: the store has no CRC32C of the whole object; it cannot "
+                "store shards safely"
             )
         raise UnavailableError(
             f"{self._described()}: expected {expected.size_bytes} bytes with CRC32C "
@@ -428,7 +434,11 @@ class Upload:
             self._client.abort_upload(self._key, upload_id)
         except HoldfastError as error:
             # The error that ended the upload is more important. abort_stale aborts this one later.
-            _LOG.warning("unfinished upload of %s stays in the store: %s", self._key, error)
+            _LOG.warning(
+                "aborting the unfinished upload of %s failed, so it remains in the store: %s",
+                self._key,
+                error,
+            )
 
 
 class _WaitingPart:
