@@ -170,7 +170,7 @@ class Checkpoint(ApiObject):
     PLURAL: ClassVar[str] = "checkpoints"
     SHORT_NAME: ClassVar[str] = "ckpt"
     FINALIZER: ClassVar[str] = "holdfast.dev/delete-data"
-    """Keeps an object with deletionPolicy DeleteData until its data is deleted."""
+    """Finalizer that keeps an object with deletionPolicy DeleteData until its data is deleted."""
 
     api_version: Literal["holdfast.dev/v1alpha1"] = "holdfast.dev/v1alpha1"
     kind: Literal["Checkpoint"] = "Checkpoint"
@@ -179,12 +179,12 @@ class Checkpoint(ApiObject):
 
     @property
     def job(self) -> str:
-        """Name of the job that saved it, or that the request to save is for."""
+        """Return the name of the job that saved it, or that is asked to save."""
         return self.spec.job_ref.name
 
     @property
     def id(self) -> CheckpointId | None:
-        """Step and round of the commit; None: a request to save that no commit has fulfilled yet."""
+        """Return step and round of the commit, or None for a request to save without a commit yet."""
         if self.spec.step is None or self.status.round is None:
             return None
         return CheckpointId(self.spec.step, self.status.round)
@@ -199,5 +199,5 @@ class Checkpoint(ApiObject):
 
     @property
     def deletes_data(self) -> bool:
-        """True: the data is deleted with the object, unless a user has pinned it."""
+        """Return whether the data is deleted with the object. The data of a pinned checkpoint stays."""
         return self.spec.deletion_policy is DeletionPolicy.DELETE_DATA and not self.spec.pin

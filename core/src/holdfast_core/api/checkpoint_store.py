@@ -175,7 +175,7 @@ class CheckpointStore(ApiObject):
 
     @property
     def available(self) -> bool | None:
-        """Result of the newest probe; None: the store was not probed yet."""
+        """Return the result of the newest probe, or None if the store was not probed yet."""
         found = self.status.condition(StoreCondition.AVAILABLE)
         if found is None or found.status is ConditionStatus.UNKNOWN:
             return None

@@ -23,7 +23,7 @@ class ObjectMeta(ApiModel):
     resource_version: str = ""
     generation: int = 0
     creation_timestamp: Timestamp = _NEVER
-    """1970 in an object that the API server has not stored."""
+    """It is 1970 in an object that the API server has not stored."""
     deletion_timestamp: Timestamp | None = None
     labels: dict[str, str] | None = None
     annotations: dict[str, str] | None = None
@@ -32,7 +32,7 @@ class ObjectMeta(ApiModel):
 
 
 class ApiObject(ApiModel):
-    """What the kinds have in common: metadata, and short names for the parts of it that rules read."""
+    """Base of the kinds: metadata, and short names for the parts of it that rules read."""
 
     metadata: ObjectMeta = ObjectMeta()
 

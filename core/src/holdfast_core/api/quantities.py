@@ -80,9 +80,9 @@ def _checked(parse: Callable[[str], object]) -> AfterValidator:
 
 
 QUANTITY = _checked(parse_quantity_bytes)
-"""Refuses text that `parse_quantity_bytes` cannot read. The model keeps the text as the user wrote it."""
+"""Validator that refuses text which `parse_quantity_bytes` cannot read. The model keeps the user's text."""
 DURATION = _checked(parse_duration)
-"""Refuses text that `parse_duration` cannot read. The model keeps the text as the user wrote it."""
+"""Validator that refuses text which `parse_duration` cannot read. The model keeps the user's text."""
 
 
 def quantity_rule(field: str, example: str) -> dict[str, Any]:

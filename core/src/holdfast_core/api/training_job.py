@@ -240,17 +240,17 @@ class TrainingJobSpec(ApiModel):
 
     @property
     def peer(self) -> PeerTierSpec:
-        """Copies of a shard on other workers, with the default for an absent `checkpoint.peer`."""
+        """Return `checkpoint.peer`, or its default: one copy if there is another worker."""
         return self.checkpoint.peer or PeerTierSpec(copies=1 if self.workers > 1 else 0)
 
     @property
     def store(self) -> str | None:
-        """Name of the CheckpointStore; None: the job has no object tier."""
+        """Return the name of the CheckpointStore, or None if the job has no object tier."""
         return None if self.checkpoint.object is None else self.checkpoint.object.store_ref.name
 
     @property
     def source_checkpoint(self) -> str | None:
-        """Name of the Checkpoint that restoreFrom names; None: the job starts from the beginning."""
+        """Return the name of the Checkpoint in restoreFrom, or None if the job starts without one."""
         return None if self.restore_from is None else self.restore_from.checkpoint_ref.name
 
 

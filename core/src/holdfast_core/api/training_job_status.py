@@ -103,7 +103,7 @@ class RestorePointStatus(ApiModel):
 
     @property
     def id(self) -> CheckpointId | None:
-        """Step and round to restore; None: from the beginning."""
+        """Return step and round to restore, or None if the round starts without a checkpoint."""
         if self.step is None or self.round is None:
             return None
         return CheckpointId(self.step, self.round)
@@ -260,7 +260,7 @@ class RestartRecord(ApiModel):
 
     @property
     def failed_from(self) -> CheckpointId | None:
-        """Checkpoint that the failed round had restored; None: its ranks had finished a step."""
+        """Return the checkpoint from which the ranks failed, or None if they had finished a step."""
         if self.failed_step is None or self.failed_round is None:
             return None
         return CheckpointId(self.failed_step, self.failed_round)

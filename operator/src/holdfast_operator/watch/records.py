@@ -1,7 +1,7 @@
-"""The records that the reflectors keep of each object: frozen, compared by value.
+"""The records that the reflectors keep of pods and leases: frozen, compared by value.
 
-An event that leaves the record equal is ignored. watch.views parses our kinds and pods; this module adds
-the fields by which the caches look objects up.
+An event that leaves the record equal is ignored. Objects of our own kinds are kept as core.api parses them.
+watch.views parses pods and nodes; this module adds the fields by which the caches look pods up.
 """
 
 from __future__ import annotations
