@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from tests.integration.object_store.test_packs import key_of, objects
 from tests.support.servers.hostile_s3 import (
     CutReply,
     FlipReply,
@@ -18,7 +17,7 @@ from tests.support.servers.hostile_s3 import (
 )
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import payload, weights
-from tests.support.shards.replicas import NAMESPACE, WIDTH, Compressing
+from tests.support.shards.replicas import NAMESPACE, WIDTH, Compressing, key_of, stored_objects
 from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
@@ -60,7 +59,7 @@ def test_a_shard_comes_back(
 ) -> None:
     gang.write(1, weights(size))
     stored = gang.compress(1, 0)
-    assert objects(server, store) == {
+    assert stored_objects(server, store) == {
         key_of(store, gang.ref(1, 0)).rsplit("/", 1)[-1]: stored.stored_bytes
         + len(pack_index(stored))
     }

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from tests.integration.object_store.killed import kill_in_upload
-from tests.integration.object_store.test_packs import key_of, objects
 from tests.support.servers.hostile_s3 import (
     Answer,
     FlipRequest,
@@ -28,7 +27,7 @@ from tests.support.servers.hostile_s3 import (
 )
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import payload, weights
-from tests.support.shards.replicas import NAMESPACE, WIDTH, Compressing
+from tests.support.shards.replicas import NAMESPACE, WIDTH, Compressing, key_of, stored_objects
 from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.stores import s3_tier
 
@@ -79,7 +78,7 @@ def test_bytes_that_went_bad_on_the_node_are_not_stored(
     flip_bit(Path(os.readlink(f"/proc/self/fd/{reader.fd}")), 4096 + 22 * MIB)
     with pytest.raises(CorruptionError, match="chunk 88"):
         gang.compress(1, 0)
-    assert objects(server, store) == {}
+    assert stored_objects(server, store) == {}
     client = S3Client(store, server.credentials)
     assert client.list_uploads(key_of(store, gang.ref(1, 0)))[0] == ()
 

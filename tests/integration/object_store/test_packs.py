@@ -13,14 +13,13 @@ from tests.integration.object_store.killed import kill_in_upload
 from tests.support.servers.hostile_s3 import FreezeRequest, HostileProxy, on
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import JOB_UID, payload
-from tests.support.shards.replicas import NAMESPACE, Replicas
+from tests.support.shards.replicas import NAMESPACE, Replicas, key_of, stored_objects
 from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
-from holdfast_core.format import keys
-from holdfast_core.ids import CheckpointId, Rank, ShardRef
+from holdfast_core.ids import CheckpointId, Rank
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.pack import pack_index
 from holdfast_core.shards.pack_plan import plan_pack, shared_with
@@ -39,20 +38,11 @@ def replicas(tmp_path: Path, tier: ObjectTier) -> Iterator[Replicas]:
     gang.close()
 
 
-def key_of(store: StoreConfig, ref: ShardRef) -> str:
-    return f"{store.prefix}/{NAMESPACE}/{JOB_UID}/{keys.pack_key(ref)}"
-
-
 def go_bad(server: StoreServer, key: str, tmp_path: Path) -> None:
     """A bit of an object flips."""
     server.admin().fget_object(server.bucket, key, str(tmp_path / "bad"))
     flip_bit(tmp_path / "bad", 1000)
     server.admin().fput_object(server.bucket, key, str(tmp_path / "bad"))
-
-
-def objects(server: StoreServer, store: StoreConfig) -> dict[str, int]:
-    listed = server.admin().list_objects(server.bucket, prefix=store.prefix, recursive=True)
-    return {str(item.object_name).rsplit("/", 1)[-1]: int(item.size or 0) for item in listed}
 
 
 def test_replicas_store_the_common_part_once_and_each_comes_back(
@@ -63,7 +53,7 @@ def test_replicas_store_the_common_part_once_and_each_comes_back(
     replicas.write(1, *(common + bytes([rank]) * 1001 for rank in range(3)))
     sizes = [replicas.upload(1, rank) for rank in range(3)]
     assert sum(sizes) < 1.05 * len(common)
-    assert sorted(objects(server, store).values()) == sorted(sizes)
+    assert sorted(stored_objects(server, store).values()) == sorted(sizes)
     for rank in range(3):
         replicas.assert_comes_back(1, rank)
 
@@ -206,7 +196,7 @@ def test_bytes_that_went_bad_on_the_node_are_not_stored(
     flip_bit(Path(os.readlink(f"/proc/self/fd/{reader.fd}")), 4096 + 1000)
     with pytest.raises(CorruptionError, match="chunk"):
         replicas.upload(1, 0)
-    assert objects(server, store) == {}
+    assert stored_objects(server, store) == {}
 
 
 def test_an_upload_that_was_killed_goes_on(

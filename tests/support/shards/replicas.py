@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.support.shards.builders import shard_header
+from tests.support.servers.store_server import StoreServer
+from tests.support.shards.builders import JOB_UID, shard_header
 from tests.support.shards.shard_files import CopyWriters, write_shard
 
+from holdfast_core.contract import StoreConfig
+from holdfast_core.format import keys
 from holdfast_core.ids import Rank, ShardRef
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.chunks import file_span
@@ -105,3 +108,14 @@ class Compressing(Replicas):
     def put(self, step: int, rank: int, index: PackIndex) -> PackIndex:
         widths = bytes([WIDTH] * len(index.places))
         return self.tier.upload_encoded(NAMESPACE, self.readers[step, rank], index, widths)
+
+
+def key_of(store: StoreConfig, ref: ShardRef) -> str:
+    """Return the key of the shard's pack in the store."""
+    return f"{store.prefix}/{NAMESPACE}/{JOB_UID}/{keys.pack_key(ref)}"
+
+
+def stored_objects(server: StoreServer, store: StoreConfig) -> dict[str, int]:
+    """Return the sizes in bytes of all objects of the store, by the last part of their keys."""
+    listed = server.admin().list_objects(server.bucket, prefix=store.prefix, recursive=True)
+    return {str(item.object_name).rsplit("/", 1)[-1]: int(item.size or 0) for item in listed}
