@@ -193,9 +193,8 @@ class Stager:
         if await self._repeated.compare(lambda: _fenced(current(), message), message):
             return Staged(message.step)
         state = _fenced(current(), message)
-        if self._is_owned(
-            message
-        ):  # the same request, sent again after a reconnect, did not wait longer
+        if self._is_owned(message):
+            # The rank sent this Stage again after a reconnect, and the other request was served first.
             return Staged(message.step)
         slot = SlotFile.open(self._settings.slots_dir, message.slot)
         try:
