@@ -22,7 +22,6 @@ from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import CorruptionError
-from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.coding import PLAIN, Coding
 from holdfast_core.shards.pack import PackIndex, pack_index
 from holdfast_core.shards.record import CHUNK_BYTES
@@ -87,57 +86,6 @@ def test_noise_is_stored_as_it_is_and_counted(
     assert counted == [(5 * MIB, stored.stored_bytes)]
     gang.assert_comes_back(1, 0)
     tier.close()
-
-
-def test_from_the_store_to_a_node_tier(gang: Compressing, tmp_path: Path) -> None:
-    gang.write(1, weights(9 * MIB))
-    gang.compress(1, 0)
-    node = DiskNodeTier(tmp_path / "node", capacity_bytes=1 << 30)
-    node.open()
-    gang.tier.download_shard(NAMESPACE, gang.ref(1, 0), node.begin_copy)
-    with node.open_shard(gang.ref(1, 0)) as reader:
-        reader.verify()
-
-
-def test_what_is_compressed_and_what_is_not_refer_to_each_other(gang: Compressing) -> None:
-    """Ranks of one step, and steps before and after compression was asked for; frozen in front of what
-    is trained, so that references reach into the middle of objects."""
-    frozen = weights(14 * MIB)
-    ways: dict[tuple[int, int], bool] = {
-        (1, 0): True,
-        (1, 1): False,
-        (2, 0): False,
-        (2, 1): True,
-        (3, 0): True,
-        (3, 1): True,
-    }
-
-    def compressed(step: int, rank: int) -> bool:
-        index = gang.tier.stored(NAMESPACE, gang.ref(step, rank)).index
-        return index is not None and index.coding is not None
-
-    for step, base in ((1, None), (2, 1), (3, 2)):
-        trained = weights(2 * MIB + 100, seed=step)
-        gang.write(step, *(frozen + trained for _ in range(2)))
-        for rank in range(2):
-            if ways[step, rank]:
-                gang.compress(step, rank, base)
-            else:
-                assert gang.upload(step, rank, base) > 0
-    assert compressed(1, 0)
-    assert compressed(2, 1)
-    for step, rank in ways:
-        index = gang.tier.stored(NAMESPACE, gang.ref(step, rank)).index
-        assert index is not None
-        assert index.coding is None or ways[step, rank]
-        assert {(s.step, s.rank) for s in index.sources} >= {(step, 1 - rank)}
-        gang.assert_comes_back(step, rank)
-        chunks = len(index.places)
-        gang.assert_ranges_come_back(
-            step,
-            rank,
-            [range(1, 3), range(14, 35), range(50, chunks - 1), range(chunks - 1, chunks)],
-        )
 
 
 def test_a_range_of_chunks_is_a_range_of_the_object(

@@ -12,15 +12,14 @@ import pytest
 from tests.integration.object_store.killed import kill_in_upload
 from tests.support.servers.hostile_s3 import FreezeRequest, HostileProxy, on
 from tests.support.servers.store_server import StoreServer
-from tests.support.shards.builders import JOB_UID, payload
+from tests.support.shards.builders import payload
 from tests.support.shards.replicas import NAMESPACE, Replicas, key_of, stored_objects
 from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
-from holdfast_core.ids import CheckpointId, Rank
-from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.errors import CorruptionError
+from holdfast_core.ids import Rank
 from holdfast_core.shards.pack import pack_index
 from holdfast_core.shards.pack_plan import plan_pack, shared_with
 from holdfast_core.shards.record import CHUNK_BYTES
@@ -129,19 +128,6 @@ def test_a_frozen_base_is_stored_once(replicas: Replicas) -> None:
         replicas.assert_comes_back(step, 0)
 
 
-def test_from_packs_to_a_node_tier(replicas: Replicas, tmp_path: Path) -> None:
-    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
-    for rank in range(2):
-        replicas.upload(1, rank)
-    node = DiskNodeTier(tmp_path / "node", capacity_bytes=1 << 30)
-    node.open()
-    for rank in range(2):
-        ref = replicas.ref(1, rank)
-        replicas.tier.download_shard(NAMESPACE, ref, node.begin_copy)
-        with node.open_shard(ref) as reader:
-            reader.verify()
-
-
 def test_a_second_upload_sends_nothing(
     replicas: Replicas, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
@@ -150,30 +136,6 @@ def test_a_second_upload_sends_nothing(
     replicas.tier = proxied
     replicas.upload(1, 0)
     assert [seen.method for seen in proxy.requests] == ["HEAD"]
-
-
-def test_another_pack_of_the_same_shard_is_never_overwritten(replicas: Replicas) -> None:
-    """Two attempts may know different tables: the first one stays, and is as good."""
-    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
-    replicas.upload(1, 0)
-    replicas.upload(1, 1)
-    one, two = replicas.trailer(1, 0), replicas.trailer(1, 1)
-    other = plan_pack(one, [shared_with(one, [Rank(1), Rank(0)], two)], None, (), None)
-    assert other is not None
-    with pytest.raises(AlreadyExistsError):
-        replicas.tier.upload_pack(NAMESPACE, replicas.readers[1, 0], other)
-    replicas.assert_comes_back(1, 0)
-
-
-def test_a_whole_shard_is_read_before_a_pack(
-    replicas: Replicas, server: StoreServer, store: StoreConfig
-) -> None:
-    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
-    replicas.upload(1, 0)  # refers to rank 1, which never comes
-    with pytest.raises(CorruptionError, match=r"needs chunks of .*rank=1"):
-        replicas.assert_comes_back(1, 0)
-    replicas.tier.upload_shard(NAMESPACE, replicas.readers[1, 0])
-    replicas.assert_comes_back(1, 0)
 
 
 def test_bad_bytes_of_a_source_are_named(
@@ -226,12 +188,3 @@ def test_an_upload_that_was_killed_goes_on(
     assert client.list_uploads(key_of(store, reader.record.ref))[0] == ()
     replicas.upload(1, 1)
     replicas.assert_comes_back(1, 0)
-
-
-def test_nothing_is_there(tier: ObjectTier, replicas: Replicas) -> None:
-    replicas.write(1, b"x")
-    with pytest.raises(NotFoundError, match="no pack"):
-        tier.stored(NAMESPACE, replicas.ref(1, 0), sure=False)
-    missing = CheckpointId(replicas.ref(1, 0).step, replicas.ref(1, 0).round)
-    with pytest.raises(NotFoundError):
-        tier.get_references(NAMESPACE, JOB_UID, missing)
