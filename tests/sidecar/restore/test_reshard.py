@@ -122,7 +122,7 @@ def test_a_bad_copy_in_the_store_is_counted(world: World) -> None:
     world.upload(0, 1, 2, 3)
     world.put(world.members[Worker(4)], 2)
     world.spoil("store", 1)
-    with pytest.raises(NotFoundError, match=r"rank 1: object store: .*chunks \[1\] are not"):
+    with pytest.raises(NotFoundError, match=r"rank 1: object store: .*chunks \[1\] do not match"):
         world.fill()
     assert world.counted("holdfast_corruptions_detected") == {"object": 1}
 
