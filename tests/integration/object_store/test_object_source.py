@@ -130,7 +130,7 @@ def test_a_chunk_that_is_wrong_twice_is_corrupt_and_what_came_before_is_good(ben
         assert [bytes(view) for view in itertools.islice(views, 2)] == [
             bench.bytes_of(run) for run in RUNS[:2]
         ]
-        with pytest.raises(CorruptionError, match=r"chunks \[23\] are not what"):
+        with pytest.raises(CorruptionError, match=r"chunks \[23\] do not match"):
             next(views)
 
 
