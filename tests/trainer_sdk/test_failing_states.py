@@ -87,7 +87,7 @@ def test_the_handle_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             with pytest.raises(SaveFailedError, match=r"data: Moody\.state_dict\(\) raised Key"):
                 handle.wait(timeout=0)
         assert ckpt.saves_failed == 2
-    assert caplog.text.count("training goes on") == 1
+    assert caplog.text.count("training continues") == 1
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -96,7 +96,7 @@ def test_a_bad_copy_is_put_aside_and_an_older_one_lies_over_it(
         assert ckpt.restore(state) == 1
     assert (state["n"], state["t"].eq(1).all()) == (1, True)
     assert "does not match" in caplog.text
-    assert "it is read once more" in caplog.text
+    assert "it is read again" in caplog.text
     assert [type(reply) for reply in replies] == [ShardFile, ShardFile]
     assert list((tmp_path / "ckpt/tier/quarantine").iterdir())
 
@@ -110,7 +110,7 @@ def test_an_older_one_must_cover_what_the_bad_one_left(tmp_path: Path, strict: b
     damage(tmp_path / "ckpt", 2)
     with (
         holdfast.Checkpointer(dir=tmp_path / "ckpt", strict=strict) as ckpt,
-        pytest.raises(CorruptionError, match="s2-r0 turned out bad when parts of it were in"),
+        pytest.raises(CorruptionError, match="s2-r0 was found damaged after parts of it"),
     ):
         ckpt.restore(state_of(0))
 

@@ -40,13 +40,11 @@ def run(folder: Path, total: int, before: str = "", **environment: str) -> list[
 
 
 def test_a_script_that_configured_nothing(tmp_path: Path) -> None:
-    assert run(tmp_path, 4) == [
-        "[holdfast] nothing to restore from ckpt: starting from the beginning"
-    ]
+    assert run(tmp_path, 4) == ["[holdfast] nothing to restore from ckpt: starting at step 0"]
     assert run(tmp_path, 6) == ["[holdfast] restored step 4 from ckpt (1 older exists)"]
     assert run(tmp_path, 6) == [
         "[holdfast] restored step 6 from ckpt (2 older exist)",
-        "[holdfast] step 6 of 6 was done before: nothing is left to do",
+        "[holdfast] all steps were done before (6 of 6): there is nothing left to do",
     ]
 
 

@@ -120,7 +120,7 @@ class Checkpointer:
         waited_out = self._was_interrupted and isinstance(error, KeyboardInterrupt)
         deliberate = error is None or waited_out or _is_clean_exit(error)
         if not deliberate:
-            self._forget_left("an exception left the loop: the state may be half updated")
+            self._forget_left("an exception left the loop: the state may be partly updated")
         self.close(wait=deliberate)
 
     def open(self) -> None:
@@ -199,13 +199,15 @@ class Checkpointer:
         start = self._first_index(parts, state, before_rng)
         if start >= total:
             parts.restorer.tell(
-                "step %d of %d was done before: nothing is left to do", start, total
+                "all steps were done before (%d of %d): there is nothing left to do", start, total
             )
         try:
             self.allocate(state)
         except StateDictError as error:
             # The state's own code may succeed later. As with every failed save, training continues.
-            logger.warning("memory for saves is taken at the first save, not now: %s", error)
+            logger.warning(
+                "the memory for saves is allocated at the first save instead of now: %s", error
+            )
         parts.decisions.begin(start)
         loop = self._loop = TrainingLoop(state, self._session.interrupt)
         try:
@@ -369,7 +371,7 @@ class Checkpointer:
         checked = checked_step(step, "Checkpointer.save(step)")
         require_state(state, "save")
         if self._opened is not None and self._opened.saves.left_step == checked:
-            self._forget_left("the script saved this step itself")
+            self._forget_left("the script itself saved this step")
         with interrupts_at_end():
             return self._parts().saves.save(checked, state, waits=self._options.waits)
 
@@ -412,7 +414,7 @@ class Checkpointer:
 
     def _require_usable(self) -> None:
         if not self._is_open:
-            raise ConfigError("Checkpointer: it was closed; make another one")
+            raise ConfigError("Checkpointer: it was closed; create another one")
         if os.getpid() != self._pid:
             raise ConfigError(
                 f"Checkpointer: process {self._pid} opened it and this is its forked child "
@@ -471,7 +473,7 @@ class Checkpointer:
         return found.step
 
     def _tell_nothing_found(self, parts: Opened, done: int) -> None:
-        start = f"going on after step {done}" if done else "starting from the beginning"
+        start = f"continuing after step {done}" if done else "starting at step 0"
         parts.restorer.tell("nothing to restore from %s: %s", self._place.location, start)
 
     def _decide(self, step: Step) -> Decision:

@@ -117,9 +117,9 @@ class Restorer:
         saved = found.saved()
         if found.lies_over is not None and not target.fits(saved):
             raise CorruptionError(
-                f"checkpoint {found.lies_over} turned out bad when parts of it were in the state "
-                f"already, and step {found.step} does not cover all of that: build the state anew and "
-                "restore again"
+                f"checkpoint {found.lies_over} was found damaged after parts of it had been loaded "
+                f"into the state, and step {found.step} does not overwrite all of them: create the "
+                "state again and restore again"
             )
         skipped = load_state(
             state, saved, strict=self._strict, before_rng=before_rng, is_ours=found.is_ours
@@ -206,7 +206,7 @@ class Restorer:
         try:
             return read_in_place(file, target.leaves, target.fits, held, begins)
         except HoldfastError as error:
-            logger.warning("%s; it is read once more", error)
+            logger.warning("%s; it is read again", error)
             return None
 
     def _wanted(
@@ -223,7 +223,7 @@ class Restorer:
         if reply.layout is None:
             raise NotFoundError(
                 f"the checkpoint of step {reply.restore_point.step} was saved by "
-                f"{reply.world_size} ranks, this is one of {self._settings.world_size}, and its "
-                "layout was not given"
+                f"{reply.world_size} ranks, this rank is one of {self._settings.world_size}, and "
+                "the reply has no layout"
             )
         return target.layout(parse_layout(self._layouts.read(reply.layout)))

@@ -191,4 +191,4 @@ def _give_up(slot: Slot, handle: SaveHandle, why: str) -> None:
     """Fail the save in the thread of `DeviceCopies`. The training thread counts it at its next save."""
     slot.abandon()
     handle.fail(Level.LOCAL, why)
-    logger.warning("save of step %d failed, training goes on: %s", handle.step, why)
+    logger.warning("save of step %d failed, training continues: %s", handle.step, why)

@@ -81,7 +81,7 @@ class SaveStatus:
             raise SaveFailedError(f"save of step {step}: {reason}") from error
         if isinstance(error, CapacityError) or reason != self._said_failure:
             self._said_failure = reason
-            logger.warning("save of step %d failed, training goes on: %s", step, reason)
+            logger.warning("save of step %d failed, training continues: %s", step, reason)
 
     def count_older_failures(self) -> None:
         """Count the saves that failed after they were handed over.

@@ -144,7 +144,7 @@ class Session:
         reply = self._link.request(message, _ANSWER_SECONDS)
         if not isinstance(reply, kinds):
             raise UnavailableError(
-                f"{type(message).__name__} was answered with {type(reply).__name__}"
+                f"{type(message).__name__}: the reply is of unexpected type {type(reply).__name__}"
             )
         return reply
 

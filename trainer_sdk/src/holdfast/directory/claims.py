@@ -85,7 +85,7 @@ def claim(path: Path) -> Claim | None:
     try:
         return Claim(path)
     except OSError as error:
-        logger.info("%s: %s; other processes do not see this one", path, error)
+        logger.info("%s: %s. Other processes cannot detect this one", path, error)
         return None
 
 

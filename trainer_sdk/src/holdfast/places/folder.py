@@ -109,8 +109,8 @@ class FolderPlace:
     def where_to_look(self) -> str:
         number = "" if self._persister.pid is None else f" (process {self._persister.pid})"
         return (
-            f"look whether {self._root} is mounted, writable and has room, and what the process that "
-            f"writes to it{number} wrote to standard error"
+            f"check that {self._root} is mounted, writable and has free space, and check the "
+            f"standard error of the process that writes to it{number}"
         )
 
     @property
@@ -134,7 +134,8 @@ class FolderPlace:
         ended = self._persister.wait(_LEAVE_SECONDS if wait else _LEAVE_AFTER_ERROR_SECONDS)
         if not ended:
             logger.warning(
-                "%s: what was saved is still being written: the next run waits for it", self._root
+                "%s: the last saves are still being written; the next run waits for them",
+                self._root,
             )
         self._give_up_claim()
         self._memory.close(has_readers=not ended)
@@ -169,10 +170,10 @@ class FolderPlace:
         ended = ""
         if (status := self._persister.exit_status) is not None:
             how = f"exit status {status}" if status >= 0 else f"signal {-status}"
-            ended = f" (the one before that ended with {how}, and said why on standard error)"
+            ended = f" (the process before ended with {how}; its standard error has the reason)"
         return UnavailableError(
-            f"{self.traits.peer} never answered, {session.losses} times in a row: "
-            f"{session.lost_because}{ended}"
+            f"{self.traits.peer} has not replied, and the connection was lost {session.losses} "
+            f"times in a row: {session.lost_because}{ended}"
         )
 
     def after_fetch(self, step: Step | None, error: HoldfastError | None) -> NextFetch:
@@ -287,8 +288,8 @@ class FolderPlace:
         other = self._training.other_holder()
         if other is not None:
             logger.warning(
-                "%s is in use: %s trains in it. This process may restore from it, and cannot save into it "
-                "before that one has ended",
+                "%s is in use: %s trains in it. This process can restore from it, but cannot save "
+                "into it before the other process has ended",
                 self._root,
                 other,
             )

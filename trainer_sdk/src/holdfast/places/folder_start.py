@@ -117,7 +117,7 @@ class FolderStart:
             asked, self._asked = self._asked, None
             raise CorruptionError(
                 f"Checkpointer.restore(step={asked}): no copy of it in {self._root} can be read by "
-                f"all ranks{because}; restore() takes another step"
+                f"all ranks{because}; call restore() without a step to restore another checkpoint"
             ) from error
         logger.warning(
             "checkpoint %s cannot be restored by all ranks%s: trying an older one",
@@ -146,8 +146,9 @@ class FolderStart:
         newer = [c for c in self._checkpoints() - self._seen if self._is_of_later_run(c)]
         if newer:
             raise ConfigError(
-                f"{self._root}: another run has saved step {max(c.step for c in newer)} since this one "
-                "opened the folder. Start again, to go on from there, or choose another folder"
+                f"{self._root}: another run has saved step {max(c.step for c in newer)} since "
+                "this one opened the folder. Start again to continue from that step, or choose "
+                "another folder"
             )
 
     def _take(self, value: dict[str, object]) -> None:
@@ -189,8 +190,8 @@ class FolderStart:
         if len(newer) == len(known):
             steps = ", ".join(str(one) for one in sorted({c.step for c in known}))
             error = (
-                f"Checkpointer.restore(step={step}): {self._root} holds no such checkpoint; it has steps "
-                f"{steps or 'none'}"
+                f"Checkpointer.restore(step={step}): {self._root} has no such checkpoint; it has "
+                f"steps {steps or 'none'}"
             )
         if store is not None:
             store.publish(key, json.dumps(error))

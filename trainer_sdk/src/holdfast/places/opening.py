@@ -20,6 +20,6 @@ def place_for(options: Options, settings: RankSettings) -> Place:
     if contract is not None:
         return PodPlace(contract, settings)
     raise ConfigError(
-        "Checkpointer: this process is not in a worker pod of a TrainingJob (HOLDFAST_JOB_UID "
-        'is not set), so say where checkpoints go: holdfast.Checkpointer(dir="ckpt")'
+        "Checkpointer: this process is not in a worker pod of a TrainingJob (HOLDFAST_JOB_UID is "
+        'not set), so set the folder of the checkpoints: holdfast.Checkpointer(dir="ckpt")'
     )

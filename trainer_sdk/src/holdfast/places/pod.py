@@ -44,7 +44,7 @@ class PodPlace:
 
     @property
     def where_to_look(self) -> str:
-        return "look at the log of the sidecar container and at the conditions of the TrainingJob"
+        return "check the log of the sidecar container and the conditions of the TrainingJob"
 
     def open(self, store: GangStore | None) -> Directories:
         return Directories(self._shared / SLOTS_DIR, self._shared / LAYOUTS_DIR)

@@ -111,7 +111,9 @@ class SlotDirectory:
             self._lock = claim(self._path / _OWN_LOCK)
             self._is_removed = True  # no later run looks for a directory with a random name
         except OSError as error:
-            logger.info("%s: %s; others do not see that it is in use", self._path, error)
+            logger.info(
+                "%s: %s. Other processes cannot detect that the folder is in use", self._path, error
+            )
 
     def is_held(self) -> bool:
         """Return whether this process still holds the directory of its slots.

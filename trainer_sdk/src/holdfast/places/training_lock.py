@@ -85,7 +85,9 @@ class TrainingLock:
         except BlockingIOError:
             raise
         except OSError as error:
-            logger.info("%s: %s; other runs do not see this one", self._path, error)
+            logger.info(
+                "%s: %s. Other runs cannot detect that this run uses the folder", self._path, error
+            )
             return False
         try:
             self._expect_nothing_newer()

@@ -28,7 +28,7 @@ def wait_connected(session: Session, place: Place) -> RestartRound:
     say_at = began + _SAY_AFTER_SECONDS
     while not session.wait_connected(_POLL_SECONDS):
         if time.monotonic() >= say_at:
-            logger.warning("still waiting for %s to answer", place.traits.peer)
+            logger.warning("still waiting for a reply of %s", place.traits.peer)
             say_at = math.inf
         error = place.reason_to_give_up(session, time.monotonic() - began)
         if error is not None:
