@@ -309,6 +309,11 @@ def test_two_entries_with_the_same_path() -> None:
     assert outcome(snapshots.take, state) == outcome(full, state)
 
 
+def test_a_value_with_the_path_of_a_container() -> None:
+    state: State = {"a": {"b": {"t": torch.ones(1), "n": 5}}, "a.b": 7}
+    assert outcome(started(state).take, state) == outcome(full, state)
+
+
 def test_no_tensor_is_kept_between_saves() -> None:
     state = make_state()
     snapshots = started(state)
@@ -341,6 +346,21 @@ def test_a_target_serves_many_saves_and_kinds_of_values() -> None:
         assert torch.equal(back["x"], state["x"])
         assert np.array_equal(np.asarray(back["n"]), np.asarray(state["n"]))
         assert torch.equal(back["c"], state["c"])
+
+
+@pytest.mark.parametrize("elements", [6, 6 << 20], ids=["small", "copied-by-two-threads"])
+def test_saves_inside_and_outside_of_inference_mode(elements: int) -> None:
+    state: State = {"x": torch.arange(float(elements)), "y": torch.ones(elements)}
+    snapshots = Snapshots(RANK)
+    plan = plan_save(full(state), RANK)
+    memory = np.zeros(plan.payload_bytes, dtype=np.uint8)
+    target, copier = PayloadTarget(plan, memory), Copier()
+    for inference in (True, False, True):
+        state["x"] += 1
+        with torch.inference_mode(inference):
+            target.write(snapshots.take(state), copier.run)
+        assert torch.equal(read_payload(memory)["x"], state["x"])
+    copier.close()
 
 
 @pytest.fixture

@@ -191,7 +191,7 @@ class _Builder:
         """Number of leaves so far."""
 
     def text(self, state: Mapping[str, Any]) -> _Text | None:
-        """Return the state's text. Returns None if two values without tensors have the same path."""
+        """Return the state's text. Returns None if a value without tensors has the path of another value."""
         if self._is_ambiguous:
             return None
         marked = Encoder(self._encoder.rank, held=self._encoder.held, marks=self._marks)
@@ -199,7 +199,9 @@ class _Builder:
         parts = _MARK.split(dumps_canonical({"state": tree}))
         numbers = {mark: number for number, mark in enumerate(self._marks.values())}
         order = tuple(numbers[f"$mark-{part.decode()}"] for part in parts[1::2])
-        return _Text(tuple(parts[0::2]), order) if len(order) == len(numbers) else None
+        # A mark also replaces other values at its path, with the marks that they contain.
+        is_exact = sorted(order) == list(range(len(numbers)))
+        return _Text(tuple(parts[0::2]), order) if is_exact else None
 
     def _node(self, value: Any, path: str, depth: int) -> _Node | None:
         if is_stateful(value):

@@ -192,7 +192,11 @@ def place_of(leaf: Leaf, target: np.ndarray[Any, Any]) -> Any:
         return target
     if not is_tensor(leaf.source):
         return target.view(leaf.source.dtype).reshape(leaf.source.shape)
-    return _torch_view(target, leaf.source.dtype, tuple(leaf.source.shape))
+    import torch
+
+    # A save in inference mode would make a tensor that no other thread, and no later save, may write.
+    with torch.inference_mode(mode=False):
+        return _torch_view(target, leaf.source.dtype, tuple(leaf.source.shape))
 
 
 def copy_jobs(
