@@ -114,7 +114,7 @@ class Reason(StrEnum):
     since ranks failed."""
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     """The job needs more restarts within failurePolicy.window than failurePolicy.maxRestarts allows."""
-    EXIT_CODE_RULE = "FailureRule"
+    EXIT_CODE_RULE = "ExitCodeRule"
     """A rule of failurePolicy.rules demands FailJob for the exit code of a rank."""
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     """activeDeadlineSeconds has passed."""

@@ -1,0 +1,14 @@
+"""The reasons of conditions and Events, which users match in scripts and alerts."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_operator.model.reasons import Reason
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_reason_is_its_name_in_camel_case(reason: Reason) -> None:
+    words = {"OOM": "OOM"}
+    name = "".join(words.get(word, word.capitalize()) for word in reason.name.split("_"))
+    assert reason.value == name
