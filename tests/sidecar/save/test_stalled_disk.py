@@ -10,6 +10,7 @@ import pytest
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.ranks import FakeRank
 from tests.support.sidecar.rounds import accepted, round_message
+from tests.support.sidecar.waiting import until
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import SystemClock
@@ -51,6 +52,11 @@ def settings_in(folder: Path) -> Settings:
     return Settings(contract, disk_quiet_seconds=0.02)
 
 
+def message_of(failures: Failures) -> str:
+    """Return the message of the only failure, or "" while there is progress."""
+    return "".join(failure.message for failure in failures.current)
+
+
 async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) -> None:
     reported, written = asyncio.Event(), asyncio.Event()
     outcomes: list[Outcome] = []
@@ -74,9 +80,11 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
     await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
 
     await asyncio.wait_for(reported.wait(), 120)
+    # The first reports may come before the write has begun.
+    half = f"{len(PAYLOAD) // 2} of {len(PAYLOAD)} bytes"
+    await until(lambda: half in message_of(failures), "a report of the half that was written")
     (failure,) = failures.current
     assert (failure.reason, failure.step) == ("NodeVolumeHangs", 7)
-    assert f"{len(PAYLOAD) // 2} of {len(PAYLOAD)} bytes" in failure.message
     assert not stager.idle
     assert rank.header(rank.names[0]).state is SlotState.OWNED, "the bytes may still be read"
 
@@ -154,10 +162,10 @@ async def test_the_read_back_of_a_write_counts_as_progress(tmp_path: Path) -> No
     stager.ended.subscribe(lambda outcome: written.set())
     await stager.stage(lambda: state, FakeRank(tmp_path, JOB, 0, 0).fill(7, PAYLOAD))
     await asyncio.wait_for(reported.wait(), 120)
-    (failure,) = failures.current
     size = len(PAYLOAD)
-    assert f"{size} of {size} bytes were written" in failure.message
-    assert f"{size // 2} of them read back" in failure.message
+    half = f"{size // 2} of them read back"
+    await until(lambda: half in message_of(failures), "a report of the half that was read back")
+    assert f"{size} of {size} bytes were written" in message_of(failures)
     node.go_on.set()
     await asyncio.wait_for(written.wait(), 120)
     pools.close()
