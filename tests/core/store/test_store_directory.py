@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +30,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardReader
+from holdfast_core.tiers.objects import Document
 
 NAMESPACE = "team-a"
 SIZE = 200_000
@@ -165,3 +170,69 @@ def test_files_that_are_no_checkpoints_are_not_listed(store: ObjectTier, tmp_pat
         path.write_text("{}")
     assert store.list_manifests(NAMESPACE, JOB_UID) == ()
     assert store.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == frozenset()
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_deletion_that_was_killed_leaves_no_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """A listing does not show the damaged file, so no later deletion would find it."""
+    objects = DirectoryObjectStore(tmp_path)
+    objects.write("a/one", Document(b"damaged"))
+    objects.write("a/one", Document(b"good"), replace=True)
+    unlink, calls = Path.unlink, 0
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KilledError
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(Path, "unlink", killed)
+        objects.delete(["a/one"])
+    objects.delete([item.key for item in objects.list("a/").objects])
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from holdfast_core.store.directory import DirectoryObjectStore
+from holdfast_core.tiers.objects import Document
+os.getpid = lambda: 1
+Path.unlink = lambda *_, **__: None
+DirectoryObjectStore(Path(sys.argv[1])).write(sys.argv[2], Document(b"x"))
+"""
+
+
+def test_processes_with_the_same_id_can_write_beside_each_other(tmp_path: Path) -> None:
+    """Each container counts its process ids from 1. A killed writer leaves its temporary file, too."""
+    for key in ("a/one", "a/two"):
+        run = subprocess.run(
+            [sys.executable, "-c", WRITER, str(tmp_path), key], capture_output=True, check=False
+        )
+        assert run.returncode == 0, run.stderr.decode()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_a_directory_that_refuses_changes_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Ages are at most too small then, so that nothing is deleted too early."""
+    objects = DirectoryObjectStore(tmp_path)
+    for name, written in (("a/old", 1000.0), ("a/new", 1060.0)):
+        objects.write(name, Document(b"x"))
+        os.utime(tmp_path / name, (written, written))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    ages = {item.key: item.age for item in objects.list("a/").objects}
+    assert ages == {"a/old": timedelta(minutes=1), "a/new": timedelta(0)}

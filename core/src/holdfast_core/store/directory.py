@@ -7,9 +7,9 @@ as `file:///path`.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,7 +39,6 @@ PART_BYTES = 8 << 20
 _SLICE_BYTES = 4 << 20
 _BAD = ".bad"
 _LOG = logging.getLogger(__name__)
-_numbers = itertools.count()
 
 
 def directory_of(endpoint: str) -> Path | None:
@@ -103,8 +102,11 @@ class DirectoryObjectStore:
 
     @contextmanager
     def _temporary(self, path: Path) -> Iterator[tuple[Path, int]]:
-        """Create a temporary file beside `path`; remove its name at the end."""
-        temp = path.parent / f"{TEMP_PREFIX}{os.getpid()}-{next(_numbers)}"
+        """Create a temporary file beside `path`; remove its name at the end.
+
+        The name is random: processes in different containers may have the same id.
+        """
+        temp = path.parent / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._directories.ensure(path.parent)
         fd = self._directories.create(temp, flags)
@@ -177,15 +179,16 @@ class DirectoryObjectStore:
                 for key, mtime in self._files(prefix)
                 if not key.endswith(_BAD) and not _is_temporary(key)
             ]
-            now = self._now() if found else 0.0
+            now = self._now(mtime for _, mtime in found)
         return Page(tuple(Listed(key, _age(now, mtime)) for key, mtime in sorted(found)))
 
     def delete(self, keys: Sequence[str]) -> None:
         with disk_errors(f"delete in {self._root}"):
             paths = [self._root / key for key in keys]
             for path in paths:
-                path.unlink(missing_ok=True)
+                # A listing does not show the damaged file, so it must not outlive the object.
                 Path(f"{path}{_BAD}").unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             for directory in {path.parent for path in paths}:
                 with suppress(FileNotFoundError):
                     fsync_directory(directory)
@@ -196,7 +199,7 @@ class DirectoryObjectStore:
         for prefix in prefixes:
             with disk_errors(f"removal of temporary files below {self._root / prefix}"):
                 found = [file for file in self._files(prefix) if _is_temporary(file[0])]
-                now = self._now() if found else 0.0
+                now = self._now(mtime for _, mtime in found)
                 for key, mtime in found:
                     if _age(now, mtime) >= older_than:
                         (self._root / key).unlink(missing_ok=True)
@@ -213,13 +216,18 @@ class DirectoryObjectStore:
                     if key.startswith(prefix):
                         yield key, path.stat().st_mtime
 
-    def _now(self) -> float:
+    def _now(self, mtimes: Iterable[float]) -> float:
         """Return the time by the clock that the file system gives files their times by.
 
-        The server of a shared file system may have another time than this machine.
+        The server of a shared file system may have another time than this machine. On a file system that
+        refuses changes (it is full or read-only) the newest of `mtimes` is returned. Ages are then too
+        small, so that nothing is deleted too early.
         """
-        os.utime(self._root)
-        return self._root.stat().st_mtime
+        try:
+            os.utime(self._root)
+            return self._root.stat().st_mtime
+        except OSError:
+            return max(mtimes, default=0.0)
 
 
 def _write(fd: int, parts: Iterable[Part]) -> ObjectInfo:
