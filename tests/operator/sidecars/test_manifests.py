@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 import pytest
@@ -65,6 +66,23 @@ async def test_a_seal_brings_the_inventory_of_this_moment() -> None:
         assert listed(b, PODS[0]) == [6, 7]
         assert stored(b, PODS[0]).round == 1
         assert fetched([server]) == [5, 6, 7]
+
+
+async def test_an_inventory_that_is_late_does_not_replace_that_of_a_newer_round() -> None:
+    """Its manifests take longer than those of the seal that began after it."""
+    async with bench() as b:
+        first, second = await b.serve(PODS[0]), await b.serve(PODS[1])
+        second.manifests = (stored_manifest(UID, 6), stored_manifest(UID, 7))
+        first.manifests = (stored_manifest(UID, 5), stored_manifest(UID, 6))
+        first.slow = {5: asyncio.Event()}
+        b.follow(*PODS[:2])
+        await b.until(lambda: b.view(PODS[1]).inventory is not None and 5 in fetched([first]))
+        first.manifests = second.manifests  # the gang has committed step 7 and pruned step 5
+        await seal(b, 1, PODS[0])
+        passes = len(b.enqueued)
+        first.slow[5].set()
+        await b.until(lambda: len(b.enqueued) > passes)  # the late inventory has been processed
+        assert (stored(b, PODS[0]).round, listed(b, PODS[0])) == (1, [6, 7])
 
 
 async def test_a_manifest_that_was_deleted_since_it_was_listed_is_left_out() -> None:

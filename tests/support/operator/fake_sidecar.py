@@ -61,6 +61,8 @@ class FakeSidecar:
     """The document that each request for a manifest gets, if set."""
     deleted: set[int] = field(default_factory=set)
     """Steps that are listed although their manifests have been deleted meanwhile."""
+    slow: dict[int, asyncio.Event] = field(default_factory=dict)
+    """Steps whose manifests are sent when the event is set."""
     keeps_leaf: bool = False
     """Whether it acknowledges a new certificate but keeps serving the old one."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -162,6 +164,8 @@ class FakeSidecar:
         if self.raw_manifest is not None:
             return _json(ManifestDocument(self.raw_manifest))
         wanted = (int(request.query["step"]), int(request.query["round"]))
+        if wanted[0] in self.slow:
+            await self.slow[wanted[0]].wait()
         for manifest in self.manifests:
             if (manifest.step, manifest.restart_round) == wanted and wanted[0] not in self.deleted:
                 return _json(ManifestDocument(manifest.to_bytes().decode()))

@@ -160,7 +160,9 @@ class Sidecars:
             reply = await self._client.seal(context, pod.target, Seal(round_))
             inventory = await self._with_manifests(context, pod, reply)
             self._answers.answered(pod)
-            pod.view = replace(pod.view, inventory=inventory, sealed_round=inventory.round)
+            pod.view = replace(
+                pod.view, inventory=pod.newest(inventory), sealed_round=inventory.round
+            )
 
         self._start(uid, pod_uid, "seal", call)
 
@@ -178,7 +180,7 @@ class Sidecars:
             self._answers.answered(pod)
             pod.view = replace(
                 pod.view,
-                inventory=inventory,
+                inventory=pod.newest(inventory),
                 acked=AckedRound(
                     message.round, message.version, round_digest(message), sidecar_restarts
                 ),
@@ -242,7 +244,7 @@ class Sidecars:
         reply = await self._client.inventory(context, pod.target)
         inventory = await self._with_manifests(context, pod, reply)
         self._answers.answered(pod)
-        pod.view = replace(pod.view, inventory=inventory)
+        pod.view = replace(pod.view, inventory=pod.newest(inventory))
 
     async def _with_manifests(
         self, context: SSLContext, pod: PodCalls, inventory: Inventory

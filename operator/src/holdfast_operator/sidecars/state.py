@@ -8,7 +8,7 @@ from datetime import datetime
 
 from holdfast_core.ids import Digest, JobUid, RestartRound
 from holdfast_core.messages.schema import CoordinatorState, PruneReply
-from holdfast_operator.model.job import SidecarView
+from holdfast_operator.model.job import InventoryView, SidecarView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.sidecars.allowance import Allowance
 from holdfast_operator.sidecars.call_slots import Standing
@@ -58,6 +58,15 @@ class PodCalls:
         if self.failures >= SILENT_AFTER:
             return Standing.SILENT
         return Standing.ANSWERS if self.answered and not self.failures else Standing.UNKNOWN
+
+    def newest(self, inventory: InventoryView) -> InventoryView:
+        """Return this inventory, or the known one if that is of a newer round.
+
+        The manifests of an inventory may be sent after those of a SEAL that began later. A sidecar's round
+        never goes back.
+        """
+        known = self.view.inventory
+        return known if known is not None and known.round > inventory.round else inventory
 
 
 @dataclass(slots=True)
