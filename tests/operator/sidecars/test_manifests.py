@@ -12,6 +12,7 @@ from tests.support.operator.fake_sidecar import FakeSidecar
 
 from holdfast_core.ids import JobUid, RestartRound
 from holdfast_operator.model.job import InventoryView, PodView, Reachable
+from holdfast_operator.sidecars import manifests
 
 PODS = [pod_view(n) for n in range(3)]
 
@@ -39,10 +40,10 @@ async def seal(bench: Bench, round_: int, *pods: PodView) -> None:
 
 async def test_each_manifest_of_a_gang_is_fetched_once() -> None:
     async with bench() as b:
-        manifests = tuple(stored_manifest(UID, step) for step in (5, 6))
+        documents = tuple(stored_manifest(UID, step) for step in (5, 6))
         servers = [await b.serve(pod) for pod in PODS]
         for server in servers:
-            server.manifests = manifests
+            server.manifests = documents
         b.follow(*PODS)
         await b.until(lambda: all(b.view(p).inventory is not None for p in PODS))
         await seal(b, 1, *PODS)
@@ -50,7 +51,7 @@ async def test_each_manifest_of_a_gang_is_fetched_once() -> None:
         first, second, third = (stored(b, p) for p in PODS)
         assert first.manifests == second.manifests == third.manifests
         assert [s.blake3 for s in first.manifests[0].shards] == [
-            s.blake3 for s in manifests[0].shards
+            s.blake3 for s in documents[0].shards
         ]
 
 
@@ -141,6 +142,27 @@ async def test_the_shards_of_another_number_of_ranks_are_not_kept() -> None:
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
         (manifest,) = stored(b, PODS[0]).manifests
         assert (manifest.world_size, manifest.shards) == (9, ())
+
+
+async def test_an_inventory_whose_manifests_took_too_long_continues_where_it_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else an inventory that takes longer than its time-out would begin anew for ever."""
+    monkeypatch.setattr(manifests, "ALL_SECONDS", 0.5)
+    async with bench() as b:
+        server = await b.serve(PODS[0])
+        server.manifests = (stored_manifest(UID, 5), stored_manifest(UID, 6))
+        server.slow = {6: asyncio.Event()}
+        b.follow(PODS[0])
+
+        def asked_again() -> bool:
+            b.follow(PODS[0])
+            return fetched([server]).count(6) == 2
+
+        await b.until(asked_again)
+        server.slow[6].set()
+        await b.until(lambda: b.view(PODS[0]).inventory is not None)
+        assert fetched([server]) == [5, 6, 6]
 
 
 async def test_manifests_that_no_sidecar_lists_are_forgotten() -> None:

@@ -131,8 +131,7 @@ class Sidecars:
             if job.pods[pod_uid].starts != starts:
                 job.pods[pod_uid].starts = starts
                 job.pods[pod_uid].not_before = 0.0
-        if not any(p.under_way for p in job.pods.values()):  # a call under way may need the others
-            job.manifests.keep(job.listed)
+        job.manifests.keep(job.listed)
         self._polls.follow(job, present, coordinator)
         for pod_uid, pod in present.items():
             # On a suspect node, terminating pods are called as well: its kubelet may not report their end.
@@ -250,7 +249,10 @@ class Sidecars:
         self, context: SSLContext, pod: PodCalls, inventory: Inventory
     ) -> InventoryView:
         fetch = partial(self._client.manifest, context, pod.target)
-        return await pod.manifests.view(inventory, pod.target.ranks, fetch)
+        pod.wanted = frozenset(m.manifest for m in inventory.manifests)
+        found = await pod.manifests.view(inventory, pod.target.ranks, fetch)
+        pod.wanted = frozenset()
+        return found
 
     def _renew(self, uid: JobUid, known: PodCalls) -> None:
         async def call(context: SSLContext, pod: PodCalls) -> None:

@@ -17,7 +17,7 @@ from holdfast_core.messages.schema import Inventory, ListedManifest
 from holdfast_operator.model.job import InventoryView, ManifestView
 
 ALL_SECONDS = 30.0
-"""Time-out for the manifests of one inventory. Those that were fetched in time are kept for the next one."""
+"""Time-out for the manifests of one inventory. The next one fetches only those that are missing."""
 
 Fetch = Callable[[ListedManifest], Awaitable[bytes | None]]
 """Reads the document of a manifest from the sidecar that lists it. None: the sidecar has deleted it."""

@@ -31,6 +31,8 @@ class PodCalls:
     target: Target
     manifests: Manifests
     """The manifests of the pod's job."""
+    wanted: frozenset[Digest] = frozenset()
+    """Digests of the manifests of its latest inventory, until all of them are there."""
     answered: bool = False
     """Whether the sidecar has answered this operator process at least once."""
     answered_at: float | None = None
@@ -101,4 +103,5 @@ class JobCalls:
     def listed(self) -> set[Digest]:
         """Return the digests of all manifests that the job's sidecars list."""
         inventories = (p.view.inventory for p in self.pods.values())
-        return {m.manifest for i in inventories if i is not None for m in i.manifests}
+        found = {m.manifest for i in inventories if i is not None for m in i.manifests}
+        return found.union(*(p.wanted for p in self.pods.values()))
