@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class RecordingLink:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, Future[Any]]] = []
+        self.is_connected = True
 
     def start(self) -> None:
         """Connect to nothing."""
@@ -158,6 +160,29 @@ def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_taken(tmp_path
     assert same.failure == first.failure == "NoObjectTier: there is none"
     assert other.failure == "other bytes"
     assert ring.slots[2].header().state is SlotState.FREE
+
+
+def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Path) -> None:
+    """The sidecar replies when the earlier save is written, which may take minutes."""
+    ring = SlotRing(tmp_path, RANK, 3)
+    ring.ensure(4096, ROUND)
+    link = RecordingLink()
+    session = session_with(link)
+    save(session, ring.slots[0], 10)
+    again = save(session, ring.slots[1], 10)
+    link.sent[0][1].set_result(Staged(Step(10)))
+    assert not session.wait_acknowledged(0.01)
+    reply = threading.Timer(0.2, link.sent[1][1].set_result, [Staged(Step(10))])
+    reply.start()
+    assert session.wait_acknowledged(0.01, 60)
+    assert session.was_taken(again)
+    save(session, ring.slots[2], 11)
+    assert not session.wait_acknowledged(0.01, 60), "a first save is replied to at once"
+    link.sent[2][1].set_result(Staged(Step(11)))
+    save(session, ring.slots[0], 11)
+    link.is_connected = False
+    assert not session.wait_acknowledged(0.01, 60), "no reply can arrive"
+    reply.join()
 
 
 def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save_durable(

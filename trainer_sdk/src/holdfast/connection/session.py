@@ -302,13 +302,25 @@ class Session:
         self._is_interrupted = False
         return not self._stop_wanted
 
-    def wait_acknowledged(self, timeout_seconds: float) -> bool:
-        """Wait until every save is acknowledged or settled. Return False at the time-out."""
+    def wait_acknowledged(self, timeout_seconds: float, repeated_seconds: float = 0.0) -> bool:
+        """Wait until every save is acknowledged or settled. Return False at the time-out.
+
+        Args:
+            timeout_seconds: Longest wait for all saves.
+            repeated_seconds: Longest further wait, while the connection lasts, for saves of steps that were
+                saved before. Their reply waits until the earlier save is digested, maybe until it is written.
+        """
+
+        def missing() -> list[_Staged]:
+            return [s for s in self._all() if not (s.acknowledged or s.handle.settled)]
+
+        def is_over() -> bool:
+            return not self.is_connected or not all(save.is_repeated for save in missing())
+
         with self._lock:
-            return self._lock.wait_for(
-                lambda: all(s.acknowledged or s.handle.settled for s in self._all()),
-                timeout_seconds,
-            )
+            if not self._lock.wait_for(lambda: not missing(), timeout_seconds):
+                self._lock.wait_for(lambda: not missing() or is_over(), repeated_seconds)
+            return not missing()
 
     def wait_settled(self, timeout_seconds: float) -> bool:
         """Wait until every save is local or has failed. Return whether that is so.

@@ -20,6 +20,8 @@ from holdfast_core.ids import Step
 _HELLO_SECONDS = 10.0
 _FIRST_CONNECT_SECONDS = 5.0
 _ACKNOWLEDGE_SECONDS = 10.0
+_COMPARE_SECONDS = 120.0
+"""Further time for a step that was saved twice: the sidecar may have to write the first save before."""
 
 
 class PodPlace:
@@ -93,7 +95,7 @@ class PodPlace:
         """Do nothing, as in `take_for_training`."""
 
     def wait_for_saves(self, session: Session) -> None:
-        session.wait_acknowledged(_ACKNOWLEDGE_SECONDS)
+        session.wait_acknowledged(_ACKNOWLEDGE_SECONDS, _COMPARE_SECONDS)
 
     def is_safe(self, session: Session, handle: SaveHandle, *, waited: bool) -> bool:
         """Return whether the sidecar has acknowledged the save. It then finishes the save by itself."""
