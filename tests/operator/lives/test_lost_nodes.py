@@ -256,6 +256,20 @@ def test_a_pod_that_tolerates_the_taint_of_a_lost_node_costs_one_round(
     assert node_of(life, 2) is not node
 
 
+def test_a_pod_with_tolerations_of_an_admission_plugin_is_not_created_again_and_again() -> None:
+    """The template does not have them: only the pods show that they may be placed on a dead node."""
+    life = training()
+    life.cluster.added_tolerations = [{"operator": "Exists"}]
+    life.cluster.fail_pod(life.pod(0), "Error")  # created again, it shows the toleration
+    life.run(60)
+    lost = only_node_that_fits(life, 2)
+    lost.dead = True
+    life.run(LONG)
+    writes = writes_of_pods(life)
+    life.run(LONG)
+    assert writes_of_pods(life) == writes
+
+
 def test_a_round_that_begins_while_a_pod_waits_creates_it_again() -> None:
     """A pod of an earlier round could not be created again under its name when its node returns."""
     life = training()

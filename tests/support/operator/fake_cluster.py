@@ -113,6 +113,8 @@ class FakeCluster:
     deletions: list[DeletionMade] = field(default_factory=list)
     pod_refusal: str = ""
     """Message with which the server refuses to create pods (quota, admission); empty if it accepts them."""
+    added_tolerations: list[dict[str, str]] = field(default_factory=list)
+    """Tolerations that an admission plug-in of the cluster adds to every pod."""
     full_nodes: set[str] = field(default_factory=set)
     """Names of nodes without room for another pod."""
     hold_starts: bool = False
@@ -246,7 +248,9 @@ class FakeCluster:
         identity = worker_identity(raw)
         if identity is None:
             return
-        meta = raw["metadata"]
+        meta, spec = raw["metadata"], raw["spec"]
+        stored = self.api.objects["pods", NAMESPACE, meta["name"]]["spec"]
+        stored["tolerations"] = [*spec.get("tolerations", []), *self.added_tolerations]
         view = PodView(
             name=meta["name"],
             uid=meta["uid"],

@@ -12,13 +12,10 @@ This costs no round, because no container of the pod has run (World.awaits_start
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.status import Note
 from holdfast_operator.model.actions import Action, DeletePod
-from holdfast_operator.model.job import PodView, Taint
+from holdfast_operator.model.job import PodView, tolerated_taints
 from holdfast_operator.model.reasons import Reason
 
 MAX_AVOIDED = 64
@@ -82,24 +79,12 @@ def _is_misplaced(world: World, member: MemberState, pod: PodView) -> bool:
 def _open_nodes(world: World) -> list[str]:
     """Return the lost nodes on which the scheduler may still place a pod of the job, the newest loss first.
 
-    These are the nodes without a taint for lost nodes, and those whose taints the template tolerates.
+    These are the nodes without a taint for lost nodes, and those whose taints the template or a pod of the
+    job tolerates. An admission plug-in may add tolerations that the template does not have.
     """
     spec = world.observed.job.spec.template.get("spec") or {}
-    tolerations = spec.get("tolerations") or []
-    return [
-        node.name
-        for node in world.observed.lost_nodes
-        if all(any(_tolerates(t, taint) for t in tolerations) for taint in node.taints)
-    ]
-
-
-def _tolerates(toleration: Mapping[str, Any], taint: Taint) -> bool:
-    """Return whether a toleration matches a taint without a value, by the rules of the scheduler."""
-    if toleration.get("effect") not in (None, "", taint.effect):
-        return False
-    if toleration.get("key") not in (None, "", taint.key):
-        return False
-    return toleration.get("operator") == "Exists" or not toleration.get("value")
+    tolerated = tolerated_taints(spec).union(*(pod.tolerated for pod in world.observed.pods))
+    return [node.name for node in world.observed.lost_nodes if node.taints <= tolerated]
 
 
 def _names_its_node(world: World) -> bool:

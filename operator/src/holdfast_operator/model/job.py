@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import Any
 
 from holdfast_core.api import Checkpoint, TrainingJob
 from holdfast_core.contract import StoreConfig
@@ -72,6 +73,41 @@ class PodPhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Taint:
+    """Taint of a node that Kubernetes regards as lost. Its value is always empty."""
+
+    key: str
+    effect: str
+
+    def is_tolerated(self, toleration: Mapping[str, Any]) -> bool:
+        """Return whether a pod's toleration matches the taint, by the rules of the scheduler."""
+        if toleration.get("effect") not in (None, "", self.effect):
+            return False
+        if toleration.get("key") not in (None, "", self.key):
+            return False
+        return toleration.get("operator") == "Exists" or not toleration.get("value")
+
+
+LOST_NODE_TAINTS = frozenset(
+    {
+        Taint("node.kubernetes.io/not-ready", "NoSchedule"),
+        Taint("node.kubernetes.io/unreachable", "NoSchedule"),
+        Taint("node.kubernetes.io/out-of-service", "NoSchedule"),
+        Taint("node.kubernetes.io/out-of-service", "NoExecute"),
+    }
+)
+"""Taints that stop the scheduler from placing pods on a lost node. `not-ready` and `unreachable` with the
+effect NoExecute are missing: the API server adds tolerations of both to every pod, and the scheduler ignores
+their tolerationSeconds (https://kubernetes.io/docs/concepts/scheduling-eviction/taint-and-toleration)."""
+
+
+def tolerated_taints(spec: Mapping[str, Any]) -> frozenset[Taint]:
+    """Return the taints of lost nodes that a PodSpec tolerates."""
+    tolerations = spec.get("tolerations") or []
+    return frozenset(t for t in LOST_NODE_TAINTS if any(map(t.is_tolerated, tolerations)))
+
+
+@dataclass(frozen=True, slots=True)
 class PodView:
     name: str
     uid: str
@@ -101,6 +137,8 @@ class PodView:
     avoided_nodes: frozenset[str] = frozenset()
     """Names of the nodes that its affinity excludes because they were lost, and not tainted yet, when it was
     created."""
+    tolerated: frozenset[Taint] = frozenset()
+    """Taints of lost nodes that it tolerates, by its template or by an admission plug-in."""
 
     @property
     def started(self) -> bool:
@@ -175,14 +213,6 @@ class SidecarView:
     """Time of its last answer. None: it has not answered this operator process."""
     unreachable_because: str = ""
     """The call after which the sidecar counted as unreachable, and its error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taint:
-    """Taint of a node that Kubernetes regards as lost. Its value is always empty."""
-
-    key: str
-    effect: str
 
 
 @dataclass(frozen=True, slots=True)

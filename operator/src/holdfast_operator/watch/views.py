@@ -13,7 +13,14 @@ from typing import Any
 from holdfast_core.clock import parse_stamp
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import NodeView, PodPhase, PodView, Taint
+from holdfast_operator.model.job import (
+    LOST_NODE_TAINTS,
+    NodeView,
+    PodPhase,
+    PodView,
+    Taint,
+    tolerated_taints,
+)
 from holdfast_operator.model.ownership import WorkerIdentity
 
 
@@ -69,6 +76,7 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
         message=message,
         disrupted=_is_true(conditions.get("DisruptionTarget")),
         avoided_nodes=frozenset(filter(None, avoided.split(","))),
+        tolerated=tolerated_taints(raw.get("spec") or {}),
     )
 
 
@@ -120,19 +128,6 @@ def _text(
     if scheduled is not None and scheduled.get("status") == "False":
         return str(scheduled.get("reason")), str(scheduled.get("message") or "")
     return None, ""
-
-
-LOST_NODE_TAINTS = frozenset(
-    {
-        Taint("node.kubernetes.io/not-ready", "NoSchedule"),
-        Taint("node.kubernetes.io/unreachable", "NoSchedule"),
-        Taint("node.kubernetes.io/out-of-service", "NoSchedule"),
-        Taint("node.kubernetes.io/out-of-service", "NoExecute"),
-    }
-)
-"""Taints that stop the scheduler from placing pods on a lost node. `not-ready` and `unreachable` with the
-effect NoExecute are missing: the API server adds tolerations of both to every pod, and the scheduler ignores
-their tolerationSeconds (https://kubernetes.io/docs/concepts/scheduling-eviction/taint-and-toleration)."""
 
 
 def node_view(raw: Mapping[str, Any]) -> NodeView:
