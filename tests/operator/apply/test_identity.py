@@ -235,6 +235,16 @@ async def test_a_record_is_repaired_where_an_operator_died_before_its_status() -
     assert (written["phase"], written["jobUid"]) == ("Committed", UID)
 
 
+async def test_a_field_that_a_newer_crd_adds_to_job_ref_does_not_hide_a_record() -> None:
+    edge = Edge()
+    name = checkpoint_name("job", UID, COMMIT)
+    body = checkpoint_body(edge.job, name)
+    newer = {"jobRef": {"name": "job", "namespace": "team"}, "step": COMMIT.step}
+    edge.api.put("checkpoints", {**body, "spec": newer})
+    await edge.effects.create_checkpoint(edge.job, body, record())
+    assert edge.api.objects["checkpoints", NAMESPACE, name]["status"]["phase"] == "Committed"
+
+
 @pytest.mark.parametrize(
     "change",
     [

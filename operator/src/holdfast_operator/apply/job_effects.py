@@ -261,7 +261,7 @@ def _is_record_of(
     known = raw.get("status") or {}
     return (
         marks.get(labels.JOB_UID) == body["metadata"]["labels"][labels.JOB_UID]
-        and (spec.get("jobRef") or {}) == body["spec"]["jobRef"]
+        and (spec.get("jobRef") or {}).get("name") == body["spec"]["jobRef"]["name"]
         and spec.get("step") == body["spec"]["step"]
         and known.get("jobUid") in (None, status.job_uid)
         and known.get("round") in (None, status.round)

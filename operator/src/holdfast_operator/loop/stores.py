@@ -83,7 +83,7 @@ class Stores:
         body = render_probe(store, store_config(store), self._sidecar)
         refusal = await self._cluster.refusal_of_pod(namespace, body)
         if refusal is not None:
-            text = f"the probe's pod cannot be created in the namespace:  {refusal}"
+            text = f"the probe's pod cannot be created in the namespace: {refusal}"
             await self._write(store, ProbeResult(False, PROBE_REFUSED, text, None))
             return LOOK_AGAIN_SECONDS
         try:

@@ -20,7 +20,7 @@ def with_phase(
     """Return the status in that phase. Conditions of other types stay as they are.
 
     Args:
-        held: Whether a user has pinned the checkpoint.
+        pinned: Whether a user has pinned the checkpoint.
         message: Message of the conditions Committed and Restorable. "" stands for the usual one.
     """
     done = phase in (CheckpointPhase.COMMITTED, CheckpointPhase.DELETING)
