@@ -218,6 +218,23 @@ def test_cloned_chunks_need_no_room(tmp_path: Path) -> None:
         assert set(tier.list_shards()) >= {record, third}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_volume_that_refuses_clones_is_filled_at_most_once(tmp_path: Path) -> None:
+    """The write that finds out fails, because too little was reserved. The next one reserves the whole."""
+    size = len(state(1))
+    clone = CopyingClone(refuses=errno.EOPNOTSUPP)
+    with small_volume(tmp_path / "volume", size * 5 // 2) as volume:
+        tier = DiskNodeTier(volume / "node", fill_limit=1.0, clone=clone)
+        tier.open()
+        save(tier, 1)
+        save(tier, 2)
+        with pytest.raises(CapacityError, match="no room on the volume"):
+            save(tier, 3)
+        with pytest.raises(CapacityError, match="into .*: needs"):
+            save(tier, 3)
+        assert clone.refused == 1
+
+
 KINDS = [
     pytest.param(
         kind, marks=pytest.mark.skipif(cannot_make(kind) is not None, reason=str(cannot_make(kind)))

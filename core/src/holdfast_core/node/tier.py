@@ -406,6 +406,9 @@ class DiskNodeTier:
                     raise CapacityError(
                         f"{error}: needed {size} bytes, {self._budget.free_bytes()} available"
                     ) from error
+                finally:
+                    # Also after an error: if clones are refused, the next write needs its whole room.
+                    self._can_clone &= cloning is None or cloning.clones
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _write_once(
@@ -428,7 +431,6 @@ class DiskNodeTier:
             read_back(temp.fd, record, table, chunks, self._buffers, source.verified)
             self._publish(temp, record)
             self._last[header.rank] = LastWrite.after(last, record, table)
-            self._can_clone &= cloning is None or cloning.clones
             return record
 
     def _cloning(
