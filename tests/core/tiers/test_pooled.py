@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast_core.errors import UnavailableError
-from holdfast_core.tiers.pooled import submit, wait_all
+from holdfast_core.tiers.pooled import run_all, submit, wait_all
 
 
 def test_a_task_that_was_cancelled_in_the_queue_is_not_waited_for() -> None:
@@ -34,3 +34,23 @@ def test_a_pool_that_is_closed_takes_nothing() -> None:
     workers.shutdown()
     with pytest.raises(UnavailableError, match="being closed"):
         submit(workers, int)
+
+
+def test_calls_that_are_cut_short_are_not_taken_for_made() -> None:
+    workers = ThreadPoolExecutor(1)
+    made: list[int] = []
+
+    def call(number: int) -> None:
+        made.append(number)
+        workers.shutdown(wait=False, cancel_futures=True)
+
+    with pytest.raises(UnavailableError, match="being closed"):
+        run_all(workers, call, range(100))
+    assert made == [0]
+
+
+def test_of_many_calls_the_first_error_is_raised() -> None:
+    with ThreadPoolExecutor(2) as workers:
+        with pytest.raises(ValueError, match="no number"):
+            run_all(workers, int, ["1", "no number", "2"])
+        run_all(workers, int, ["1", "2"])

@@ -23,6 +23,25 @@ def submit(workers: Executor, call: Callable[P, T], *args: P.args, **kwargs: P.k
         raise UnavailableError(CLOSING) from error
 
 
+def run_all(workers: Executor, call: Callable[[T], object], items: Iterable[T]) -> None:
+    """Make the call for each item in the pool.
+
+    Raises the error of the first call that failed; no further call is begun then. Raises UnavailableError
+    if the pool is shut down before all calls were made.
+    """
+    futures: list[Future[object]] = []
+    try:
+        for item in items:
+            futures.append(submit(workers, call, item))
+        for future in futures:
+            future.result()
+    except CancelledError as error:
+        raise UnavailableError(CLOSING) from error
+    finally:
+        for future in futures:
+            future.cancel()
+
+
 def wait_all(futures: Iterable[Future[Any]]) -> None:
     """Wait until each future has ended or is cancelled. Errors of the futures are ignored.
 

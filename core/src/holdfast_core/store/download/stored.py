@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
-from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
+from holdfast_core.errors import CorruptionError, NotFoundError
 from holdfast_core.ids import ShardRef
 from holdfast_core.shards.chunk_table import DIGEST_BYTES, table_bytes
 from holdfast_core.shards.coding import Coding
@@ -33,7 +33,7 @@ from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.shards.stream import check_ref
 from holdfast_core.store.download.source import READS, Source
 from holdfast_core.tiers.objects import ObjectStore
-from holdfast_core.tiers.pooled import CLOSING
+from holdfast_core.tiers.pooled import run_all
 
 _LOG = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 20
@@ -193,11 +193,7 @@ class ShardPlaces:
             CorruptionError: A shard is gone, has other chunks, or refers to one that it must not.
             UnavailableError: The retry policy is spent, or the tier is being closed.
         """
-        try:
-            for _ in workers.map(self._behind, self._wanted):
-                pass
-        except CancelledError as error:
-            raise UnavailableError(f"{self._own.key}: {CLOSING}") from error
+        run_all(workers, self._behind, self._wanted)
 
     @property
     def has_coding(self) -> bool:

@@ -27,6 +27,7 @@ from holdfast_core.store.s3.client import (
 from holdfast_core.store.s3.retry import Retrier
 from holdfast_core.store.s3.upload import Transport, Upload
 from holdfast_core.tiers.objects import MAX_DOCUMENT_BYTES, Listed, ObjectSource, Page
+from holdfast_core.tiers.pooled import run_all
 
 _PROGRESS_BYTES = 1 << 20
 """A transfer that breaks after at least this many bytes is resumed with a new retry budget. A shorter one
@@ -184,8 +185,7 @@ class S3ObjectStore:
         def delete(key: str) -> None:
             self._retrier.call(f"delete of {key}", lambda: self._client.delete(key))
 
-        for _ in self._workers.map(delete, keys):
-            pass
+        run_all(self._workers, delete, keys)
 
     def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
         """Abort the multipart uploads below these prefixes that were begun `older_than` ago.
