@@ -230,7 +230,7 @@ def test_a_volume_that_refuses_clones_is_filled_at_most_once(tmp_path: Path) -> 
         save(tier, 2)
         with pytest.raises(CapacityError, match="no room on the volume"):
             save(tier, 3)
-        with pytest.raises(CapacityError, match="into .*: needs"):
+        with pytest.raises(CapacityError, match=r"into .*: needs"):
             save(tier, 3)
         assert clone.refused == 1
 
