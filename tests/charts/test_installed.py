@@ -296,7 +296,7 @@ def test_columns_and_computed_summaries(cluster: ControlPlane) -> None:
 
 def test_explain_shows_descriptions(cluster: ControlPlane) -> None:
     text = cluster.kubectl("explain", "trainingjob.spec.checkpoint.peer.copies")
-    assert "survives the loss of so many nodes" in " ".join(text.split())
+    assert "survives the loss of this number of nodes" in " ".join(text.split())
 
 
 def test_uninstall_keeps_crds_and_jobs_and_nothing_else(helm: Helm) -> None:

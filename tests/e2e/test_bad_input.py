@@ -123,11 +123,15 @@ def _no_launcher(manifest: Object) -> None:
 REFUSED: dict[str, tuple[Callable[[Object], Any], tuple[str, ...]]] = {
     "no workers": (
         lambda m: m["spec"].update(workers=0),
-        ("spec.workers", "got 0", "say how many pods train together"),
+        ("spec.workers", "got 0", "set the number of pods that train together"),
     ),
     "interval of no steps": (
         lambda m: m["spec"]["checkpoint"].update(interval={"steps": 0}),
-        ("checkpoint.interval.steps", "got 0", "say after how many optimizer steps"),
+        (
+            "checkpoint.interval.steps",
+            "got 0",
+            "set the number of optimizer steps between two checkpoints",
+        ),
     ),
     "uploads that are no saves": (
         lambda m: m["spec"]["checkpoint"]["object"].update(every={"steps": 25}),
@@ -151,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[Object], Any], tuple[str, ...]]] = {
     ),
     "restartPolicy": (
         lambda m: m["spec"]["template"]["spec"].update(restartPolicy="Always"),
-        ("restartPolicy is Always", "expected OnFailure", "leave the field out"),
+        ("restartPolicy is Always", "expected OnFailure", "omit the field"),
     ),
     "a size that is no quantity": (
         lambda m: m["spec"]["checkpoint"].update(memory={"sizeLimit": "lots"}),
