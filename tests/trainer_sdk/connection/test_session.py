@@ -162,6 +162,22 @@ def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_taken(tmp_path
     assert ring.slots[2].header().state is SlotState.FREE
 
 
+def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
+    tmp_path: Path,
+) -> None:
+    """No further message about the step arrives, so that its handle would wait for ever."""
+    ring = SlotRing(tmp_path, RANK, 2)
+    ring.ensure(4096, ROUND)
+    link = RecordingLink()
+    session = session_with(link)
+    first, again = (save(session, slot, 10) for slot in ring.slots)
+    link.sent[0][1].set_result(Staged(Step(10)))
+    session.push(SaveFailed(Step(10), ROUND, Level.MEMORY, OVERTAKEN, "by step 20"))
+    link.sent[1][1].set_result(Staged(Step(10)))
+    assert again.settled and again.overtaken
+    assert again.failure == first.failure == "Overtaken: by step 20"
+
+
 def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Path) -> None:
     """The sidecar replies when the earlier save is written, which may take minutes."""
     ring = SlotRing(tmp_path, RANK, 3)

@@ -97,6 +97,7 @@ class SaveHandle:
             return
         with other._condition:
             level, failures = other._level, dict(other._failures)
+        self.overtaken |= other.overtaken
         if level is not None:
             self.reach(level)
         for failed, why in failures.items():

@@ -378,12 +378,17 @@ class Session:
     def _acknowledge(self, save: _Staged) -> None:
         """Record that the other side has taken the save.
 
-        A repeated save then has the levels of the earlier saves of its step. They were reported before.
+        A repeated save then has the levels of the earlier saves of its step. They were reported before. If
+        a newer step has replaced the step, it has replaced this save, too.
         """
         save.acknowledged = True
-        if save.is_repeated:
-            for other in self._meant(save.stage.step, save.stage.round):
-                save.handle.adopt(other.handle)
+        if not save.is_repeated:
+            return
+        key = save.stage.step, save.stage.round
+        with self._lock:
+            replaced = [other for other in self._saves.get(key, []) if other.handle.overtaken]
+        for other in (*self._meant(*key), *replaced):
+            save.handle.adopt(other.handle)
 
     def _forget_old(self) -> None:
         """Drop the oldest saves above the limit, settled ones first.
