@@ -198,3 +198,13 @@ def test_a_checkpoint_that_exists_already(server: ApiServer, config: Path) -> No
     server.refuse(409, 'checkpoints.holdfast.dev "gpt-manual-5" already exists', "POST")
     line = complaint(config, "save", "gpt")
     assert "checkpoints/gpt-manual-5 exists already" in line and "--name" in line
+
+
+def test_paths_in_a_kubeconfig_are_relative_to_it(server: ApiServer, tmp_path: Path) -> None:
+    path = kubeconfig(tmp_path / "config", server.url, {"here": None}, "here")
+    document = json.loads(path.read_text())
+    document["users"] = [{"name": "u", "user": {"tokenFile": "token"}}]
+    path.write_text(json.dumps(document))
+    (tmp_path / "token").write_text("t")
+    ended = run(path, "checkpoints")
+    assert ended.returncode == 0, ended.stderr

@@ -61,7 +61,10 @@ class Cluster:
         try:
             merger = KubeConfigMerger(KUBECONFIG)
             loader = KubeConfigLoader(
-                merger.config, active_context=context, config_persister=merger.save_changes
+                merger.config,
+                active_context=context,
+                config_base_path=None,  # relative paths start at the file that contains them
+                config_persister=merger.save_changes,
             )
             loader.load_and_set(configuration)
             api = client.ApiClient(configuration)
