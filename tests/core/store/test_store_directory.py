@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -236,3 +237,55 @@ def test_a_directory_that_refuses_changes_is_listed(
     monkeypatch.setattr(os, "utime", refuse)
     ages = {item.key: item.age for item in objects.list("a/").objects}
     assert ages == {"a/old": timedelta(minutes=1), "a/new": timedelta(0)}
+
+
+def test_two_writers_replace_a_damaged_object_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = DirectoryObjectStore(tmp_path)
+    objects.write("a/one", Document(b"damaged"))
+    link = os.link
+
+    def overtaken(source: Path, target: Path) -> None:
+        link(source, target)  # by the other writer
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", overtaken)
+    objects.write("a/one", Document(b"good"), replace=True)
+    assert objects.get("a/one") == b"good"
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["one", "one.bad"]
+
+
+def test_an_object_that_is_deleted_while_it_is_compared_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = DirectoryObjectStore(tmp_path)
+    objects.write("a/one", Document(b"x"))
+    real = os.open
+
+    def overtaken(path: Path, flags: int, *mode: int) -> int:
+        if Path(path) == tmp_path / "a/one":
+            objects.delete(["a/one"])
+        return real(path, flags, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", overtaken)
+        objects.write("a/one", Document(b"x"))
+    assert objects.get("a/one") == b"x"
+
+
+def test_of_interrupted_writes_only_old_files_are_removed(tmp_path: Path) -> None:
+    objects = DirectoryObjectStore(tmp_path)
+    objects.write("a/b/one", Document(b"x"))
+    day = timedelta(hours=24)
+    for name, age in (
+        ("a/.tmp-old", 2 * day),
+        ("a/b/.tmp-old", 2 * day),
+        ("a/b/.tmp-young", day / 2),
+    ):
+        (tmp_path / name).write_bytes(b"x")
+        written = time.time() - age.total_seconds()
+        os.utime(tmp_path / name, (written, written))
+    assert objects.abort_stale(["a/"], day) == 2
+    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [".tmp-young", "one"]
+    assert objects.abort_stale(["a/"], day) == 0

@@ -92,7 +92,11 @@ class DirectoryObjectStore:
             size = path.stat().st_size
         except FileNotFoundError:
             return False
-        if expected is None or size != expected.size_bytes or _info(path) != expected:
+        try:
+            same = expected is not None and size == expected.size_bytes and _info(path) == expected
+        except NotFoundError:
+            return False  # it was deleted since the look at its size
+        if not same:
             wanted = "no file" if expected is None else f"a file of {expected.size_bytes} bytes"
             raise AlreadyExistsError(f"{path}: expected {wanted}, found other {size} bytes")
         # The process that wrote the file may have died before it made the name durable.
@@ -133,7 +137,7 @@ class DirectoryObjectStore:
         """Replace a damaged file atomically, so that the name exists at every moment."""
         bad = Path(f"{path}{_BAD}")
         bad.unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, FileExistsError):  # another process may do the same
             os.link(path, bad)
         temp.replace(path)
         fsync_directory(path.parent)
