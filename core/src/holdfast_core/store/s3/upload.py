@@ -235,8 +235,10 @@ class Upload:
         futures: dict[int, Future[str]] = {}
         failed, room = threading.Event(), threading.Semaphore(self._sizes.at_once)
         try:
-            while not failed.is_set():
+            while True:
                 room.acquire()
+                if failed.is_set():
+                    break
                 part = made.popleft() if made else next(rest, None)
                 if part is None:
                     break

@@ -1,0 +1,61 @@
+"""An upload of which one part fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import AccessDeniedError
+from holdfast_core.format.digest import crc32c
+from holdfast_core.store.s3.client import S3Client, S3Reply, S3Request
+from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+from holdfast_core.store.s3.errors import S3Failure
+from holdfast_core.store.s3.store import S3ObjectStore
+from holdfast_core.tiers.objects import Part
+
+CONFIG = StoreConfig("localhost:1", False, "bucket", "", "", max_concurrency=1)
+DENIED = S3Reply(403, {}, b"", S3Failure(403, "AccessDenied", "no", "PUT"))
+
+
+@dataclass
+class Counted:
+    """An ObjectSource of four parts that counts those that were made."""
+
+    made_while_sent: bool = True
+    size_limit: int = 20 << 20
+    made: int = 0
+
+    def parts(self, part_bytes: int) -> Iterator[Part]:
+        for number in range(4):
+            self.made += 1
+            data = bytes(part_bytes)
+            yield Part((data,), len(data), crc32c(data), number == 3)
+
+    def verify(self) -> None:
+        """Do nothing."""
+
+
+def test_no_part_is_made_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making a part takes the time of a core that training could use."""
+    client = S3Client(CONFIG, StaticCredentials(Keys("access", "secret")))
+    sent, aborted = list[str](), list[str]()
+
+    def refuse(request: S3Request) -> S3Reply:
+        time.sleep(0.2)  # the next part waits for room meanwhile
+        sent.append(request.query["partNumber"])
+        return DENIED
+
+    monkeypatch.setattr(client, "head", lambda key: None)
+    monkeypatch.setattr(client, "list_uploads", lambda prefix: ((), ""))
+    monkeypatch.setattr(client, "create_upload", lambda key: "upload")
+    monkeypatch.setattr(client, "abort_upload", lambda key, upload_id: aborted.append(upload_id))
+    monkeypatch.setattr(client, "send", refuse)
+    objects, source = S3ObjectStore(client), Counted()
+    with pytest.raises(AccessDeniedError):
+        objects.write("one", source)
+    objects.close()
+    assert (source.made, sent, aborted) == (1, ["1"], ["upload"])
