@@ -261,7 +261,7 @@ class S3Client:
 
     def _reason(self, key: str, failure: S3Failure) -> S3Failure:
         """Return why a HEAD was refused. The reply to a GET has the reason, that to a HEAD has no body."""
-        if failure.status != 403:
+        if failure.status not in (400, 403):  # an expired token is a 400 at some servers
             return failure
         request = S3Request("GET", key, headers={"Range": "bytes=0-0"})
         reason = self.send(request).failure
