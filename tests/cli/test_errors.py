@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import SHUT_RDWR
 from threading import Thread
 from typing import Any
 
@@ -25,6 +26,8 @@ class ApiServer:
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Status and body by method."""
     paths: list[str] = field(default_factory=list)
+    drops: dict[str, int] = field(default_factory=dict)
+    """Number of next requests whose connections are closed without an answer, by method."""
 
     def answer(self, body: Mapping[str, Any]) -> None:
         self.answers["GET"] = 200, json.dumps(body)
@@ -39,6 +42,11 @@ def server() -> Iterator[ApiServer]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             found.paths.append(self.path)
+            if found.drops.get(self.command):
+                found.drops[self.command] -= 1
+                self.connection.shutdown(SHUT_RDWR)
+                self.close_connection = True
+                return
             status, text = found.answers[self.command]
             body = text.encode()
             self.send_response(status)
@@ -208,3 +216,17 @@ def test_paths_in_a_kubeconfig_are_relative_to_it(server: ApiServer, tmp_path: P
     (tmp_path / "token").write_text("t")
     ended = run(path, "checkpoints")
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_read_whose_connection_breaks_is_repeated(server: ApiServer, config: Path) -> None:
+    server.drops = {"GET": 2}
+    assert run(config, "checkpoints").returncode == 0
+    assert len(server.paths) == 3
+
+
+def test_a_create_whose_connection_breaks_is_not_repeated(server: ApiServer, config: Path) -> None:
+    """The API server may have created the object."""
+    server.answer({"metadata": {"name": "gpt"}})
+    server.drops = {"POST": 1}
+    assert "cannot be reached" in complaint(config, "save", "gpt")
+    assert len(server.paths) == 2

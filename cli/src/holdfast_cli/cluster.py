@@ -14,7 +14,7 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException, OpenApiException
 from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION as KUBECONFIG
 from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, ProtocolError
 
 from holdfast_core.contract import METRICS_PORT
 from holdfast_core.errors import HoldfastError
@@ -23,6 +23,8 @@ from holdfast_core.names import pod_name
 GROUP, VERSION = "holdfast.dev", "v1alpha1"
 REQUEST_SECONDS = (5, 30)
 """Time-outs of a request: for the connection, and for each read."""
+READ_TRIES = 3
+"""Tries of a read whose connection breaks, as at a restart of a load balancer."""
 _SAMPLE = re.compile(r"^holdfast_newest_step\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -80,17 +82,19 @@ class Cluster:
 
     def get(self, plural: str, name: str) -> dict[str, Any]:
         call = client.CustomObjectsApi(self.api).get_namespaced_custom_object
-        return dict(self._request(f"{plural}/{name}", call, plural, name))
+        return dict(self._request(f"{plural}/{name}", call, plural, name, tries=READ_TRIES))
 
     def items(self, plural: str) -> list[dict[str, Any]]:
         call = client.CustomObjectsApi(self.api).list_namespaced_custom_object
-        return list(self._request(plural, call, plural)["items"])
+        return list(self._request(plural, call, plural, tries=READ_TRIES)["items"])
 
     def create(self, plural: str, body: dict[str, Any]) -> dict[str, Any]:
         call = client.CustomObjectsApi(self.api).create_namespaced_custom_object
         return dict(self._request(f"{plural}/{body['metadata']['name']}", call, plural, body))
 
-    def _request(self, what: str, call: Callable[..., Any], plural: str, *arguments: Any) -> Any:
+    def _request(
+        self, what: str, call: Callable[..., Any], plural: str, *arguments: Any, tries: int = 1
+    ) -> Any:
         try:
             return call(
                 GROUP,
@@ -103,6 +107,8 @@ class Cluster:
         except ApiException as error:
             raise ClusterError(self._refused(error, what, plural)) from error
         except (HTTPError, OSError) as error:
+            if tries > 1 and isinstance(error, ProtocolError):
+                return self._request(what, call, plural, *arguments, tries=tries - 1)
             raise ClusterError(self._unreachable(str(error))) from error
 
     def _unreachable(self, cause: str) -> str:

@@ -227,7 +227,8 @@ def _await_peers(
 ) -> Decision:
     """Wait until every sidecar has answered after ranks failed.
 
-    Most answer within milliseconds, so the status reports the wait only after ASKED_SECONDS.
+    Most answer within milliseconds, so the status reports the wait only after
+    PEERS_ANSWER_SECONDS.
     """
     pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
     if times.seconds_since(memory.failure_seen_at, now) < PEERS_ANSWER_SECONDS:
