@@ -125,6 +125,20 @@ def test_nothing_readable_is_not_a_fresh_start(tmp_path: Path) -> None:
         pytest.fail("it opened")
 
 
+def test_a_checkpointer_that_could_not_open_is_closed(tmp_path: Path, memory: Path) -> None:
+    """On another rank than 0 it has no connection, and its next call would wait for one for ever."""
+    saved(tmp_path, {"t": torch.ones(1)}, 1)
+    for shard in (tmp_path / "ckpt").rglob("*.shard"):
+        shard.unlink()
+    ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt")
+    with pytest.raises(CorruptionError, match="none that can be restored"):
+        ckpt.restore({"t": torch.ones(1)})
+    assert children_of(os.getpid()) == []
+    assert list(memory.iterdir()) == []
+    with pytest.raises(ConfigError, match="it was closed"):
+        ckpt.restore({"t": torch.ones(1)})
+
+
 def test_mismatch_is_the_callers_error(tmp_path: Path) -> None:
     saved(tmp_path, {"t": torch.ones(2)}, 1)
     with (

@@ -408,7 +408,12 @@ class Checkpointer:
             self, _let_go, os.getpid(), self._session, self._place, self._signal
         )
         self._dropped.atexit = False  # the persister detects the end of the process itself
-        self._place.start(self._session)
+        try:
+            self._place.start(self._session)
+        except Exception:
+            # Without a round no request can succeed, and a restore would wait for a reply for ever.
+            self.close(wait=False)
+            raise
         self._signal.install()
         return self._opened
 
