@@ -2,7 +2,7 @@
 docs/dependencies.md, docs/images/house-*.svg and the tables of folders in docs/architecture.md.
 
 `python -m tools.generate` writes; `--check` changes nothing and fails, naming the files, if one is
-not what the code says. Nobody edits what this file wrote.
+not what the code says. Do not edit the files that it writes.
 """
 
 from __future__ import annotations

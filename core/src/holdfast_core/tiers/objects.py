@@ -197,7 +197,7 @@ class ObjectStore(Protocol):
             key: Key of the object.
             start: Position of the first byte.
             buffer: Is filled completely, else an error is raised.
-            stopped: Once it is set nobody needs the bytes: the call may end with any error. A store that
+            stopped: Once it is set, the bytes are not needed any more, and the call may end with any error. A store that
                 retries looks at it before each attempt.
 
         Raises:
