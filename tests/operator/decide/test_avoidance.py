@@ -15,7 +15,15 @@ from holdfast_operator.decide.avoidance import MAX_AVOIDED
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import CreatePod, DeletePod
-from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView, Taint
+from holdfast_operator.model.job import (
+    JobMemory,
+    NodeView,
+    Observed,
+    PodPhase,
+    PodView,
+    Taint,
+    tolerated_taints,
+)
 
 GONE = "job-l2msg4-1-r1"
 NEVER_STARTED = JobMemory(round=RestartRound(1), round_seen_at=1.0, unstarted=frozenset({GONE}))
@@ -150,6 +158,11 @@ def test_a_template_that_tolerates_the_taint_excludes_the_node_while_it_is_lost(
     assert create.avoided_nodes == excluded, name
     again = replace(observed, job=of, pods=(observed.pods[0], waiting(None, *excluded)))
     assert deletes(again) == [], "it is not created again and again"
+
+
+def test_a_taint_with_a_value_may_be_tolerated_by_its_value() -> None:
+    spec = {"tolerations": [{"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown"}]}
+    assert {taint.effect for taint in tolerated_taints(spec)} == {"NoSchedule", "NoExecute"}
 
 
 def test_a_pod_that_had_started_is_lost_and_needs_a_round() -> None:

@@ -72,9 +72,12 @@ class PodPhase(StrEnum):
     UNKNOWN = "Unknown"
 
 
+_OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+
+
 @dataclass(frozen=True, slots=True)
 class Taint:
-    """Taint of a node that Kubernetes regards as lost. Its value is always empty."""
+    """Taint of a node that Kubernetes regards as lost. Only `out-of-service` may have a value."""
 
     key: str
     effect: str
@@ -85,15 +88,19 @@ class Taint:
             return False
         if toleration.get("key") not in (None, "", self.key):
             return False
-        return toleration.get("operator") == "Exists" or not toleration.get("value")
+        if toleration.get("operator") == "Exists" or not toleration.get("value"):
+            return True
+        # An administrator sets the value of this taint, such as "nodeshutdown". A pod that tolerates a value
+        # is assumed to tolerate the taint: at worst it excludes a node that the scheduler avoids by itself.
+        return self.key == _OUT_OF_SERVICE
 
 
 LOST_NODE_TAINTS = frozenset(
     {
         Taint("node.kubernetes.io/not-ready", "NoSchedule"),
         Taint("node.kubernetes.io/unreachable", "NoSchedule"),
-        Taint("node.kubernetes.io/out-of-service", "NoSchedule"),
-        Taint("node.kubernetes.io/out-of-service", "NoExecute"),
+        Taint(_OUT_OF_SERVICE, "NoSchedule"),
+        Taint(_OUT_OF_SERVICE, "NoExecute"),
     }
 )
 """Taints that stop the scheduler from placing pods on a lost node. `not-ready` and `unreachable` with the
