@@ -66,6 +66,8 @@ class ObjectTier:
         self._store = store
         self._prefix = prefix.strip("/")
         self._compressed = compressed
+        self._conflicts: set[str] = set()
+        """Keys of shards under which the store holds other bytes that it does not replace."""
         self._workers = ThreadPoolExecutor(max(1, readers), thread_name_prefix="object-tier")
 
     def close(self) -> None:
@@ -93,9 +95,14 @@ class ObjectTier:
         try:
             self._store.write(key, source)
         except AlreadyExistsError:
+            # A caller that tries again must not read the whole object each time.
+            if key in self._conflicts:
+                raise
+            self._conflicts.add(key)
             if not self._is_damaged(namespace, ref):
                 raise
             self._store.write(key, source, replace=True)
+            self._conflicts.discard(key)
 
     def _is_damaged(self, namespace: str, ref: ShardRef) -> bool:
         """Read the object of a whole shard, and return whether any byte of it is damaged."""

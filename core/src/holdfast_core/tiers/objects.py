@@ -197,8 +197,8 @@ class ObjectStore(Protocol):
             key: Key of the object.
             start: Position of the first byte.
             buffer: Is filled completely, else an error is raised.
-            stopped: Once it is set, the bytes are not needed any more, and the call may end with any error. A store that
-                retries looks at it before each attempt.
+            stopped: Once it is set, the bytes are not needed any more, and the call may end with any
+                error. A store that retries looks at it before each attempt.
 
         Raises:
             NotFoundError: There is no such object.

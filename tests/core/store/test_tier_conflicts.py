@@ -1,0 +1,54 @@
+"""A store that holds other bytes under the name of a shard, and does not replace them, as S3 does not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from tests.support.shards.builders import shard_header
+from tests.support.shards.replicas import NAMESPACE
+from tests.support.shards.shard_files import write_shard
+from tests.support.tiers.object_store_contract import everything
+from tests.support.tiers.objects import MemoryObjectStore
+
+from holdfast_core.errors import AlreadyExistsError
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.objects import ObjectSource
+
+
+class KeepingStore(MemoryObjectStore):
+    """Ignores `replace`, and counts the bytes that are read."""
+
+    bytes_read = 0
+
+    def write(self, key: str, source: ObjectSource, *, replace: bool = False) -> None:
+        super().write(key, source)
+
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, stopped: threading.Event | None = None
+    ) -> None:
+        self.bytes_read += len(buffer)
+        super().read_into(key, start, buffer, stopped)
+
+
+def test_a_conflict_is_read_once_however_often_the_upload_is_tried(tmp_path: Path) -> None:
+    store, size = KeepingStore(), 300_000
+    tier = ObjectTier(store)
+    with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
+        tier.upload_shard(NAMESPACE, reader)
+        (item,) = everything(store, "")
+        data, since = store.objects[item.key]
+        store.objects[item.key] = data[:-5000] + b"x" * 5000, since
+        with pytest.raises(AlreadyExistsError):
+            tier.upload_shard(NAMESPACE, reader)
+        read = store.bytes_read
+        assert read > 0
+        for _ in range(3):
+            with pytest.raises(AlreadyExistsError):
+                tier.upload_shard(NAMESPACE, reader)
+        assert store.bytes_read == read
+        store.objects[item.key] = data, since
+        tier.upload_shard(NAMESPACE, reader)
+    tier.close()
