@@ -1,4 +1,4 @@
-"""What tests of the SDK share."""
+"""Fixtures that the SDK's tests share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _default_signal_handlers() -> Iterator[None]:
     """Fail in the test that leaves a Checkpointer's handler behind, not in one that runs later."""
     yield
     if _handlers_left():
-        gc.collect()  # A Checkpointer that is not referenced any more gives its handlers back.
+        gc.collect()  # a Checkpointer that is collected restores the earlier handlers
     left = _handlers_left()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,7 +33,8 @@ def _default_signal_handlers() -> Iterator[None]:
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Shared memory of this test's own: others run at the same time and use the machine's."""
+    """A directory that stands for shared memory, because tests that run at the same time use the
+    machine's."""
     directory = tmp_path / "shm"
     directory.mkdir()
     monkeypatch.setattr(slot_directory, "SHARED_MEMORY", directory)

@@ -1,4 +1,5 @@
-"""The Checkpointer over a folder: restored bytes are the saved ones, whatever is killed when."""
+"""The Checkpointer over a folder: restored bytes equal the saved ones, whichever process is killed at any
+time."""
 
 from __future__ import annotations
 
@@ -246,7 +247,7 @@ with holdfast.Checkpointer(dir=folder) as ckpt:
 def test_what_an_ended_run_had_saved_is_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """Neither of its last two saves is on the disk when the next run starts."""
+    """Neither of the ended run's last two saves is on the disk when the next run starts."""
     program, folder, go = tmp_path / "program.py", tmp_path / "ckpt", tmp_path / "go"
     program.write_text(SAVE_AND_END)
     go.touch()
@@ -273,7 +274,7 @@ def test_what_an_ended_run_had_saved_is_waited_for(
 
 
 def test_who_looks_at_a_folder_and_who_trains_in_it(tmp_path: Path, memory: Path) -> None:
-    """Both are rank 0, and neither sees the other's steps in its slots."""
+    """A reader and a training, both rank 0. Neither sees the steps in the slots of the other."""
     state, seen = {"t": torch.full((1 << 12,), 1.0)}, {"t": torch.zeros(1 << 12)}
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=5) as training:
         training.save(1, state).wait("local", timeout=60)
@@ -307,7 +308,7 @@ def test_memory_of_one_that_was_killed_beside_another_is_found(
 
 
 def test_one_that_is_dropped_leaves_nothing(tmp_path: Path, memory: Path) -> None:
-    """A notebook's cell that runs again."""
+    """A cell of a notebook that runs again drops its first Checkpointer."""
     before = set(children_of(os.getpid()))
     state = {"t": torch.zeros(1 << 12)}
     ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt")
@@ -368,7 +369,7 @@ def test_module_level_functions(tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("whom", ["trainer", "persister", "both"])
 def test_kill_at_any_moment(tmp_path: Path, whom: str) -> None:
-    """No committed step is lost, and every start holds what its step had (PROGRAM asserts it)."""
+    """No committed step is lost, and each start restores the exact state of its step (PROGRAM asserts it)."""
     program, folder = tmp_path / "program.py", tmp_path / "ckpt"
     program.write_text(PROGRAM)
     chance = random.Random(whom)

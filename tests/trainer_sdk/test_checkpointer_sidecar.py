@@ -1,4 +1,4 @@
-"""The Checkpointer in a pod, against a sidecar that refuses, is slow, dies and comes back."""
+"""The Checkpointer in a pod, with a sidecar that refuses, is slow, dies and returns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSid
 
 
 def enter_round(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a restart of the gang does to a rank's environment."""
+    """Change a rank's environment as a restart of the gang does."""
     sidecar.stop()
     sidecar.start()
     monkeypatch.setenv("HOLDFAST_ROUND", str(sidecar.round))
@@ -75,7 +75,7 @@ def test_what_a_persister_writes_gives_way_to_copies(
 def test_a_sidecar_only_fills_memory_that_the_rank_has_touched(
     sidecar: FakeSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be charged for the pages, out of a limit that is no state's size."""
+    """The pages would be charged to the sidecar, whose memory limit does not grow with the state."""
     state = {"t": torch.zeros(1 << 20)}
     with holdfast.Checkpointer() as ckpt:
         train(ckpt, state, 2)
@@ -128,7 +128,7 @@ def test_a_refused_stage_frees_its_slot(sidecar: FakeSidecar) -> None:
     sidecar.faults.refuse["Stage"] = Refusal.SEALED
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.zeros(1)}
-        for step in range(1, 5):  # more than there are slots
+        for step in range(1, 5):  # more saves than slots
             with pytest.raises(SaveFailedError, match="Sealed"):
                 ckpt.save(step, state).wait(timeout=60)
         sidecar.faults.refuse.clear()
@@ -143,7 +143,7 @@ def test_both_slots_busy_skips_and_counts(sidecar: FakeSidecar) -> None:
         assert ckpt.saves_skipped == 1
         assert handles[2].failure is not None
         assert "skipped" in handles[2].failure
-        ckpt.close(wait=False)  # nobody will ever take what was saved
+        ckpt.close(wait=False)  # no process will empty the slots
 
 
 def test_training_goes_on_without_a_sidecar(

@@ -1,4 +1,4 @@
-"""A state whose own code raises, or that cannot be saved, costs a save and never the training."""
+"""A state whose own code raises, or that cannot be saved, fails the save and never the training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ERRORS = [RuntimeError, KeyError, MemoryError, ZeroDivisionError]
 
 
 class Moody:
-    """Raises from state_dict while `error` is set."""
+    """A module that raises from state_dict while `error` is set."""
 
     def __init__(self) -> None:
         self.error: type[Exception] | None = None
@@ -41,7 +41,7 @@ def test_training_goes_on_and_later_saves_succeed(tmp_path: Path, error: type[Ex
 
 
 class MoodyMapping(dict[str, Any]):
-    """A state whose own container raises: no part of it can be named in the error."""
+    """A state whose own container raises, so that the error can name no part of it."""
 
     error: type[Exception] | None = None
 
@@ -102,7 +102,7 @@ def test_it_is_raised_if_that_was_asked_for(tmp_path: Path, error: type[Exceptio
 
 
 def test_freed_memory_is_a_failed_save(tmp_path: Path) -> None:
-    """A copy would end the process."""
+    """A copy of freed memory would end the process."""
     tensor = torch.zeros(4)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         ckpt.save(1, {"t": tensor}).wait(timeout=60)

@@ -28,7 +28,7 @@ _HANG_GUARD_SECONDS = 60.0
 
 @contextmanager
 def living_child() -> Iterator[Any]:
-    """A forked child that lives until it is killed."""
+    """Fork a child that lives until it is killed."""
     began = FORK.Event()
 
     def live() -> None:
@@ -76,7 +76,7 @@ def test_close_with_the_workers_of_a_data_loader(tmp_path: Path, memory: Path) -
 
 
 def test_the_persister_ends_with_its_trainer_although_a_child_lives(tmp_path: Path) -> None:
-    """The connection of a killed trainer ends with it."""
+    """The connection of a killed trainer ends although the child still lives."""
     read, write = os.pipe()
 
     def train() -> None:
@@ -118,7 +118,7 @@ def test_sigterm_ends_a_forked_child(tmp_path: Path, from_thread: bool) -> None:
         child.join(_HANG_GUARD_SECONDS)
         assert child.exitcode == -signal.SIGTERM
         assert not ckpt.stopping
-        os.kill(os.getpid(), signal.SIGTERM)  # the parent's handler is still there
+        os.kill(os.getpid(), signal.SIGTERM)  # the handler of the parent is still installed
         assert ckpt.should_save(1)
         assert ckpt.stopping
 
@@ -138,7 +138,7 @@ def test_a_handler_of_the_users_own_stays_in_the_child(tmp_path: Path) -> None:
 def test_a_child_that_leaves_the_block_closes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save is under way when the child leaves, so that a close in the child would count it as lost."""
+    """A save is running when the child leaves the block. A close in the child would count it as lost."""
     written = tmp_path / "written"
     rules = f"directory.write_shard=wait:{written}"
     for name, value in in_every_python(tmp_path, rules).items():
@@ -164,7 +164,7 @@ def test_a_child_that_leaves_the_block_closes_nothing(
 
 
 def test_a_child_that_fails_leaves_the_loop_of_its_parent_alone(tmp_path: Path) -> None:
-    """The slot that holds the state in which a loop was left is in memory that both share."""
+    """The slot with the state in which a loop was left is in memory that parent and child share."""
     state = {"t": torch.zeros(4)}
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=100) as ckpt:
         for index in ckpt.steps(9, state):

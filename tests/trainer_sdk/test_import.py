@@ -1,4 +1,4 @@
-"""`import holdfast` is cheap: neither torch nor Kubernetes comes with it."""
+"""`import holdfast` is cheap: it imports neither torch nor Kubernetes."""
 
 from __future__ import annotations
 

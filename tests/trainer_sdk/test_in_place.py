@@ -1,4 +1,4 @@
-"""A folder's shard is read straight into tensors; whatever goes wrong with that, a slot serves it."""
+"""A folder's shard is read directly into tensors. If that fails in any way, it is read into a slot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast_core.messages.schema import Fill, Filled, ShardFile
 from holdfast_core.shm.slot_header import HEADER_BYTES
 
 ELEMENTS = 6 << 20
-"""24 MiB: several pieces are put before the last chunk is read."""
+"""The size is 24 MiB, so that several pieces are stored before the last chunk is read."""
 
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("memory")
 
 @pytest.fixture
 def replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What the persister answered to each Fill."""
+    """Collect the persister's answer to each Fill."""
     found: list[Any] = []
     request = Link.request
 
@@ -62,7 +62,7 @@ def save_and_leave_memory(root: Path, memory: Path, state: dict[str, Any]) -> No
 
 
 def damage(root: Path, step: int) -> None:
-    """A bit of the tensor's last third, which is read when the others are in the state."""
+    """Flip a bit in the last third of the tensor, which is read when the other thirds are in the state."""
     (shard,) = root.rglob(f"s{step:012d}/*/*.shard")
     with open(shard, "r+b") as file:
         file.seek(4096 + 4096 + 3 * ELEMENTS)
@@ -103,7 +103,7 @@ def test_a_bad_copy_is_put_aside_and_an_older_one_lies_over_it(
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_older_one_must_cover_what_the_bad_one_left(tmp_path: Path, strict: bool) -> None:
-    """Whoever trains on would have parts of a checkpoint that nobody vouches for."""
+    """Otherwise the state would contain parts of a checkpoint that was not verified."""
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=10) as ckpt:
         ckpt.save(1, {"n": 1}).wait(timeout=60)
         ckpt.save(2, state_of(2)).wait(timeout=60)
@@ -134,7 +134,7 @@ def test_a_state_of_its_own_code_comes_by_a_slot(tmp_path: Path, replies: list[A
 
 
 def test_restoring_twice(tmp_path: Path) -> None:
-    """What was loaded before is not what a bad copy left."""
+    """A successful load before does not count as the rest of a failed one."""
     save(tmp_path / "ckpt", 1)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", strict=False) as ckpt:
         assert ckpt.restore(state_of(0)) == 1
@@ -193,7 +193,7 @@ def test_what_does_not_fit_may_be_left_alone(tmp_path: Path) -> None:
 def test_memory_comes_first(
     tmp_path: Path, memory: Path, replies: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A slot that holds the shard already is nearer than the disk."""
+    """A slot that already contains the shard is used before the disk."""
     caplog.set_level(logging.INFO)
     save_and_leave_memory(tmp_path / "ckpt", memory, state_of(1))
     state = state_of(0)

@@ -1,4 +1,4 @@
-"""One process, several calls: rolling back, going on, and leaving a loop in every way there is."""
+"""Several calls in one process: rolling back, continuing, and every way to leave a loop."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_saved_after_a_roll_back_replaces_later_steps(folder: Path) -> N
         assert ckpt.restore(training.state, step=2) == 2
         assert training.done == 2
         with torch.no_grad():
-            training.model.weight += 10  # another history
+            training.model.weight += 10  # a different history
         ckpt.save(3, training.state).wait(timeout=60)
         assert ckpt.restore(training.state) == 3
         assert training.done == 12
@@ -119,7 +119,7 @@ def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> 
 
 
 def test_a_save_before_the_first_restore_is_no_history(folder: Path) -> None:
-    """Scripts that save step 0 whenever they start go on where the last run ended."""
+    """A script that saves step 0 at each start must continue where the last run ended."""
     for total, expected in ((3, [0, 1, 2]), (5, [3, 4])):
         training = Training()
         with holdfast.Checkpointer(dir=folder, interval_steps=1, when_busy="wait") as ckpt:
@@ -145,7 +145,7 @@ def test_a_loss_spike_inside_of_the_loop(folder: Path) -> None:
         for index in ckpt.steps(9, training.state):
             training.step()
             if index == 4:
-                break  # it spiked at a step that is not worth coming back to
+                break  # the loss spiked at a step that is not worth a checkpoint
         assert ckpt.restore(training.state) == 4
         assert training.done == 4
         assert list(lap(ckpt, training, 9)) == [4, 5, 6, 7, 8]
@@ -171,7 +171,7 @@ def test_a_restore_inside_of_the_loop_does_not_go_on_under_wrong_numbers(folder:
 
 
 def test_a_second_loop_while_the_first_is_open(folder: Path) -> None:
-    """The generator of the first loop is kept, so that nothing has closed it."""
+    """The generator of the first loop is referenced, so Python has not closed it."""
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         first = ckpt.steps(9, training.state)
@@ -218,8 +218,8 @@ def test_ranks_roll_back_together(tmp_path: Path) -> None:
 
 
 def test_a_save_that_was_left_out_is_made_after_a_roll_back(tmp_path: Path) -> None:
-    """All ranks leave step 4 out because their one slot is still being written. They do step 4 again
-    after a roll back, when the slot is free."""
+    """All ranks leave step 4 out because their one slot is still being written. They do step 4 again after
+    a roll back, when the slot is free."""
     written = tmp_path / "written"
     program = tmp_path / "program.py"
     program.write_text(
@@ -258,7 +258,7 @@ def test_a_save_that_was_left_out_is_made_after_a_roll_back(tmp_path: Path) -> N
     assert committed_step(tmp_path / "ckpt") == 4
 
 
-# ------------------------------------------------------------------------------- going on
+# ------------------------------------------------------------------------------- continuing
 
 
 def test_a_second_loop_goes_on(folder: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_second_loop_goes_on(folder: Path) -> None:
         assert list(lap(ckpt, training, 3)) == [0, 1, 2]
         with torch.no_grad():
             training.model.weight += (
-                10  # a restore would undo what the script did between the loops
+                10  # a restore would undo the changes that the script made between the loops
             )
         assert list(lap(ckpt, training, 3)) == []
         assert list(lap(ckpt, training, 7)) == [3, 4, 5, 6]
@@ -289,7 +289,7 @@ def test_a_loop_after_steps_by_hand(folder: Path) -> None:
 
 
 def test_a_loop_after_steps_by_hand_restores_where_it_can(folder: Path) -> None:
-    """The second run of the same script does its own steps again before it restores."""
+    """The second run of the script repeats its own steps before it restores."""
     for total, expected in ((5, [3, 4]), (7, [5, 6])):
         training = Training()
         with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
@@ -326,7 +326,7 @@ def test_a_loop_after_a_restore_restores_the_generators_again(folder: Path) -> N
     expected = torch.rand(1)
     with holdfast.Checkpointer(dir=folder) as ckpt:
         assert ckpt.restore(state) == 2
-        torch.rand(5)  # building something
+        torch.rand(5)  # the script builds something
         for _ in ckpt.steps(3, state):
             assert torch.equal(torch.rand(1), expected)
 
@@ -386,7 +386,7 @@ def test_the_state_is_that_of_the_moment_it_was_left(folder: Path) -> None:
             if index == 3:
                 break
         with torch.no_grad():
-            training.model.weight += 100  # averages for an evaluation, say
+            training.model.weight += 100  # for example averages for an evaluation
     assert restored(folder) == (4, 4)
 
 
@@ -455,7 +455,7 @@ def test_ctrl_c_saves_after_the_step_that_runs(folder: Path) -> None:
 
 
 def test_after_ctrl_c_the_same_process_may_go_on(folder: Path) -> None:
-    """As in a notebook, where the next cell runs the loop again."""
+    """In a notebook, the next cell may run the loop again."""
     training = Training()
     ckpt = holdfast.Checkpointer(dir=folder, interval_steps=100)
     with pytest.raises(KeyboardInterrupt):
@@ -491,7 +491,7 @@ def test_ctrl_c_outside_of_a_loop_is_python_s(folder: Path) -> None:
 
 
 class Interrupted:
-    """Ctrl-C is pressed while it is saved."""
+    """A state that raises KeyboardInterrupt while it is saved."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -506,7 +506,8 @@ class Interrupted:
 
 
 def test_ctrl_c_in_a_save_is_raised_when_the_save_is_handed_over(folder: Path) -> None:
-    """Raised in its middle it may leave a lock held or a slot full, and no later save becomes durable."""
+    """An interrupt in the middle of a save could leave a lock held or a slot full, and no later save would
+    become durable."""
     with holdfast.Checkpointer(dir=folder) as ckpt:
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(1, {"part": Interrupted(1)})
@@ -520,7 +521,7 @@ def test_a_second_ctrl_c_in_a_save_does_not_wait(folder: Path) -> None:
     with holdfast.Checkpointer(dir=folder) as ckpt:
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(1, {"part": Interrupted(2)})
-        for step in (2, 3, 4):  # more than there are slots
+        for step in (2, 3, 4):  # more saves than slots
             ckpt.save(step, {"part": Interrupted(0)}).wait(timeout=60)
     assert ckpt.last_committed_step == 4
     assert committed_step(folder) == 4

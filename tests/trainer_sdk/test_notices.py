@@ -1,4 +1,4 @@
-"""What a script without a logging configuration says of itself, and the warning about lazy iterators."""
+"""What the SDK prints in a script without a logging configuration, and the warning about lazy iterators."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def train_step(batch):
 
 
 def test_the_readmes_script_repeats_the_order_of_data(tmp_path: Path) -> None:
-    """As it stands there, but for the folder and the number of steps."""
+    """The script is the README's, except for the folder and the number of steps."""
     text = README.read_text()
     code = text[text.index("```python\n") + 10 :]
     code = code[: code.index("```")]

@@ -1,4 +1,4 @@
-"""A save that fails is counted, logged and reported; later saves work, and `close` ends."""
+"""A save that fails is counted, logged and reported. Later saves succeed, and `close` ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Writer:
         self.service.handle(message, push or self.said.put)
 
     def outcome(self, step: int) -> str:
-        """The word "committed", or why it was not."""
+        """Return "committed", or the reason why the step was not committed."""
         while True:
             message = self.said.get(timeout=60)
             if isinstance(message, LevelReached) and message.level is Level.LOCAL:
@@ -98,11 +98,11 @@ def test_an_exception_of_the_writer_is_a_failed_save(
         assert writer.outcome(step) == "committed"
     with failpoints(f"{where}=raise:{kind}"):
         writer.stage(4)
-        # What is committed stays so, whatever pruning meets after it.
+        # A failure of the pruning after a commit does not change the commit.
         pruning = where == "node.before_tombstone"
         assert ("committed" if pruning else f"failpoint {where}") in writer.outcome(4)
         writer.service.write_out()
-    for step in (5, 6, 7):  # more than there are slots
+    for step in (5, 6, 7):  # more saves than slots
         writer.stage(step)
         assert writer.outcome(step) == "committed"
     writer.service.finish(60)
@@ -123,8 +123,8 @@ def test_a_callback_that_raises_does_not_end_the_writer(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_was_removed_fails_its_save_alone(tmp_path: Path) -> None:
-    """A program that cleans shared memory by age removes layouts and not slots: they are written once. Taken
-    for a lost folder, it would end each process that is started to write."""
+    """A program that cleans shared memory by age removes layouts, which are written once, but not slots.
+    If the failure counted as a lost folder, it would end each new writer process."""
     writer = Writer(tmp_path)
     for path in (tmp_path / "layouts").iterdir():
         path.unlink()
@@ -150,7 +150,7 @@ def go(tmp_path: Path) -> Path:
 
 
 def in_writers(monkeypatch: pytest.MonkeyPatch, directory: Path, rules: str) -> None:
-    """For the writing processes that this test starts."""
+    """Set the rules for the writer processes that this test starts."""
     for name, value in in_every_python(directory, rules).items():
         monkeypatch.setenv(name, value)
 
@@ -167,7 +167,7 @@ def writer_of_this_process() -> int:
 def test_a_killed_writer_costs_no_save(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, go: Path, where: str
 ) -> None:
-    """It waits at `where` when it is killed: the next one goes on with what this one had begun."""
+    """The writer waits at `where` when it is killed. The next writer completes its save."""
     folder = tmp_path / "ckpt"
     in_writers(monkeypatch, tmp_path, f"{where}=wait:{go}")
     go.touch()
@@ -185,7 +185,7 @@ def test_a_killed_writer_costs_no_save(
     assert ckpt.last_committed_step == committed_step(folder) == 2
 
 
-@pytest.mark.timeout(100)  # without the count of lost connections `close` waits for 120 s
+@pytest.mark.timeout(100)  # without the count of lost connections, `close` waits for 120 s
 def test_a_writer_that_cannot_come_back_does_not_hang_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path
 ) -> None:
@@ -215,7 +215,7 @@ FULL = "directory.write_shard=err"
 def test_the_last_save_is_counted_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: Any
 ) -> None:
-    """Its disk fails after `save` has returned, and no later save is there to report it."""
+    """The disk fails after `save` has returned, and no later save reports that."""
     in_writers(monkeypatch, tmp_path, FULL)
     ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=2, on_save_error=how)
 
@@ -237,7 +237,7 @@ def test_the_last_save_is_counted_at_the_end(
 
 
 def test_a_script_that_asked_for_errors_ends_with_one(tmp_path: Path) -> None:
-    """Run as a program: what a batch system sees is the exit status."""
+    """The script runs as a program, because a batch system sees only the exit status."""
     program = (
         "import sys, numpy as np, holdfast\n"
         "with holdfast.Checkpointer(dir=sys.argv[1], on_save_error=sys.argv[2]) as ckpt:\n"
@@ -262,7 +262,7 @@ def test_a_script_that_asked_for_errors_ends_with_one(tmp_path: Path) -> None:
 def test_a_step_that_is_saved_twice_is_durable_for_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path
 ) -> None:
-    """As in a script that saves at the interval, and once more after its loop."""
+    """Some scripts save at the interval and once more after the loop."""
     in_writers(monkeypatch, tmp_path, f"directory.write_shard=wait:{go}")
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", on_save_error="raise") as ckpt:
         handles = [ckpt.save(1, {"t": torch.ones(4)}) for _ in range(2)]
@@ -275,7 +275,7 @@ def test_a_step_that_is_saved_twice_is_durable_for_both(
 def test_a_step_that_is_saved_again_with_other_bytes_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path
 ) -> None:
-    """While the first save is written, and when it is durable: levels name the step alone."""
+    """This holds during and after the first save, because a level names only the step."""
     in_writers(monkeypatch, tmp_path, f"directory.write_shard=wait:{go}")
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         first = ckpt.save(1, {"t": torch.ones(4)})

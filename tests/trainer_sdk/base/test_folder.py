@@ -1,4 +1,4 @@
-"""What `dir` may be."""
+"""Which values of `dir` are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Levels rise, failures name the level, waiting ends by either."""
+"""Handles of saves: levels only rise, a failure belongs to a level, and a level or a failure ends a wait."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_who_waits_for_an_overtaken_step_hears_of_it(handle: SaveHandle) -> None
 
 
 def test_a_level_that_was_reached_does_not_fail_afterwards() -> None:
-    """A sidecar that has forgotten what a step of long ago had reached calls it overtaken when it is
-    pruned."""
+    """A sidecar keeps no record of the levels of an old step. It reports the step as overtaken when it
+    prunes it."""
     handle = SaveHandle(Step(3), RestartRound(0))
     handle.reach(Level.LOCAL)
     handle.fail(Level.MEMORY, "Overtaken")

@@ -1,4 +1,4 @@
-"""What the launcher writes is what a rank reads."""
+"""A rank reads the same settings that the launcher has written into its environment."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_torchrun_names_are_kept() -> None:
 
 
 def test_nothing_that_torchrun_sets_is_missing() -> None:
-    """As torch's own agent spells it: a new release of torch may add a variable."""
+    """The names come from the source of torch's agent, because a new release of torch may add a variable."""
     source = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
     names = set(re.findall(r'^ {16}"([A-Z_]+)":', source, re.MULTILINE))
     assert "RANK" in names

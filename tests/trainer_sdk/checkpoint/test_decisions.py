@@ -1,4 +1,4 @@
-"""A save at the interval is left out by the whole gang if one rank has no free slot for it."""
+"""If one rank has no free slot for a save at the interval, no rank of the gang makes that save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB_UID = JobUid("job")
 
 
 class Training:
-    """Makes the decisions of one rank of a pod. No process takes the slots that it fills."""
+    """Makes the save decisions of one rank of a pod. No process empties the slots that it fills."""
 
     def __init__(self, slots_dir: Path, policy: Policy, rank: int = 0) -> None:
         self.store = DictStore()
@@ -53,7 +53,7 @@ class Training:
         )
 
     def saves(self, step: int) -> bool:
-        """Decide about a step, and fill a slot if it is saved. Return whether it is."""
+        """Decide about a step. Return whether it is to be saved; if so, fill a slot where one is free."""
         if not self._decisions.after_step(Step(step)).saves:
             return False
         slot = self.ring.acquire()
@@ -89,7 +89,8 @@ def test_a_save_for_which_another_rank_has_no_slot_is_left_out_here(tmp_path: Pa
 def test_with_three_slots_one_is_expected_to_get_free_within_the_step(
     tmp_path: Path, is_freed: bool, saved: list[int], skipped: int
 ) -> None:
-    """All slots are busy when a step begins. If none is free at its end, the rank expects none again."""
+    """All slots are busy when a step begins. If none is free at its end, the rank does not expect one
+    again."""
     training = Training(tmp_path, Policy(interval_steps=1, slots=3))
     found = []
     for step in range(1, 7):

@@ -1,4 +1,4 @@
-"""One run trains in a folder at a time; others restore from it, also where they may not write."""
+"""Only one run trains in a folder at a time. Others can restore from it, even without write permission."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_two_trainings_of_one_process(tmp_path: Path) -> None:
 def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A preempted run commits its last step while the one that takes its place opens the folder."""
+    """A preempted run commits its last step while its successor opens the folder."""
     folder, go = tmp_path / "ckpt", tmp_path / "go"
     first = holdfast.Checkpointer(dir=folder)
     first.save(1, state(1)).wait(timeout=60)
@@ -120,7 +120,7 @@ def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
     second = holdfast.Checkpointer(dir=folder)
     with ThreadPoolExecutor(1) as thread:
         opening = thread.submit(second.open)
-        # The writer of the second run is claimed when it has chosen step 1.
+        # The second run claims its writer after it has chosen step 1.
         until(lambda: len(list(folder.glob("processes/*.writer"))) == 2, "it has chosen")
         first.save(2, state(2)).wait(timeout=60)
         first.close()
@@ -138,7 +138,7 @@ def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
 
 
 def place(folder: Path, store: GangStore | None = None, rank: int = 0) -> FolderPlace:
-    """An open place of one rank in a folder."""
+    """Return an open place of one rank in a folder."""
     options = Options(
         dir=folder,
         interval_steps=1,
@@ -216,7 +216,7 @@ def test_a_training_does_not_save_into_a_folder_that_another_one_has_taken(tmp_p
 def test_no_writer_is_started_in_a_folder_that_another_run_has_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would write what was handed over before the folder was deleted."""
+    """Such a writer would write the saves that were handed over before the folder was deleted."""
     first, second = place(tmp_path / "ckpt"), place(tmp_path / "ckpt")
     first.take_for_training()
     shutil.rmtree(tmp_path / "ckpt")
@@ -243,7 +243,7 @@ with holdfast.Checkpointer(dir=sys.argv[1]) as ckpt:
 
 
 def without_rights(*command: str) -> list[str]:
-    """The superuser writes everywhere, unless it gives that right up."""
+    """Return the command so that it runs without the superuser's right to write everywhere."""
     if os.geteuid() != 0:
         return list(command)
     dropped = "-dac_override,-dac_read_search"

@@ -1,4 +1,4 @@
-"""A folder that is full, deleted or unmounted while a training saves into it."""
+"""A folder that becomes full, or is deleted or unmounted, while a training saves into it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ mounts = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs ne
 
 
 class Volume:
-    """A small file system that can be unmounted; another directory lies below it."""
+    """A small file system that can be unmounted. A different directory lies below its mount point."""
 
     def __init__(self, path: Path, size_mib: int) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class Volume:
         self.run("umount", "--lazy", str(self.path))
 
     def move(self, to: Path) -> None:
-        """Take it away and keep it."""
+        """Unmount the volume here and keep it mounted at `to`."""
         to.mkdir(exist_ok=True)
         self.run("mount", "--bind", str(self.path), str(to))
         self.unmount()
@@ -74,7 +74,7 @@ def steps_in(folder: Path) -> list[int]:
 
 @mounts
 def test_room_for_two_of_three(volume: Volume, capfd: pytest.CaptureFixture[str]) -> None:
-    """It saved never again: only a commit prunes, and there was no room for another one."""
+    """Regression: only a commit pruned, and without room for a further commit no later save succeeded."""
     folder = volume.path / "ckpt"
     with holdfast.Checkpointer(dir=folder, keep_last=3, on_save_error="raise") as ckpt:
         for step in range(1, 9):
@@ -130,7 +130,7 @@ def test_a_full_folder_can_be_opened_and_restored_from(volume: Volume) -> None:
 
 
 class Gang:
-    """Two ranks, each with a writer of its own, over one folder with room for so many shards."""
+    """Two ranks with a writer each, which share one folder."""
 
     def __init__(self, root: Path) -> None:
         self.layouts = [
@@ -168,7 +168,7 @@ class Gang:
 
 
 def test_what_goes_first_where_a_folder_is_full(tmp_path: Path) -> None:
-    """Rank 1 never wrote steps 2 and 5: those of rank 0 take room and are no checkpoints."""
+    """Rank 1 never wrote steps 2 and 5. Rank 0's shards of these steps take room but form no checkpoint."""
     gang = Gang(tmp_path)
     for step in (1, 3, 4):
         gang.save(step)
@@ -181,7 +181,7 @@ def test_what_goes_first_where_a_folder_is_full(tmp_path: Path) -> None:
     assert gone == [2, 1, 3, 5]
     assert [c.step for c in candidates(gang.committers[0].tier)] == [4]
     assert not gang.committers[0].is_prepared(CheckpointId(Step(5), RestartRound(0)), Rank(0))
-    # What rank 0 has deleted leaves rank 1's shards, which rank 1 takes when it needs room.
+    # Rank 0 deletes only its own shards. Rank 1 deletes its shards of the same steps when it needs room.
     gone = []
     while (one := gang.committers[1].make_room(wanted, None)) is not None:
         gone.append(one.step)
@@ -191,7 +191,7 @@ def test_what_goes_first_where_a_folder_is_full(tmp_path: Path) -> None:
 def test_the_restore_point_stays_before_this_run_has_a_checkpoint(tmp_path: Path) -> None:
     gang = Gang(tmp_path)
     first = gang.save(1)
-    gang.save(2)  # say it turned out bad
+    gang.save(2)  # the user may have found that step 2 is bad
     wanted = CheckpointId(Step(3), RestartRound(1))
     assert gang.committers[0].make_room(wanted, protected=first) is None
     assert gang.committers[0].make_room(wanted, protected=None) == first
@@ -247,7 +247,7 @@ def is_saved(ckpt: holdfast.Checkpointer, step: int, extra: str = "") -> bool:
 
 @pytest.fixture
 def small_memory(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As in a container that was started without --shm-size."""
+    """Small shared memory, as in a container that was started without --shm-size."""
     monkeypatch.setattr(slot_directory, "SHARED_MEMORY", volume.path)
     return volume.path
 
@@ -260,7 +260,7 @@ def test_slots_that_shared_memory_has_no_room_for_lie_in_the_folder(
     with holdfast.Checkpointer(dir=folder, on_save_error="raise") as ckpt:
         ckpt.save(1, state(1, 1)).wait(timeout=60)
         assert list(small_memory.rglob("*.slot"))
-        for step in (2, 3, 4):  # it has grown
+        for step in (2, 3, 4):  # the state has grown
             ckpt.save(step, state(step, 8)).wait(timeout=60)
         assert not list(small_memory.rglob("*.slot"))
     assert caplog.text.count("saves are slower") == 1
@@ -299,7 +299,7 @@ def test_messages_of_a_folder_name_nothing_of_a_cluster(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A full disk, a killed writer, a folder that is gone, and too little memory."""
+    """The cases are a full disk, a killed writer, a folder that is gone, and too little memory."""
     folder = volume.path / "ckpt"
     said = []
     with holdfast.Checkpointer(dir=folder) as ckpt:

@@ -1,4 +1,4 @@
-"""When saves go on and none becomes durable, that is reported once."""
+"""A training whose saves continue but do not become durable reports that once."""
 
 from __future__ import annotations
 

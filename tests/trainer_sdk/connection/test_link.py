@@ -1,4 +1,4 @@
-"""The link's thread goes on, whatever its callbacks and its connections raise."""
+"""The link's thread continues, whatever its callbacks and its connections raise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUND = RestartRound(3)
 
 
 class Other:
-    """The other side: a connection for each `connect`, answered by the test."""
+    """The peer of the link: one connection for each `connect`, answered by the test."""
 
     def __init__(self) -> None:
         self.connections: list[socket.socket] = []
@@ -52,7 +52,7 @@ class Other:
 
 
 class Events:
-    """Raises what the test says, once for each callback that is named."""
+    """Callbacks that raise the errors that the test sets, once for each callback that is named."""
 
     def __init__(self) -> None:
         self.failures: dict[str, BaseException] = {}
@@ -163,7 +163,7 @@ def test_a_connection_that_cannot_be_opened_is_tried_again(
 def test_the_round_is_known_before_anybody_sees_the_connection(
     other: Other, events: Events, link: Link
 ) -> None:
-    """Whoever waited for the connection asked in round 0 otherwise."""
+    """Otherwise a caller that waited for the connection would send its request in round 0."""
     link.start()
     other.greet()
     assert link.wait_connected(60)
@@ -171,12 +171,12 @@ def test_the_round_is_known_before_anybody_sees_the_connection(
 
 
 def test_what_cannot_be_sent_fails_at_once(other: Other, link: Link) -> None:
-    """It is not lost with the connection, so nothing would hand it over again."""
+    """Such a message is not lost with a connection, so it would never be sent again."""
     link.start()
     other.greet()
     assert link.wait_connected(60)
     futures = []
-    while not (futures and futures[-1].done()):  # the other side reads nothing
+    while not (futures and futures[-1].done()):  # the peer reads nothing
         futures.append(link.submit(SaveRequested(ROUND, "x" * 500_000)))
     with pytest.raises(RefusedError, match="wait to be sent to the other side"):
         futures[-1].result()

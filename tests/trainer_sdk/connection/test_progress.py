@@ -1,4 +1,4 @@
-"""Each finished step reaches the sidecar, whichever calls a training loop uses."""
+"""The sidecar receives each finished step, whichever calls a training loop uses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def with_should_save(ckpt: holdfast.Checkpointer, state: dict[str, Any]) -> None
 
 
 def without_the_saves(ckpt: holdfast.Checkpointer, state: dict[str, Any]) -> None:
-    """A script that evaluates first, and then decides against the save."""
+    """Train as a script that calls `should_save` and then does not save."""
     ckpt.restore(state)
     for step in range(1, STEPS + 1):
         train(ckpt, state)
@@ -63,7 +63,7 @@ def with_its_own_interval(ckpt: holdfast.Checkpointer, state: dict[str, Any]) ->
     [
         pytest.param(with_steps, [1, 2, 3, 4, 5, 6, 7], id="steps"),
         pytest.param(with_should_save, [1, 2, 3, 4, 5, 6, 7], id="should_save and save"),
-        # 3 and 6 were due: a save was expected to report them, and the next step did.
+        # Steps 3 and 6 were due. Their saves would have reported them; the next step does so instead.
         pytest.param(without_the_saves, [1, 2, 4, 5, 7], id="should_save alone"),
         pytest.param(with_its_own_interval, [1, 2, 3, 4, 5, 6, 7], id="save alone"),
     ],
@@ -87,7 +87,7 @@ def test_a_due_step_without_a_save_is_reported_at_the_end(sidecar: FakeSidecar) 
 def test_skipped_saves_are_counted_once(
     sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar adds up what it hears: each message carries what is new."""
+    """The sidecar adds the counts up, so each message contains only the new ones."""
     sidecar.faults.delay_seconds["Stage"] = 1.0
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.zeros(1)}
@@ -100,7 +100,7 @@ def test_skipped_saves_are_counted_once(
 
 
 def test_a_sidecar_that_restarts_receives_the_step_again(sidecar: FakeSidecar) -> None:
-    """Between two steps, and after the last one, no further message would come."""
+    """No other message would report the step between two steps or after the last one."""
     with holdfast.Checkpointer() as ckpt:
         ckpt.should_save(1)
         sidecar.wait_for(Progress)

@@ -1,4 +1,4 @@
-"""Saves of a session whose slot holds a newer save after the connection was broken."""
+"""Saves of a session after a broken connection, also where the slot has a newer save by then."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ROUND, RANK = RestartRound(0), Rank(0)
 
 
 class RecordingLink:
-    """A link that records what is sent; the test answers."""
+    """A link that records the messages that are sent; the test answers them."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, Future[Any]]] = []
         self.is_connected = True
 
     def start(self) -> None:
-        """Connect to nothing."""
+        """Do nothing."""
 
     def submit(self, message: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -59,7 +59,7 @@ def slot(tmp_path: Path) -> Slot:
 
 
 def save(session: Session, slot: Slot, step: int) -> SaveHandle:
-    """Fill the slot and hand it over."""
+    """Fill the slot and hand the save over."""
     handle = SaveHandle(Step(step), ROUND)
     slot.begin(ROUND, Step(step), 100)
     slot.complete()
@@ -74,7 +74,7 @@ def session_with(link: RecordingLink) -> Session:
 
 
 def test_only_the_save_that_is_in_the_slot_is_handed_over_again(slot: Slot) -> None:
-    """The older one was dropped while the connection was broken, and its slot holds the newer one."""
+    """The older save was dropped while the connection was broken, and its slot contains the newer one."""
     link = RecordingLink()
     session = session_with(link)
     save(session, slot, 1)
@@ -110,7 +110,8 @@ def test_an_overtaken_save_is_no_failed_one(slot: Slot) -> None:
 def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
     slot: Slot, tmp_path: Path
 ) -> None:
-    """It refuses whatever is handed over again, and takes the slot up when its ROUND comes."""
+    """The sidecar refuses saves that are handed over again, and adopts the slot when it receives its
+    ROUND."""
     link = RecordingLink()
     session = session_with(link)
     handle = save(session, slot, 1)
@@ -130,7 +131,7 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
 
 
 def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) -> None:
-    """Without it the slot of the first save would stay FULL until the end."""
+    """If only one save were handed over, the slot of the first one would stay FULL until the end."""
     ring = SlotRing(tmp_path, RANK, 2)
     ring.ensure(4096, ROUND)
     link = RecordingLink()
@@ -144,7 +145,7 @@ def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) 
 
 
 def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_taken(tmp_path: Path) -> None:
-    """Its bytes may differ from those of the first save, and levels name the step alone."""
+    """A level names only the step, and the second save may have other bytes than the first."""
     ring = SlotRing(tmp_path, RANK, 3)
     ring.ensure(4096, ROUND)
     link = RecordingLink()
@@ -165,7 +166,7 @@ def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_taken(tmp_path
 def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
     tmp_path: Path,
 ) -> None:
-    """No further message about the step arrives, so that its handle would wait for ever."""
+    """The sidecar sends no further message about the step, so the handle would wait for ever."""
     ring = SlotRing(tmp_path, RANK, 2)
     ring.ensure(4096, ROUND)
     link = RecordingLink()
@@ -179,7 +180,7 @@ def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
 
 
 def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Path) -> None:
-    """The sidecar replies when the earlier save is written, which may take minutes."""
+    """The sidecar replies when the earlier save has been written, which may take minutes."""
     ring = SlotRing(tmp_path, RANK, 3)
     ring.ensure(4096, ROUND)
     link = RecordingLink()
@@ -229,7 +230,8 @@ def test_a_repeated_save_whose_slot_was_freed_while_the_connection_was_away_is_t
     link.sent[0][1].set_result(Staged(Step(10)))
     session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
     link.sent[1][1].set_exception(UnavailableError("the connection ended"))
-    ring.slots[1].abandon()  # as the sidecar frees it when its bytes are those of the first save
+    # The sidecar frees the slot when its bytes equal those of the first save.
+    ring.slots[1].abandon()
     session.greeted(HelloReply(ROUND))
     session.connected()
     assert first.durable

@@ -1,7 +1,9 @@
-"""What the persister of a folder does in one save of two ranks, to be killed anywhere.
+"""Programs for crash tests: what the persister of a folder does in one save of two ranks.
 
-usage: directory_crash_programs.py kills|starts|power|again; prints a report as JSON. A process of its own,
-because a tracer waits for all of its children.
+usage: directory_crash_programs.py kills|starts|power|again
+
+The program prints a report as JSON. It must be a process of its own, because a tracer waits for all of its
+children.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ WORLD = 2
 ROWS = 1000
 CAPACITY = 64 << 10
 NOT_DURABLE = ("ckpt/prepared", "ckpt/.prune")
-"""Records that are not synced may be torn, or be lost: test_directory_commit.py."""
+"""Files that are not synced, so a power cut may tear or remove them: see test_directory_commit.py."""
 
 
 @functools.cache
@@ -57,7 +59,7 @@ def bytes_of(step: int, rank: int) -> bytes:
 
 
 class Gang:
-    """Two ranks and their persister. What lies in shared memory is not watched: it is not durable."""
+    """Two ranks and their persister. Shared memory is not watched, because it is not durable."""
 
     def __init__(self, directory: Path, memory: Path) -> None:
         self.memory = memory
@@ -105,7 +107,7 @@ class Gang:
             self.service.handle(stage, self.levels.put)
 
     def filled(self, rank: int) -> bytes:
-        """What a restore gives the rank."""
+        """Restore into the rank's slot and return the payload."""
         offer = SlotOffer(slot_name(Rank(rank), 0), CAPACITY)
         filled = self.service.handle(Fill(self.service.round, Rank(rank), (offer,)), print)
         data = bytearray(filled.payload_bytes)
@@ -116,7 +118,7 @@ class Gang:
 
 
 def train(directory: Path, say: Say, *steps: int) -> None:
-    """What one run of a training does to its folder."""
+    """Run one training over the folder: save and commit the steps."""
     with beside(directory) as memory:
         gang = Gang(directory, memory)
         say(f"round {gang.service.round}")
@@ -126,7 +128,7 @@ def train(directory: Path, say: Say, *steps: int) -> None:
 
 
 def leave_prepared(directory: Path, step: int) -> None:
-    """A save whose shards are durable when the run ends, and that was not committed."""
+    """Save a step whose shards are durable when the run ends, but which is not committed."""
     with beside(directory) as memory:
         gang = Gang(directory, memory)
         gang.stage(step)
@@ -134,7 +136,10 @@ def leave_prepared(directory: Path, step: int) -> None:
 
 
 def check(directory: Path, said: Sequence[str]) -> list[str]:
-    """A new run restores at least what was acknowledged, bit by bit; then it saves, and again."""
+    """Return what is wrong after a crash.
+
+    A new run must restore the last acknowledged step or a newer one, bit by bit, and then save two more.
+    """
     committed = [int(text.split()[1]) for text in said if text.startswith("committed")]
     rounds = [int(text.split()[1]) for text in said if text.startswith("round")]
     problems: list[str] = []
@@ -165,7 +170,8 @@ def check(directory: Path, said: Sequence[str]) -> list[str]:
 
 
 def whole(directory: Path) -> list[str]:
-    """Every manifest means a whole checkpoint; nothing is quarantined, nothing is left over."""
+    """Return what is wrong with the folder. Each manifest must belong to a complete checkpoint, and no
+    file may be quarantined or left over."""
     tier = DiskNodeTier(directory / "ckpt/tier", fill_limit=1.0)
     report = tier.open()
     problems = [*report.quarantined, *report.skipped]
@@ -193,7 +199,7 @@ def main(what: str) -> Report:
             leave_prepared(directory, 3)
 
     def start(directory: Path, say: Say) -> None:
-        say("committed 3")  # all ranks had made it durable
+        say("committed 3")  # all ranks had made step 3 durable
         train(directory, say)
 
     match what:

@@ -1,4 +1,4 @@
-"""What a reader chooses in a folder in which another run saves and prunes meanwhile."""
+"""Which checkpoint a reader chooses while another run saves and prunes in the same folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Trainer:
 
 
 class Reader(DiskNodeTier):
-    """The trainer goes on each time when a manifest is about to be read."""
+    """A reader's tier that lets the trainer continue before each read of a manifest."""
 
     def __init__(self, root: Path, meanwhile: Callable[[], None]) -> None:
         super().__init__(root / "tier", fill_limit=1.0, read_only=True)
@@ -77,7 +77,7 @@ def test_what_was_saved_after_the_reader_opened_is_found(tmp_path: Path) -> None
 
 
 def test_the_only_kept_checkpoint_is_replaced_while_it_is_looked_at(tmp_path: Path) -> None:
-    """The reader was asked to move good checkpoints away."""
+    """Regression: the reader asked the user to move good checkpoints away."""
     trainer = Trainer(tmp_path, keep_last=1)
     trainer.save(1)
     steps = iter([2, 3, 4])

@@ -1,4 +1,4 @@
-"""What the ranks of an ended run had made durable is committed by the run that comes next."""
+"""A run commits the shards that all ranks of an ended run had made durable."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_it_is_the_manifest_that_the_run_itself_would_have_written(
     tier: DiskNodeTier, tmp_path: Path
 ) -> None:
     checkpoint = prepare(tier, tmp_path, 5)
-    # The next run knows neither what this one came from, nor has it as many ranks.
+    # The next run has another number of ranks and no record of the parent of this run.
     next_run = dataclasses.replace(committer(tier, tmp_path, world=3), parent=None)
     shutil.copytree(tmp_path, tmp_path.with_name("itself"))
     next_run.commit_left()
@@ -88,7 +88,7 @@ def test_a_checkpoint_without_its_shards_is_never_committed(
     tmp_path: Path, rank: int, is_listed: bool
 ) -> None:
     """Another program deleted a shard between its record and the commit. `is_listed`: the process that
-    commits has written it itself."""
+    commits has written the shard itself."""
     tier = opened(tmp_path)
     writer = tier if is_listed else opened(tmp_path)
     checkpoint = prepare(writer, tmp_path, 5)
@@ -100,7 +100,7 @@ def test_a_checkpoint_without_its_shards_is_never_committed(
 
 
 def test_no_flipped_bit_of_a_record_commits_what_cannot_be_restored(tmp_path: Path) -> None:
-    """Each byte of both records, before the commit by the run itself and by the one that comes next."""
+    """Each byte of both records is changed, before a commit by the run itself and by the next run."""
     tier = opened(tmp_path)
     checkpoint = prepare(tier, tmp_path, 5)
     shards = {record.ref for record in tier.list_shards()}
@@ -153,7 +153,7 @@ def of_an_older_release(tmp_path: Path) -> None:
 
 
 def with_other_names(tmp_path: Path) -> None:
-    """What a file browser left, and a copy that somebody made."""
+    """Add the files of a file browser and a copy that a user made."""
     (tmp_path / "prepared/.DS_Store").touch()
     (tmp_path / "prepared/s7-r0").rename(tmp_path / "prepared/s7-r0 (copy)")
 
@@ -177,7 +177,8 @@ def test_what_is_not_whole_is_passed_over(
 
 
 def test_what_was_overtaken_stays_as_it_is(tier: DiskNodeTier, tmp_path: Path) -> None:
-    """Its shards may be gone at any moment: whoever committed the newer one prunes them."""
+    """The process that committed the newer checkpoint prunes the older shards, so they may disappear at
+    any time."""
     newer = prepare(tier, tmp_path, 7)
     committer(tier, tmp_path).commit(newer)
     prepare(tier, tmp_path, 5)
@@ -188,7 +189,8 @@ def test_what_was_overtaken_stays_as_it_is(tier: DiskNodeTier, tmp_path: Path) -
 def test_a_round_of_which_records_are_left_is_not_begun_again(
     tier: DiskNodeTier, tmp_path: Path
 ) -> None:
-    """The user moved the checkpoints away; another step 5 must not meet this one's records."""
+    """The user moved the checkpoints away. Another step 5 must not be combined with the records of this
+    one."""
     prepare(tier, tmp_path, 5, ranks=1)
     empty = DiskNodeTier(tmp_path / "empty", fill_limit=1.0)
     empty.open()
@@ -196,7 +198,7 @@ def test_a_round_of_which_records_are_left_is_not_begun_again(
 
 
 def test_what_was_pruned_meanwhile_does_not_come_back(tier: DiskNodeTier, tmp_path: Path) -> None:
-    """This process' index still lists the shards."""
+    """The index of this process still lists the shards."""
     prepare(tier, tmp_path, 5)
     for path in (tmp_path / "tier").rglob("*.shard"):
         path.unlink()

@@ -1,7 +1,8 @@
-"""A folder's persister, killed at every system call that changes a file, and its writes in every order.
+"""The persister of a folder is killed at every system call that changes a file, and its writes reach the disk
+in every order.
 
-The oracle (directory_crash_programs.check): a new run restores what was acknowledged, bit by bit, in
-a round of its own; every manifest means a whole checkpoint; it saves on and leaves nothing behind.
+The oracle is directory_crash_programs.check: a new run has a new round and restores the last acknowledged
+step bit by bit, each manifest belongs to a complete checkpoint, and further saves leave no other files.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def test_a_save_killed_at_any_call_loses_nothing() -> None:
 
 
 def test_a_start_killed_at_any_call_keeps_what_was_prepared() -> None:
-    """The run that comes next commits what all ranks had made durable, whoever was killed in doing so."""
+    """The next run commits what all ranks had made durable, also after a kill during such a commit."""
     found = report_of(PROGRAMS, "starts")
     assert found.problems == ()
     assert {call.split()[0] for call in found.calls} >= {"linkat", "unlinkat"}
 
 
 def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
-    """F16, from before the folder was there."""
+    """F16, from before the folder exists."""
     found = report_of(PROGRAMS, "power")
     assert found.problems == ()
     assert found.tried > 100

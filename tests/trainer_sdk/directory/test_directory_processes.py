@@ -1,4 +1,4 @@
-"""A run that starts waits for the persisters of trainers that are gone, and for nobody else."""
+"""A run that starts waits for the persisters of trainers that have ended, and for no other process."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_without_locks_nobody_waits(process: Process, monkeypatch: pytest.Monkey
 
 
 def test_a_child_does_not_keep_what_its_parent_holds(process: Process) -> None:
-    """A data loader's worker that is left when its trainer is killed."""
+    """The child is a data loader's worker that survives when its trainer is killed."""
     held = Claim(process.trainer)
     begun, end = multiprocessing.Event(), multiprocessing.Event()
 
@@ -107,7 +107,7 @@ def test_a_child_does_not_keep_what_its_parent_holds(process: Process) -> None:
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
     assert begun.wait(60)
-    held.forget()  # as the end of this process would
+    held.forget()  # the end of this process has the same effect
     try:
         assert not is_held(process.trainer)
     finally:

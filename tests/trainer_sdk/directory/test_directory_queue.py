@@ -1,4 +1,4 @@
-"""What a persister still has to write when the next run of its folder takes the memory over."""
+"""Saves that a persister has not yet written when the next run of its folder takes over the memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_queued_save_keeps_its_bytes_when_its_slot_is_replaced(tmp_path: Path)
     ring = SlotRing(slots, Rank(0), 2)
     ring.ensure(SIZE, service.round)
     with failpoints(f"directory.write_shard=wait:{tmp_path}/go"):
-        for step in (1, 2):  # the first is being written, the second waits
+        for step in (1, 2):  # step 1 is being written, step 2 waits
             slot = ring.acquire()
             assert slot is not None
             slot.begin(service.round, Step(step), SIZE)

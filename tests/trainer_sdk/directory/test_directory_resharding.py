@@ -1,4 +1,5 @@
-"""A payload made of other ranks' shard files in a directory: verified, and in spite of a bad one."""
+"""A payload that is assembled from other ranks' shard files in a directory is verified, also where one of
+them is bad."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.local_commit import build_manifest, commit_local
 
 MESH = [2, 2]
-"""Two copies of two halves: ranks 0 and 2 hold the first half, 1 and 3 the second."""
+"""Two copies of two halves: ranks 0 and 2 have the first half, ranks 1 and 3 the second."""
 ROWS = 1 << 16
 TENSORS = {"w": Tensor("F32", (ROWS, 4), [None, 0])}
 WHOLE = np.random.default_rng(1).integers(0, 256, (ROWS, 16), dtype=np.uint8)
@@ -50,7 +51,7 @@ def payload_of(layout: RankLayout, objects: bytes) -> bytes:
 
 
 def saved(root: Path) -> tuple[DiskNodeTier, Manifest]:
-    """Step 5 of four ranks, committed."""
+    """Write and commit step 5 of four ranks."""
     tier = DiskNodeTier(root / "tier", fill_limit=1.0)
     tier.open()
     layouts = [layout_of(TENSORS, MESH, rank) for rank in range(4)]
@@ -190,7 +191,7 @@ def service(tmp_path: Path) -> DirectoryService:
 def test_a_slot_that_was_not_filled_to_its_end_is_nobodys_shard(
     tmp_path: Path, service: DirectoryService
 ) -> None:
-    """The state of the slot if the process died where the read failed."""
+    """The header must not name a step, because the process may end where the read failed."""
     damage(tmp_path, 1)
     damage(tmp_path, 3)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
@@ -199,7 +200,7 @@ def test_a_slot_that_was_not_filled_to_its_end_is_nobodys_shard(
     ring = SlotRing(tmp_path / "slots", Rank(0), 1)
     ring.ensure(wanted.payload_bytes, RestartRound(1))
     (slot,) = ring.slots
-    slot.begin(RestartRound(0), Step(5), 1)  # as if it held a shard before
+    slot.begin(RestartRound(0), Step(5), 1)  # the slot held a shard before
     fill = Fill(service.round, Rank(0), (slot.offer(),), digest_of(document))
     with pytest.raises(NotFoundError):
         service.handle(fill, print)
@@ -209,7 +210,7 @@ def test_a_slot_that_was_not_filled_to_its_end_is_nobodys_shard(
 
 
 def test_a_slot_that_is_gone_costs_no_checkpoint(tmp_path: Path, service: DirectoryService) -> None:
-    """NotFoundError would make the ranks reject the checkpoint."""
+    """A NotFoundError would make the ranks reject the checkpoint."""
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     document = wanted.to_bytes()
     LayoutFiles(tmp_path / "layouts").ensure(document, digest_of(document))
@@ -239,7 +240,8 @@ def test_a_rank_of_another_world_must_say_what_it_wants(
 
 
 def test_shards_of_ranks_that_are_no_more_are_pruned_by_the_first(tmp_path: Path) -> None:
-    """What rank 3 of the old world had saved without a commit has nobody else to remove it."""
+    """No rank of the new world owns the shards of the old rank 3, so the leader deletes the uncommitted
+    ones."""
     tier, manifest = saved(tmp_path)
     layout = layout_of(TENSORS, MESH, 3)
     digest = digest_of(layout.to_bytes())

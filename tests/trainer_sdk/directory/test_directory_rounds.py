@@ -66,7 +66,7 @@ def test_two_processes_never_take_the_same_round(tmp_path: Path) -> None:
 
 
 def test_a_round_whose_file_was_removed_meanwhile_is_not_taken_again(tmp_path: Path) -> None:
-    """One run has listed the rounds when two others take the next ones, and remove the older file."""
+    """After one run has listed the rounds, two others take the next rounds and remove the older file."""
     rounds, go = tmp_path / "rounds", tmp_path / "go"
     rounds.mkdir()
     with failpoints(f"directory.before_round=wait:{go}@1") as points, ThreadPoolExecutor(1) as pool:
@@ -124,7 +124,8 @@ def test_a_round_is_kept_in_a_folder_that_was_deleted(tmp_path: Path) -> None:
 
 
 def prepared(root: Path, runs: dict[int, str], round_: RestartRound) -> CheckpointId:
-    """Durable shards of step 5 with their records, by rank the run that saved it."""
+    """Write durable shards of step 5 with their records. `runs` maps each rank to the run that saves its
+    shard."""
     tier = DiskNodeTier(root / "ckpt/tier", fill_limit=1.0)
     tier.open()
     for rank, run in runs.items():
@@ -139,7 +140,7 @@ def prepared(root: Path, runs: dict[int, str], round_: RestartRound) -> Checkpoi
 
 
 def test_shards_of_two_runs_are_never_committed_together(tmp_path: Path) -> None:
-    """Also where they carry the same round: a file system that lost a name, a folder that was copied."""
+    """The runs may even have the same round: after a file system lost a name, or in a copied folder."""
     checkpoint = prepared(tmp_path, {0: "a", 1: "b"}, ZERO)
     tier = DiskNodeTier(tmp_path / "ckpt/tier", fill_limit=1.0)
     tier.open()

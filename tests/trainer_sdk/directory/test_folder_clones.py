@@ -1,4 +1,4 @@
-"""A folder of checkpoints whose states are frozen but for an adapter, on a file system that can clone."""
+"""Checkpoints of states that are frozen except for an adapter, on a file system that can clone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ why_not = cannot_make("xfs")
 
 
 def state() -> dict[str, Any]:
-    """16 MiB that no step changes, and an adapter of 0.25 MiB with its optimizer."""
+    """Return 16 MiB that no step changes, and an adapter of 0.25 MiB with its optimizer."""
     torch.manual_seed(0)
     base = torch.nn.Linear(2048, 2048, bias=False).requires_grad_(False)
     adapter = torch.nn.Linear(2048, 32, bias=False)
@@ -25,7 +25,8 @@ def state() -> dict[str, Any]:
 
 
 def train(folder: Path, steps: range) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The model at the end, and how much less of the volume was free after each save."""
+    """Train and save each step. Return the model at the end, and the bytes of the volume that each save
+    used."""
     own = state()
     model, optimizer = own["model"], own["optim"]
     used = []

@@ -41,7 +41,7 @@ events = st.lists(
 
 @given(events, st.lists(st.permutations([0, 1, 2]), min_size=10, max_size=10))
 def test_every_rank_agrees(asked: list[tuple[str, int, int]], orders: list[list[int]]) -> None:
-    """Within a step ranks run in any order; the step's collective keeps them together."""
+    """Within a step, ranks run in any order; only the step's collective synchronizes them."""
     store = GangStore(DictStore(), "r0", SECRET)
     gang = sessions(3)
     agreements = [StepAgreement(session, store, Rank(r)) for r, session in enumerate(gang)]
@@ -73,8 +73,8 @@ def test_every_rank_agrees(asked: list[tuple[str, int, int]], orders: list[list[
 def test_a_save_is_left_out_by_all_or_by_none(
     full: list[set[int]], orders: list[list[int]], interval: int
 ) -> None:
-    """`full[s]`: the ranks that have no slot when step s + 1 starts. In every step the ranks look and
-    tell in any order; only the step's collective keeps them together."""
+    """`full[s]`: the ranks that have no slot when step s + 1 starts. In each step, the ranks read and
+    write the store in any order; only the step's collective synchronizes them."""
     store = GangStore(DictStore(), "r0", SECRET)
     agreements = [StepAgreement(s, store, Rank(r)) for r, s in enumerate(sessions(3))]
     told: set[int] = set()
@@ -101,7 +101,7 @@ def test_a_stranger_in_the_store_asks_in_vain() -> None:
     for step in range(1, 9):
         assert [one.after_step(step) for one in agreements] == [Verdict(), Verdict()]
         assert not agreements[0].is_left_out(step)
-    gang[1].want_stop()  # the gang's own words still count
+    gang[1].want_stop()  # a request of the gang itself still counts
     for step in (9, 10):
         assert [one.after_step(step) for one in agreements] == [Verdict(), Verdict()]
     assert [one.after_step(11) for one in agreements] == [Verdict(stop=True)] * 2

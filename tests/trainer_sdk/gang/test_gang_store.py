@@ -1,4 +1,4 @@
-"""What ranks believe of the gang's store: only what a rank of the same round signed for that key."""
+"""A rank accepts a value of the gang's store only if a rank of the same round signed it for that key."""
 
 from __future__ import annotations
 

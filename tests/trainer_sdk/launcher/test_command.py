@@ -1,4 +1,4 @@
-"""Which commands become a fork, which are executed."""
+"""Which commands the launcher forks, and which it executes."""
 
 from __future__ import annotations
 

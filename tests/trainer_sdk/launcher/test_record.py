@@ -1,4 +1,4 @@
-"""The newest round that was ever forked outlives the launcher."""
+"""The record of the newest forked round survives the launcher."""
 
 from __future__ import annotations
 

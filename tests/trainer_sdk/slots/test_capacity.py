@@ -1,4 +1,4 @@
-"""The room that there is: the volume's and the container's."""
+"""The free space of the volume and of the container."""
 
 from __future__ import annotations
 

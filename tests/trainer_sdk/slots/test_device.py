@@ -1,4 +1,4 @@
-"""A real GPU, where one is at hand: the same promises as test_device_copies.py, and page-locking."""
+"""The guarantees of test_device_copies.py on a real GPU, and page-locking. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast_core.errors import DeviceError
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is at hand")
 
 LAG_CYCLES = 1_000_000_000
-"""About half a second: copies behind it are not done when training goes on."""
+"""Cycles of about half a second. Copies queued behind such a delay are unfinished when training continues."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -68,7 +68,7 @@ def restored(tmp_path: Path) -> list[torch.Tensor]:
 @needs_gpu
 @pytest.mark.parametrize("steps_before", [0, 1], ids=["optimizer-unknown", "optimizer-known"])
 def test_saved_bytes_are_those_of_the_step(tmp_path: Path, steps_before: int) -> None:
-    """With a known optimizer its tensors are copied beside training, else all are finished first."""
+    """With a known optimizer, tensors are copied while training runs. Otherwise all copies finish first."""
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=0) as ckpt:
         state = make()
         step(state)

@@ -1,4 +1,4 @@
-"""Staging from a device whose copies lag as far as they may: the saved bytes are those of the step."""
+"""Staging from a device whose copies are delayed as far as possible: saved bytes are those of the step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEAN = torch.full((4,), 7.0)
 
 
 class Net(torch.nn.Module):
-    """A parameter, and a buffer that forward changes, as batch norm's does."""
+    """A module with a parameter, and a buffer that forward changes, as in batch norm."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(torch.nn.Module):
 
 
 class WatchedCopies(DeviceCopies):
-    """Device copies that show whether a thread waits for them."""
+    """Device copies that count the threads that wait for them."""
 
     waiting = 0
 
@@ -60,8 +60,8 @@ class WatchedCopies(DeviceCopies):
 
 
 class Training:
-    """A model, its optimizer and a Checkpointer whose device is a fake. One step was done, so that the
-    optimizer is known; then everything was set to WEIGHT and MEAN."""
+    """A model, its optimizer and a Checkpointer with a fake device. One step was done, so that the
+    Checkpointer has a record of the optimizer; then weight and mean were set to WEIGHT and MEAN."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Training:
         self.copies = WatchedCopies(self.device)
         ckpt.open()
         assert ckpt._opened is not None
-        ckpt._opened.saver.use(self.copies)  # a Checkpointer looks for CUDA devices only
+        ckpt._opened.saver.use(self.copies)  # a Checkpointer itself only looks for CUDA devices
         self._slots_dir = ckpt._opened.ring.directory
         self.step()
         with torch.no_grad():
@@ -91,12 +91,12 @@ class Training:
         self.optimizer.zero_grad()
 
     def header(self, step: int) -> SlotHeader | None:
-        """Of the slot that holds `step`."""
+        """Return the header of the slot that contains `step`."""
         slot = self._slot(step)
         return None if slot is None else slot.header
 
     def saved(self, step: int) -> Saved:
-        """What the slot of `step` holds, which nobody writes until the save after the next one."""
+        """Return the contents of the slot of `step`. The next save does not overwrite them."""
         slot = self._slot(step)
         assert slot is not None
         payload = read_payload(slot.payload[: slot.header.payload_bytes])
@@ -145,12 +145,12 @@ def training(sidecar: FakeSidecar) -> Iterator[Training]:
 
 
 def blocked(training: Training) -> bool:
-    """Somebody waits for the copies."""
+    """Return whether a thread waits for the copies."""
     return training.copies.waiting > 0
 
 
 def until_blocked(thread: Thread, training: Training) -> None:
-    """Fails when the thread went on without the copies."""
+    """Wait until the thread waits for the copies. Fail if it ends without waiting."""
     until(lambda: blocked(training) or not thread.is_alive(), "the thread")
     assert thread.is_alive()
 
@@ -161,13 +161,13 @@ def catch_up_when_blocked(training: Training) -> None:
 
 
 def write(tensor: torch.Tensor, value: float) -> None:
-    """As torch counts it."""
+    """Write in a way that torch counts."""
     with torch.no_grad():
         tensor.fill_(value)
 
 
 def write_unseen(tensor: torch.Tensor, value: float) -> None:
-    """As torch does not count it."""
+    """Write in a way that torch does not count."""
     tensor.data.fill_(value)
 
 
@@ -186,7 +186,7 @@ def test_the_next_step_waits_for_the_copies(training: Training) -> None:
 
 
 def test_what_nobody_waits_for_is_in_the_bytes(training: Training) -> None:
-    """The fake can fail, as a device does: a write that is neither held back nor counted."""
+    """A negative test of the fake: a write that is neither delayed nor counted changes the saved bytes."""
     handle = training.ckpt.save(1, training.state)
     write_unseen(training.net.weight, -1)
     training.device.catch_up()
@@ -241,7 +241,7 @@ def test_a_buffer_may_be_changed_by_the_next_forward(training: Training) -> None
 
 
 def test_a_parameter_in_no_optimizer_may_be_changed_at_once(training: Training) -> None:
-    """An average of weights is one."""
+    """An average of weights is such a parameter."""
     parameter = torch.nn.Parameter(torch.ones(3))
     training.state["average"] = torch.nn.ParameterDict({"w": parameter})
     handle = training.ckpt.save(1, training.state)
@@ -261,7 +261,7 @@ def test_a_learning_rate_may_be_changed_by_a_schedule(training: Training) -> Non
 
 
 def capture(training: Training) -> None:
-    """As torch.cuda.graph does: hooks run once, and at no replay."""
+    """Step as torch.cuda.graph does: hooks run once, at the capture, and not at a replay."""
     training.device.captures = True
     training.step()
     training.device.captures = False
@@ -269,7 +269,7 @@ def capture(training: Training) -> None:
 
 
 def see_no_step(training: Training) -> None:
-    """A compiled step calls no hook: it looks like a save right after a save."""
+    """Save twice without a step. A compiled step calls no hook and looks the same."""
     training.ckpt.save(1, training.state)
     training.ckpt.wait_staged()
 
@@ -352,7 +352,7 @@ def test_a_copy_that_fails_is_a_failed_save(training: Training) -> None:
 
 def test_a_device_that_refuses_a_copy_is_a_failed_save(training: Training) -> None:
     training.device.refuses = "out of resources"
-    for step in range(1, 4):  # more than there are slots
+    for step in range(1, 4):  # more saves than slots
         handle = training.ckpt.save(step, training.state)
         assert handle.failure == "DeviceError: out of resources"
     assert training.ckpt.saves_failed == 3
@@ -397,8 +397,8 @@ def test_a_crash_before_the_copies_are_done_leaves_nothing_to_believe(training: 
 
 
 def test_a_restore_waits_for_the_copies(training: Training) -> None:
-    """It would write into the tensors that are being read. In a pod the first restore may follow a save
-    of step 0; a later one is refused."""
+    """A restore would write into tensors that are still being copied. In a pod, the first restore may
+    follow a save of step 0; a later one is refused."""
     training.ckpt.save(0, training.state)
     loop = training.ckpt.steps(1, training.state)
     restoring = Thread(target=next, args=(loop,))
@@ -425,7 +425,7 @@ def test_a_roll_back_waits_for_the_copies(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         unused = FakeSidecar(
             tmp_path / "shared", tmp_path / "node"
-        )  # never started: a folder has none
+        )  # not started, because a folder needs no sidecar
         training = Training(unused, ckpt)
         ckpt.save(1, training.state)
         restoring = Thread(target=ckpt.restore, args=(training.state,))

@@ -1,4 +1,4 @@
-"""Shared memory that is there before it is used, or is said to be missing."""
+"""Shared memory is allocated before it is used, or an error reports that it is missing."""
 
 from __future__ import annotations
 

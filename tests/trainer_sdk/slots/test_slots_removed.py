@@ -1,4 +1,4 @@
-"""Slots that another program removes from shared memory are made again, and saves go on."""
+"""Slots that another program removes from shared memory are created again, and saves continue."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_removed_between_two_saves(
 def test_removed_while_they_are_written_to_the_folder(
     tmp_path: Path, memory: Path, remove: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer has them open; all slots are busy, and the next save gets new ones."""
+    """The writer has the slots open and all of them are busy. The next save gets new slots."""
     folder, go = tmp_path / "ckpt", tmp_path / "go"
     for name, value in in_every_python(tmp_path, f"directory.write_shard=wait:{go}").items():
         monkeypatch.setenv(name, value)
@@ -97,7 +97,7 @@ def test_removed_before_the_writer_has_opened_them(
     how: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its bytes are gone: the save fails and is counted, and later ones work."""
+    """The bytes of the save are lost: it fails and is counted. Later saves succeed."""
     folder, go = tmp_path / "ckpt", tmp_path / "go"
     go.touch()
     for name, value in in_every_python(tmp_path, f"directory.write_shard=wait:{go}").items():
@@ -126,7 +126,7 @@ def test_removed_before_the_writer_has_opened_them(
 def test_removed_with_the_lock_and_taken_by_another(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both would write into the same slots, and a commit would hold bytes of both."""
+    """Otherwise both would write into the same slots, and a commit would contain bytes of both."""
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder, on_save_error="raise") as training:
         training.save(1, state(1)).wait(timeout=60)

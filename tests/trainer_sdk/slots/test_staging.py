@@ -1,4 +1,4 @@
-"""Slots: pre-faulted, handed over by their header, never written while somebody reads them."""
+"""Slots are pre-faulted, handed over by their header, and never written while another process reads them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def test_slots_of_an_earlier_life(
         assert after.slots[0].header().step == 7
         assert after.slots[0].payload[:3].tolist() == [1, 2, 3]
     else:
-        assert before.slots[0].payload[:3].tolist() == [1, 2, 3]  # the late reader's bytes
+        # A late reader still sees these bytes.
+        assert before.slots[0].payload[:3].tolist() == [1, 2, 3]
         assert after.slots[0].header().state is SlotState.FREE
 
 
@@ -154,7 +155,7 @@ def test_a_slot_can_be_filled_before_all_are_touched(
     assert [slot.header().capacity_bytes for slot in slots.slots] == [MIB, MIB]
     assert not any(slot.is_touched for slot in slots.slots)
     slots.touch_meanwhile()
-    slots.ensure(MIB, ROUND)  # as before the first step, which does not wait
+    slots.ensure(MIB, ROUND)  # as before the first step, when the call does not wait
     assert not any(slot.is_touched for slot in slots.slots)
     gate.set()
     slot = slots.acquire()

@@ -1,4 +1,4 @@
-"""States as the payloads of shards, for tests."""
+"""Payloads of states, for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANK = Rank(0)
 
 
 def stored(state: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """The payload (uint8) that a save of the state writes now."""
+    """Return the payload (uint8) that a save of the state writes now."""
     snapshot = take_snapshot(state, RANK)
     plan = plan_save(snapshot, RANK)
     target = np.zeros(plan.payload_bytes, dtype=np.uint8)

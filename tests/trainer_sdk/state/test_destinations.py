@@ -1,4 +1,5 @@
-"""Bytes of a payload go straight into a state's tensors: the same state as by way of a slot."""
+"""Bytes of a payload that are read directly into a state's tensors give the same state as a load from a
+slot."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def put_all(found: Destinations, payload: np.ndarray[Any, Any]) -> None:
 
 
 def loaded(state: dict[str, Any], payload: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """As a folder's restore does it."""
+    """Load the payload as a restore from a folder does."""
     found = destinations(payload, state)
     assert fits(state, found.saved)
     put_all(found, payload)
@@ -130,7 +131,7 @@ def test_training_goes_on_bit_identically(steps_before: int) -> None:
     places = [t.data_ptr() for t in tensors(other)]
     loaded(other, payload)
     assert [t.data_ptr() for t in tensors(other)][: len(places)] == places
-    payload.fill(0)  # nothing of it is kept
+    payload.fill(0)  # the loaded state must keep no reference to the payload
     train(one, 3)
     train(other, 3)
     assert [bits(t) for t in tensors(other)] == [bits(t) for t in tensors(one)]
@@ -156,7 +157,7 @@ def by_slot(state: dict[str, Any], payload: np.ndarray[Any, Any]) -> dict[str, A
 
 
 def test_a_tensor_without_elements_hides_no_other() -> None:
-    """Both begin at the same byte; the payload has the empty one first, the state last."""
+    """Both begin at the same byte. The payload lists the empty tensor first, the state lists it last."""
     payload = stored({"m": {"weight": torch.arange(100_000.0), "empty": torch.zeros(0)}})
     state = loaded({"m": {"weight": torch.zeros(100_000), "empty": torch.zeros(0)}}, payload)
     assert torch.equal(state["m"]["weight"], torch.arange(100_000.0))
@@ -195,7 +196,7 @@ def test_arrays_wherever_they_lie(array: np.ndarray[Any, Any]) -> None:
 
 
 def test_names_that_two_paths_have_in_common() -> None:
-    """Which of them has the number depends on the order of the keys."""
+    """Both paths give the same name; the order of the keys decides which of them gets a number appended."""
     one, two = torch.full((4,), 1.0), torch.full((4,), 2.0)
     payload = stored({"s": {"a": {"b.c": one}, "a.b": {"c": two}}})
     state = {"s": {"a.b": {"c": torch.zeros(4)}, "a": {"b.c": torch.zeros(4)}}}
@@ -274,7 +275,7 @@ def test_a_default_device_is_not_for_new_memory() -> None:
 
 
 class Loader:
-    """Neither module nor optimizer: what it gives may be used by others."""
+    """An object that is neither module nor optimizer. Others may use the tensors that it returns."""
 
     def __init__(self) -> None:
         self.kept = torch.zeros(6)
@@ -313,7 +314,7 @@ def test_what_is_not_written_in_place() -> None:
 
 
 def test_the_count_of_writes_rises() -> None:
-    """Autograd, and saves from a device, ask it whether a tensor was written."""
+    """Autograd, and saves from a device, use this count to detect writes to a tensor."""
     payload = stored({"t": torch.ones(10)})
     state = {"t": torch.zeros(10)}
     before = state["t"]._version

@@ -1,4 +1,5 @@
-"""Restoring in place: what fits is copied, what does not is named, in the order that bits need."""
+"""In-place restores copy what fits and list what does not, in an order that makes the result exact to the
+bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save accepts can be loaded into the same objects; anything else is refused with its path."""
+"""Each state that a save accepts can be loaded into the same objects. Others are refused with their path."""
 
 from __future__ import annotations
 

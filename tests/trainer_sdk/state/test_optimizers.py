@@ -1,4 +1,4 @@
-"""An optimizer that does not fit is found before anything is loaded, or skipped and listed."""
+"""An optimizer that does not fit is detected before anything is loaded, or is skipped and listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks of a real state hold the model at the same bytes, so that the store gets it once."""
+"""Data-parallel ranks have the model at the same offsets of their payloads, so the store keeps it once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from holdfast_core.shards.pack_plan import replica_groups
 
 CHUNK = 4096
 RANKS = 12
-"""So that the ranks' names differ in length."""
+"""A world size at which the names of the ranks differ in length."""
 
 
 def saved(rank: int) -> tuple[SavePlan, bytes]:
-    """The same model everywhere; generators, and the length of what is no tensor, are the rank's own."""
+    """Return the plan and the payload of a rank. All have the same model; generators, and the length of
+    the non-tensor part, differ."""
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Linear(300, 10))
     optimizer = torch.optim.AdamW(model.parameters())

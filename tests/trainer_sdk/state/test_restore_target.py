@@ -1,4 +1,4 @@
-"""What a rank wants of a checkpoint; torch's fake process group stands for the other ranks."""
+"""Which parts of a checkpoint a rank requests. torch's fake process group stands for the other ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def layout_of(state: dict[str, Any], rank: int) -> bytes:
 
 
 def saved_by(state: dict[str, Any], ranks: int) -> Layout:
-    """A checkpoint of ranks that all hold the same."""
+    """Return the layout of a checkpoint whose ranks all have the same state."""
     return merge_layouts(layout_of(state, rank) for rank in range(ranks))
 
 
@@ -187,7 +187,8 @@ def test_an_error_names_every_tensor_and_loads_nothing() -> None:
 
 
 def test_pipeline_stages_are_refused_by_name() -> None:
-    """Their optimizers number different parameters alike: a wrong mix would fit."""
+    """Optimizers of different stages give the same numbers to different parameters, so a wrong mix would
+    fit."""
     stages = []
     for rank in range(2):
         model = torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(2, 2)})

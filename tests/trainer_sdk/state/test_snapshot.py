@@ -1,4 +1,4 @@
-"""A state becomes a payload that any safetensors reader opens, and comes back bit by bit."""
+"""A state becomes a payload that every safetensors reader can open, and is restored bit by bit."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_damaged_payload_is_refused(position: int) -> None:
 
 
 def test_frozen_parameters_lie_together() -> None:
-    """Adapters stand between the layers they adapt, by name: in chunks of their own all the same."""
+    """By name, adapters stand between the layers that they adapt. They must get chunks of their own."""
     model = torch.nn.ModuleDict()
     for layer in range(20):
         model[f"layer{layer}"] = torch.nn.Linear(64, 64).requires_grad_(False)

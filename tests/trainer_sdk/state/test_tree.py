@@ -1,4 +1,5 @@
-"""Values go into JSON and come back exactly; what cannot is an error with its path."""
+"""Values are encoded as JSON and decoded exactly. A value that cannot be encoded is an error with its
+path."""
 
 from __future__ import annotations
 
