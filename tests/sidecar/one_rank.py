@@ -43,7 +43,7 @@ PATIENCE_SECONDS = 60.0
 def fetcher_of(
     state: RoundState, node: NodeTier, others: Any, pools: Pools, clock: ManualClock
 ) -> tuple[Pod, Fetcher]:
-    """`others` stands for the members and the store."""
+    """Return a fetcher. `others` stands for the members and the store."""
     settings = Settings(
         contract_with(namespace=JOB.namespace, job_uid=JOB.uid),
         backoff_first_seconds=0.001,
@@ -62,6 +62,6 @@ def rehydrator_of(
     clock: ManualClock,
     on_change: Callable[[], None] = lambda: None,
 ) -> Rehydrator:
-    """`others` stands for the members and the store."""
+    """Return a Rehydrator. `others` stands for the members and the store."""
     pod, fetcher = fetcher_of(state, node, others, pools, clock)
     return Rehydrator(pod, fetcher, Metrics(), on_change)

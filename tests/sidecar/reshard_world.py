@@ -45,8 +45,8 @@ ROWS = 1 << 18
 TENSORS = {"w": Tensor("F32", (ROWS, 4), [None, 0])}
 WHOLE = bytes(range(251)) * (ROWS * 16 // 251 + 1)
 WANTED = layout_of({"w": Tensor("F32", (ROWS, 4), [0])}, [3], 1)
-"""The second third of the rows: the end of what ranks 0 and 2 hold, and the beginning of 1 and 3.
-The plan takes them of 2 and 1."""
+"""The second third of the rows: the end of what ranks 0 and 2 have, and the beginning of what 1 and 3
+have. The plan reads these rows from ranks 2 and 1."""
 
 
 def payload_of(layout: RankLayout, saved_by: int) -> bytes:
@@ -57,9 +57,10 @@ def payload_of(layout: RankLayout, saved_by: int) -> bytes:
 
 
 class World:
-    """Shards of four ranks (two copies of two halves), on this node, at two members, in a store.
+    """Shards of four ranks (two copies of two halves), on this node, at two members, and in a store.
 
-    Stands for BulkPeers and Rehydrator too: what they are asked for."""
+    Also stands for BulkPeers and Rehydrator, and records their requests.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -73,9 +74,9 @@ class World:
         self.asked: list[tuple[str, int]] = []
         self.clock = Turning()
         self.waits: list[str] = []
-        """What fills have reported of sources that stay away."""
+        """What fills have reported of sources that do not answer."""
         self.gate: Gate | None = None
-        """Waits in the next source of a member that is opened."""
+        """Gate for the next source of a member that is opened."""
         self.layouts = [layout_of(TENSORS, [2, 2], rank) for rank in range(4)]
         source = self._tier("source")
         self.records = [source.write_shard(*self._shard(layout)) for layout in self.layouts]
@@ -113,7 +114,7 @@ class World:
                 self.store.upload_shard(NAMESPACE, reader)
 
     def spoil(self, place: str, rank: int, payload_offset: int = CHUNK_BYTES + 9) -> None:
-        """One bit of the payload."""
+        """Flip one bit of the payload."""
         (path,) = (self.root / place).rglob(f"rank{rank:06d}-*.shard")
         flip_bit(path, head_bytes(self.records[rank].header) + payload_offset)
 
@@ -135,10 +136,10 @@ class World:
     def accuse(self, member: Member, ref: ShardRef) -> None:
         self.accused.append((member.worker, ref.rank))
 
-    # -------------------------------------------------------------- the test's side
+    # -------------------------------------------------------------- for the tests
 
     def slot(self, directory: Path, capacity_bytes: int) -> Path:
-        """A slot of rank 1 with bytes that are not needed."""
+        """Create a slot of rank 1 that contains bytes of an older step."""
         size = capacity_bytes
         header = SlotHeader(SlotState.FREE, Rank(1), size, RestartRound(0), Step(4), size)
         path = directory / slot_name(Rank(1), 0)
@@ -152,7 +153,7 @@ class World:
         return Resharder(places, pools, self.metrics, self.clock.patience)
 
     def fill(self, wanted: RankLayout = WANTED, slot: SlotFile | None = None) -> Any:
-        """The farthest tier and the payload."""
+        """Fill a slot. Return the farthest tier that was read, and the payload."""
         path = self.slot(self.root, wanted.payload_bytes)
 
         async def scenario() -> tuple[TierName, bytes]:
@@ -171,7 +172,7 @@ class World:
         return asyncio.run(scenario())
 
     def counted(self, name: str) -> dict[str, int]:
-        """A counter of the metrics, by tier."""
+        """Return a counter of the metrics, by tier."""
         found = {}
         for line in self.metrics.render().decode().splitlines():
             if line.startswith(f'{name}_total{{tier="'):
@@ -181,7 +182,7 @@ class World:
 
 
 class Turning(ManualClock):
-    """Time passes only while a task waits for it. `at` is called at the end of each wait."""
+    """A clock that advances only while a task sleeps. `at` is called at the end of each sleep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,14 +199,14 @@ class Turning(ManualClock):
 
 
 class Gate:
-    """Where a thread waits until the test lets it go on."""
+    """A point at which a thread waits until the test opens it."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
         self._open = threading.Event()
 
     def wait(self) -> None:
-        """In the thread."""
+        """Report that the thread is here, and block it until the gate opens."""
         self._reached.set()
         assert self._open.wait(60)
 
@@ -238,7 +239,7 @@ class Gated:
 
 
 class Forged:
-    """A member whose table is another."""
+    """A member that sends a forged chunk table."""
 
     def __init__(self, inner: FaultySource, trailer: Trailer) -> None:
         self.trailer = trailer

@@ -1,4 +1,4 @@
-"""The log stays short whatever callers send."""
+"""The log stays short, whatever callers send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The refusal table of docs/protocol.md, one case a cell: message x state of the receiver x sender."""
+"""The refusal table of docs/protocol.md: one case for each message, state of the receiver, and sender."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def sealed(worker: int) -> RoundState:
 
 
 def restarted(floor: int) -> RoundState:
-    """A process that has just started; round.json knows a ROUND of that version."""
+    """Return the state of a process that has just started; its round.json contains a ROUND of that
+    version."""
     return RoundState(Worker(0), 2, NOW, version_floor=floor)
 
 
@@ -144,7 +145,7 @@ class Case:
 
 
 def fenced(name: str, make: Any, receiver: int, caller: Caller) -> list[Case]:
-    """What every message that writes has in common."""
+    """Return the cases that all messages that write have in common."""
     return [
         Case(f"{name}: current round", holding(receiver), caller, make(), None),
         Case(f"{name}: older round", holding(receiver), caller, make(OLD), Refusal.STALE_ROUND),
@@ -347,10 +348,10 @@ def test_nothing_that_is_served_is_refused_before_its_body_is_read(case: Case) -
 def test_a_former_member_is_refused_before_its_body_is_read(
     kind: type[object], state: RoundState, round_: RestartRound | None
 ) -> None:
-    """The round that it names does not matter."""
+    """This holds whichever round the message names."""
     assert refuse_caller(state, STRANGER, kind, round_) is not None
 
 
 def test_tier_names_are_not_refusals() -> None:
-    """Codes and tiers share a wire of strings: they must not be mistaken for each other."""
+    """Replies contain codes and tiers as strings, so no code may equal a tier."""
     assert not {str(c) for c in Refusal} & {str(t) for t in TierName}

@@ -1,4 +1,4 @@
-"""What the gauges say in the moments when a round ends."""
+"""Values of the gauges while a round ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sample(metrics: Metrics, name: str) -> float:
 
 
 def test_a_seal_is_no_step_of_the_new_round() -> None:
-    """Sealed for round 5, the ranks of round 4 not ended yet: their steps are still reported."""
+    """The sidecar is sealed for round 5, and the ranks of round 4 still run: their steps are reported."""
     metrics = Metrics()
     metrics.trained(RestartRound(4))
     metrics.gang(

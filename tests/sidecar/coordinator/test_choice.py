@@ -1,4 +1,4 @@
-"""Which step in memory is written next, and which are dropped, by the reports of the members."""
+"""Which step in memory is written next, and which steps are dropped, given the reports of the members."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def buffered(
 
 
 def holds_steps(ledger: Ledger, *steps: int, writing: int | None = None, rank: int = SLOW) -> None:
-    """Report that the rank holds exactly these steps."""
+    """Report that the rank has exactly these steps in memory."""
     ledger.update_buffered(
         RankBuffered(
             Rank(rank),
@@ -39,7 +39,8 @@ def holds_steps(ledger: Ledger, *steps: int, writing: int | None = None, rank: i
 
 
 def in_memory(ledger: Ledger, *steps: int, writing: int | None = None) -> None:
-    """Durable at the fast rank, held by the slow one, manifest everywhere."""
+    """Make the step durable at the fast rank, buffered at the slow one, and its manifest present
+    everywhere."""
     for step in steps:
         ledger.prepared(Step(step), shard_info(FAST), SHARD_DIGEST)
     holds_steps(ledger, *steps, writing=writing)
@@ -66,7 +67,7 @@ def test_a_step_is_in_memory_first_and_local_when_every_rank_has_written_it() ->
 
 
 def test_a_manifest_on_every_node_does_not_make_a_step_local() -> None:
-    """A coordinator that has just begun finds manifests; shards may be in memory only."""
+    """A coordinator that has just started finds manifests, but the shards may be in memory only."""
     ledger = new_ledger()
     assert acknowledge(ledger, 5) == [None]
     ledger.prepared(Step(5), shard_info(FAST), SHARD_DIGEST)
@@ -162,7 +163,7 @@ def test_a_restarted_coordinator_keeps_the_step_that_is_being_written() -> None:
 
 
 def test_a_step_that_one_rank_writes_at_once_is_not_chosen() -> None:
-    """A rank that keeps it while it writes another would have no slot left."""
+    """A rank that keeps this step while it writes another one would have no slot left."""
     ledger = new_ledger()
     in_memory(ledger, 2, 3, writing=1)
     ledger.update_buffered(RankBuffered(Rank(FAST), writing=Step(2)))
@@ -176,7 +177,7 @@ def test_a_step_that_only_some_ranks_have_is_never_chosen() -> None:
 
 
 def test_steps_that_other_ranks_skipped_are_dropped_so_that_saves_continue() -> None:
-    """Nothing of what fills the slots ever becomes complete."""
+    """None of the steps that fill the slots ever becomes complete."""
     ledger = new_ledger()
     holds_steps(ledger, 4, 5, 6, rank=FAST)
     assert weigh(ledger) == Choice(None, ()), "the other rank may have them, too"
@@ -217,8 +218,8 @@ def test_a_step_that_may_still_become_complete_is_not_dropped() -> None:
 def test_the_newest_in_memory_never_goes_back_and_the_choice_is_never_dropped(
     events: list[str],
 ) -> None:
-    """In whatever order steps are saved, written and fail to be: what gives way is older than the newest
-    in memory and not the choice, and the slow rank never keeps more than two."""
+    """Steps are saved, written and fail in any order. Each dropped step is older than the newest step in
+    memory and is not the chosen one, and the slow rank never keeps more than two."""
     ledger, kept, failed = new_ledger(), set[Step](), set[Step]()
     for number, event in enumerate(events):
         before = ledger.chosen

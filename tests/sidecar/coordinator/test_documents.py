@@ -1,4 +1,4 @@
-"""Manifests and layouts as a coordinator builds them and a member checks them."""
+"""A coordinator builds manifests and layouts, and a member checks them."""
 
 from __future__ import annotations
 

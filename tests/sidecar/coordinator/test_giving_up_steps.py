@@ -1,4 +1,4 @@
-"""Which steps can no longer be committed, and what is remembered of those that are gone."""
+"""Which steps can no longer be committed, and which record remains of the steps that are gone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdfast_sidecar.upkeep.prune import protected_steps
 
 
 def saves(newest: int, *under_way: int) -> dict[Rank, RankSaves]:
-    """Of rank 1, the one that others wait for."""
+    """Return the saves of rank 1, for which the others wait."""
     return {Rank(1): RankSaves(Rank(1), Step(newest), tuple(map(Step, under_way)))}
 
 
@@ -100,7 +100,7 @@ def test_failures_name_their_worker_and_a_full_node_sets_pressed() -> None:
     assert members.pressed
 
 
-# --------------------------------------------------------------------------- what is gone
+# --------------------------------------------------------------------------- steps that are gone
 
 
 def test_the_memory_of_deleted_steps_is_bounded() -> None:
@@ -137,7 +137,7 @@ def test_a_recent_list_gives_what_came_after(marks: list[int]) -> None:
 
 
 def test_a_step_on_its_way_to_the_store_is_not_pruned_on_the_nodes() -> None:
-    """Also where it is not retention that names it, but copies that fall behind."""
+    """This also holds if the step is pruned because copies fall behind and not by the retention."""
     ledger = new_ledger()
     commit(ledger, 10)
     ledger.request_upload(Step(10))

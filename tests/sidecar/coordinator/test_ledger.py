@@ -1,4 +1,4 @@
-"""The coordinator's memory: levels, conflicts, the queue to the store, what falls behind."""
+"""The coordinator's ledger: levels, conflicts, the queue of uploads, and steps whose copies fall behind."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_an_upload_is_complete_when_every_rank_has_uploaded() -> None:
 
 
 def test_steps_whose_copies_fall_behind_are_given_up_in_the_middle() -> None:
-    """The one being copied and the newest two stay."""
+    """The step that is being copied and the newest two steps are kept."""
     ledger = new_ledger()
     for step in range(1, 5):
         commit(ledger, step)
@@ -145,7 +145,7 @@ def test_the_order_of_messages_does_not_matter(text: list[tuple[str, int]]) -> N
 
 
 def test_an_upload_that_refers_to_a_deleted_checkpoint_is_waited_for_again() -> None:
-    """And a word from before that is repeated does not count."""
+    """A repeated message about the earlier upload does not count."""
     ledger = new_ledger()
     commit(ledger, 5)
     referring = StoredAs(

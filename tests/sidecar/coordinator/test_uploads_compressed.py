@@ -1,4 +1,4 @@
-"""When members are asked to compress their uploads."""
+"""When the coordinator asks members to compress their uploads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast_sidecar.wire.versioned import Versioned
 
 
 class UnreachableStore(ObjectTier):
-    """A store that has not answered yet which layouts it has."""
+    """A store that has not yet replied which layouts it has."""
 
     def __init__(self) -> None:
         super().__init__(MemoryObjectStore())
@@ -34,7 +34,7 @@ class UnreachableStore(ObjectTier):
 
 
 def asked(compression: str, *, whole: bool = False, changed: str | None = None) -> PersistRequest:
-    """The coordinator's first request when step 10 is local. `changed`: the compression in a later
+    """Return the coordinator's first request when step 10 is local. `changed`: the compression in a later
     version of the ROUND."""
     ledger, versioned, requested = new_ledger(), Versioned(), asyncio.Event()
     requests: list[PersistRequest] = []
@@ -99,6 +99,6 @@ def test_compression_is_turned_on_and_off_for_later_uploads(before: str, after: 
 
 
 def test_a_whole_upload_is_not_compressed() -> None:
-    """The name of the pack is taken by the one that referred to what is gone."""
+    """The first upload, which refers to a deleted checkpoint, already uses the name of the pack."""
     request = asked("Zstd", whole=True)
     assert (request.whole, request.compress) == (True, False)

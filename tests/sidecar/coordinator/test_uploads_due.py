@@ -1,4 +1,4 @@
-"""Which local steps go to the object store where steps in memory give way."""
+"""Which local steps are uploaded to the object store when steps in memory are replaced by newer ones."""
 
 from __future__ import annotations
 

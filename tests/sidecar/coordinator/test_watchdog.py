@@ -1,4 +1,4 @@
-"""The coordinator reports a gang that trains without commits, for every cause."""
+"""The coordinator reports a gang that trains without commits, for each cause."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_commit_or_a_step_back_restarts_the_count() -> None:
 
 
 class World:
-    """A coordinator of two workers whose reports a test sends."""
+    """A coordinator of two workers whose reports the test sends."""
 
     def __init__(self, folder: Path) -> None:
         message = first_round().held
@@ -94,7 +94,7 @@ class World:
         )
 
     def step(self, step: int, *failures: Failure) -> None:
-        """Both ranks have finished it; the failures are worker 1's."""
+        """Report that both ranks have finished the step, with these failures of worker 1."""
         for worker in (0, 1):
             self.coordinator.report(
                 WorkerReport(

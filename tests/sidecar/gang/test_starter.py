@@ -1,4 +1,4 @@
-"""Ending the ranks at a seal: whom the sidecar waits for."""
+"""Which ranks the sidecar waits for when it ends them at a seal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE = RoundState(Worker(0), 1, RestartRound(1))
 
 
 class Handler:
-    """LocalHandler that passes the launcher's messages to the starter."""
+    """A LocalHandler that passes the launcher's messages to the starter."""
 
     starter: Starter
 
@@ -49,13 +49,13 @@ class Handler:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """Short: a Unix socket's path has at most 107 bytes."""
+    """Return a directory with a short path: a Unix socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
 
 class Silent(FakeLauncher):
-    """Receives End and does not answer."""
+    """A launcher that receives End and does not reply."""
 
     def _obey(self, message: object) -> None:
         return

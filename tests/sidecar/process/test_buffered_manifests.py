@@ -1,4 +1,4 @@
-"""Shards that a member needs before it accepts a manifest, and what it deletes on notices."""
+"""Which shards a member needs before it accepts a manifest, and what it deletes when it receives notices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHECKPOINT = (HEADER.step, HEADER.round)
 
 
 class PlayedStager:
-    """The shards in memory, as a test sets them."""
+    """A stager whose shards in memory are set by the test."""
 
     def __init__(self) -> None:
         self.in_memory: ShardRecord | None = None
@@ -94,7 +94,7 @@ class World:
         self.pruner = Pruner(pod, tiers, saves, notices, failures)
 
     async def put(self, *, buffered: bool) -> Ok:
-        """The coordinator puts the manifest of the shard and of one of rank 1."""
+        """Put a manifest of this shard and of a shard of rank 1, as the coordinator does."""
         other = replace(RECORD, header=replace(RECORD.header, rank=Rank(1)))
         text = manifest([RECORD, other]).to_bytes().decode()
         return await self.manifests.put(

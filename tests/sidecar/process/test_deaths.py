@@ -29,7 +29,7 @@ async def task_fails() -> None:
 
 
 class Counted(list[str]):
-    """What was counted, and a wait for the first one."""
+    """A counter of exceptions that lets a test wait for the first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ async def test_a_cancelled_task_is_no_death() -> None:
     [("bulk-accept", "thread", True), (CONNECTION_THREAD, "connection", False)],
 )
 async def test_a_thread_that_dies(name: str, kind: str, fatal: bool) -> None:
-    """A peer may be able to end the thread of its own connection, never the sidecar."""
+    """A peer may be able to end the thread of its own connection, but never the sidecar."""
     deaths, counted = await installed()
     thread = threading.Thread(target=fails, name=name)
     thread.start()

@@ -1,4 +1,4 @@
-"""An inventory that the operator would refuse leaves out its oldest steps."""
+"""An inventory that is too large for the operator omits its oldest steps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_reply_is_as_large_as_the_operator_accepts(world_size: int) -> None:
 
 
 def test_the_bound_of_an_entry_holds_for_the_largest_values() -> None:
-    """A small inventory is not measured, so no entry may be larger than the bound."""
+    """The size of a small inventory is not measured, so no entry may be larger than the bound."""
     shard = HeldShard(
         Step(MAX_STEP), RestartRound(MAX_ROUND), Rank(MAX_RANK), MAX_INT, DIGEST, TierName.MEMORY
     )

@@ -1,6 +1,6 @@
 """A SEAL that arrives while a ROUND of the old round is being recorded takes precedence.
 
-Pools, fencing state and node tier are real. Stand-ins play the journeys that a seal stops.
+Pools, fencing state and node tier are real. Stand-ins replace the tasks that a seal stops.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SlowNode:
 
 
 class PlayedStager:
-    """Records how long a seal waits for the writes of slots."""
+    """A stager that records how long a seal waits for the writes of slots."""
 
     def __init__(self) -> None:
         self.memory: dict[str, Any] = {}
@@ -138,7 +138,7 @@ async def test_round_of_the_old_round_does_not_unseal_the_new_one(
     late = asyncio.create_task(world.lifecycle.round(OPERATOR, second_message(4)))
     await asyncio.to_thread(slow.writing.wait, 30)
     seal = asyncio.create_task(world.lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
-    await asyncio.sleep(0)  # the seal is in force in memory at its first turn
+    await asyncio.sleep(0)  # the seal takes effect in memory at its first turn
     assert world.current.state.round == 5
     assert world.stopped == ["round 5 is sealed"]
     slow.go_on.set()
@@ -175,7 +175,8 @@ async def test_a_seal_that_is_repeated_takes_no_longer_than_one(
 async def test_an_inventory_from_before_the_end_of_a_seal_does_not_carry_its_round(
     slow: SlowNode, tmp_path: Path
 ) -> None:
-    """Its list lacks what the seal had still to write, so the operator would choose an older step."""
+    """Its list lacks the shards that the seal still had to write, so the operator would choose an older
+    step."""
     listing, go_on = threading.Event(), threading.Event()
 
     def list_shards() -> list[Any]:

@@ -1,4 +1,4 @@
-"""A manifest that lies under the name of another step, round or job: never listed, never restored."""
+"""A manifest under the name of another step, round or job is never listed and never restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRONG = CheckpointId(Step(SAVED.step + 89), SAVED.round)
 
 
 class Liars:
-    """A member and a store that give the same document for every name."""
+    """A member and a store that return the same document for every name."""
 
     async def get(self, worker: Worker, path: str, reply: Any, **options: Any) -> ManifestDocument:
         return ManifestDocument(DOCUMENT.decode(), LAYOUT.decode())
@@ -71,7 +71,7 @@ def tried(point: RestorePoint, node: MemoryTier) -> str:
 def test_a_misnamed_manifest_is_not_restored_from_any_tier(
     job_uid: JobUid, checkpoint: CheckpointId
 ) -> None:
-    """The restore point names no digest here, as a store's checkpoint may."""
+    """The restore point has no digest here, as may be the case for a store's checkpoint."""
     node = MemoryTier()
     node.write_shard(HEADER, BytesSource(PAYLOAD))
     node.put_manifest(job_uid, checkpoint, DOCUMENT)

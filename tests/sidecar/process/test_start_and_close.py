@@ -1,4 +1,4 @@
-"""In which order a sidecar opens and closes what it serves, and what is left when its start fails."""
+"""The order in which a sidecar opens and closes its components, and the clean-up after a failed start."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ OPENED = [
     "Scrubber.close",
     "Intake.close",
 ]
-"""What closes each component, in the order of start. The pod's socket is last: only then can ranks save."""
+"""The methods that close the components, in the order of start. The pod's socket is last, because ranks
+can save as soon as it is open."""
 
 
 class RecordingStack(AsyncExitStack):
-    """Records what is closed, when it is registered and when it runs."""
+    """An exit stack that records what is registered, and what is closed when it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,8 @@ class RecordingStack(AsyncExitStack):
         return super().push_async_callback(closing)
 
     def _register(self, callback: Callable[..., object], args: tuple[Any, ...]) -> str:
-        """Note the method. A blocking method is the first argument of a pool's `run`."""
+        """Record the name of the method and return it. A blocking method is the first argument of a pool's
+        `run`."""
         name = (args[0] if args else callback).__qualname__
         self.registered.append(name)
         return name
@@ -111,7 +113,7 @@ async def test_everything_is_closed_in_the_reverse_order(settings: Settings) -> 
 
 
 async def test_a_start_that_fails_closes_what_it_opened(settings: Settings) -> None:
-    """The metrics port is taken, so the servers before it close and no rank can connect."""
+    """The metrics port is in use, so the servers before it close and no rank can connect."""
     with socket.create_server(("0.0.0.0", 0)) as taken:
         contract = contract_with(
             shared_dir=settings.contract.shared_dir,

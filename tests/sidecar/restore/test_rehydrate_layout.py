@@ -1,4 +1,4 @@
-"""A checkpoint's layout is missing: no place has it, or one did not answer."""
+"""A checkpoint's layout is missing: no source has it, or a source did not answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FullNode(MemoryTier):
 
 
 class Asked:
-    """Stands for Peers and ObjectTier: each member's answer, and the store's."""
+    """Stands for Peers and ObjectTier, with a fixed answer of each member and of the store."""
 
     def __init__(self, *answers: bytes | HoldfastError | None, store: HoldfastError) -> None:
         self.answers = answers

@@ -1,4 +1,4 @@
-"""A shard that a place may still have is requested again. Only a final failure is reported at once."""
+"""A shard that a source may still have is requested again. Only a final failure is reported immediately."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BAD = CorruptionError("CRC32C of chunk 3 does not match")
 
 
 class Store:
-    """An object store that fails with each of these errors in turn, and then has the shard."""
+    """An object store that raises each of these errors in turn and then returns the shard."""
 
     def __init__(self, node: MemoryTier, *errors: HoldfastError) -> None:
         self._node = node
@@ -63,7 +63,7 @@ class Store:
 
 
 class World:
-    """One sidecar whose node has the manifest and not the shard."""
+    """One sidecar whose node has the manifest but not the shard."""
 
     def __init__(self, *errors: HoldfastError) -> None:
         self.node = MemoryTier()
@@ -80,7 +80,7 @@ class World:
         )
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Sleepers of the manual clock wake, as the pauses between the tries do."""
+        """Advance the clock until the condition holds, which wakes the pauses between attempts."""
         async with asyncio.timeout(120):
             while not condition():
                 self.clock.advance(0.001)

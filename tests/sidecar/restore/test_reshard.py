@@ -1,5 +1,5 @@
-"""A payload of other ranks' shards in the sidecar: ranges from node, members and store, and what is
-bad or missing is had elsewhere."""
+"""The sidecar assembles a payload from ranges of other ranks' shards, which it reads from node, members
+and store. Ranges that are bad or missing at one source are read from another."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GOOD = payload_of(WANTED, 1)
 
 
 def planned(world: World, avoid: tuple[Rank, ...] = ()) -> int:
-    """Bytes of payloads that the plan means."""
+    """Return the payload bytes that the plan reads."""
     moves = plan(WANTED, world.saved.layout, avoid=avoid)
     return bytes_read(moves, [layout.payload_bytes for layout in world.layouts], CHUNK_BYTES)
 
@@ -102,7 +102,7 @@ def test_a_member_that_goes_in_the_middle_is_not_accused(world: World) -> None:
 
 
 def test_a_member_that_does_not_answer_is_asked_last_from_then_on(world: World) -> None:
-    """Else its time-out is waited for at every shard."""
+    """Otherwise each shard would wait for the member's time-out."""
     for worker in world.members:
         world.put(world.members[worker], 0, 1, 2, 3)
     world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
@@ -128,7 +128,7 @@ def test_a_bad_copy_in_the_store_is_counted(world: World) -> None:
 
 
 def test_a_table_that_is_not_the_manifests_is_not_believed(world: World) -> None:
-    """The digest of the payload binds the digests of the chunks; the manifest binds the CRCs."""
+    """The payload's digest binds the digests of the chunks, and the manifest binds the CRCs."""
     for worker in world.members:
         world.put(world.members[worker], 0, 1, 2, 3)
     record = world.records[1]
@@ -141,7 +141,7 @@ def test_a_table_that_is_not_the_manifests_is_not_believed(world: World) -> None
 
 
 def test_another_holder_serves_for_a_shard_that_is_nowhere(world: World) -> None:
-    """And what the first plan has brought is not brought again."""
+    """Ranges that the first plan has read are not read again."""
     world.put(world.members[Worker(4)], 0, 1)
     assert world.fill() == (TierName.PEER, GOOD)
     assert world.asked == [("worker 4", 1), ("worker 4", 2), ("worker 5", 2), ("worker 4", 0)]
@@ -165,7 +165,8 @@ def test_missing_bytes_are_named_and_the_slot_is_released(world: World) -> None:
 
 
 def test_a_holder_that_is_busy_is_asked_again_for_the_rest(world: World) -> None:
-    """Ranks that begin together ask the same few; to give up would begin a round that asks again."""
+    """Ranks that start together request from the same few members. If they gave up, a new round would send
+    the same requests again."""
     world.put(world.members[Worker(4)], 1, 2)
     world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR, first=2, times=2)])
 
@@ -201,7 +202,7 @@ def test_a_member_that_stays_away_is_reported_and_called_again(world: World) -> 
 
 
 def test_bytes_that_no_place_has_are_not_waited_for(world: World) -> None:
-    """The member that is away had nothing of it."""
+    """The member that does not answer has none of these bytes."""
     world.put(world.members[Worker(4)], 0, 2)
     world.put(world.members[Worker(5)], 0, 2)
     world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])

@@ -1,4 +1,4 @@
-"""The layout that a rank receives of its shard, and the documents that it is made of."""
+"""The layout that a rank receives for its shard, and the documents from which it is made."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ MERGED = merge_layouts(rank_layout(rank=rank, world_size=2) for rank in range(2)
 class Pod:
     """Worker 1 of two with one rank each, whose shard is in its node tier.
 
-    Stands for the Rehydrator: the restore point, and the checkpoint's layout if it can be had."""
+    Also stands for the Rehydrator, with the restore point, and the checkpoint's layout where it is available.
+    """
 
     def __init__(self, root: Path) -> None:
         self.directory = root / "layouts"
@@ -127,7 +128,7 @@ class Pod:
         return reply
 
     def given(self, digest: Digest | None) -> bytes | None:
-        """What the rank reads."""
+        """Return the document that the rank reads."""
         return None if digest is None else (self.directory / f"{hex_of(digest)}.json").read_bytes()
 
 
@@ -168,7 +169,7 @@ def test_a_rank_that_asks_has_the_checkpoints_layout_too(pod: Pod) -> None:
     ids=["nowhere", "flipped", "cut", "not that of its digests"],
 )
 def test_a_shard_is_restored_without_its_layout(pod: Pod, document: bytes | HoldfastError) -> None:
-    """It is good by itself: a document that is lost must not lose a checkpoint."""
+    """The shard is valid without its layout, so the loss of the document must not lose a checkpoint."""
     pod.document = document
     reply = pod.restore()
     assert (reply.rank_layout, reply.layout) == (None, None)
@@ -198,7 +199,7 @@ def test_a_plan_is_made_with_the_layout_that_the_manifest_names_only(pod: Pod) -
 
 
 def test_a_rank_gets_its_shard_although_the_layout_cannot_be_written(pod: Pod) -> None:
-    """The shared volume may be full of slots."""
+    """Slots may have filled the shared volume."""
     pod.node.put_layout(OWN)
     pod.directory.write_text("no folder: stands for a volume that takes no more")
     assert pod.restore().rank_layout is None
@@ -220,7 +221,7 @@ def test_a_layout_that_was_cut_short_is_given_again(pod: Pod) -> None:
 
 
 def test_a_layout_whose_holder_comes_back_is_waited_for(pod: Pod) -> None:
-    """Else a rank that is cut otherwise, into the same shapes, would take this part for its own."""
+    """Without the layout, a rank with other offsets and the same shapes would accept this part as its own."""
     pod.document = UnavailableError("worker 0: connection refused")
 
     def back(waits: int) -> None:

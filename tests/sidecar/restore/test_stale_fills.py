@@ -29,12 +29,12 @@ from holdfast_sidecar.save.layouts import RankLayouts
 
 RANK = Rank(1)
 SAVED = b"\xee"
-"""What the rank's next save is made of."""
+"""The byte of which the rank's next save consists."""
 
 
 class SlowNode:
-    """The node tier, whose next reader waits at `gate`: before its chunks are compared, or with the
-    first bytes of the payload in hand."""
+    """The node tier, whose next reader waits at `gate` either before its chunks are compared or after it
+    has read the first bytes of the payload."""
 
     def __init__(self, world: World) -> None:
         self._tier = world.node
@@ -69,7 +69,7 @@ class SlowReader:
 
 
 class Pod:
-    """Worker 1, whose shard of four is in its node tier. Stands for the Rehydrator and Stager too."""
+    """Worker 1, whose shard of four is in its node tier. Also stands for the Rehydrator and the Stager."""
 
     def __init__(self, root: Path) -> None:
         self.world = World(root)
@@ -105,7 +105,7 @@ class Pod:
         if text != (self.reported[-1] if self.reported else ""):
             self.reported.append(text)
 
-    # -------------------------------------------------------------- the test's side
+    # -------------------------------------------------------------- for the tests
 
     def filler(self, pools: Pools) -> Filler:
         directory = self.world.root / "layouts"
@@ -141,14 +141,14 @@ class Pod:
         return SlotHeader.unpack(self.path.read_bytes()[:HEADER_BYTES])
 
     def save(self) -> bytes:
-        """The rank writes its next shard into the slot and stages it: the file from then on."""
+        """Write the rank's next shard into the slot and stage it. Return the contents of the file."""
         size = self.path.stat().st_size - HEADER_BYTES
         header = SlotHeader(SlotState.OWNED, RANK, size, RestartRound(2), Step(9), size)
         self.path.write_bytes(header.pack().ljust(HEADER_BYTES, b"\0") + SAVED * size)
         return self.path.read_bytes()
 
     def gate(self, *, whole: bool) -> Gate:
-        """Of the next fill."""
+        """Install a gate for the next fill and return it."""
         gate = Gate()
         if whole:
             self.node.gate = gate
@@ -187,7 +187,7 @@ async def test_a_fill_that_outlives_its_round_leaves_the_next_rounds_save_alone(
 
 
 async def test_a_fill_that_the_rank_asked_for_again_writes_no_more(pod: Pod, whole: bool) -> None:
-    """Its connection broke, and it came back in the same round."""
+    """The rank's connection broke, and the rank reconnected in the same round."""
     pools = Pools(disk=2, copy=2, store=1)
     filler, gate = pod.filler(pools), pod.gate(whole=whole)
     old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
@@ -205,7 +205,7 @@ async def test_a_fill_that_the_rank_asked_for_again_writes_no_more(pod: Pod, who
 async def test_a_cancelled_fill_writes_into_no_other_file(
     pod: Pod, whole: bool, tmp_path: Path
 ) -> None:
-    """Its descriptor's number is the next file's."""
+    """After the cancellation, another file may get the number of the slot's descriptor."""
     pools = Pools(disk=2, copy=2, store=1)
     filler, gate = pod.filler(pools), pod.gate(whole=whole)
     task = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
@@ -214,7 +214,7 @@ async def test_a_cancelled_fill_writes_into_no_other_file(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    # As many as were open: one of them has the number that the slot's descriptor had.
+    # Open enough files that one of them gets the number of the slot's descriptor.
     victims = [os.open(tmp_path / f"victim{i}", os.O_RDWR | os.O_CREAT, 0o600) for i in range(32)]
     gate.open()
     assert await pools.fill.drain(60)
@@ -286,7 +286,7 @@ def test_bytes_that_arrived_late_are_no_failure_of_the_fill(pod: Pod) -> None:
 
 
 async def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: Pod) -> None:
-    """It held the restore point when the comparison began, in the round before."""
+    """The slot contained the restore point when the comparison began, in the round before."""
     record = pod.world.records[1]
     header = record.header
     kept = replace(

@@ -1,4 +1,4 @@
-"""A peer reports that a copy is corrupt: the sender reads its own shard again to find the cause."""
+"""A peer reports that a copy is corrupt. The sender reads its own shard again to find the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORRUPTIONS = f'holdfast_corruptions_detected_total{{tier="{TierName.NODE}"}} 1.
 
 
 class RefusingOnce(AcceptingMember):
-    """Refuses the first copy as corrupt."""
+    """A peer that refuses the first copy as corrupt."""
 
     def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> int:
         if not self.puts:

@@ -27,7 +27,7 @@ BASE = Reference(Step(1), RestartRound(0), 5)
 
 
 class SlowCoordinator(AcceptingMember):
-    """Answers an Uploaded message when `answered` is set."""
+    """A coordinator that answers an Uploaded message when `answered` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class SlowCoordinator(AcceptingMember):
 async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator ignores the first report, because it has requested the whole shard meanwhile.
-    Without the second one it would wait for ever, and no later step would be persisted."""
+    """The coordinator ignores the first report, because it has requested the whole shard in the meantime.
+    Without the second report it would wait for ever, and no later step would be persisted."""
     store = ObjectTier(MemoryObjectStore())
 
     def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:

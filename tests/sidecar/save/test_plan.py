@@ -1,4 +1,4 @@
-"""What a worker does next with its own shards: tables, and that doing it always comes to rest."""
+"""The next actions of a worker with its own shards: tables, and that the plan always becomes empty."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_one_copy_a_target_and_one_upload_at_a_time_oldest_first() -> None:
 def test_doing_what_is_planned_comes_to_rest(
     steps: list[int], targets: set[Worker], wanted: set[int], order: object
 ) -> None:
-    """In every order of the actions' ends, the plan becomes empty and idle."""
+    """In every order in which actions end, the plan becomes empty and idle."""
     table = {s: shard(step=s, committed=True, wanted=s in wanted) for s in steps}
     goal = tuple(sorted(targets))
     for _ in range(len(steps) * 6 + 1):

@@ -49,7 +49,7 @@ PAYLOAD = bytes(range(256)) * 16
 
 
 class Members:
-    """Two members that accept everything and have no inventory to show."""
+    """Two members that accept everything and have no inventory."""
 
     def __init__(self) -> None:
         self.pruned: set[Step] = set()
@@ -83,7 +83,7 @@ class World:
         self.coordinator.start()
 
     async def commit(self, step: int) -> None:
-        """The step becomes replicated; no member sends a report."""
+        """Make the step replicated, without a report of a member."""
         for rank in (0, 1):
             document = rank_document(rank, shard_info(rank).payload_bytes)
             self.coordinator.prepared(
@@ -103,7 +103,7 @@ class World:
             )
 
     def report(self, step: int, *failures: Failure) -> None:
-        """Worker 1 has finished this step."""
+        """Report that worker 1 has finished this step."""
         progress = (RankProgress(Rank(1), Step(step)),)
         self.coordinator.report(
             WorkerReport(ROUND, Worker(1), progress=progress, failures=failures)
@@ -128,8 +128,7 @@ async def running(folder: Path) -> AsyncIterator[World]:
 
 
 async def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None:
-    """One report names a full volume, and no report follows. Each commit after it lets an
-    older step go."""
+    """One report names a full volume, and no report follows. Each later commit releases an older step."""
     async with running(tmp_path) as world:
         await world.commit(1)
         world.report(2, full(2))
@@ -142,8 +141,8 @@ async def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None
 
 
 async def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: Path) -> None:
-    """Steps are pruned for lack of room once a second. A report within that second is acted on at its
-    end, not at the next report."""
+    """Steps are pruned for lack of room at most once a second. A report within that second is acted on at
+    its end, without another report."""
     async with running(tmp_path) as world:
         for step in (1, 2, 3):
             await world.commit(step)
@@ -164,13 +163,13 @@ async def test_no_step_is_deleted_once_there_is_room(tmp_path: Path) -> None:
         for step in (4, 5):
             world.clock.advance(1.0)
             await world.commit(step)
-        await world.pruned(1, 2)  # what keep_last=3 lets go
+        await world.pruned(1, 2)  # the steps that keep_last=3 releases
         world.report(6, full(6))
         await world.pruned(1, 2, 3)
 
 
 class FullOnce(MemoryTier):
-    """Has no room at first; after that, a write waits until it is let through."""
+    """A tier that has no room at first. After that, a write waits until the test lets it continue."""
 
     def __init__(self) -> None:
         super().__init__()

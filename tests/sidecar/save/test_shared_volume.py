@@ -1,4 +1,4 @@
-"""A trainer that attacks its sidecar through the volume that they share reaches only its own files."""
+"""A trainer that attacks its sidecar through their shared volume can change only its own files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NOTE = Stage(RestartRound(0), Step(3), Rank(0), SLOT, 5, digest_of(b"layout"))
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Short: a Unix socket's path has at most 107 bytes."""
+    """Return a directory with a short path: a Unix socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
@@ -54,7 +54,7 @@ def shared(root: Path) -> Path:
 
 @pytest.fixture
 def victim(root: Path) -> Path:
-    """A file of the sidecar's own volume."""
+    """Return a file of the sidecar's own volume."""
     (root / "node").mkdir(mode=0o700)
     path = root / "node" / "rank000000-committed.shard"
     path.write_bytes(COMMITTED)
@@ -104,7 +104,7 @@ def test_a_note_is_not_written_through_a_link(shared: Path, victim: Path) -> Non
 
 
 def test_a_note_is_not_written_through_a_hard_link(shared: Path) -> None:
-    """A second name for another of the sidecar's files in the same volume."""
+    """The link is a second name for another file of the sidecar in the same volume."""
     other = shared / "other"
     other.write_bytes(COMMITTED)
     notes = SlotNotes(shared / "staged")
@@ -162,7 +162,7 @@ def _directory(path: Path) -> None:
 
 
 def _sparse(path: Path) -> None:
-    """As large as the file system of the test lets a file of holes be."""
+    """Create a sparse file as large as the file system of the test allows."""
     path.touch()
     for exponent in (60, 50, 43, 40):
         try:
@@ -183,7 +183,7 @@ HOSTILE = [
 def test_a_note_that_is_no_regular_file_is_refused_at_once(
     shared: Path, make: Callable[[Path], None]
 ) -> None:
-    """A seal reads the notes: it may not wait for a writer that never comes."""
+    """A seal reads the notes and must not wait for a writer that never comes."""
     notes = SlotNotes(shared / "staged")
     notes.write(NOTE)
     note = shared / "staged" / f"{SLOT}.json"
@@ -210,7 +210,7 @@ def layouts(shared: Path) -> Iterator[RankLayouts]:
 def test_a_layout_is_not_given_through_a_link(
     shared: Path, victim: Path, layouts: RankLayouts
 ) -> None:
-    """Of the file, and of the name that is easy to guess for a temporary one."""
+    """The links have the name of the layout and the names that are easy to guess for a temporary file."""
     (shared / "layouts").mkdir()
     name = f"{hex_of(DIGEST)}.json"
     for guess in (name, f".{name}.sidecar", f".{name}.tmp", f"{name}.tmp"):
@@ -261,7 +261,7 @@ def slot_file(path: Path, *, capacity_bytes: int = 4096) -> None:
 
 
 def test_slots_are_not_opened_in_a_directory_that_is_a_link(shared: Path, victim: Path) -> None:
-    """A file of the sidecar's volume that has a slot's name is not written to."""
+    """A file of the sidecar's volume that has the name of a slot is not written to."""
     slot_file(victim.parent / SLOT)
     (shared / "slots").symlink_to(victim.parent)
     assert list_slots(shared / "slots") == ()
@@ -278,7 +278,7 @@ def test_a_slot_with_a_second_name_is_not_opened(shared: Path) -> None:
 
 
 def test_a_slot_that_is_a_link_is_not_opened(shared: Path, victim: Path) -> None:
-    """A file of the sidecar's volume would be written to, were it a slot by its contents."""
+    """Otherwise the sidecar would write to a file of its own volume whose contents look like a slot."""
     slot_file(victim.parent / "slot")
     (shared / "slots").mkdir()
     (shared / "slots" / SLOT).symlink_to(victim.parent / "slot")
@@ -297,7 +297,8 @@ def test_a_slot_that_is_no_regular_file_is_refused_at_once(
 
 
 def test_a_slot_that_claims_more_than_its_volume_holds_is_refused(shared: Path) -> None:
-    """Its pages are holes: it costs the trainer nothing, and the sidecar would read for years."""
+    """The pages of the file are holes: they cost the trainer nothing, and the sidecar would read for
+    years."""
     (shared / "slots").mkdir()
     volume = os.statvfs(shared)
     slot_file(shared / "slots" / SLOT, capacity_bytes=volume.f_blocks * volume.f_frsize + 1)
@@ -367,7 +368,7 @@ def test_the_socket_is_not_created_through_a_link(shared: Path, victim: Path) ->
 def test_the_sidecar_leaves_nothing_but_its_socket_where_the_trainer_can_replace_it(
     root: Path, shared: Path
 ) -> None:
-    """Links with the names of all files that the sidecar writes lie in wait when it starts."""
+    """When the sidecar starts, there are links with the names of all files that it writes."""
     from tests.support.servers.pki import Authority
 
     (root / "node").mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Slots of a sidecar whose disk does not keep up, played by a tier that writes when the test lets it."""
+"""Slots of a sidecar whose disk is too slow. A stand-in tier writes when the test lets it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CAPACITY = 1 << 16
 
 
 class GatedTier(DiskNodeTier):
-    """Writes a shard when its step is let through."""
+    """A tier that writes a shard when the test lets its step continue."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, capacity_bytes=1 << 30)
@@ -90,7 +90,7 @@ class World:
         self.stager = self.life()
 
     def life(self) -> Stager:
-        """Another process over the same slots and the same disk, in the same round."""
+        """Start another sidecar process over the same slots and the same disk, in the same round."""
         self.stager = self.process()
         self.stager.recover(self.state)
         self.stager.coordinator_replied()
@@ -116,7 +116,7 @@ class World:
         self._changed.set()
 
     def fill(self, index: int, step: int, data: bytes | None = None) -> Stage:
-        """The rank fills a slot. Returns the message that hands it over."""
+        """Fill a slot as the rank does. Return the message that hands it over."""
         data = data or bytes([step]) * 1000
         name = slot_name(RANK, index)
         slot = SlotFile.open(self.settings.slots_dir, name)
@@ -127,11 +127,11 @@ class World:
         return Stage(ROUND, Step(step), RANK, name, len(data), LAYOUT)
 
     async def save(self, index: int, step: int, data: bytes | None = None) -> None:
-        """The rank fills a slot and hands it over."""
+        """Fill a slot and hand it over, as the rank does."""
         await self.stager.stage(lambda: self.state, self.fill(index, step, data))
 
     def clear(self, index: int) -> None:
-        """The rank frees its slot, as it does after a refusal."""
+        """Free the slot, as the rank does after a refusal."""
         slot = SlotFile.open(self.settings.slots_dir, slot_name(RANK, index))
         slot.set_state(SlotState.FREE)
         slot.close()
@@ -191,7 +191,7 @@ async def test_a_write_waits_while_a_rank_copies(tmp_path: Path) -> None:
         copying.write_header(SlotHeader(SlotState.FILLING, RANK, CAPACITY, ROUND, Step(2)))
         await world.save(0, 1)
         world.node.let(1)
-        await world.until(lambda: world.slots()[0] is FREE)  # though this copy never ends
+        await world.until(lambda: world.slots()[0] is FREE)  # although this copy never ends
         copying.close()
         assert world.stored() == [1]
         ((seconds,), _) = world.metrics.waited_for_copies.call_args
@@ -310,7 +310,7 @@ async def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, 
             document = manifest([record, other]).to_bytes()
             world.node.put_manifest(CONTRACT.job_uid, checkpoint, document)
         if dies:
-            world.stager = world.process()  # it has received no ROUND
+            world.stager = world.process()  # the new process has received no ROUND
         assert await world.stager.write_buffered(manifests, 30)
         assert world.node.begun == [1, 2, 3]
         assert world.stored() == [1, 2, 3]
@@ -384,7 +384,7 @@ async def test_a_step_that_is_written_at_once_is_not_reported_as_held(tmp_path: 
 
 
 async def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_path: Path) -> None:
-    """The new round trains that step again, to other bytes: the coordinator would refuse those."""
+    """The new round trains that step again with other bytes, which the coordinator would refuse."""
     async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
@@ -406,7 +406,7 @@ async def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_
 
 
 async def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_path: Path) -> None:
-    """It died before the slot was free. A step that is on the nodes is not chosen again."""
+    """The earlier process died before it freed the slot. A step that is on the nodes is not chosen again."""
     async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         header = ShardHeader(CONTRACT.job_uid, ROUND, Step(1), RANK, 2, LAYOUT, 1000)
@@ -421,7 +421,7 @@ async def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_pa
 
 @pytest.fixture
 def small_volume(tmp_path: Path) -> Iterator[Path]:
-    """The shared volume of `tmp_path`, on a tmpfs of 2 MiB."""
+    """Mount a tmpfs of 2 MiB as the shared volume of `tmp_path`."""
     shared = tmp_path / "shared"
     shared.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(shared)], check=True)
@@ -435,7 +435,7 @@ async def test_a_trainer_that_truncates_its_slot_and_fills_the_volume_ends_no_ta
     tmp_path: Path, small_volume: Path, slots: int
 ) -> None:
     """The sidecar writes the state of a slot into a page that the truncation removed, and the volume has
-    no page left. A task of the sidecar that dies ends the process."""
+    no page left. An exception that ended a task of the sidecar would end the process."""
     deaths: list[object] = []
 
     def died(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
@@ -471,7 +471,7 @@ OTHER = bytes(1000)
 async def test_a_step_that_is_saved_again_is_acknowledged_when_its_bytes_are_the_same(
     tmp_path: Path, slots: int
 ) -> None:
-    """While the earlier save is written, while it waits in memory, and when it is durable."""
+    """This holds while the earlier save is written, while it waits in memory, and when it is durable."""
     async with running(tmp_path, slots) as world:
         await world.save(0, 1)
         again = asyncio.create_task(world.save(1, 1))

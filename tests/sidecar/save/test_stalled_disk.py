@@ -35,7 +35,7 @@ PAYLOAD = bytes(range(256)) * 16
 
 
 class HangingNode(MemoryTier):
-    """Takes half of a payload; the rest when the test lets it."""
+    """A tier that reads half of a payload, and the rest when the test lets it continue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
     await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
 
     await asyncio.wait_for(reported.wait(), 120)
-    # The first reports may come before the write has begun.
+    # The first reports may arrive before the write has begun.
     half = f"{len(PAYLOAD) // 2} of {len(PAYLOAD)} bytes"
     await until(lambda: half in message_of(failures), "a report of the half that was written")
     (failure,) = failures.current
@@ -98,7 +98,7 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
 
 
 async def test_a_slow_call_is_not_a_stalled_one() -> None:
-    """Every look finds progress, until one does not; then it moves again."""
+    """A call is reported as stalled only while its progress does not change between two checks."""
     noted: list[str] = []
     looks = iter([0, 1, 2, 2, 2, 3])
     ended = asyncio.get_running_loop().create_future()
@@ -133,7 +133,7 @@ def test_an_error_of_the_call_is_raised() -> None:
 
 
 class HangingReadBack(MemoryTier):
-    """Reads the whole payload and half of its file back, and the rest when the test sets `go_on`."""
+    """A tier that reads the whole payload and half of its file back, and the rest when `go_on` is set."""
 
     def __init__(self) -> None:
         super().__init__()

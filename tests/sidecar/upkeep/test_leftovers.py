@@ -23,7 +23,7 @@ BUSY = CheckpointId(Step(5), RestartRound(3))
 
 
 class CountingTier(ObjectTier):
-    """Says what it was asked for; the store is out of reach at the first time."""
+    """A tier that records its calls. The first call of each kind fails."""
 
     def __init__(self) -> None:
         super().__init__(MemoryObjectStore())
@@ -57,7 +57,7 @@ class CountingTier(ObjectTier):
 
 
 class Hours(SystemClock):
-    """Nobody waits; ends after so many seconds."""
+    """A clock whose sleeps take no time, and which cancels the sleeper after so many seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.left = seconds

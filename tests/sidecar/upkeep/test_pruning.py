@@ -34,7 +34,7 @@ def put(node: DiskNodeTier, step: int, round_: int, *, manifest: bool = True) ->
 
 
 def left(node: DiskNodeTier) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """(manifests, shards) as (step, round)."""
+    """Return the (step, round) of the manifests and of the shards."""
     return (
         {(c.step, c.round) for _, c in node.list_manifests()},
         {(r.header.step, r.header.round) for r in node.list_shards()},

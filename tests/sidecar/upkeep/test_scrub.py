@@ -1,4 +1,4 @@
-"""Bytes at rest on the node: each is read again, what is bad is quarantined and fetched again."""
+"""The scrub reads stored bytes of the node again, quarantines bad files, and fetches them again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STATE = accepted(round_message(1))
 
 
 class Peer:
-    """The other member: holds the checkpoint, once it is back."""
+    """The other member, which has the checkpoint and can be unreachable."""
 
     def __init__(self, node: DiskNodeTier) -> None:
         self.node = node
@@ -73,7 +73,7 @@ class Peer:
 
 
 class World:
-    """A node tier with one committed checkpoint, scrubbed over and over."""
+    """A node tier with one committed checkpoint that is scrubbed repeatedly."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -170,7 +170,8 @@ async def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: P
 async def test_an_unreadable_file_does_not_stop_the_scrub_of_the_others(
     tmp_path: Path, operation: str
 ) -> None:
-    """A bad sector: one pass reads all the rest, and then reports what it could not read."""
+    """A file has a bad sector. The pass reads all other files and then reports the one that it could not
+    read."""
     world = World(tmp_path)
     other = replace(HEADER, step=Step(HEADER.step + 1))
     world.node.write_shard(other, BytesSource(PAYLOAD))
@@ -253,7 +254,7 @@ def test_idle_reads_take_half_of_a_pass() -> None:
 
 
 async def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) -> None:
-    """The pass is long, so that it is never late."""
+    """The pass has a long period, so that it is never late."""
     world = World(tmp_path)
     world.is_busy = True
     asked = asyncio.Event()

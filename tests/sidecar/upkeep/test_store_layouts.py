@@ -1,4 +1,4 @@
-"""Layouts in the store: deleted when no manifest names them any more, never before."""
+"""Layouts in the store are deleted when no manifest names them any more, and never before."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class World:
         return StoreLayouts(CONTRACT, self.node, self.store, quiet, lambda: self.uploading)
 
     def persist(self, step: int, number: int) -> CheckpointId:
-        """As a coordinator does it: layout, manifest, layout."""
+        """Put layout, manifest, and the layout again, as a coordinator does."""
         _, record = shard_file(shard_header(SIZE, step=step, world_size=1), payload(SIZE))
         found = manifest([record], layout_document=LAYOUTS[number])
         self.store.put_layout(*NAME, LAYOUTS[number])
@@ -58,7 +58,7 @@ class World:
 
 
 class Interrupted(ObjectTier):
-    """Runs something between the look and the delete of a layout."""
+    """A tier that calls `before_delete` between the check and the delete of a layout."""
 
     before_delete: Callable[[], object] = staticmethod(lambda: None)
 
@@ -109,7 +109,7 @@ def test_no_layout_is_deleted_while_a_save_is_being_uploaded(world: World) -> No
 
 
 def test_a_save_of_another_coordinator_in_the_moment_of_the_delete_is_whole(world: World) -> None:
-    """It found the layout there, and put its manifest when the layout had been looked at."""
+    """The other coordinator found the layout, and put its manifest after the layout had been checked."""
     older = world.persist(1, 0)
     world.store.delete_checkpoint(*NAME, older)
     world.layouts.look()

@@ -38,7 +38,8 @@ def main() -> Report:
                 say(str(number))
 
         def check(directory: Path, acknowledged: Sequence[str]) -> list[str]:
-            """Find the last acknowledged certificate, or a newer one, on the node volume."""
+            """Return a problem unless the last acknowledged certificate, or a newer one, is on the node
+            volume."""
             if not acknowledged:
                 return []
             kept = (directory / "certificate.pem").read_text()

@@ -1,4 +1,4 @@
-"""The control port under attack: tests count connections and bytes, never seconds."""
+"""The control port under attack. The tests count connections and bytes instead of seconds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def held() -> RoundState:
 
 
 class Handler:
-    """Handler of both servers: what was dispatched, and whether bodies were parsed."""
+    """Handler of both servers. It records what was dispatched, and whether bodies were parsed."""
 
     def __init__(self, state: RoundState | None = None) -> None:
         self.state = held() if state is None else state
@@ -127,7 +127,7 @@ def descriptors() -> int:
 async def test_unauthenticated_callers_occupy_few_connections_and_block_no_member(
     certificates: Files, text: bytes
 ) -> None:
-    """They are never timed out here, and come from the address of the operator itself."""
+    """These connections never time out here, and come from the address of the operator itself."""
     limits = ListenerLimits(handshake_seconds=HOUR)
     async with control(certificates, Handler(), limits) as (server, port, dropped):
         operator = client_context(certificates(operator_dns_name(JOB)))
@@ -181,7 +181,7 @@ async def test_connections_of_one_pod_are_bounded(certificates: Files) -> None:
 async def test_a_former_member_is_refused_before_its_body_is_sent(
     certificates: Files, path: str
 ) -> None:
-    """It announces 63 MiB and waits for an answer before it sends any of them."""
+    """The caller announces 63 MiB and waits for an answer before it sends any of them."""
     handler = Handler()
     async with control(certificates, handler) as (_, port, _):
         former = client_context(certificates(peer_dns_name("gpt-9-r0", JOB)))

@@ -1,4 +1,4 @@
-"""Each request on the pod's socket gets a reply, whatever goes wrong with it."""
+"""Each request on the pod's socket gets a reply, whatever error occurs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATE = RoundState(Worker(0), 1, RestartRound(1))
 
 
 class Failing:
-    """LocalHandler whose requests end as the test sets."""
+    """A LocalHandler whose requests end as the test sets."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -54,7 +54,7 @@ class Failing:
 
 @pytest.fixture
 def socket_path() -> Iterator[Path]:
-    """Short: a Unix socket's path has at most 107 bytes."""
+    """Return a short path: a Unix socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "s"
 
@@ -95,7 +95,7 @@ def test_a_request_that_fails_is_answered(
 
 
 class Listening(Failing):
-    """LocalHandler that keeps what ranks push."""
+    """A LocalHandler that records what ranks push."""
 
     def __init__(self) -> None:
         super().__init__(UnavailableError("no request is expected"))
@@ -106,7 +106,7 @@ class Listening(Failing):
 
 
 def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) -> None:
-    """Finish comes on the launcher's connection, and may overtake a rank's last Progress."""
+    """Finish comes on the launcher's connection and may overtake a rank's last Progress."""
 
     async def scenario() -> list[object]:
         handler, connections = Listening(), LocalConnections()

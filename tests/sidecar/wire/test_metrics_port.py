@@ -1,4 +1,4 @@
-"""The port of metrics and probes under attack: tests count connections and renderings."""
+"""The port of metrics and probes under attack. The tests count connections and renderings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast_sidecar.wire.server import PlainServer
 
 
 class Handler:
-    """The part of the sidecar behind the port; counts renderings and records every other call."""
+    """The part of the sidecar behind the port. It counts renderings and records every other call."""
 
     def __init__(self) -> None:
         self.rendered = 0
@@ -81,7 +81,7 @@ async def test_a_half_request_ends_after_its_time() -> None:
 
 
 async def test_a_flood_of_scrapes_renders_little() -> None:
-    """Each answer is of a moment after its request, and most share one."""
+    """Each answer is rendered after its request, and most requests share one rendering."""
     handler, clock = Handler(), ManualClock()
     async with plain(handler, clock=clock) as (_, port, _):
         await scrape(port)

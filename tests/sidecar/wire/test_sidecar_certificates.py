@@ -1,4 +1,4 @@
-"""A renewed certificate is used only if it is this pod's, signed by the job's CA, with its key."""
+"""A renewed certificate is used only if it belongs to this pod and its key and is signed by the job's CA."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def contract(tmp_path: Path, authority: Authority) -> SidecarContract:
 
 
 async def served_certificate(certificates: Certificates) -> bytes:
-    """DER of the leaf that a new connection is shown."""
+    """Return the DER encoding of the leaf that a new connection receives."""
     server = await asyncio.start_server(
         lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=certificates.server
     )
@@ -82,7 +82,7 @@ def test_a_certificate_of_another_pod_key_or_authority_is_refused(tmp_path: Path
 
 
 def test_a_certificate_that_tls_cannot_use_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    """OpenSSL refuses the key as too small, although its certificate is signed for this pod."""
+    """OpenSSL refuses the key as too small, although the certificate is signed for this pod."""
     authority = Authority()
     pod = contract(tmp_path, authority)
     certificates = Certificates(pod)
@@ -98,7 +98,7 @@ def test_a_certificate_that_tls_cannot_use_is_refused_and_changes_nothing(tmp_pa
 
 @pytest.mark.skipif(can_trace() is not None, reason=str(can_trace()))
 def test_no_power_cut_loses_a_renewal_that_was_acknowledged() -> None:
-    """Each state that the node volume may have after a power cut."""
+    """Each state that the node volume may have after a power cut is checked."""
     found = report_of(Path(__file__).with_name("certificate_crash_programs.py"))
     assert found.problems == ()
     assert found.tried > 5

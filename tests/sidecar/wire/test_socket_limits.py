@@ -30,7 +30,7 @@ HOUR = 3600.0
 
 
 class Local:
-    """LocalHandler that answers nothing."""
+    """A LocalHandler that answers nothing."""
 
     state = RoundState(Worker(0), 2, NOW)
 
@@ -49,7 +49,7 @@ class Local:
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """Short: a Unix socket's path has at most 107 bytes."""
+    """Return a short path: a Unix socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "s"
 
@@ -88,7 +88,7 @@ async def is_served(path: Path) -> bool:
 
 
 async def test_unfinished_frames_before_hello_hold_few_bytes(path: Path) -> None:
-    """A frame of a megabyte is refused there by its length alone."""
+    """Before Hello, a frame of a megabyte is refused by its length alone."""
     async with intake(path, IntakeLimits(hello_seconds=HOUR)) as server:
         with ExitStack() as stack:
             unfinished = (4000).to_bytes(4, "big") + b"{"

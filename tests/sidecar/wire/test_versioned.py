@@ -1,4 +1,4 @@
-"""The level with a version that the operator polls: bundling, acknowledgements, new lives."""
+"""The versioned level that the operator polls: bundling, acknowledgements, restarts of the process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ async def test_changes_that_are_not_urgent_are_bundled() -> None:
 
 
 async def test_only_versions_that_this_process_delivered_are_acknowledged() -> None:
-    """An operator that speaks of version 57 of an earlier life acknowledges nothing, and still gets
-    an answer with a higher number."""
+    """An operator that sends version 57 of an earlier process acknowledges nothing, and still receives an
+    answer with a higher number."""
     level = Versioned()
     finished = level.bump(urgent=True)
     level.acknowledge(57)
