@@ -1,4 +1,4 @@
-"""Names of a job's objects: another uid gives other names, and a pod's name can be read back."""
+"""Names of a job's objects: another uid gives other names, and a pod's name can be parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the models take, refuse, ignore and write."""
+"""Which documents the models accept, refuse, ignore and write."""
 
 from __future__ import annotations
 

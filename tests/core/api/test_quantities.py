@@ -1,4 +1,4 @@
-"""Quantities and durations: what is read, what is refused."""
+"""Quantities and durations: which texts are parsed and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated schemas are structural, say what every field means, and are what is in the tree."""
+"""The generated schemas are structural, describe every field, and equal those in the repository."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class UnionSpec(ApiModel):
 
 
 class DescribedUnion(ApiModel):
-    """A kind that no CRD can hold."""
+    """A kind that no CRD can express."""
 
     metadata: ObjectMeta = ObjectMeta()
     spec: UnionSpec

@@ -1,4 +1,4 @@
-"""Reading a status, changing it, and writing it as a merge patch."""
+"""A status is read, changed, and written as a merge patch."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_changed_replaces_fields_and_refuses_unknown_names() -> None:
 
 
 def test_changed_does_not_judge_what_a_sidecar_reported() -> None:
-    """The API server refuses it, and the operator then writes the rest of the status."""
+    """The API server refuses such a report, and the operator then writes the rest of the status."""
     assert changed(GoodputStatus(ratio=1.0), training_seconds=-1.0).training_seconds == -1.0
     status = TrainingJobStatus().with_condition(JobCondition.RUNNING, False, "x" * 200, "", START)
     assert status.conditions[0].reason == "x" * 200

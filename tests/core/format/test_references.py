@@ -1,4 +1,4 @@
-"""The document that keeps earlier checkpoints' objects alive: one spelling, nothing else accepted."""
+"""The document that keeps earlier checkpoints' objects alive has one spelling. Every other one is refused."""
 
 from __future__ import annotations
 

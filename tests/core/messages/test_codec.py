@@ -1,4 +1,4 @@
-"""The codec: every message survives the wire, and hostile JSON is refused with its path."""
+"""Every message is decoded as it was encoded, and hostile JSON is refused with its path."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _messages() -> list[type]:
 
 @pytest.mark.parametrize("kind", _messages(), ids=lambda k: k.__name__)
 def test_every_message_has_hints_that_the_codec_knows(kind):
-    """A union of two types, or a set, would fail only when the message is sent."""
+    """Otherwise a union of two types, or a set, would fail only when the message is sent."""
     for hint in typing.get_type_hints(kind).values():
         assert typing.get_origin(hint) is not set
         if typing.get_origin(hint) is typing.Union:
@@ -167,7 +167,7 @@ def test_free_text_is_cut_and_repaired():
 
 
 def test_what_a_script_reports_reaches_prometheus():
-    """Names are label values of /metrics, which is UTF-8: one bad name would end the whole page."""
+    """Names become label values of /metrics, which is UTF-8: one bad name would break the whole page."""
     values = ",".join(f'"n{i}": 1' for i in range(100))
     head = '{"round": 1, "rank": 0, "step": 1, "metrics": {"\\ud800": NaN, "big": 1e999, '
     found = loads(Progress, f"{head}{values}}}}}".encode()).metrics
@@ -187,7 +187,7 @@ def test_the_largest_reply_follows_from_the_size_of_the_job():
 @pytest.mark.parametrize("kind", [Inventory, CoordinatorState])
 @pytest.mark.parametrize("entry", [b"[],", b"{},", b'{"a":1},'])
 def test_many_empty_entries_are_refused_before_they_are_parsed(kind, entry):
-    """They take thirty times their bytes in memory; the broken end would be found by parsing."""
+    """Such entries take thirty times their bytes in memory. Only parsing would find the broken end."""
     body = b'{"unknown":[' + entry * 100_000
     with pytest.raises(FormatError, match=f"^{kind.__name__}: more than .* objects and lists in"):
         loads(kind, body)
@@ -200,7 +200,7 @@ def test_the_smallest_honest_entries_are_not_too_many():
 
 
 def test_brackets_in_texts_are_no_entries() -> None:
-    """The last output of many ranks that failed alike: arrays and nested lists."""
+    """The text is the last output of many ranks with the same failure: arrays and nested lists."""
     text = ("array([[1, 0], [0, 1], [1, 1], [0, 0]]) " * 60)[:2048]
     dead = tuple(DeadRank(Rank(rank), Worker(rank), 1, text) for rank in range(256))
     state = CoordinatorState(0, RestartRound(0), dead=dead)

@@ -1,4 +1,4 @@
-"""Which connections keep their places on a port when many others arrive."""
+"""Which connections stay open on a port when many others arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Port:
         )
 
     def enter(self, *connections: str) -> None:
-        """`address/number` each."""
+        """Admit connections, each given as `address/number`."""
         for connection in connections:
             self.admission.enter(connection, connection.split("/")[0])
 

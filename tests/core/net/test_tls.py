@@ -23,7 +23,10 @@ NAME = "gpt-0-r0.uid.holdfast"
 def shake(
     server: ssl.SSLContext, client: ssl.SSLContext, hostname: str = NAME
 ) -> tuple[str, str, str | None]:
-    """(name the server saw, name the client saw, version); raises what the client saw."""
+    """Perform a handshake. Return the names that server and client saw, and the TLS version.
+
+    Raises the error of the client.
+    """
     left, right = socket.socketpair()
     seen: list[str] = []
 
@@ -110,7 +113,7 @@ def test_a_peer_has_exactly_one_name(certificate: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("expired", ["server", "client", "authority", "all"])
 def test_pods_verify_the_chain_and_not_the_period(tmp_path: Path, expired: str) -> None:
-    """Only the operator can renew a leaf: while it is away, pods go on calling one another."""
+    """Only the operator can renew a leaf. While it is unavailable, pods must still be able to connect."""
     late = timedelta(days=-3)
     hour = timedelta(hours=1)
     authority = Authority(lifetime=late if expired in ("authority", "all") else hour)

@@ -1,7 +1,9 @@
-"""What a sidecar does to its node tier in one save, to be killed anywhere; and what must be left.
+"""Programs for crash tests: what a sidecar does to its node tier in one save, and a check of what is left.
 
-usage: crash_programs.py kills|power [MUTANT] | kills-clones | again | fails|fails-for-ever ERRNO; prints a
-report as JSON. A process of its own, because a tracer waits for all of its children.
+usage: crash_programs.py kills|power [MUTANT] | kills-clones | again | fails|fails-for-ever ERRNO
+
+The program prints a report as JSON. It must be a process of its own, because a tracer waits for all of its
+children.
 """
 
 from __future__ import annotations
@@ -66,13 +68,13 @@ def plan_of(rank: int) -> tuple[bytes, PayloadPlan]:
 
 @functools.cache
 def bytes_of(step: int, rank: int) -> bytes:
-    """The first half is the same at every step: it is cloned where that is possible."""
+    """Return a payload. Its first half is the same at every step and is cloned where that is possible."""
     size = plan_of(rank)[1].total_bytes
     return payload(size // 2, seed=rank) + payload(size - size // 2, seed=100 * step + rank)
 
 
 def save(tier: DiskNodeTier, step: int, say: Say, order: str = "") -> None:
-    """Rank 0 is this pod's, rank 1 a peer's copy; then the commit; then the prune."""
+    """Write the shard of this pod's rank 0 and a peer's copy of rank 1, commit, and prune."""
     layouts = [plan_of(rank)[0] for rank in range(WORLD)]
     headers = [
         shard_header(
@@ -116,7 +118,7 @@ def first_saves(directory: Path) -> None:
 
 
 def next_save(directory: Path, say: Say, order: str = "") -> None:
-    """The save that is killed: a restarted sidecar in a new round."""
+    """Save step 3 as a restarted sidecar in a new round does. This is the save that is killed."""
     tier = opened(directory)
     tier.write_round(ROUND, 1)
     say(f"round {ROUND}")
@@ -124,7 +126,7 @@ def next_save(directory: Path, say: Say, order: str = "") -> None:
 
 
 def cloning_saves(directory: Path, say: Say) -> None:
-    """The third one clones, by writes that a tracer sees."""
+    """Save three steps, of which the third one clones, by writes that a tracer sees."""
 
     def clone(source: int, offset: int, target: int, target_offset: int, length: int) -> None:
         write_at(target, memoryview(os.pread(source, length, offset)), target_offset)
@@ -139,7 +141,7 @@ def cloning_saves(directory: Path, say: Say) -> None:
 
 
 def struck_save(directory: Path, say: Say) -> None:
-    """One call fails: what it was part of succeeds in another way, or fails and is repeated."""
+    """Save while one call fails. The operation succeeds in another way, or it fails and is repeated."""
     tiers: list[DiskNodeTier] = []
 
     def attempt() -> None:
@@ -162,7 +164,7 @@ def struck_save(directory: Path, say: Say) -> None:
 
 
 def stuck_save(directory: Path, say: Say) -> None:
-    """All calls fail from one on."""
+    """Save while all calls fail from a certain one on."""
     try:
         next_save(directory, say)
     except HoldfastError:
@@ -178,7 +180,8 @@ def whole_life(directory: Path, say: Say, order: str = "") -> None:
 
 
 def check(directory: Path, acknowledged: Sequence[str]) -> list[str]:
-    """I1, I2, I7 and order of a fresh process over what is left; then it saves again."""
+    """Return what is wrong after a crash: I1, I2, I7 and the order of steps, in a fresh process that then
+    saves again."""
     tier = DiskNodeTier(directory / "node", capacity_bytes=64 << 20)
     report = tier.open()
     problems = [f"quarantined: {why}" for why in report.quarantined]
@@ -191,7 +194,7 @@ def check(directory: Path, acknowledged: Sequence[str]) -> list[str]:
         tier, [int(w.split()[1]) for w in acknowledged if w.startswith("committed")]
     )
     last = max((c.step for _, c in tier.list_manifests()), default=Step(0))
-    for step in (last + 1, last + 2):  # the first of them may be what the crash interrupted
+    for step in (last + 1, last + 2):  # the crash may have interrupted the first of them
         save(tier, step, lambda _: None)
     older = frozenset(r.header.step for r in tier.list_shards() if r.header.step <= last)
     delete_steps(tier, JOB_UID, older)
@@ -203,8 +206,8 @@ def check(directory: Path, acknowledged: Sequence[str]) -> list[str]:
 
 
 def restorable(tier: DiskNodeTier, committed: Sequence[int]) -> list[str]:
-    """Every manifest that is there means a whole checkpoint, and the newest is no older than what
-    was acknowledged."""
+    """Return what is wrong with the checkpoints. Each manifest must belong to a complete checkpoint, and
+    the newest must not be older than the last acknowledged step."""
     problems: list[str] = []
 
     def skipped(checkpoint: CheckpointId, why: str) -> None:
@@ -242,7 +245,7 @@ def without_file_fsync(log: Sequence[Op]) -> list[Op]:
 
 
 def rename_before_fsync(log: Sequence[Op]) -> list[Op]:
-    """The fsync of a file comes right after its publication instead of before."""
+    """Move the fsync of each file from before its publication to right after it."""
     result: list[Op] = []
     late: dict[int, Sync] = {}
     files = {op.inode for op in log if isinstance(op, Rename | Link)}

@@ -1,4 +1,4 @@
-"""Child of the crash tests: writes one shard (or a copy) with the failpoints of its environment.
+"""Child of the crash tests. It writes one shard (or a copy) with the failpoints of its environment.
 
 usage: crash_writer.py ROOT shard|copy|manifest|delete
 """

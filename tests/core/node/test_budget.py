@@ -1,4 +1,5 @@
-"""Which writes the room of a volume allows: its size limit counts whole files, its file system blocks."""
+"""Which writes the room of a volume allows. The size limit counts whole files, the file system counts
+blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks that did not change since the last save are cloned where the file system can."""
+"""Chunks that have not changed since the last save are cloned where the file system can do that."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MIB = 1 << 20
 
 @dataclass
 class CopyingClone:
-    """A file system that clones, in its effect: the target has the bytes that the source file has now.
-    Each call that is not refused is remembered as (target's offset, bytes)."""
+    """Stands for a file system that clones: the target gets the bytes that the source file has now. Each
+    call that is not refused is recorded as (target's offset, bytes)."""
 
     refuses: int | None = None
     refused: int = 0
@@ -41,7 +41,8 @@ class CopyingClone:
         data = memoryview(os.pread(source, length, offset))
         if self.refuses is not None:
             self.refused += 1
-            write_at(target, data[:4096], target_offset)  # a part may have been done before
+            # The kernel may have cloned a part before the error.
+            write_at(target, data[:4096], target_offset)
             raise OSError(self.refuses, os.strerror(self.refuses))
         write_at(target, data, target_offset)
         self.made.append((target_offset, length))
@@ -54,7 +55,7 @@ def opened(root: Path, clone: Clone) -> DiskNodeTier:
 
 
 def state(step: int) -> bytes:
-    """Two chunks and a half that change, then 38 that do not and lie across chunks, then 100 bytes."""
+    """Return 2.5 chunks that change, 38 chunks that do not and are not aligned, and 100 bytes."""
     return payload(2 * CHUNK + CHUNK // 2, seed=step) + FROZEN + payload(100, seed=step)
 
 
@@ -91,7 +92,7 @@ def test_a_state_that_changes_everywhere_is_written(tmp_path: Path) -> None:
 
 
 def test_the_first_saves_of_a_process_are_written_whole(tmp_path: Path) -> None:
-    """What a former process wrote may have rotted since then: a run does not build on it alone."""
+    """The files of an earlier process may have decayed since then, so a run does not rely on them alone."""
     for step in (1, 2, 3):
         save(opened(tmp_path, CopyingClone()), step)
     clone = CopyingClone()
@@ -158,7 +159,7 @@ def test_a_full_file_system_is_not_one_that_refuses(tmp_path: Path) -> None:
 
 
 def test_a_shared_chunk_that_decays_is_found_and_written_again(tmp_path: Path) -> None:
-    """F26 in blocks that all steps share: within 64 saves each chunk is read back once."""
+    """F26 in blocks that all steps share: within 64 saves, each chunk is read back once."""
     clone = CopyingClone()
     tier = opened(tmp_path, clone)
     save(tier, 1)
@@ -195,12 +196,12 @@ def test_a_cloned_shard_that_reads_back_badly_is_written_whole(tmp_path: Path) -
 
 
 def leave_hole(source: int, offset: int, target: int, target_offset: int, length: int) -> None:
-    """Play a clone that takes no room. The bytes are wrong, which only a read-back finds."""
+    """Play a clone that takes no room. The bytes are wrong, which only a read-back detects."""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_cloned_chunks_need_no_room(tmp_path: Path) -> None:
-    """The volume has room for the changed chunks of a third step, and not for another whole shard."""
+    """The volume has room for the changed chunks of a third step, but not for another whole shard."""
     size = len(state(1))
     with small_volume(tmp_path / "volume", size * 5 // 2) as volume:
         tier = DiskNodeTier(volume / "node", fill_limit=1.0, clone=leave_hole)
@@ -208,7 +209,7 @@ def test_cloned_chunks_need_no_room(tmp_path: Path) -> None:
         save(tier, 1)
         record = save(tier, 2)
         assert tier.free_bytes() < size
-        third = save(tier, 3)  # the read-back of this write takes a chunk that was not cloned
+        third = save(tier, 3)  # the read-back of this write checks a chunk that was not cloned
         free = tier.free_bytes()
         with pytest.raises(CapacityError, match=f"needs {third.file_bytes} bytes,"):
             save(
@@ -220,7 +221,8 @@ def test_cloned_chunks_need_no_room(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_a_volume_that_refuses_clones_is_filled_at_most_once(tmp_path: Path) -> None:
-    """The write that finds out fails, because too little was reserved. The next one reserves the whole."""
+    """The write that detects the refusal fails, because it reserved too little. The next one reserves the
+    whole size."""
     size = len(state(1))
     clone = CopyingClone(refuses=errno.EOPNOTSUPP)
     with small_volume(tmp_path / "volume", size * 5 // 2) as volume:
@@ -245,7 +247,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_real_file_system_stores_unchanged_chunks_once(tmp_path: Path, kind: str) -> None:
-    """As long as any step needs them; and what was acknowledged outlives the power."""
+    """The chunks stay as long as a step needs them, and acknowledged steps survive a power cut."""
     make_image(kind, tmp_path / "image")
 
     def big(step: int) -> bytes:
@@ -256,7 +258,7 @@ def test_a_real_file_system_stores_unchanged_chunks_once(tmp_path: Path, kind: s
         records = [save(tier, step, big(step)) for step in (1, 2)]
         free = free_bytes(volume)
         records += [save(tier, step, big(step)) for step in (3, 4, 5, 6)]
-        # The power fails: of the device there is what had been synced.
+        # A power cut leaves on the device what had been synced.
         shutil.copyfile(tmp_path / "image", tmp_path / "after")
         assert 4 * MIB <= free - free_bytes(volume) < 6 * MIB
         for record in records[:-1]:

@@ -1,4 +1,4 @@
-"""A process is killed at every step of a write; what the next one finds is whole or nothing."""
+"""A process is killed at every step of a write. The next process finds the complete shard or none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A sidecar's save, killed at every system call that changes a file, and its writes in every order.
+"""A sidecar's save is killed at every system call that changes a file, and its writes reach the disk in every
+order.
 
-The oracle (crash_programs.check): a fresh process finds every manifest's shards whole and equal to
-what was saved, nothing older than what was acknowledged, no temporary file, and saves again.
+The oracle is crash_programs.check. A fresh process must find the shards of every manifest complete and equal
+to the saved ones, no newest step older than the acknowledged one, and no temporary file, and must save again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def test_a_save_killed_at_any_call_loses_nothing() -> None:
 
 
 def test_saves_that_clone_killed_at_any_call_lose_nothing() -> None:
-    """Of the step that is cloned from, too, and with the step before it pruned."""
+    """This includes the step that is cloned from. The step before that one is pruned."""
     found = report_of(PROGRAMS, "kills-clones")
     assert found.problems == ()
     assert found.tried == len(found.calls) > 100
@@ -40,8 +41,8 @@ def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
 
 
 def test_what_a_killed_process_left_is_durable_before_it_is_relied_on() -> None:
-    """A rename that a kill kept from its fsync is there for the next process and gone with the
-    power: that process may not acknowledge what rests on it."""
+    """If a kill comes between a rename and its fsync, the next process sees the file, but a power cut
+    removes it. That process must not acknowledge anything that depends on the file."""
     found = report_of(PROGRAMS, "again")
     assert found.problems == ()
     assert found.tried > 20
@@ -54,7 +55,7 @@ def test_what_a_killed_process_left_is_durable_before_it_is_relied_on() -> None:
     ids=["F17", "F19-F20", "F22"],
 )
 def test_a_call_that_fails_costs_at_most_this_save(how: str, error: str) -> None:
-    """Errors of the tree only, no descriptor and no temporary file left; a retry succeeds."""
+    """Only HoldfastErrors are raised, no descriptor and no temporary file is left, and a retry succeeds."""
     found = report_of(PROGRAMS, how, error)
     assert found.problems == ()
     assert found.tried > 50

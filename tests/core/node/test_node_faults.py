@@ -1,4 +1,4 @@
-"""Errors of the disk: what the node tier reports, and what it keeps."""
+"""Errors of the disk: what the node tier reports and what it keeps."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_an_error_of_the_disk_leaves_nothing(root: Path, tier: DiskNodeTier, poi
 
 
 def test_what_the_disk_gives_back_is_compared(tier: DiskNodeTier) -> None:
-    """The first save of a rank is read back whole; a read that fails counts as a bad write."""
+    """The first save of a rank is read back whole. A read that fails counts as a bad write."""
     with failpoints("node.read=err@1") as points:
         record = write(tier)
         assert points.hits("node.after_create") == 2
@@ -309,7 +309,7 @@ def test_usage_is_counted_again_at_the_start(root: Path, tier: DiskNodeTier) -> 
     tier.write_round(RestartRound(1), 0)
     again, report = reopened(root)
     assert report.shard_bytes == write(again).file_bytes
-    assert 0 <= again.used_bytes() - tier.used_bytes() < 100  # round.json
+    assert 0 <= again.used_bytes() - tier.used_bytes() < 100  # the difference is round.json
 
 
 def test_wrong_use_is_refused(root: Path, tier: DiskNodeTier) -> None:

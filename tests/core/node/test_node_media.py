@@ -1,4 +1,5 @@
-"""Disks that say all is well and give back something else (F26-F32): found before it is believed."""
+"""Disks that report success and return wrong bytes (F26-F32). The errors are detected before the bytes are
+used."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def block(path: Path, number: int) -> bytes:
 
 
 def put_block(path: Path, number: int, data: bytes) -> None:
-    """Size and times stay as they were."""
+    """Replace a block, but keep the size and the times of the file."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(number * BLOCK_BYTES)
@@ -76,13 +77,13 @@ def zeroed_page(root: Path, number: int) -> None:
 
 
 def misdirected_write(root: Path, number: int) -> None:
-    """What belongs elsewhere in this file."""
+    """Write a block that belongs to another place of this file."""
     path = path_of(root)
     put_block(path, number, block(path, (number + 1) % blocks(path)))
 
 
 def lost_write(root: Path, number: int) -> None:
-    """What another shard had there before the blocks were used again."""
+    """Restore the bytes of another shard that used the blocks before."""
     put_block(path_of(root), number, block(path_of(root, step=9), number))
 
 
@@ -103,7 +104,7 @@ DAMAGE: list[Callable[[Path, int], None]] = [
 def test_a_wrong_block_anywhere_in_a_shard_is_found(
     root: Path, damage: Callable[[Path, int], None]
 ) -> None:
-    """The scan or a reader finds each wrong block, and no reader receives it."""
+    """The scan or a reader detects each wrong block, and no reader receives it."""
     tier = opened(root)
     write(tier, step=9)
     write(tier)
@@ -122,7 +123,7 @@ def test_a_wrong_block_anywhere_in_a_shard_is_found(
                 with pytest.raises(CorruptionError):
                     list(reader.read_payload())
         path = path_of(root) if list(root.glob("*/shards/s000000000010/*/*.shard")) else None
-        if path is None:  # quarantined by the scan
+        if path is None:  # the scan quarantined it
             directory = root / JOB_UID / "shards/s000000000010/r000000"
             (held,) = (root / "quarantine").glob("*.shard")
             path = directory / held.name.rpartition("--")[2]
@@ -131,7 +132,7 @@ def test_a_wrong_block_anywhere_in_a_shard_is_found(
 
 
 def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
-    """F29 for a whole file: both are sound, and neither is the one of its name."""
+    """F29 for a whole file: both files are intact, but neither belongs to its name."""
     tier = opened(root)
     write(tier, step=9)
     record = write(tier)
@@ -144,7 +145,7 @@ def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
 
 
 def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> None:
-    """EIO is an error of this read; only bytes that differ put a shard aside."""
+    """EIO is an error of this read. A shard is quarantined only if its bytes differ."""
     tier = opened(root)
     record = write(tier)
     with tier.open_shard(record.ref) as reader:
@@ -169,7 +170,7 @@ def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> Non
     ],
 )
 def test_each_error_of_the_disk_has_its_class(number: int, expected: type[HoldfastError]) -> None:
-    """F18 and its like: full is not broken, and broken is not tried again for ever."""
+    """F18 and similar errors: a full disk is not a broken one, and a broken one is not retried for ever."""
     with pytest.raises(expected, match=os.strerror(number)) as caught:
         with disk_errors("writing x"):
             raise OSError(number, os.strerror(number))
@@ -178,7 +179,7 @@ def test_each_error_of_the_disk_has_its_class(number: int, expected: type[Holdfa
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """F31: this process may open nothing more."""
+    """F31: this process can open no further file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(number) for number in os.listdir("/proc/self/fd"))
     held: list[int] = []
@@ -216,7 +217,7 @@ def test_f31_without_descriptors_nothing_is_lost_and_nothing_stays(root: Path) -
 
 
 def test_bad_copies_go_before_a_write_fails_for_lack_of_room(root: Path) -> None:
-    """They are kept for people to look at, not at the cost of a save."""
+    """Bad copies are kept for users to inspect, but they are deleted before a save fails."""
     tier = DiskNodeTier(root, capacity_bytes=3 * SIZE)
     tier.open()
     for step in (10, 20):
@@ -233,7 +234,7 @@ def test_bad_copies_go_before_a_write_fails_for_lack_of_room(root: Path) -> None
 def test_bad_copies_go_where_the_disk_has_less_room_than_the_budget(
     root: Path, number: str
 ) -> None:
-    """A quota, or another program that fills the volume."""
+    """The cause may be a quota, or another program that fills the volume."""
     tier = opened(root)
     tier.quarantine(write(tier, 10).ref, "a test says so")
     with failpoints(f"node.write=err:{number}@1"):
@@ -245,7 +246,8 @@ def test_bad_copies_go_where_the_disk_has_less_room_than_the_budget(
 
 @pytest.mark.parametrize("levels", [0, 2, 3, 4])
 def test_a_directory_that_another_program_removed_is_made_again(root: Path, levels: int) -> None:
-    """`levels` above the directory of a shard; never the root, which may be a mount point."""
+    """`levels` counts from the shard's directory upwards. The root is never created, because it may be a
+    mount point."""
     tier = opened(root)
     first = tier.shard_path(write(tier, 10).ref)
     shutil.rmtree(first.parents[levels])
@@ -267,7 +269,7 @@ def test_a_directory_that_is_removed_while_a_shard_begins_is_made_again(root: Pa
 
 
 def test_a_listing_that_fails_is_not_taken_for_an_empty_one(root: Path) -> None:
-    """A step whose manifest is not listed would lose its shards to the next pruning."""
+    """Otherwise a step whose manifest is not listed would lose its shards to the next pruning."""
     tier = opened(root)
     for step in (10, 20):
         tier.put_manifest(JOB_UID, CheckpointId(Step(step), RestartRound(0)), b"{}")
@@ -304,7 +306,7 @@ def test_a_shard_whose_directory_is_gone_can_be_deleted(root: Path) -> None:
 
 
 def test_a_write_notes_what_it_reads_back(tmp_path: Path) -> None:
-    """A watch of the write would else report a disk that hangs, while the first write is read back."""
+    """Otherwise a monitor of the write would report a hanging disk while the first write is read back."""
     tier = DiskNodeTier(tmp_path, capacity_bytes=64 << 20)
     tier.open()
     data = payload(10 * 4096 + 5)

@@ -1,4 +1,4 @@
-"""The limit of background transfers follows the times of the trainer's steps."""
+"""The limit of background transfers depends on the durations of the trainer's steps."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_transfer_waits_for_a_copy_unless_it_is_urgent(tmp_path: Path) -> None
     background.take(MIB)
     assert len(waited_for_copies) == 1
     assert waited_for_copies[0] > 0
-    background.take(MIB)  # it waited for this copy as long as it waits for one
+    background.take(MIB)  # it has waited the maximum for this copy before
     assert len(waited_for_copies) == 1
 
 
@@ -150,7 +150,7 @@ def test_the_bytes_of_a_step_count_the_node_the_copies_and_the_uploads() -> None
 
 
 def test_a_step_that_is_reported_again_counts_once(tmp_path: Path) -> None:
-    """A save after the step takes time, which a second message about the same step reports."""
+    """A save after the step takes time, and a second message about the same step includes it."""
     trainer = Trainer(tmp_path)
     trainer.background.begin()
     for _ in range(60):

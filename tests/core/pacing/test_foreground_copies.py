@@ -1,4 +1,4 @@
-"""Who moves bytes waits for the copies of ranks: as long as they last, and no longer than a second each."""
+"""Background transfers wait for the copies of ranks: until the copies end, at most a second for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def put(directory: Path, state: SlotState, *, step: int = 1, rank: int = 0, inde
 
 
 class Clock:
-    """Time passes only in sleeps; `meanwhile` is called in each of them."""
+    """A clock that advances only in sleeps and calls `meanwhile` in each of them."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -104,7 +104,7 @@ def test_files_that_are_no_slots_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_restore_is_not_stood_aside_for(tmp_path: Path) -> None:
-    """It fills a slot without an identity, and no rank trains meanwhile."""
+    """A restore fills a slot without an identity, and no rank trains meanwhile."""
     header = SlotHeader(SlotState.FILLING, Rank(0), 0).pack().ljust(HEADER_BYTES, b"\0")
     (tmp_path / slot_name(Rank(0), 0)).write_bytes(header)
     assert copy_gate(tmp_path, Clock()).wait_for_copies() == 0.0
@@ -128,7 +128,7 @@ def test_a_slot_that_is_taken_away_is_waited_for_no_longer(tmp_path: Path) -> No
 
 
 def test_threads_wait_together(tmp_path: Path) -> None:
-    """Each returns, and the second that a copy is worth is counted once for all of them."""
+    """Each thread returns, and the maximum of a second for a copy is counted once for all of them."""
     put(tmp_path, SlotState.FILLING)
     clock = Clock()
     way = copy_gate(tmp_path, clock)

@@ -1,4 +1,4 @@
-"""The pace of background bytes against a trainer whose steps they slow down."""
+"""The rate of background bytes adapts to a trainer whose steps they slow down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ CHECKPOINT_BYTES = 1_000_000_000
 def train(
     pace: AdaptiveRate, checkpoints: int, slowdown: Callable[[float], float], seed: int = 0
 ) -> float:
-    """`slowdown(rate)` is the share by which a step suffers. Returns the last checkpoint's mean."""
+    """Run checkpoints and return the mean slowdown of the last one. `slowdown(rate)` is the share by which
+    a step becomes longer."""
     noise = random.Random(seed)
     suffered = 0.0
     for _ in range(checkpoints):
@@ -66,7 +67,7 @@ def test_it_rises_again_when_the_machine_is_free() -> None:
 
 
 def test_without_undisturbed_steps_there_is_no_limit() -> None:
-    """A checkpoint at every step: there is nothing to compare with."""
+    """With a checkpoint at every step, there is no undisturbed step to compare with."""
     pace = AdaptiveRate()
     for _ in range(10 * OBSERVATIONS):
         pace.step(1.0, 1_000_000)

@@ -1,4 +1,4 @@
-"""A limit that all threads share, by a clock of the test's own."""
+"""A limit that all threads share, with a clock of the test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast_core.pacing.background_limit import BURST_SECONDS, Throttle
 
 
 class Time:
-    """Sleeping moves it."""
+    """A clock that advances only in sleeps."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -36,7 +36,7 @@ OPTIONS = BulkOptions(connect_seconds=60, io_seconds=60, reply_seconds=60, attem
 
 @dataclass
 class Handler:
-    """Allows everything but what a test forbids."""
+    """A handler that allows everything except what a test forbids."""
 
     put_error: HoldfastError | None = None
     commit_error: HoldfastError | None = None
@@ -65,7 +65,7 @@ class Handler:
 
 @dataclass
 class Pair:
-    """A server with its tier, and what a caller needs."""
+    """A server with its tier, and the parameters of a caller."""
 
     handler: Handler
     tier: MemoryTier
@@ -92,7 +92,7 @@ class Pair:
         )
 
     def range(self, ref: ShardRef, span: ByteRange) -> bytes:
-        """What GET_RANGE of any bytes of the payload brings, as it comes."""
+        """Return the bytes that a GET_RANGE of any part of the payload delivers, unverified."""
         peer = Peer("127.0.0.1", self.port, SERVER, self.client, OPTIONS)
         request = BulkFrame(Kind.GET_RANGE, ref, ROUND, offset=span.start, length=span.length_bytes)
         found = bytearray()

@@ -181,7 +181,7 @@ def test_a_sender_finds_damage_of_its_shard_before_it_sends_it(pair: Pair) -> No
 
 
 def test_wrong_bytes_are_refused_by_the_receiver(pair: Pair) -> None:
-    """Chunks larger than a frame: the sender does not compare them."""
+    """The chunks are larger than a frame, so the sender does not compare them."""
     source, record = filled(chunk_bytes=8 << 20)
     source.damage(record.ref, 5 << 20)
     with pytest.raises(CorruptionError, match="PUT_COPY"):
@@ -282,13 +282,13 @@ def test_noise_ends_the_connection_only(pair: Pair, data: bytes) -> None:
 
 
 def test_closing_the_server_ends_connections_that_wait(pair: Pair) -> None:
-    """They may wait for a minute; close waits for its threads."""
+    """Such connections may wait for a minute, and close waits for their threads."""
     with socket.create_connection(("127.0.0.1", pair.port), timeout=10) as plain:
         with pair.client.wrap_socket(plain, server_hostname=SERVER) as sock:
             record = pair.tier.write_shard(shard_header(10), BytesSource(payload(10)))
             send_frame(sock, BulkFrame(Kind.PUT_COPY, record.ref, ROUND, length=8192))
             reply = receive_frame(sock)
-            assert reply is not None and reply.status is Status.HAVE  # another request may come
+            assert reply is not None and reply.status is Status.HAVE  # another request may follow
             (serving,) = [t for t in threading.enumerate() if t.name == "bulk"]
             pair.server.close()
             assert not serving.is_alive()
@@ -335,7 +335,7 @@ def socket_free_read(fd: int, size: int) -> bytes:
 
 
 def test_a_sender_that_comes_back_takes_over_from_its_dead_connection(pair: Pair) -> None:
-    """The first one becomes silent in the middle, without an error on this side."""
+    """The first connection becomes silent in the middle of the copy, without an error on this side."""
     source, record = filled()
     request = BulkFrame(Kind.PUT_COPY, record.ref, ROUND, length=record.file_bytes)
     with socket.create_connection(("127.0.0.1", pair.port)) as plain:

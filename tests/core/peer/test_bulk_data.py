@@ -48,7 +48,7 @@ def record_of(size: int, chunk_bytes: int) -> ShardRecord:
                 (6 * MIB, 6 * MIB + 4096, ()),
             ],
         ),
-        # Within a chunk: up to its end, and whole chunks again after it.
+        # A range that begins within a chunk goes to the end of the chunk; whole chunks follow.
         (8 * MIB, 4 * MIB, 4096 + MIB, [(MIB, 4 * MIB, ()), (4 * MIB, 8 * MIB, (1,))]),
         (
             6 * MIB + 1,
@@ -61,7 +61,7 @@ def record_of(size: int, chunk_bytes: int) -> ShardRecord:
                 (6 * MIB + 1, 6 * MIB + 8192, ()),
             ],
         ),
-        # 3 MiB and 3 MiB: a frame holds whole chunks only.
+        # The frames have 3 MiB each, because a frame contains whole chunks only.
         (7 * MIB, 3 * MIB, 0, [(-4096, 0, ()), (0, 3 * MIB, (0,)), (3 * MIB, 6 * MIB, (1,))]),
     ],
     ids=[

@@ -1,4 +1,4 @@
-"""A peer that sends a byte before each time-out: given up, whatever is asked of it."""
+"""A peer that sends a byte just before each time-out is given up, whatever it was asked for."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from holdfast_core.peer.ranges import PeerShard
 from holdfast_core.shards.file import Trailer, pack_trailer, trailer_offset
 
 SILENCE_SECONDS = 29.0
-"""Just less than what a connection may be silent."""
+"""Just less than the longest silence that a connection allows."""
 
 
 class Slow:
-    """A hostile peer, and the clock of who asks it: time passes only between the peer's bytes."""
+    """A hostile peer, and the clock of its caller. Time passes only between the peer's bytes."""
 
     def __init__(self, certificates: tuple[TlsFiles, TlsFiles]) -> None:
         self.tier = MemoryTier()
@@ -55,7 +55,7 @@ class Slow:
         self.hostile.answers[Kind.GET_TABLE] = table_of(self.trailer)
 
     def drip(self, sock: socket.socket, content: bytes) -> None:
-        """Ten bytes arrive alone, and then all the rest at once, for which the receiver has waited."""
+        """Send ten bytes separately, with a pause before each, and then all the rest."""
         for index in range(10):
             self.clock.advance(SILENCE_SECONDS)
             sock.sendall(content[index : index + 1])
@@ -103,7 +103,8 @@ class Slow:
             for index in range(2000):
                 data(sock, request, index, self.file[index : index + 1])
             assert taken.wait(60)
-            self.clock.advance(63.0)  # too much for 2000 bytes, and not for them with their heads
+            # Too long for 2000 bytes alone, but not for 2000 frames with their headers.
+            self.clock.advance(63.0)
             data(sock, request, 2000, self.file[2000:])
 
         frames = itertools.count(1)
@@ -150,7 +151,8 @@ def test_a_peer_that_drips_is_given_up(slow: Slow, ask: Callable[[Slow], None]) 
 
 
 def test_frames_of_less_than_a_chunk_are_refused(slow: Slow) -> None:
-    """Each is taken apart by itself: a byte a frame would keep this node busy, however fast."""
+    """The receiver processes each frame separately: frames of a byte would keep this node busy at any
+    speed."""
 
     def answer(sock: socket.socket, request: BulkFrame) -> None:
         ok(sock, request)
@@ -164,7 +166,7 @@ def test_frames_of_less_than_a_chunk_are_refused(slow: Slow) -> None:
 
 
 def test_a_table_in_small_pieces_is_refused(slow: Slow) -> None:
-    """Each would cost the buffer of a whole one."""
+    """Each piece would take the buffer of a whole table."""
     record, packed = slow.record, slow.packed()
 
     def answer(sock: socket.socket, request: BulkFrame) -> None:
@@ -180,7 +182,7 @@ def test_a_table_in_small_pieces_is_refused(slow: Slow) -> None:
 
 
 class Trickle:
-    """A socket of which each read takes as long as it may, and brings a byte."""
+    """A socket whose reads each take the longest time that is allowed and return one byte."""
 
     def __init__(self, clock: ManualClock) -> None:
         self.clock = clock

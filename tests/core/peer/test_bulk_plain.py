@@ -41,9 +41,10 @@ SIZE = 9 << 20
 MIB = 1 << 20
 PLAIN = BulkOptions(connect_seconds=60, io_seconds=60, reply_seconds=60, attempts=2, plain=True)
 CRC_OFFSET, FRAME_BYTES = 88, 96
-"""Of the frame's header, see docs/format.md 8."""
+"""Offset of the CRC in a frame's header, and size of the header: see docs/format.md 8."""
 DATA = b"HFBK\x01\x04"
-"""How a DATA frame begins. Six bytes: four turn up in megabytes of ciphertext now and then."""
+"""The first bytes of a DATA frame. There are six, because four also occur by chance in megabytes of
+ciphertext."""
 
 
 @dataclass
@@ -75,8 +76,8 @@ Meddle = Callable[[bytearray], bytearray]
 
 @dataclass
 class Wire:
-    """An attacker between the two: a relay that reads every byte, and may change those of the first
-    connection. `upwards` is what the caller sends."""
+    """An attacker between caller and server: a relay that reads every byte and can change those of the
+    first connection. `meddles_upwards`: it changes the bytes that the caller sends."""
 
     target: int
     meddle: Meddle | None = None
@@ -132,8 +133,8 @@ class Wire:
 
 
 def change_a_chunk(*, crc_too: bool) -> Meddle:
-    """Flips a bit of the first DATA frame that travels in the clear; `crc_too`: and makes its CRC
-    right again, as an attacker would."""
+    """Return a function that flips a bit of the first DATA frame in the clear. `crc_too`: it also corrects
+    the CRC, as an attacker would."""
     done = False
 
     def meddle(held: bytearray) -> bytearray:
@@ -239,7 +240,7 @@ def test_payloads_travel_in_the_clear_and_nothing_else_does(
     for wire in (up, down):
         (seen,) = wire.seen
         assert data[:1000] in seen and data[-1000:] in seen
-        # The head names the layout, and the request the digest; neither is in the clear.
+        # The head names the layout and the request names the digest. Neither is sent in the clear.
         assert b"HFSHARD1" not in seen
         assert b"HFBK\x01\x01" not in seen and b"HFBK\x01\x02" not in seen
         assert b"HFBK\x01\x05" not in seen
@@ -303,7 +304,7 @@ def test_a_changed_shard_is_not_kept_and_fetched_again_inside_tls(
 def test_an_attack_on_plain_copies_is_no_fault_of_the_peer(
     pair: Pair, wires: Callable[..., Wire], put: bool
 ) -> None:
-    """CorruptionError would have the sender quarantine its shard."""
+    """A CorruptionError would make the sender quarantine its shard."""
     source = MemoryTier()
     record = filled(source if put else pair.tier)
     wire = wires(meddle=change_a_chunk(crc_too=True), meddles_upwards=put)
@@ -331,7 +332,7 @@ def test_an_acknowledgement_in_the_clear_is_not_believed(
     plain_seen = False
 
     def meddle(held: bytearray) -> bytearray:
-        """Answers for the receiver as soon as the wire's own listener saw plain bytes."""
+        """Send the forged answer of the receiver as soon as plain bytes are on the wire."""
         nonlocal plain_seen
         passed = bytearray(held)
         held.clear()

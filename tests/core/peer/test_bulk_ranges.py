@@ -1,4 +1,4 @@
-"""Ranges of a peer's shard: one connection for many, and no byte that the chunk table does not say."""
+"""Ranges of a peer's shard: one connection serves many, and each byte is verified by the chunk table."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_is_not_there(pair: Pair) -> None:
 
 
 def test_a_shard_that_goes_in_the_middle_is_read_to_its_end(pair: Pair) -> None:
-    """The peer holds it open for the connection; a new one does not find it."""
+    """The peer keeps the deleted file open for the connection. A new connection does not find it."""
     record = filled(pair.tier)
     with open_at(pair, record.ref) as shard:
         views = shard.read([range(i, i + 1) for i in range(CHUNKS)])
@@ -129,7 +129,7 @@ def test_a_shard_that_goes_in_the_middle_is_read_to_its_end(pair: Pair) -> None:
 
 
 def test_a_connection_reads_one_shard_after_the_other(pair: Pair) -> None:
-    """What was held open for it is not taken for the next one."""
+    """The file that is open for one request is not used for the next shard."""
     first, second = filled(pair.tier), filled(pair.tier, step=11)
     peer = peer_of(pair)
     with connect(peer) as line:
@@ -159,7 +159,7 @@ def test_chunks_that_it_has_not_are_not_asked_for(pair: Pair) -> None:
 def test_bytes_that_do_not_match_the_chunk_table_are_refused(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
-    """The frames are in order and their CRCs right: the peer itself sends other bytes."""
+    """The frames are in order and their CRCs are right: the peer itself sends other bytes."""
     tier = MemoryTier()
     record = filled(tier)
     lying = FaultyNodeTier(tier, Faults([Fault("read", FaultKind.FLIP, first=5, times=1)]))
@@ -234,7 +234,7 @@ def test_a_hostile_peer_gives_no_byte(
 
 
 def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
-    """It is consistent and has the requested identity, so that only its digest differs."""
+    """The table is consistent and has the requested identity; only its digest differs."""
     forged = MemoryTier()
     header = shard_header(SIZE, chunk_bytes=CHUNK)
     record = forged.write_shard(header, BytesSource(payload(SIZE, seed=1)))

@@ -1,4 +1,4 @@
-"""Copies whose receiver has some of their chunks: only the rest is sent, the file is whole."""
+"""Copies to a receiver that has some of the chunks: only the rest is sent, and the file is complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 SIZE = 9 * MIB + 5
 CHUNK = 256 << 10
 OVERHEAD = 3 * 4096
-"""Head and trailer of such a shard."""
+"""Bytes of the head and the trailer of such a shard."""
 
 
 def changed(data: bytes, *offsets: int) -> bytes:
@@ -63,7 +63,7 @@ def test_what_the_same_rank_had_before_is_not_sent(pair: Pair) -> None:
     assert pair.send(source, first) > SIZE
     assert pair.send(source, second) <= CHUNK + OVERHEAD
     assert bytes_of(pair.tier, second) == changed(data, 5 * MIB)
-    # It depends on no other file.
+    # The copy depends on no other file.
     pair.tier.delete_checkpoint(first.ref.job_uid, first.checkpoint)
     assert bytes_of(pair.tier, second) == changed(data, 5 * MIB)
 
@@ -99,7 +99,7 @@ def test_outside_tls_as_well(pair: Pair) -> None:
 
 def test_a_broken_copy_goes_on_with_what_is_still_missing(pair: Pair) -> None:
     source, data = MemoryTier(), payload(SIZE)
-    mine = changed(data, *range(0, 6 * MIB, CHUNK))  # 24 chunks differ, the rest is there
+    mine = changed(data, *range(0, 6 * MIB, CHUNK))  # 24 chunks differ, the receiver has the rest
     record = write(source, mine, rank=0)
     write(pair.tier, data, rank=1)
     cutter = Cutter(pair.port, [5 * MIB])
@@ -154,7 +154,7 @@ def test_the_table_of_a_shard_is_bound_to_its_digest(pair: Pair) -> None:
 
 
 def test_a_table_of_another_shard_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that gives the trailer of another shard under the asked name."""
+    """The server sends the trailer of another shard under the requested name."""
     record = write(pair.tier, payload(SIZE))
     other = write(MemoryTier(), payload(SIZE, seed=3)).ref
     honest = pair.tier.open_shard

@@ -25,7 +25,7 @@ SERVER = "gpt-1-r0.uid.holdfast"
 CLIENT = "gpt-0-r0.uid.holdfast"
 ROUND = RestartRound(3)
 SIZE = 24 << 20
-"""More than the buffers of both sides hold."""
+"""More than the buffers of both sides can contain."""
 
 
 class Everybody:
@@ -60,7 +60,7 @@ Serving = Callable[[BulkLimits], AbstractContextManager[tuple[int, ShardRecord]]
 
 @pytest.fixture
 def serving(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> Serving:
-    """A server that holds one shard: its port and the shard's record."""
+    """Run a server that has one shard. Yield its port and the shard's record."""
 
     @contextmanager
     def start(limits: BulkLimits) -> Iterator[tuple[int, ShardRecord]]:
@@ -102,7 +102,7 @@ def test_f45_a_reader_that_does_not_read_is_disconnected(
     with serving(BulkLimits(requests=1, io_seconds=2)) as (port, record):
         with connected(port, contexts[1]) as sock:
             send_frame(sock, BulkFrame(Kind.GET_SHARD, record.ref, ROUND))
-            assert sock.recv(1)  # it is being served, and reads no more
+            assert sock.recv(1)  # it is being served, and stops reading
             assert fetch(port, contexts[1], record.ref, PATIENT) == record
 
 
@@ -127,7 +127,7 @@ def test_f40_a_caller_that_sends_nothing_is_disconnected(
 def test_f40_a_server_that_vanished_is_given_up(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
-    """The kernel accepts the connection, and no process answers."""
+    """The kernel accepts the connection, but no process answers."""
     tier = MemoryTier()
     record = tier.write_shard(shard_header(1000), BytesSource(payload(1000)))
     options = BulkOptions(connect_seconds=0.3, io_seconds=0.3, reply_seconds=0.3, attempts=2)

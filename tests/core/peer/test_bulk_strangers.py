@@ -31,7 +31,7 @@ from holdfast_core.peer.remote import Peer, connect, expect_data, expect_reply
 from holdfast_core.peer.server import BulkLimits, BulkServer
 
 HOUR = 3600.0
-"""Time-outs that no test waits for: what ends a connection here is not a clock."""
+"""Time-outs that are too long for any test, so that no connection ends because of the time."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def bulk_threads() -> int:
 def test_silent_connections_do_not_stop_replication(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
-    """All of them come from the member's own address, and are never timed out."""
+    """All silent connections come from the member's own address and never time out."""
     for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
         source, record = filled(200_000)
         with silent(pair.port, 400):
@@ -70,7 +70,7 @@ def test_connections_with_half_a_hello_do_not_stop_replication(
         source, record = filled(200_000)
         with silent(pair.port, 200) as sockets:
             for sock in sockets:
-                with contextlib.suppress(OSError):  # its place may be gone already
+                with contextlib.suppress(OSError):  # the server may have dropped it already
                     sock.sendall(b"\x16\x03\x01\x02\x00\x01")
             assert pair.send(source, record) > 0
 
@@ -86,7 +86,7 @@ def test_an_unauthenticated_connection_is_closed_after_its_time(
 def test_a_connection_that_no_thread_can_serve_ends_alone(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
-    """No thread can be started for a moment, as where the trainer has used up the pod's processes."""
+    """For a moment no thread can be started, as when the trainer has used up the pod's processes."""
     for pair in serving(certificates, BulkLimits()):
         usual = threading.stack_size(1 << 47)
         try:
@@ -101,7 +101,8 @@ def test_a_connection_that_no_thread_can_serve_ends_alone(
 def test_silent_members_delay_no_request(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
-    """Connections with a certificate, one more than requests may be in work at once."""
+    """The silent connections have a certificate. There is one more of them than requests may run at a
+    time."""
     limits = BulkLimits(requests=2, idle_seconds=HOUR)
     for pair in serving(certificates, limits):
         source, record = filled(200_000)
@@ -126,7 +127,7 @@ def test_connections_of_a_member_are_bounded(certificates: tuple[TlsFiles, TlsFi
 def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
-    """On a connection that it opened as a member, between two requests and within one."""
+    """The caller opened the connection as a member. The read ends between two requests and within one."""
 
     class Membership(Handler):
         left = 2

@@ -1,4 +1,4 @@
-"""Which chunks of a shard are in others already."""
+"""Which chunks of a shard other shards contain already."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast_core.shards.chunk_table import ChunkTable
 
 
 def table(text: str) -> ChunkTable:
-    """A letter is a chunk."""
+    """Return a chunk table with one chunk for each letter."""
     return ChunkTable(tuple(map(ord, text)), b"".join(letter.encode() * 32 for letter in text))
 
 

@@ -1,4 +1,4 @@
-"""What is assembled of ranges is the unsharded state, whatever the sources do."""
+"""A payload that is assembled from ranges equals the unsharded state, whatever the sources do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def layouts(mesh: list[int], placement: Placement) -> list[RankLayout]:
 
 
 def payload_of(layout: RankLayout, saved_by: int) -> bytes:
-    """Cut out of the unsharded tensors, by indices and not by the plan."""
+    """Cut the payload out of the unsharded tensors, by indices and not by the plan."""
     data = bytearray(layout.payload_bytes)
     header = payload_plan(layout).header
     data[: len(header)] = header
@@ -76,14 +76,15 @@ class Target:
 
 @dataclass
 class Flaky:
-    """Gives so many runs, taking some ahead of that, and fails; `error` None: stops without a word."""
+    """A source that yields so many runs, of which it takes some ahead, and then fails. If `error` is None,
+    it stops without an error."""
 
     inner: ReaderSource
     runs: int
     ahead: int
     error: Exception | None
     chunk_bytes: int | None = None
-    """What its table claims."""
+    """Chunk size that the source claims."""
 
     @property
     def trailer(self) -> Trailer:
@@ -106,7 +107,7 @@ class Flaky:
 
 
 class Saved:
-    """Shards of ranks that a mesh makes, with small chunks."""
+    """Shards of the ranks of a mesh, with small chunks."""
 
     def __init__(self, mesh: list[int], placement: Placement) -> None:
         self.tier = MemoryTier()
@@ -172,7 +173,7 @@ def test_a_source_that_ends_early_without_an_error_is_a_failure() -> None:
 
 
 def test_a_source_with_other_chunks_restarts_the_reads() -> None:
-    """The first one lied of its chunk size: what it left lies on chunks that the true one has not."""
+    """The first source reports a wrong chunk size, so the missing ranges do not match the true chunks."""
     saved = Saved([4], [0])
     (wanted,) = layouts([1], [None])
     target = Target(wanted)

@@ -1,4 +1,4 @@
-"""Plans against numpy: cut global arrays by any placement, save, plan, copy, compare bits."""
+"""Plans compared with numpy: cut global arrays by any placement, save, plan, copy, and compare the bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def values(fqn: str, tensor: Tensor) -> np.ndarray:
-    """The global tensor's elements, each as its bytes."""
+    """Return the elements of the global tensor, each as its bytes."""
     size = DTYPE_BYTES[tensor.dtype]
     count = math.prod(tensor.shape)
     seed = sum(fqn.encode())
@@ -34,7 +34,7 @@ def values(fqn: str, tensor: Tensor) -> np.ndarray:
 
 
 def payload_of(layout: RankLayout, objects: bytes) -> np.ndarray:
-    """What a rank with this layout saves, by numpy alone."""
+    """Return what a rank with this layout saves, computed by numpy alone."""
     payload = np.zeros(layout.payload_bytes, dtype=np.uint8)
     head = payload_plan(layout).header
     payload[: len(head)] = np.frombuffer(head, dtype=np.uint8)
@@ -149,7 +149,7 @@ def test_any_placement_to_any_other(case: tuple[list[int], Tensors, list[int], T
 def test_one_owner_of_each_box_is_enough(
     case: tuple[list[int], Tensors, list[int], Tensors], random: object
 ) -> None:
-    """The sources are the shards that hold a box, not the shard of the same rank."""
+    """The sources are the shards that contain a box, and not the shard of the same rank."""
     old, tensors, mesh, new = case
     n = math.prod(old)
     layouts = [layout_of(tensors, old, rank) for rank in range(n)]
@@ -221,7 +221,7 @@ def test_equal_copies_serve_about_as_much(
 def test_a_copy_that_cannot_be_read_is_avoided() -> None:
     tensors = {"w": Tensor("F32", (6, 2))}
     source, _ = saved([layout_of(tensors, [3], rank) for rank in range(3)])
-    wanted = layout_of(tensors, [4], 3)  # its home is rank 0
+    wanted = layout_of(tensors, [4], 3)  # its preferred source is rank 0
     assert {move.source for move in plan(wanted, source)} == {0}
     only = RankLayout(wanted.rank, wanted.tensors, {}, wanted.payload_bytes)
     assert {move.source for move in plan(only, source, avoid={Rank(0)})} == {2}

@@ -1,4 +1,4 @@
-"""Reads of whole chunks: all that is needed, nothing twice, and little besides."""
+"""Reads of whole chunks cover everything that is needed, nothing twice, and few other bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from holdfast_core.shards.record import CHUNK_BYTES
 
 CHUNK = 8
 VOCABULARY = 128256
-"""Rows of the largest tensor. Fewer where columns are cut: each row of each is a read of its own."""
+"""Rows of the largest tensor. Tests with cut columns use fewer, because each row of each is a separate
+read."""
 
 
 @st.composite
@@ -100,7 +101,8 @@ def test_little_is_read_besides_what_is_needed(
     after: list[int | None] | None,
     text: int,
 ) -> None:
-    """At most 1.1 bytes for every byte needed, on every rank, with the chunks that shards have."""
+    """At most 1.1 bytes are read for every byte needed, on every rank, with the chunk sizes of real
+    shards."""
     source = merge_layouts(
         layout_of(transformer(4, before, text), [old], rank).to_bytes() for rank in range(old)
     )

@@ -1,4 +1,4 @@
-"""Chunks that are stored compressed: what went in comes out, and nothing else ever does."""
+"""Chunks that are stored compressed are decoded to the original bytes or refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decoded(stored: bytes, width: int, length: int) -> bytes:
 
 @given(chunks, st.sampled_from(WIDTHS))
 def test_a_chunk_comes_back(chunk: bytes, width: int) -> None:
-    """Of any length: also one that is no multiple of the width."""
+    """A chunk of any length, also one that is no multiple of the width."""
     stored = ChunkEncoder().encode(chunk, width)
     if stored is not None:
         assert len(stored) < len(chunk)
@@ -45,7 +45,7 @@ def test_a_chunk_comes_back(chunk: bytes, width: int) -> None:
 
 
 def test_exponents_beside_exponents_are_shorter() -> None:
-    """Floats whose mantissas are noise: what the shuffle is for."""
+    """The floats have random mantissas, for which the shuffle is made."""
     noise = random.Random(1)
     floats = struct.pack("<16384f", *(noise.gauss(0, 0.02) for _ in range(16384)))
     coded = {width: ChunkEncoder().encode(floats, width) for width in (1, 4)}
@@ -98,7 +98,7 @@ def test_what_is_not_the_chunk_is_refused(stored: bytes) -> None:
 
 
 def test_a_bomb_is_not_decoded() -> None:
-    """A frame of some KiB that claims 64 MiB, and one that claims the plane's length and holds 64 MiB."""
+    """One frame of some KiB claims 64 MiB. Another claims the plane's length and contains 64 MiB."""
     bomb = frame(b"\0" * (64 << 20))
     assert len(bomb) < 1 << 14
     with pytest.raises(CorruptionError, match=r"a frame of 67108864 bytes .* expected 65536"):
@@ -119,7 +119,8 @@ def test_a_frame_with_a_dictionary_is_refused() -> None:
 
 @given(st.data())
 def test_a_flipped_bit_never_makes_more_or_less_than_the_chunk(data: st.DataObject) -> None:
-    """Whether it shows here or in the chunk table: what is filled is the place that was given."""
+    """The decoder or the chunk table detects the flipped bit. In either case, only the given buffer is
+    written."""
     bad = bytearray(GOOD or b"")
     bad[data.draw(st.integers(0, len(bad) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     place = bytearray(b"#" * (len(CHUNK) + 2))
@@ -140,7 +141,8 @@ def test_lengths_that_cannot_be(length: int, width: int) -> None:
 
 
 def test_the_width_of_a_chunk_is_that_of_most_of_its_bytes() -> None:
-    """Chunks of 4,096: header and floats, floats, floats and some halves, halves and objects, objects."""
+    """Chunks of 4,096 bytes: header and floats, floats, floats and some halves, halves and objects,
+    objects."""
 
     def tensor(dtype: str, *spans: tuple[int, int, int]) -> TensorLayout:
         slices = tuple(

@@ -1,4 +1,4 @@
-"""The index of a pack is read back as it was written, and a damaged one is refused."""
+"""The index of a pack is read as it was written, and a damaged one is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def index(
 CODED = dataclasses.replace(
     index(), coding=Coding.of([3000, 0, 0, CHUNK, 0, 40], bytes([4, 0, 0, PLAIN, 0, 1]))
 )
-"""Of 5 chunks of 4,096 and one of 100 bytes: three are here."""
+"""The pack contains three chunks of a shard with five chunks of 4,096 bytes and one of 100."""
 
 
 def test_the_index_of_a_compressed_pack_comes_back() -> None:

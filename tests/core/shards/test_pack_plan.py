@@ -1,4 +1,4 @@
-"""Every chunk that a pack leaves out is found again bit for bit, in the checkpoints that it refers to."""
+"""Every chunk that a pack omits is found bit for bit in the checkpoints to which the pack refers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 4096
 
 
 def payload_of(values: list[int]) -> bytes:
-    """A chunk a value; the last one is shorter."""
+    """Return a payload with one chunk for each value. The last chunk is shorter."""
     return b"".join(bytes([value]) * CHUNK for value in values)[:-7]
 
 
@@ -33,7 +33,7 @@ def saved(step: int, *ranks: list[int], base: Saved | None = None, **more: objec
 
 
 class Store:
-    """Where the chunks of every object are: which (object, chunk) a restore reads."""
+    """The places of the chunks in all objects, from which a restore reads."""
 
     def __init__(self) -> None:
         self.shards: dict[ShardRef, StoredShard] = {}
@@ -52,7 +52,7 @@ class Store:
         return self.shards[ref]
 
     def restore(self, ref: ShardRef) -> None:
-        """Every chunk is found where it is stored, with the digest that it must have."""
+        """Check that every chunk is found where it is stored, with the right digest."""
         own = self.shards[ref]
         objects = {shard.key: shard for shard in self.shards.values()}
         position = 0
@@ -75,7 +75,7 @@ def test_equal_ranks_store_each_block_once() -> None:
 
 
 def test_a_replica_that_diverged_stores_what_differs() -> None:
-    """Rank 1's chunk 3 is its own, though rank 0 owns the block."""
+    """Chunk 3 of rank 1 differs from that of rank 0, which owns the block."""
     values = list(range(2 * BLOCK_CHUNKS))
     other = [*values[:3], 99, *values[4:]]
     step = saved(1, values, other)
@@ -96,7 +96,7 @@ def test_less_than_an_eighth_is_not_worth_it(same: int, packed: bool) -> None:
 
 
 def test_a_frozen_base_is_taken_from_where_it_is_stored() -> None:
-    """Also by the third save, whose base does not store it either."""
+    """The third save also refers to the original, because its base does not store the chunks either."""
     frozen = list(range(90))
     first = saved(1, [*frozen, *range(100, 110)])
     second = saved(2, [*frozen, *range(110, 120)], base=first)
@@ -124,8 +124,8 @@ def test_tables_that_are_not_known_are_not_shared() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_rank_of_every_step_can_be_restored(data: st.DataObject) -> None:
-    """Whatever changes from step to step, whoever does not answer, however many ranks there are: at
-    most MAX_EARLIER other checkpoints are needed, and they are those that are named."""
+    """The chunks change in any way, ranks fail to answer, and the number of ranks varies. A restore needs
+    at most MAX_EARLIER other checkpoints, and they are those that the plan names."""
     store, base, older = Store(), None, ()
     chunks = data.draw(st.integers(1, 40))
     value = st.integers(0, 2)
@@ -185,7 +185,8 @@ def test_a_source_with_other_chunks_is_refused() -> None:
 def layout_of(
     rank: int, rows: tuple[int, int] = (0, 4), *, own: int = 8, name: str = "w", before: int = 0
 ) -> bytes:
-    """A weight of 4 rows of which this rank has some, and tensors of its own in front and behind."""
+    """Return the layout of a weight of which this rank has some of 4 rows, between other tensors of the
+    rank."""
     stop = before + (rows[1] - rows[0]) * 4
     tensors = {
         name: TensorSlice("F32", (4,), rows[:1], (rows[1] - rows[0],), ByteRange(before, stop))

@@ -1,4 +1,4 @@
-"""Whether a slot still holds a shard: by the chunk table of the node tier, or by BLAKE3 without it."""
+"""A slot is checked for a shard by the chunk table of the node tier, or by BLAKE3 without a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast_core.shm.slot_header import HEADER_BYTES
 
 NAME = "rank000000.0.slot"
 SIZES = [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES, 5 * CHUNK_BYTES + 17]
-"""In chunks: none, one, two, and what two threads share."""
+"""Sizes of no chunk, one chunk, two chunks, and as many as two threads share."""
 
 
 def written(tier: DiskNodeTier, data: bytes) -> ShardRecord:

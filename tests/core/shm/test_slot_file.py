@@ -1,4 +1,4 @@
-"""Slot files as the sidecar reads them: hostile names, torn headers, truncation."""
+"""How the sidecar reads slot files: hostile names, torn headers, truncation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What persisting to a folder writes, to be killed anywhere; and what must be left.
+"""Programs for crash tests: what an upload to a folder writes, and a check of what is left.
 
-usage: store_crash_programs.py kills|power|again; prints a report as JSON. A process of its own,
-because a tracer waits for all of its children.
+usage: store_crash_programs.py kills|power|again
+
+The program prints a report as JSON. It must be a process of its own, because a tracer waits for all of its
+children.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def header(step: int, rank: int) -> ShardHeader:
 
 
 def persist(directory: Path, step: int, say: Say) -> None:
-    """Shards, layout, manifest; then the step before the one before goes."""
+    """Put shards, layout and manifest of a step. Then delete the checkpoints that are two or more steps
+    older."""
     tier = ObjectTier(DirectoryObjectStore(directory / "store"))
     with beside(directory) as memory:
         for rank in range(WORLD):
@@ -73,16 +76,16 @@ def persist(directory: Path, step: int, say: Say) -> None:
 
 
 def check(directory: Path, said: Sequence[str]) -> list[str]:
-    """Every manifest's layout and shards are there and whole; nothing acknowledged is missing; the
-    next step is persisted as if nothing had been."""
+    """Return what is wrong after a crash. The layout and the shards of every manifest must be complete, no
+    acknowledged step may be missing, and further steps can be persisted."""
     persisted = [int(text.split()[1]) for text in said]
     problems = readable(directory, max(persisted, default=0))
     newest = max((c.step for c in listed(directory)), default=Step(0))
-    for step in (newest + 1, newest + 2, newest + 3):  # the first may be what was interrupted
+    for step in (newest + 1, newest + 2, newest + 3):  # the first may be the interrupted step
         persist(directory, step, lambda _: None)
     problems += readable(directory, newest + 3)
     tier = ObjectTier(DirectoryObjectStore(directory / "store"))
-    for step in range(1, newest + 2):  # a delete that was cut off is ordered again
+    for step in range(1, newest + 2):  # an interrupted delete is repeated
         tier.delete_checkpoint(NAMESPACE, JOB_UID, CheckpointId(Step(step), RestartRound(0)))
     tier.abort_stale(NAMESPACE, JOB_UID, timedelta(0))
     kept = {f"s{step:012d}" for step in (newest + 2, newest + 3)}

@@ -1,4 +1,4 @@
-"""A pack that is compressed part by part: equal parts, the right checksums, bounded memory."""
+"""A pack is compressed part by part: equal parts, the right checksums, bounded memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def some_payloads() -> st.SearchStrategy[bytes]:
 def test_every_chunk_comes_back_by_its_index(
     data: bytes, part_bytes: int, choose: st.DataObject
 ) -> None:
-    """Of any payload, with any widths, in parts of any length."""
+    """This holds for any payload, with any widths, in parts of any length."""
     with (
         tempfile.TemporaryDirectory() as folder,
         write_shard(Path(folder), shard_header(len(data), chunk_bytes=4096), data) as reader,
@@ -112,7 +112,7 @@ def test_memory_is_bounded_and_parts_are_few_enough(
     assert 1 <= sizes.at_once <= at_once
     assert (payload_bytes + index_bytes) / sizes.part_bytes <= 10_000
     held = (sizes.at_once + 2) * sizes.part_bytes
-    # 16 MiB in 10,000 parts are 156 GiB: a rank with more holds three parts, however long.
+    # 10,000 parts of 16 MiB are 156 GiB. A rank with more keeps three parts of any size in memory.
     assert held <= MAX_HELD_BYTES or (sizes.at_once == 1 and payload_bytes > 150 << 30)
 
 

@@ -1,4 +1,4 @@
-"""Parts of a shard file: their spans, and checksums that are those of the bytes."""
+"""Parts of a shard file: their spans, and checksums that match the original bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_checksums_are_those_of_the_file(tmp_path: Path, payload: int, part_byte
 
 
 def test_whole_chunks_are_not_read_again(tmp_path: Path) -> None:
-    """A bit that flipped on the disk must not get a fresh checksum: the store has to refuse it."""
+    """A bit that flipped on the disk must not get a new checksum, so that the store refuses it."""
     reader, path = open_shard(tmp_path, 4 * 65_536)
     before = parts_of(reader, 5 * MIB)
     flip_bit(path, 4096 + 100)
@@ -73,7 +73,7 @@ def test_the_checksum_between_two_known_ones(before: bytes, between: bytes, afte
 def test_a_flipped_bit_of_the_payload_never_gets_a_checksum_of_its_own(
     tmp_path: Path, part_bytes: int, position: int
 ) -> None:
-    """Whatever part boundaries cut: some part then has another checksum than its bytes, and the
+    """Wherever the boundaries of parts are, the checksum of some part then differs from its bytes, and the
     checksum of the whole is still that of the tensors."""
     reader, path = open_shard(tmp_path, 4 * 65_536)
     before = parts_of(reader, part_bytes)
@@ -85,7 +85,7 @@ def test_a_flipped_bit_of_the_payload_never_gets_a_checksum_of_its_own(
 
 
 def test_most_of_a_file_is_not_read(tmp_path: Path) -> None:
-    """With the real sizes a boundary cuts one block from a chunk."""
+    """With the real sizes, a boundary cuts one block from a chunk."""
     payload = 3 * 32 * MIB
     reader = write_shard(tmp_path, shard_header(payload), bytes(payload))
     before = _bytes_read()
@@ -94,7 +94,7 @@ def test_most_of_a_file_is_not_read(tmp_path: Path) -> None:
 
 
 def _bytes_read() -> int:
-    """By this process, from files and the page cache alike."""
+    """Return the bytes that this process has read, from files and from the page cache."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["rchar"])
 

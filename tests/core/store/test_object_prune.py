@@ -1,4 +1,4 @@
-"""What a sweep may take: nothing that exists, may exist soon, or is needed."""
+"""A sweep deletes no object that exists in a checkpoint, may soon belong to one, or is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one retry wrapper: what it tries again, how long it waits, when it gives up."""
+"""The retry wrapper: what it retries, how long it waits, when it gives up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 
 @dataclass
 class Flaky:
-    """Fails with the given errors in order, then returns 42."""
+    """A function that raises the given errors in order and then returns 42."""
 
     errors: list[Exception]
     calls: int = field(default=0)

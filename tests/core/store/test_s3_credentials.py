@@ -1,4 +1,4 @@
-"""Keys from files: consistent, fresh, and never shown."""
+"""Keys from files are consistent, current, and never shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast_core.store.s3.credentials import FileCredentials, Keys
 
 
 def publish(directory: Path, generation: str, **files: str) -> None:
-    """Replace all files as the kubelet does: a new directory, one swapped symbolic link."""
+    """Replace all files as the kubelet does: a new directory and one swapped symbolic link."""
     directory.mkdir(exist_ok=True)
     data = directory / f"..{generation}"
     data.mkdir()
@@ -84,7 +84,7 @@ def test_nothing_of_the_keys_is_in_the_repr() -> None:
 def test_a_key_that_no_header_can_carry_is_refused_without_its_text(
     tmp_path: Path, token: str
 ) -> None:
-    """The HTTP library would refuse it later, with an error that quotes it."""
+    """Otherwise the HTTP library would refuse the key later, with an error that quotes it."""
     publish(tmp_path / "store", "1", accessKey="access", secretKey="secret", sessionToken=token)
     with pytest.raises(ConfigError, match="sessionToken: expected one key") as caught:
         FileCredentials(tmp_path / "store").retrieve()

@@ -1,4 +1,4 @@
-"""What a store says, as an error of ours: class, words, advice, and no secret in it."""
+"""Errors of a store become errors of Holdfast: class, text and advice, without any secret."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_secret_that_the_server_repeats_is_removed() -> None:
 
 
 PADDING = "a b " * 70 + "12345 "
-"""Up to just before the end of what is shown of a message."""
+"""Padding up to just before the end of the part of a message that is shown."""
 
 
 def _letters(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The transport against servers that misbehave below HTTP: what is sent, what is noticed."""
+"""The transport with servers that misbehave below HTTP: what is sent, what is detected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 def server(
     *scripts: Callable[[socket.socket], object], tls: ssl.SSLContext | None = None
 ) -> Iterator[str]:
-    """One accepted connection a script, in order; each is closed when its script returns."""
+    """Run a server that accepts one connection for each script, in order, and closes it at the script's
+    end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -59,7 +60,7 @@ def server(
 
 
 def read_request(connection: socket.socket) -> bytes:
-    """Head and body, as Content-Length says."""
+    """Read the head, and the body whose size Content-Length gives."""
     data = b""
     while b"\r\n\r\n" not in data:
         piece = connection.recv(65536)
@@ -122,7 +123,7 @@ def test_an_idle_connection_that_the_server_closed_is_not_used() -> None:
         assert put(pool, b"a") == (200, b"ok")
         deadline = threading.Event()
         for _ in range(100):
-            deadline.wait(0.01)  # until the FIN is here; the second request must not fail on it
+            deadline.wait(0.01)  # until the FIN has arrived, which must not fail the second request
         assert put(pool, b"b") == (200, b"ok")
 
 
@@ -233,7 +234,7 @@ def drip(data: bytes, pause_seconds: float) -> Callable[[socket.socket], None]:
     ids=["status", "headers", "body", "chunks"],
 )
 def test_a_reply_that_only_drips_is_given_up(answer: bytes) -> None:
-    """No silence is as long as the time-out, and it would still take a minute."""
+    """No silence is as long as the time-out, but the whole reply would take a minute."""
     with server(drip(answer, 0.05)) as endpoint:
         timeouts = Timeouts(connect_seconds=2, idle_seconds=10, grace_seconds=0.5)
         pool = HttpPool(endpoint, secure=False, timeouts=timeouts)
@@ -242,7 +243,7 @@ def test_a_reply_that_only_drips_is_given_up(answer: bytes) -> None:
 
 
 def test_a_slow_reply_that_keeps_the_pace_is_read() -> None:
-    """A minute by the clock, with ten seconds of grace: each 400,000 bytes earn six more."""
+    """The reply takes a minute by the clock, with ten seconds of grace: each 400,000 bytes allow six more."""
     body = os.urandom(4_000_000)
     clock = ManualClock()
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n"
@@ -300,7 +301,8 @@ def test_endpoint_refused(endpoint: str) -> None:
 
 
 def certificate(directory: Path, *, days: int) -> tuple[ssl.SSLContext, str]:
-    """A self-signed certificate of 127.0.0.1, valid until `days` from now: server side, CA file."""
+    """Return the server's context with a self-signed certificate of 127.0.0.1, valid for `days`, and its
+    CA file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "store")])
     end = datetime.now(UTC) + timedelta(days=days)

@@ -1,4 +1,4 @@
-"""What a call of an S3 store raises when another thread has closed the store."""
+"""Which error a call of an S3 store raises when another thread has closed the store."""
 
 from __future__ import annotations
 

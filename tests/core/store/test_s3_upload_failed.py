@@ -40,12 +40,12 @@ class Counted:
 
 
 def test_no_part_is_made_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making a part takes the time of a core that training could use."""
+    """Making a part takes processor time that training could use."""
     client = S3Client(CONFIG, StaticCredentials(Keys("access", "secret")))
     sent, aborted = list[str](), list[str]()
 
     def refuse(request: S3Request) -> S3Reply:
-        time.sleep(0.2)  # the next part waits for room meanwhile
+        time.sleep(0.2)  # the next part waits for room in the meantime
         sent.append(request.query["partNumber"])
         return DENIED
 

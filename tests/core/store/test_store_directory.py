@@ -1,4 +1,4 @@
-"""A directory as the object store: what is damaged on the way or at rest is replaced, never kept."""
+"""A directory as the object store. Objects that are damaged during a write or at rest are replaced."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def good_shard(folder: Path) -> Iterator[ShardReader]:
 
 @contextmanager
 def flipped_shard(folder: Path) -> Iterator[ShardReader]:
-    """The file changes on the disk after it was opened: head and trailer are good."""
+    """Return a reader of a file that changes after it was opened. Head and trailer are good."""
     node = node_in(folder / "flipped")
     record = node.write_shard(HEADER, BytesSource(DATA))
     with node.open_shard(record.ref) as reader:
@@ -213,7 +213,7 @@ DirectoryObjectStore(Path(sys.argv[1])).write(sys.argv[2], Document(b"x"))
 
 
 def test_processes_with_the_same_id_can_write_beside_each_other(tmp_path: Path) -> None:
-    """Each container counts its process ids from 1. A killed writer leaves its temporary file, too."""
+    """Each container counts its process ids from 1. A killed writer also leaves its temporary file."""
     for key in ("a/one", "a/two"):
         run = subprocess.run(
             [sys.executable, "-c", WRITER, str(tmp_path), key], capture_output=True, check=False
@@ -247,7 +247,7 @@ def test_two_writers_replace_a_damaged_object_at_the_same_time(
     link = os.link
 
     def overtaken(source: Path, target: Path) -> None:
-        link(source, target)  # by the other writer
+        link(source, target)  # the other writer has created the link
         link(source, target)
 
     monkeypatch.setattr(os, "link", overtaken)

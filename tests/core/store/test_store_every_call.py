@@ -1,4 +1,4 @@
-"""A folder as the object store: what is persisted survives kills at every call and every order of writes."""
+"""A folder as the object store: persisted steps survive kills at every call and every order of writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of what waits in a pool that is closed."""
+"""What happens to queued tasks when their pool is closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast_core.tiers.pooled import run_all, submit, wait_all
 
 
 def test_a_task_that_was_cancelled_in_the_queue_is_not_waited_for() -> None:
-    """Here concurrent.futures.wait would wait for ever."""
+    """concurrent.futures.wait would wait for ever here."""
     workers, go_on = ThreadPoolExecutor(1), threading.Event()
     running, queued = submit(workers, go_on.wait, 60), submit(workers, int)
     workers.shutdown(wait=False, cancel_futures=True)
