@@ -1,4 +1,4 @@
-"""What a demo has started ends with it, and the next one clears what is left of a killed one."""
+"""A demo ends what it has started, and the next one removes what is left of a killed one."""
 
 from __future__ import annotations
 

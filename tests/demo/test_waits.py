@@ -1,4 +1,4 @@
-"""A wait lasts as long as something moves; what ends it is three lines."""
+"""A wait lasts as long as there is progress. Three lines report what ended it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wait(clock: Clock, signs: Iterator[object], done_at: float) -> float:
 
 
 def test_a_slow_machine_is_waited_for() -> None:
-    """Hours, as long as a step comes now and then."""
+    """The wait may take hours, as long as a step follows from time to time."""
     clock = Clock()
     assert wait(clock, (int(clock.now // 50) for _ in iter(int, 1)), 10_000.0) == 10_000.0
 
@@ -102,7 +102,7 @@ def test_a_line_of_the_log_fits_a_narrow_terminal() -> None:
 
 
 def test_a_job_that_restarts_for_ever_stands_still() -> None:
-    """Its rounds grow, and nothing else does."""
+    """The number of its rounds grows, but nothing else changes."""
     first = Sample(1.0, "Restarting", 1, 10, None, 10, None, pods=("Running",))
     later = Sample(2.0, "Restarting", 2, 10, None, 10, None, pods=("Running",))
     assert first.sign == later.sign

@@ -1,4 +1,4 @@
-"""`make fuzz MINUTES=10`: the same targets with seeds of their own until the time is over.
+"""`make fuzz MINUTES=10`: run the targets of the tests with new seeds until the time is over.
 
 An input that breaks a target is kept in tests/fuzz/cases, where every later run of the tests tries it.
 """

@@ -15,7 +15,7 @@ _DIGEST = "b3:" + "5" * 64
 
 
 def example(kind: Any, *, full: bool) -> Any:
-    """A valid value of a type of the protocol. `full`: optional fields and lists are filled."""
+    """Return a valid value of a type of the protocol. `full`: optional fields and lists are filled."""
     if kind is Digest:
         return Digest(_DIGEST)
     while hasattr(kind, "__supertype__"):

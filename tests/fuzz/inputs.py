@@ -1,4 +1,4 @@
-"""Hostile inputs made from valid ones: mutated JSON, mutated bytes, and bytes of nothing known."""
+"""Hostile inputs: mutated JSON and mutated bytes of valid inputs, and arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SPELLINGS = (
 
 
 def inputs(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
-    """Each seed as it is, seeds that were changed in one to three places, and arbitrary bytes."""
+    """Generate each seed unchanged, seeds with one to three changes, and arbitrary bytes."""
     documents = [value for seed in seeds if (value := _json(seed)) is not None]
     kinds: list[st.SearchStrategy[bytes]] = [
         st.sampled_from(seeds),
@@ -69,7 +69,7 @@ def mutated_json(draw: st.DrawFn, documents: list[Any]) -> bytes:
     spelling = draw(st.sampled_from(_SPELLINGS))
     try:
         data = json.dumps(value, **spelling).encode()
-    except UnicodeEncodeError:  # half a surrogate pair has an escaped spelling only
+    except UnicodeEncodeError:  # half a surrogate pair can only be written escaped
         data = json.dumps(value).encode()
     if draw(st.integers(0, 19)) == 0:
         data = data.replace(b"{", b'{"twice":1,"twice":2,', 1)
@@ -77,7 +77,7 @@ def mutated_json(draw: st.DrawFn, documents: list[Any]) -> bytes:
 
 
 def _changed(draw: st.DrawFn, root: Any) -> Any:
-    """`root` with one node replaced, removed, repeated, renamed or moved by a little."""
+    """Return `root` with one node replaced, removed, repeated, renamed or changed by a small amount."""
     places = _places(root)
     leaf = copy.deepcopy(draw(st.sampled_from(_LEAVES)))
     if not places or draw(st.integers(0, 19)) == 0:
@@ -100,7 +100,7 @@ def _changed(draw: st.DrawFn, root: Any) -> Any:
 
 
 def _places(root: Any) -> list[tuple[Any, Any]]:
-    """(container, key) of the first few hundred nodes below the root."""
+    """Return (container, key) of the first few hundred nodes below the root."""
     places: list[tuple[Any, Any]] = []
     stack = [root]
     while stack and len(places) < 400:
@@ -141,7 +141,7 @@ def mutated_bytes(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
 
 
 def _json(seed: bytes) -> Any:
-    """The document of a seed; None where it is none."""
+    """Return the document of a seed, or None if the seed is no JSON."""
     try:
         value = json.loads(seed)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Look for an input that breaks a target; used by the tests with one seed and by `make fuzz` with many."""
+"""Look for an input that breaks a target. The tests use one seed, and `make fuzz` uses many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.fuzz.targets import Target
 
 
 class BrokenTargetError(Exception):
-    """`data` is the smallest input that was found to break the target."""
+    """A target is broken. `data` is the smallest input found that breaks it."""
 
     def __init__(self, target: Target, data: bytes) -> None:
         super().__init__(f"target {target.name} does not take {data!r}")
@@ -17,7 +17,7 @@ class BrokenTargetError(Exception):
 
 
 def search(target: Target, *, seed: int, examples: int) -> None:
-    """Raises BrokenTargetError from what the target raised."""
+    """Try inputs on the target. Raises BrokenTargetError, caused by the target's error."""
     last: list[bytes] = []
 
     @hypothesis.seed(seed)

@@ -1,7 +1,7 @@
-"""Everything that reads bytes of another process: a parser, valid inputs, allowed errors.
+"""All parsers of bytes that other processes write, each with valid inputs and the errors that it may raise.
 
-A target fails where its parser raises anything but what it says it raises, or where what it accepted
-does not survive being written and read again.
+A target fails if its parser raises any other error, or if an accepted value changes when it is written and
+read again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Target:
     refuses: tuple[type[Exception], ...] = (FormatError,)
 
     def run(self, data: bytes) -> None:
-        """Raises where the parser does what it may not."""
+        """Parse the input. Raises any error that the parser must not raise."""
         try:
             self.parse(data)
         except self.refuses:
@@ -109,7 +109,7 @@ def _frame(body: bytes) -> None:
 
 
 class Wire:
-    """A socket that delivers these bytes, and collects what is sent."""
+    """A socket that delivers these bytes and collects what is sent."""
 
     def __init__(self, data: bytes = b"") -> None:
         self._data = data
@@ -304,7 +304,7 @@ def _api() -> Iterator[Target]:
             }
         ],
     }
-    # As the reflectors do: an object that is refused like this is not changed, and reported once.
+    # The reflectors allow these errors: such an object is not changed, and is reported once.
     refuses = (ValueError, HoldfastError)
     jobs = (stored(job_object()), stored(job_object(), status=status), stored(raw_job()))
     yield Target("TrainingJob", _object(TrainingJob.from_dict), jobs, refuses)
@@ -331,13 +331,13 @@ def _api() -> Iterator[Target]:
 
 
 def _object(read: Callable[[Any], object]) -> Callable[[bytes], object]:
-    """The API server has proven the shape of metadata, and that spec and status are objects."""
+    """Return a parser for documents whose `metadata` is an object, as the API server guarantees."""
 
     def parse(data: bytes) -> None:
         try:
             raw = json.loads(data)
         except RecursionError:
-            return  # the API server takes no such depth
+            return  # the API server refuses such a depth
         if not isinstance(raw, dict) or not isinstance(raw.get("metadata"), dict):
             return
         read(raw)

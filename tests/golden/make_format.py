@@ -1,7 +1,7 @@
 """Write the golden files of the format.
 
-After the first release it is run once for a new format version, into a folder of its own, and never
-again for the same one.
+After the first release, run it once for each new format version, into a new folder, and never again for the
+same version.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from holdfast_core.shards.file import FORMAT_VERSION
 
 WORLD_SIZE = 2
 CHUNK_BYTES = 4 << 20
-"""Return the shards; each has its own chunk size, and readers accept any."""
+"""Chunk size of these shards. Each shard has its own chunk size, and readers accept any."""
 FOLDER = Path(__file__).parent / f"format_v{FORMAT_VERSION}"
 
 
 def golden_files() -> dict[str, bytes]:
-    """Name -> bytes, made by the code as it is now."""
+    """Return the contents of the files by name, as the present code writes them."""
     files: dict[str, bytes] = {}
     records = []
     for rank in range(WORLD_SIZE):

@@ -1,8 +1,8 @@
 """Write the golden files of packs and references.
 
-After the first release it is run once for a new format version, into a folder of its own, and never
-again for the same one. One release of zstd made the compressed chunks: every release of Holdfast reads
-them, and another release of zstd may write others.
+After the first release, run it once for each new format version, into a new folder, and never again for the
+same version. One release of zstd made the compressed chunks. Every release of Holdfast must read them, but
+another release of zstd may write other bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODED_FOLDER = Path(__file__).parent / f"pack_v{FORMAT_VERSION}_compressed"
 BASE = CheckpointId(Step(10), RestartRound(0))
 NEXT = CheckpointId(Step(20), RestartRound(3))
 SAVED = {
-    # (step, round, rank): the byte of each chunk; the last chunk is shorter
+    # (step, round, rank): the byte of each chunk. The last chunk is shorter.
     (10, 0, 1): b"abcd",
     (20, 3, 0): b"wxyz",
     (20, 3, 1): b"abXz",
@@ -38,8 +38,8 @@ def payload_of(values: bytes) -> bytes:
 
 
 def golden_files() -> dict[str, bytes]:
-    """Name -> bytes: rank 1 at step 20 has two chunks from step 10, one from rank 0, and one of its
-    own."""
+    """Return the contents of the files by name. Rank 1 at step 20 has two chunks from step 10, one from
+    rank 0, and one of its own."""
     files: dict[str, bytes] = {}
     refs: dict[tuple[int, int, int], ShardRef] = {}
     for (step, round_, rank), values in SAVED.items():
@@ -69,11 +69,12 @@ def golden_files() -> dict[str, bytes]:
 
 
 CODED_WIDTHS = (1, 2, 4, 8, PLAIN, 4, PLAIN)
-"""Of the chunks of the compressed pack; the sixth is stored elsewhere, the last one is shorter."""
+"""Widths of the chunks of the compressed pack. The sixth chunk is stored elsewhere, the last one is
+shorter."""
 
 
 def coded_payload() -> bytes:
-    """Numbers of 1, 2, 4 and 8 bytes, noise, what is the same as in step 10, and 1,001 bytes of noise."""
+    """Return numbers of 1, 2, 4 and 8 bytes, noise, a chunk of step 10, and 1,001 bytes of noise."""
     numbers = [
         b"".join((7 * n * n % 251).to_bytes(width, "little") for n in range(CHUNK_BYTES // width))
         for width in (1, 2, 4, 8)
@@ -97,7 +98,7 @@ def coded_index(payload: bytes, base: ShardRef, lengths: list[int]) -> PackIndex
 
 
 def coded_files(chunks: list[bytes]) -> dict[str, bytes]:
-    """Name -> bytes. `chunks`: as they are stored; b"" for the one of step 10."""
+    """Return the contents of the files by name. `chunks`: the stored bytes, b"" for the chunk of step 10."""
     files: dict[str, bytes] = {}
     refs = []
     for step, round_, data in ((10, 0, b"abcdefg"), (20, 3, None)):

@@ -1,4 +1,4 @@
-"""Packs and references of every version stay readable; those of this version are written bit for bit."""
+"""Packs and references of every version stay readable. Those of this version are written bit for bit."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_compressed_pack_reads_and_makes_the_payload() -> None:
 
 
 def test_around_compressed_chunks_it_is_still_written_bit_for_bit() -> None:
-    """The chunks are zstd's affair, and are taken from the file."""
+    """Only zstd determines the compressed chunks, so they are taken from the file."""
     pack = read("step20-rank1.pack", CODED_FOLDER)
     coding = index_of(pack).coding
     assert coding is not None

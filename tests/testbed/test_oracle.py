@@ -1,4 +1,4 @@
-"""The oracle itself must be able to fail: each invariant broken on purpose, and the sound run."""
+"""The oracle itself must be able to fail: each invariant is broken on purpose. A sound run must pass."""
 
 from __future__ import annotations
 

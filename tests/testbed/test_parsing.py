@@ -1,4 +1,4 @@
-"""What is read from apt, Docker, Kubernetes and /proc."""
+"""Parsers of the output of apt, Docker, Kubernetes and /proc."""
 
 from __future__ import annotations
 

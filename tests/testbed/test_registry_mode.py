@@ -1,4 +1,4 @@
-"""Registry mode: what is asked of the machine's Docker engine, and the mirror that stands in for one."""
+"""Registry mode: the requests to the machine's Docker engine, and the mirror that stands in for one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testbed.steps import is_done
 
 
 def docker_that(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `docker` first on PATH; it notes what it is asked."""
+    """Install a `docker` first on PATH. Return the file to which it writes its arguments."""
     asked = folder / "asked"
     program = folder / "docker"
     program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n{script}\n')
@@ -44,7 +44,7 @@ elif words[0] == "image" and words[-1] in images:
     print("some-id" if "Id" in words[3] else json.dumps({"dev.holdfast.inputs": label}))
 store.write_text(json.dumps(images))
 """
-"""An engine that remembers images with their label, and nothing of how they were built."""
+"""An engine that stores the label of each image, but not how the image was built."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is done with an engine and a cluster that an earlier session left behind."""
+"""How the testbed treats an engine and a cluster that an earlier session left behind."""
 
 from __future__ import annotations
 

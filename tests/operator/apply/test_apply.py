@@ -1,4 +1,4 @@
-"""The order of effects, and what an error or a conflict stops."""
+"""The order of effects, and which of them an error or a conflict stops."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ RECORD = CreateCheckpointObject(
 
 @dataclass
 class Recorder:
-    """Effects that record the calls, and raise the errors that a test sets."""
+    """Effects that record the calls and raise the errors that a test sets."""
 
     errors: dict[str, HoldfastError] = field(default_factory=dict)
     present: set[str] = field(default_factory=set)

@@ -1,4 +1,5 @@
-"""Whose an object is: namespace, name and controller decide, and what exists is not ours for that."""
+"""Namespace, name and controller decide which job owns an object. An object that exists is not owned for
+that reason."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def rendered(job: TrainingJob) -> Raw:
 
 
 class Edge:
-    """The operator's edges over an in-memory API, with one job in it."""
+    """The operator's edges over an in-memory API that contains one job."""
 
     def __init__(self) -> None:
         self.api = FakeApi()
@@ -87,7 +88,7 @@ class Edge:
         )
 
     async def look(self) -> None:
-        """Every watch is up to date."""
+        """Bring every watch up to date."""
         for reflector in self.cache.reflectors:
             await reflector.relist()
 
@@ -269,7 +270,7 @@ async def test_a_foreign_checkpoint_is_neither_taken_nor_overwritten(change: Raw
     assert edge.events() == ["NameTaken"]
 
 
-# --------------------------------------------------------------------------- what cannot be read
+# --------------------------------------------------------------------------- unreadable objects
 
 
 async def test_an_unreadable_job_is_not_gone_and_goes_on_when_it_can_be_read() -> None:

@@ -1,4 +1,4 @@
-"""A detail that the API server refuses does not keep the round out of the status."""
+"""A part of the status that the API server refuses does not prevent the write of the round."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ AFTER = changed(
 
 
 class Server:
-    """Accepts a status for which `takes` returns True."""
+    """An API server that accepts a status for which `takes` returns True."""
 
     def __init__(self, takes: Callable[[str], bool], status: int = 422) -> None:
         self._takes = takes

@@ -1,4 +1,4 @@
-"""Pods that have not started: kept away from lost nodes, and created again where that helps."""
+"""Pods that have not started avoid lost nodes, and are created again where that helps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEVER_STARTED = JobMemory(round=RestartRound(1), round_seen_at=1.0, unstarted=fr
 
 
 def waiting(node: str | None, *avoided: str, **changes: Any) -> PodView:
-    """The replacement of worker 1, which has not started."""
+    """Return the replacement of worker 1, which has not started."""
     return pod(
         1,
         1,
@@ -54,7 +54,10 @@ def lost_node(name: str, *taints: Taint) -> NodeView:
 def observe(
     replacement: PodView | None, lost: Sequence[str], *tainted: str, **changes: Any
 ) -> Observed:
-    """Nodes `lost` and `tainted` are lost, the newest loss first. Kubernetes has tainted the second."""
+    """Return a world in which the nodes `lost` and `tainted` are lost, the newest loss first.
+
+    Kubernetes has tainted the nodes in `tainted`.
+    """
     survivor = pod(0)
     chosen = RestorePointStatus()
     pods = (survivor,) if replacement is None else (survivor, replacement)

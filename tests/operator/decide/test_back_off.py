@@ -1,4 +1,4 @@
-"""A gang that fails again and again from the same step waits before each new round."""
+"""A gang that fails repeatedly from the same step waits before each new round."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BASE = RestorePointStatus(step=Step(10), round=RestartRound(1), manifest=Digest(
 
 
 def failing(futile: int, *, committed: int | None = 10, **spec: object) -> Observed:
-    """Rank 1 is dead in round 6; `futile` counted restarts lie after the round of the base."""
+    """Return a world in which rank 1 is dead in round 6, after `futile` counted restarts since the base's
+    round."""
     records = tuple(
         RestartRecord(
             round=RestartRound(ROUND - i),
@@ -107,7 +108,7 @@ def test_the_condition_shows_the_back_off() -> None:
 
 
 def with_answers_at(observed: Observed, *answered_at: float | None) -> Observed:
-    """The sidecars of workers 0 and 1 answered last at these times."""
+    """Return the world with the times of the last answers of the sidecars of workers 0 and 1."""
     views = zip(observed.sidecars, answered_at, strict=True)
     return replace(observed, sidecars=tuple(replace(s, answered_at=at) for s, at in views))
 
@@ -129,7 +130,8 @@ def test_failed_ranks_wait_for_a_sign_of_life_of_every_peer(
 
 
 def test_a_lost_node_spends_no_budget_that_its_peers_would_have_spent() -> None:
-    """Ranks fail first. The last restart of the budget must not be theirs."""
+    """The ranks fail before the loss of the node is noticed. Their failure must not use the last restart
+    of the budget."""
     observed = with_answers_at(failing(0, max_restarts=0), 1000.1, 999.0)
     decision = decide(observed, now(1005.0))
     assert "has not answered since" in decision.reason

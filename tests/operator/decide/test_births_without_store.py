@@ -1,4 +1,4 @@
-"""A pod gets its store when it is created, so no pod is created while the store is absent."""
+"""A pod gets its store when it is created, so no pod is created while the CheckpointStore is absent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPLACED = job(2, status(1, (0, 1)), store="main")
 
 
 def recovery(found: StoreView | None, *hidden: Unreadable) -> Observed:
-    """Worker 1 lost its pod; round 1 is to create another one."""
+    """Return a world in which worker 1 has lost its pod and round 1 is to create another one."""
     return Observed(
         job=REPLACED,
         pods=(SURVIVOR,),
@@ -51,7 +51,7 @@ def test_the_gang_waits_for_the_store_and_reports_it(observed: Observed, reason:
 
 @pytest.mark.parametrize("available", [True, None, False], ids=["works", "not probed", "down"])
 def test_a_store_that_is_there_delays_nothing(available: bool | None) -> None:
-    """Its server may be down: a sidecar tries again by itself."""
+    """The store's server may be down: a sidecar retries by itself."""
     decision = decide(recovery(store(available=available)), now())
     assert [a.worker for a in decision.actions if isinstance(a, CreatePod)] == [Worker(1)]
 

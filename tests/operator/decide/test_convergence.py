@@ -1,5 +1,5 @@
-"""Random worlds: whatever fails, and however reads, replies and writes misbehave, the gang comes
-back, once, from a step that was really there and no lower than what was promised."""
+"""Random worlds: whatever fails, and however reads, replies and writes misbehave, exactly one gang runs
+again, from a step that existed and that is no older than what was promised."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KINDS = (
     "pods are taken again",
 )
 UNKNOWN = "Hibernating"
-"""A phase of a release that does not exist."""
+"""A phase that this release does not have."""
 SETTLE_SECONDS = 240
 
 
@@ -90,7 +90,7 @@ class Simulation:
         self.operators = [FakeOperator(cluster, trouble) for _ in range(operators)]
         self.forged: set[tuple[str, str]] = set()
         self.retained: dict[str, dict[str, Any]] = {}
-        """Checkpoints of former jobs of the name, as they were left."""
+        """Checkpoints of earlier jobs with this name, with their contents when the job ended."""
 
     async def advance(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -174,8 +174,8 @@ class Simulation:
                 raise AssertionError(fault.kind)
 
     def forge(self, target: int) -> None:
-        """As worker `target` of this round and of the next, in another namespace with all that a real
-        one has, and in the job's own under other names."""
+        """Forge pods of worker `target` for this round and the next: in another namespace with all
+        properties of a real pod, and in the job's own namespace also under other names."""
         status = self.cluster.job["status"]
         for birth in (status.get("restartRound", 0), status.get("restartRound", 0) + 1):
             self.cluster.forge_pod("mallory", target, birth, owned=True)
@@ -229,7 +229,8 @@ class Simulation:
         )
 
     def waits_rightly(self, copies: int) -> bool:
-        """A job may wait for ever only if no committed step can be read any more."""
+        """Return whether the job waits for a restore point. This is allowed only if no committed step is
+        readable."""
         status = TrainingJob.from_dict(self.cluster.job).status
         running = status.condition("Running")
         if running is None or running.reason != "RestorePointUnavailable":

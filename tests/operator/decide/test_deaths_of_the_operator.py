@@ -1,4 +1,4 @@
-"""The operator dies after each of its writes to the API, and another one goes on."""
+"""The operator dies after each of its writes to the API, and another one continues."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_the_operator_dies_after_each_write(
 
 
 class Killed(BaseException):
-    """The process ends here: no handler of the product runs."""
+    """Stands for the end of the process. It is a BaseException, so that no handler of the operator runs."""
 
 
 def dies_after(life: Life, writes: int) -> None:
-    """Passes of the operator up to and including that write."""
+    """Run passes of the operator up to and including that write."""
     last = len(life.cluster.api.requests) + writes
 
     def end() -> None:

@@ -395,7 +395,7 @@ def test_time_goes_to_training_and_recovery() -> None:
 
 
 def test_a_commit_is_recorded_before_the_round_that_follows_a_failure() -> None:
-    """The coordinator of the next round has no record of what this one uploaded."""
+    """The coordinator of the next round has no record of what this coordinator uploaded."""
     dead = (DeadRank(Rank(0), Worker(0), 1, "boom"),)
     observed = world(reported=point(40), coordinator={"dead": dead, "running": False})
     (commit,) = only(decide(observed, now()), CommitPersisted)

@@ -1,4 +1,4 @@
-"""What is a failure, what it costs, and what the next round looks like."""
+"""What counts as a failure, what it costs, and how the next round begins."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_a_healthy_gang_begins_no_round() -> None:
 DEAD = (DeadRank(Rank(1), Worker(1), 1, "boom"),)
 REPLICATED = RestorePoint(Step(40), RestartRound(3))
 COPIED = {"coordinator": state(last_replicated=REPLICATED)}
-"""The newest save of the round has its copies."""
+"""The newest save of the round is replicated."""
 LOST_NODE = {"node-0": NodeView("node-0"), "node-1": NodeView("node-1", lost=True)}
 SILENT_1 = (sidecar(pod(0), 3, version=1), silent(pod(1), 900.0))
 
 
 def test_silent_node_whose_sidecar_was_not_asked_yet_is_not_lost() -> None:
-    """An operator that has just started knows of no answer, which is not the same as none."""
+    """An operator that has just started has received no answer yet, which is not a sign of silence."""
     asked_nobody = (sidecar(pod(0), 3, version=1), silent(pod(1)))
     decision = decide(world(nodes=LOST_NODE, sidecars=asked_nobody), now())
     assert not any(isinstance(a, BeginRound) for a in decision.actions)
@@ -343,7 +343,7 @@ def test_a_budget_that_is_spent_does_not_stop_disruptions() -> None:
 
 
 def starting(pods: tuple[PodView, ...], **changes: Any) -> Observed:
-    """Round 3 before its restore point is chosen."""
+    """Return a world in round 3 before its restore point is chosen."""
     base = status(3, (0, 3), conditions=())
     return world(status=base, pods=pods, coordinator=None, **changes)
 

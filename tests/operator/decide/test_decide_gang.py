@@ -57,7 +57,7 @@ def of_kind(actions: tuple[Any, ...], *kinds: type) -> list[Any]:
 
 
 def acked(observed: Observed, of: SidecarView, **changes: Any) -> SidecarView:
-    """The sidecar after it took the ROUND of now."""
+    """Return the sidecar after it accepted the current ROUND."""
     digest = round_digest(round_message(World(observed)))
     assert of.inventory is not None
     return replace(

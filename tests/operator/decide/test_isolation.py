@@ -1,4 +1,5 @@
-"""Templates that reach for the sidecar's volumes, Secrets or processes are refused by their field."""
+"""Templates that access the sidecar's volumes, Secrets or processes are refused; the error names the
+field."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_a_template_that_stays_apart_passes(given: dict[str, Any]) -> None:
 def test_a_later_round_creates_no_pod_from_a_changed_template(
     given: dict[str, Any], workers: list[int]
 ) -> None:
-    """Worker 0 is replaced in round 1; the template was changed after the job was accepted."""
+    """Worker 0 is replaced in round 1. The template was changed after the job was accepted."""
     running = job(2, status(round_=1, members=(1, 0)), template=given)
     decision = decide(Observed(job=running, pods=(pod(1),)), now())
     assert [a.worker for a in decision.actions if isinstance(a, CreatePod)] == workers

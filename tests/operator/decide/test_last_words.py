@@ -1,4 +1,4 @@
-"""What a person reads of a rank's death: the error, not the output around it."""
+"""The status shows the error of a dead rank without the output around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What cannot be read is not gone, and what is of a higher round is not obsolete."""
+"""An unreadable object does not count as deleted, and an object of a higher round does not count as
+obsolete."""
 
 from __future__ import annotations
 
@@ -167,7 +168,7 @@ def test_a_pod_of_a_higher_round_is_never_deleted(
 
 
 def test_a_round_above_it_begins_and_keeps_it_where_the_status_is_behind() -> None:
-    """A write on the resourceVersion that is known: refused where the operator is what is behind."""
+    """The write names the known resourceVersion, so it is refused if it is the operator that is behind."""
     newer = pod(1, 3)
     seen = Observed(job=job(2, status(1, (0, 1))), pods=(pod(0), pod(1, 1), newer))
     (begin, _) = decide(seen, now()).actions
@@ -178,7 +179,7 @@ def test_a_round_above_it_begins_and_keeps_it_where_the_status_is_behind() -> No
 
 
 def test_a_round_that_no_status_can_have_missed_is_not_believed() -> None:
-    """Nor is the pod deleted: a name must not use up the numbers of rounds."""
+    """The pod is not deleted either. A name must not use up the numbers of rounds."""
     odd = pod(1, 900_000_000)
     seen = Observed(job=job(2, status(1, (0, 1))), pods=(pod(0), pod(1, 1), odd))
     actions = decide(seen, now()).actions
@@ -186,7 +187,7 @@ def test_a_round_that_no_status_can_have_missed_is_not_believed() -> None:
 
 
 def test_a_sidecar_does_not_use_up_the_numbers_of_rounds() -> None:
-    """It claims to be sealed for the highest round that exists."""
+    """The sidecar claims to be sealed for the highest possible round."""
     pods = (pod(0), pod(1, 1))
     lies = sidecar(pods[1], 999_999)
     seen = Observed(job=job(2, status(1, (0, 1))), pods=pods, sidecars=(sidecar(pods[0], 1), lies))

@@ -1,4 +1,4 @@
-"""The phases of a recovery: they count from the fault, are disjoint, and add up to the total."""
+"""The phases of a recovery are counted from the fault, are disjoint, and add up to the total."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def state(round_: int = 0, step: int = 0, **changes: object) -> CoordinatorState
 
 @dataclass
 class Timeline:
-    """Passes of one operator process over one job; every status write succeeds."""
+    """Passes of one operator process over one job, in which every status write succeeds."""
 
     observed: Observed
     memory: JobMemory = field(default_factory=JobMemory)
 
     def at(self, seconds: float, **seen: object) -> TrainingJobStatus:
-        """What is `seen` from now on, and passes until the status rests."""
+        """Change what the operator sees from now on, and run passes until the status no longer changes."""
         self.observed = replace(self.observed, **seen)  # type: ignore[arg-type]
         for _ in range(4):
             decision = decide(replace(self.observed, memory=self.memory), now(seconds))
@@ -94,7 +94,7 @@ def holders(round_: int) -> tuple[SidecarView, ...]:
 
 
 def trained() -> Timeline:
-    """A gang of two in round 0, whose newest step was seen at 120 s."""
+    """Return a gang of two in round 0, whose newest step was seen at 120 s."""
     timeline = Timeline(Observed(job=job(2)))
     timeline.at(100.0)
     timeline.at(101.0, pods=PODS, sidecars=holders(0))
@@ -109,7 +109,7 @@ TIMES = RoundTimes(rehydrate_seconds=0.5, rendezvous_seconds=1.2, first_step_sec
 
 
 def restarted(timeline: Timeline, seen_at: float) -> TrainingJobStatus:
-    """From the pass that sees the fault on: sealed after 2 s, and trained again 3 s later."""
+    """Run from the pass that sees the fault: the gang is sealed 2 s later, and trains 3 s after that."""
     timeline.at(seen_at + 2.0, sidecars=holders(1), coordinator=None)
     return timeline.at(seen_at + 5.0, coordinator=state(1, 11, times=TIMES))
 
@@ -191,7 +191,7 @@ def test_a_failed_pod_counts_from_its_end_within_what_is_possible(
 
 
 def test_a_deleted_pod_counts_from_the_end_of_training_not_of_its_grace() -> None:
-    """The gang may save and stop first: what it trains meanwhile is no outage."""
+    """The gang may save and stop first. Training during that time does not count as an outage."""
     timeline = trained()
     leaving = (PODS[0], replace(PODS[1], terminating=True))
     timeline.at(125.0, pods=leaving)
@@ -204,7 +204,7 @@ def test_a_deleted_pod_counts_from_the_end_of_training_not_of_its_grace() -> Non
 
 
 def test_back_off_is_a_separate_phase() -> None:
-    """A gang that fails again and again from the same step waits before the next round."""
+    """A gang that fails repeatedly from the same step waits before the next round."""
     timeline = trained()
     timeline.observed = replace(
         timeline.observed,
@@ -243,7 +243,7 @@ def test_an_operator_that_restarts_in_between_knows_the_total_and_no_more_than_i
 
 
 def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() -> None:
-    """The last seconds of a job: the pass that sees the end is the first that sees the new round."""
+    """At the end of a job, the pass that sees the end may be the first that sees the new round."""
     timeline = trained()
     timeline.at(121.0)
     timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))
@@ -259,7 +259,7 @@ def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() ->
 
 
 def test_the_status_of_a_job_of_twenty_seconds_is_final() -> None:
-    """Levels are written every ten seconds at most; the last write carries them all the same."""
+    """Levels are written every ten seconds at most, but the last write always contains them."""
     timeline = Timeline(Observed(job=job(2)))
     timeline.at(100.0)
     timeline.at(101.0, pods=PODS, sidecars=holders(0))
@@ -294,7 +294,7 @@ def test_the_phases_add_up_for_all_measurements(
     finished: bool,
     here: bool,
 ) -> None:
-    """Also where the coordinator's durations are longer than what was waited for them."""
+    """This also holds if the coordinator reports longer durations than the operator measured."""
     begin, *after = marks
     sealed, scheduled, chosen = (None if m is None else begin + m for m in after)
     moment = Now(begin + end + max(m or 0.0 for m in after), now(begin + end).utc)

@@ -1,4 +1,4 @@
-"""A checkpoint that ends every script that restores it is rejected and reported, and an older one used."""
+"""A checkpoint that ends every script that restores it is rejected and reported, and an older one is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast_operator.model.reasons import Reason
 
 
 def poisoned(life: Life) -> CheckpointId:
-    """The newest commit, whose content ends the script; the gang fails for the first time."""
+    """Return a world whose newest commit ends the script. The gang fails for the first time."""
     newest = life.cluster.newest_commit()
     assert newest is not None
     life.cluster.gang.poisoned.add(newest)
@@ -83,7 +83,7 @@ def test_ranks_that_are_killed_from_outside_do_not_count_against_the_restore_poi
 
 
 def test_uploads_after_it_are_recorded_although_their_steps_are_lower() -> None:
-    """The commit that was passed over is off the history: it hides nothing that comes after it."""
+    """The rejected commit is not part of the lineage and hides no later commit."""
     life = Life(store=True, every=5)
     life.run(30, until=lambda s: s.last_persisted is not None and s.last_persisted.step >= 25)
     life.run(3)

@@ -138,7 +138,7 @@ def test_a_job_that_runs_may_order_the_delete_for_a_while() -> None:
 
 
 def test_the_wait_outlives_a_round() -> None:
-    """A gang that fails every minute must not start the wait again each time."""
+    """If a new round restarted the wait, the wait would never end for a gang that fails every minute."""
     given = observed()
     first = decide(given, now(1000.0))
     later = changed(given.job.status, restart_round=RestartRound(2), restore_point=None)

@@ -57,12 +57,12 @@ def chosen_step(choice: Choice) -> int | None:
 
 A, B, NEW_B = pod(0), pod(1), pod(1, birth=1)
 FROM_THE_BEGINNING = (LineageEntry(round=RestartRound(0)),)
-"""Round 0 chose its restore point, so that its gang may have trained."""
+"""Round 0 chose its restore point, so its gang may have trained."""
 SURVIVOR_AND_NEW = status(1, (0, 1), lineage=FROM_THE_BEGINNING)
-"""Round 1: worker 0 survived, worker 1's pod is new."""
+"""Round 1: worker 0 survived, and worker 1 has a new pod."""
 BOTH_SURVIVED = status(1, (0, 0), lineage=FROM_THE_BEGINNING)
 COPIED = [held(20, 0, 0), held(20, 0, 1), held(10, 0, 0), held(10, 0, 1)]
-"""What a sidecar holds that has its own shards and worker 1's copies."""
+"""The shards of a sidecar that has its own shards and worker 1's copies."""
 
 
 def test_first_round_starts_from_the_beginning() -> None:
@@ -121,7 +121,7 @@ CUT_OFF_COMMIT = [
     ),
     sidecar(B, 1, manifests=[manifest(10, 0, 3)]),
 ]
-"""Step 20 has its manifest on worker 0 alone, and worker 2 holds a shard of it."""
+"""Only worker 0 has the manifest of step 20, and worker 2 has a shard of it."""
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_commit_that_was_cut_off_is_waited_for_up_to_60_seconds(
 
 
 def test_the_60_seconds_count_from_the_first_answer() -> None:
-    """After a long silence of all the others need a moment to answer, too."""
+    """After a silence of all sidecars, the others also need a moment to answer."""
     base = Observed(job=job(3, THREE), pods=(A, B, C), sidecars=(*CUT_OFF_COMMIT, silent(C, 100.0)))
     memory = replace(JUST_BEGUN, round_seen_at=100.0, answering_since=999.0)
     assert isinstance(choose(World(base), memory, now(1000.0)), Wait)
@@ -150,7 +150,7 @@ def test_the_60_seconds_count_from_the_first_answer() -> None:
 
 @pytest.mark.parametrize("recorded", [None, 20], ids=["status lags", "status knows"])
 def test_a_committed_step_is_never_given_up_for_silence(recorded: int | None) -> None:
-    """Its manifest is on every survivor that answers: it was committed, and B holds a shard of it."""
+    """Every survivor that answers has the manifest: the step was committed, and B has a shard of it."""
     seen = sidecar(
         A,
         1,
@@ -165,7 +165,7 @@ def test_a_committed_step_is_never_given_up_for_silence(recorded: int | None) ->
 
 
 def test_the_store_is_no_reason_to_give_up_what_silent_survivors_may_hold() -> None:
-    """No earlier member answers, so the status may be hours behind the gang."""
+    """No earlier member answers, so the status may be hours older than the gang's newest step."""
     persisted = PersistedStep(step=Step(10), round=RestartRound(0), manifest=manifest_digest(10, 0))
     state = changed(SURVIVOR_AND_NEW, last_persisted=persisted, last_committed_step=Step(10))
     answering = sidecar(NEW_B, 1)

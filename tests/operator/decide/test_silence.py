@@ -1,4 +1,4 @@
-"""Sidecars that do not answer: no copy is deleted, no step is given up, and the job reports it."""
+"""While sidecars do not answer, no copy is deleted, no step is given up, and the job reports the silence."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_one_silent_pod_whose_shards_are_readable_elsewhere_is_replaced() -> Non
 
 
 def test_a_lost_node_with_the_rest_silent() -> None:
-    """The dead node's worker is replaced; what the silent ones hold is waited for."""
+    """The dead node's worker is replaced. The operator waits for the copies of the silent sidecars."""
     life = training()
     newest = life.newest()
     node = life.cluster.pods[life.pod(1)].view.node
@@ -172,7 +172,7 @@ def test_every_node_looks_lost_when_the_control_plane_is_cut_off(store: bool) ->
 def test_the_control_plane_is_cut_off_in_the_middle_of_a_round(
     reached: Callable[[TrainingJobStatus], bool],
 ) -> None:
-    """What the store holds is older than what the nodes hold: they are waited for."""
+    """The nodes have newer steps than the store, so the operator waits for them."""
     life = Life(store=True, every=20)
     life.run(30, until=lambda s: s.last_persisted is not None)
     life.run(12)
@@ -210,7 +210,7 @@ def test_the_last_copies_on_lost_nodes_are_kept_for_ever() -> None:
 
 
 def test_two_lost_nodes_with_both_copies_of_a_shard_come_back() -> None:
-    """More nodes than there are copies: their pods stay until one of them answers."""
+    """More nodes are lost than there are copies. Their pods stay until one of them answers."""
     life = training()
     newest = life.newest()
     names = [life.cluster.pods[life.pod(w)].view.node or "" for w in (1, 2)]
@@ -254,7 +254,7 @@ def test_a_first_round_without_an_answer_of_a_sidecar_reports_it() -> None:
 
 
 def test_commits_that_the_status_does_not_contain_are_found_again() -> None:
-    """Silence from before the first commit on: the status knows of no step at all."""
+    """The silence began before the first commit, so the status contains no step at all."""
     life = Life()
     life.run(30, until=lambda s: s.restore_point is not None)
     life.run(2)

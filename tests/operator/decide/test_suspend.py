@@ -1,4 +1,5 @@
-"""spec.suspend acts in every phase, creates no pod, and costs no commit; the deadline's clock stops."""
+"""spec.suspend takes effect in every phase, creates no pod, loses no commit, and stops the clock of the
+deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from holdfast_operator.model.reasons import Reason
 
 
 def no_image(life: Life) -> None:
-    """The pods of the next round cannot start."""
+    """Prevent the pods of the next round from starting."""
     for pod in life.cluster.pods.values():
         pod.view = replace(pod.view, phase=PodPhase.PENDING, waiting_reason="ErrImagePull")
 
@@ -28,13 +29,13 @@ def no_node(life: Life) -> None:
 
 
 def suspend(life: Life) -> set[str]:
-    """Suspend; the uids of all pods that were ever seen from then on."""
+    """Suspend the job. Return the uids of all pods that exist at this time."""
     life.change_spec(suspend=True)
     return {p.view.uid for p in life.cluster.pods.values()}
 
 
 def stays_suspended(life: Life, before: set[str]) -> None:
-    """No pod is created, and at the end none is left."""
+    """Assert that no pod is created, and that none is left at the end."""
     for _ in range(60):
         life.run(1)
         assert {p.view.uid for p in life.cluster.pods.values()} <= before, "a pod was created"
@@ -83,7 +84,8 @@ def test_unschedulable_pods_of_a_first_round_go() -> None:
 @pytest.mark.parametrize("seconds", range(0, 16, 3))
 @pytest.mark.parametrize("fault", ["pod", "rank", "node"])
 def test_suspended_in_a_recovery_everything_committed_is_kept(fault: str, seconds: int) -> None:
-    """Suspended at once where the store holds the newest step; else when the gang has saved there."""
+    """If the store has the newest step, the job is suspended immediately, otherwise after the gang has
+    saved to the store."""
     life = Life(store=True, every=5)
     life.run(40)
     match fault:
@@ -172,7 +174,7 @@ def test_without_a_store_a_refused_suspension_does_not_keep_the_job_from_its_end
 
 
 def test_silent_sidecars_may_have_commits_that_were_never_reported() -> None:
-    """The first commit happened in silence: to delete the pods would lose it."""
+    """The first commit happened during the silence. Deleting the pods would lose it."""
     life = Life()
     life.run(30, until=lambda s: s.restore_point is not None)
     life.run(2)
@@ -186,13 +188,13 @@ def test_silent_sidecars_may_have_commits_that_were_never_reported() -> None:
     assert life.newest() >= newest
 
 
-# --------------------------------------------------------------------------- taken back
+# --------------------------------------------------------------------------- resumed
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
 @pytest.mark.parametrize("seconds", range(14))
 def test_a_suspension_that_is_taken_back_does_not_end_the_job(seconds: int, restarts: bool) -> None:
-    """Ranks that stopped for it return 0, as ranks do that have finished."""
+    """Ranks that stopped for the suspension return 0, as ranks that have finished do."""
     life = Life(store=True, every=5)
     life.run(40)
     step = life.newest()
@@ -212,8 +214,8 @@ def test_a_suspension_that_is_taken_back_does_not_end_the_job(seconds: int, rest
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["still suspended", "resumed meanwhile"])
 def test_an_operator_that_dies_before_it_deletes_the_pods_loses_no_commit(resumed: bool) -> None:
-    """Nothing was committed when Suspended was written. The last ROUND was on its way, no operator was
-    there to delete the pods, and so the gang trained."""
+    """Nothing was committed when Suspended was written. The last ROUND had been sent and no operator
+    deleted the pods, so the gang trained."""
     life = Life(store=True, every=1000)
     life.run(30, until=lambda s: s.restore_point is not None)
     life.silence(3)
@@ -245,7 +247,7 @@ def test_an_operator_that_dies_before_it_deletes_the_pods_loses_no_commit(resume
 
 
 def test_a_store_that_is_away_when_the_gang_stops_costs_no_commit() -> None:
-    """The sidecars gave the upload up and the ranks are gone: the gang starts again and saves again."""
+    """The sidecars gave up the upload and the ranks have ended, so the gang starts again and saves again."""
     life = Life(store=True, every=5)
     life.run(40)
     life.cluster.store.away = True

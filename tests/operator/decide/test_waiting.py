@@ -1,4 +1,4 @@
-"""A waiting job reports its reason, writes its status once, and has a pass less and less often."""
+"""A waiting job reports its reason, writes its status once, and has passes at growing intervals."""
 
 from __future__ import annotations
 

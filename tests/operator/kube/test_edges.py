@@ -1,4 +1,4 @@
-"""Small parts of the operator's edge: settings, access, expectations, events, statuses, metrics."""
+"""Small parts of the operator's edges: settings, access, expectations, events, statuses, metrics."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_resource_versions(seen: str, expected: str, result: bool) -> None:
 
 
 class Recorder:
-    """Stands in for Cluster where only Events are written."""
+    """Stands for Cluster where only Events are written."""
 
     def __init__(self) -> None:
         self.bodies: list[Any] = []

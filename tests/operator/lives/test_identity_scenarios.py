@@ -1,5 +1,5 @@
-"""Jobs created again, forged pods, objects that cannot be read and operators that are behind, on the
-in-memory cluster with the product's own edges."""
+"""Jobs that are created again, forged pods, unreadable objects and operators with stale watches, on the
+in-memory cluster with the operator's own edges."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def advance(cluster: FakeCluster, operator: FakeOperator, seconds: int) ->
 
 
 def changes_of_job(cluster: FakeCluster) -> list[tuple[str, str]]:
-    """Writes that are no Events and no status of the job."""
+    """Return the writes other than Events and the job's status."""
     return [
         (method, path)
         for method, path in cluster.api.requests
@@ -76,7 +76,7 @@ async def test_a_job_created_again_completes_while_the_old_one_is_still_going(
 
 
 async def test_a_job_created_again_starts_although_old_pods_never_end() -> None:
-    """Their node is dead, so no kubelet confirms their deletes."""
+    """Their node is dead, so no kubelet confirms that they are deleted."""
     cluster = build()
     operator = FakeOperator(cluster)
     await advance(cluster, operator, 30)
@@ -129,7 +129,7 @@ async def test_forged_pods_neither_stop_a_recovery_nor_cost_a_pod(restarts: bool
     assert broken_rules(cluster, copies=1) == []
 
 
-# --------------------------------------------------------------------------- cannot be read
+# --------------------------------------------------------------------------- unreadable objects
 
 
 async def test_an_unreadable_job_keeps_everything_and_goes_on() -> None:
@@ -216,7 +216,7 @@ async def test_one_unreadable_object_of_another_kind_does_not_stop_a_running_job
     assert (after.step or 0) > (before.step or 0)
 
 
-# --------------------------------------------------------------------------- behind
+# --------------------------------------------------------------------------- stale watches
 
 
 async def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> None:
@@ -228,7 +228,7 @@ async def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> 
     ahead = await advance(cluster, operator, 20)
     assert ahead.members == (0, 1, 0)
     pods = set(cluster.pods)
-    # Its watch of the job is stuck; that of the pods is not.
+    # Its watch of the job is stuck, but its watch of the pods is not.
     behind.stuck.add("trainingjobs")
     cluster.api.requests.clear()
     await advance(cluster, behind, 20)
@@ -242,7 +242,7 @@ async def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> 
 
 
 async def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_resumed_job() -> None:
-    """It deletes the pods of a suspended job without a write to the status that could conflict."""
+    """The operator deletes the pods of a suspended job without a status write that could conflict."""
     cluster = build(object=OBJECT)
     behind = FakeOperator(cluster)
     await advance(cluster, behind, 40)
@@ -259,7 +259,7 @@ async def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_re
 
 
 async def test_pods_are_kept_when_an_old_backup_of_the_status_is_restored() -> None:
-    """Round 1's pod holds copies that the status does not know of."""
+    """The pod of round 1 has copies that the restored status does not name."""
     cluster = build()
     operator = FakeOperator(cluster)
     await advance(cluster, operator, 40)
@@ -277,7 +277,7 @@ async def test_pods_are_kept_when_an_old_backup_of_the_status_is_restored() -> N
 
 
 def test_no_authority_of_a_deleted_job_comes_back() -> None:
-    """Whatever of its pass was still under way: replies are lost, watches are behind."""
+    """This holds for every unfinished pass: replies may be lost and watches may be stale."""
 
     async def scenario(seed: int) -> None:
         cluster = build()

@@ -1,4 +1,5 @@
-"""A node that dies or is cut off costs one round, whatever the scheduler does until its taint comes."""
+"""A node that dies or is cut off costs one round, whatever the scheduler does before Kubernetes taints the
+node."""
 
 from __future__ import annotations
 
@@ -36,14 +37,14 @@ def node_of(life: Life, worker: int) -> FakeNode:
 
 
 def only_node_that_fits(life: Life, worker: int) -> FakeNode:
-    """No other node has room for another pod."""
+    """Return the worker's node, after filling all other nodes."""
     node = node_of(life, worker)
     life.cluster.full_nodes = set(life.cluster.nodes) - {node.name}
     return node
 
 
 def waiting_pod(life: Life, worker: int) -> PodView:
-    """The worker's pod, as the operator parses it. No node has taken it."""
+    """Return the worker's pod, as the operator parses it, and assert that it has no node."""
     raw = life.cluster.api.objects["pods", NAMESPACE, life.pod(worker)]
     identity = worker_identity(raw)
     assert identity is not None
@@ -69,7 +70,7 @@ def chosen(status: TrainingJobStatus) -> bool:
 
 
 def test_ranks_that_fail_before_the_lease_has_stopped_begin_no_round_of_their_own() -> None:
-    """The machine closed its connections: its peers fail within seconds."""
+    """The dead machine's connections are closed, so its peers fail within seconds."""
     life = training()
     life.cluster.gang.peers_hang = False
     node = node_of(life, 2)
@@ -123,7 +124,7 @@ def test_several_nodes_that_are_lost_at_once_cost_one_round() -> None:
 
 
 def test_two_nodes_lost_one_after_another_cost_two_rounds() -> None:
-    """The second replacement avoids the first node too, whose pod is long gone."""
+    """The second replacement also avoids the first node, whose pod was deleted long before."""
     life = training()
     first, second = node_of(life, 1), node_of(life, 2)
     first.dead = True
@@ -140,7 +141,7 @@ def test_two_nodes_lost_one_after_another_cost_two_rounds() -> None:
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "operator restarts"])
 def test_a_pod_that_was_bound_before_the_loss_was_noticed(restarts: bool) -> None:
-    """It never starts there. It is created again in its round, which has chosen its restore point."""
+    """The pod never starts on the lost node. It is created again in its round, which has a restore point."""
     life = training()
     node = node_of(life, 2)
     node.dead = True
@@ -169,7 +170,7 @@ def test_an_operator_that_restarts_in_the_round_forgets_no_lost_node(
 
 
 def test_a_job_that_fits_on_the_lost_node_only_waits_and_uses_it_when_it_returns() -> None:
-    """The affinity of a pod is fixed: without a new pod the job would wait for ever."""
+    """The affinity of a pod cannot change: without a new pod, the job would wait for ever."""
     life = training()
     lost = only_node_that_fits(life, 2)
     lost.cut_off = True
@@ -191,7 +192,7 @@ def test_a_job_that_fits_on_the_lost_node_only_waits_and_uses_it_when_it_returns
 
 
 def test_a_waiting_pod_outlives_an_operator_that_restarts() -> None:
-    """The new process knows no lease's age: it must not free the pod for the dead node."""
+    """The new process has not observed the age of any lease. It must not let the pod use the dead node."""
     life = training()
     lost = only_node_that_fits(life, 2)
     lost.dead = True
@@ -207,7 +208,7 @@ def test_a_waiting_pod_outlives_an_operator_that_restarts() -> None:
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "operator restarts"])
 def test_a_waiting_pod_stops_excluding_a_node_that_kubernetes_has_tainted(restarts: bool) -> None:
-    """Karpenter adds no node for a pod that excludes nodes by name: the job would wait for ever."""
+    """Karpenter adds no node for a pod that excludes nodes by name, so the job would wait for ever."""
     life = training()
     lost = only_node_that_fits(life, 2)
     lost.dead = True
@@ -230,7 +231,7 @@ def test_a_waiting_pod_stops_excluding_a_node_that_kubernetes_has_tainted(restar
 
 
 def test_a_node_that_died_long_ago_is_not_excluded() -> None:
-    """Kubernetes keeps pods off it, and its Node object may stay for ever."""
+    """Kubernetes keeps pods off the node, and its Node object may stay for ever."""
     life = training()
     old = next(n for n in life.cluster.nodes.values() if n.name not in bound_nodes(life))
     old.dead = True
@@ -247,7 +248,7 @@ def test_a_node_that_died_long_ago_is_not_excluded() -> None:
 def test_a_pod_that_tolerates_the_taint_of_a_lost_node_costs_one_round(
     tolerations: list[dict[str, str]],
 ) -> None:
-    """The scheduler places such a pod on the dead node at any time."""
+    """The scheduler may place such a pod on the dead node at any time."""
     life = training(tolerations=tolerations)
     node = node_of(life, 2)
     node.dead = True
@@ -257,10 +258,12 @@ def test_a_pod_that_tolerates_the_taint_of_a_lost_node_costs_one_round(
 
 
 def test_a_pod_with_tolerations_of_an_admission_plugin_is_not_created_again_and_again() -> None:
-    """The template does not have them: only the pods show that they may be placed on a dead node."""
+    """The template does not contain the tolerations. Only the pods show that they may be placed on a dead
+    node."""
     life = training()
     life.cluster.added_tolerations = [{"operator": "Exists"}]
-    life.cluster.fail_pod(life.pod(0), "Error")  # created again, it shows the toleration
+    # The pod that is created again shows the toleration.
+    life.cluster.fail_pod(life.pod(0), "Error")
     life.run(60)
     lost = only_node_that_fits(life, 2)
     lost.dead = True
@@ -288,7 +291,7 @@ def test_a_round_that_begins_while_a_pod_waits_creates_it_again() -> None:
 
 
 def test_a_pod_that_names_its_node_waits_there() -> None:
-    """spec.nodeName of the template: no scheduler reads an affinity, and no new pod helps."""
+    """With spec.nodeName in the template, no scheduler reads an affinity, and no new pod helps."""
     life = training()
     node = node_of(life, 2)
     life.cluster.job["spec"]["template"]["spec"]["nodeName"] = node.name

@@ -1,4 +1,4 @@
-"""Whole lives of a job on the in-memory cluster, from create to the end."""
+"""Complete lives of a job on the in-memory cluster, from creation to the end."""
 
 from __future__ import annotations
 

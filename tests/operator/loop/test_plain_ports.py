@@ -1,4 +1,4 @@
-"""The operator's open ports under attack, over real sockets: descriptors and threads are counted."""
+"""The operator's open ports under attack, over real sockets. The tests count descriptors and threads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def half_requests(port: int, source: str) -> Iterator[None]:
             sock = stack.enter_context(socket.socket())
             sock.bind((source, 0))
             sock.connect(("127.0.0.1", port))
-            with contextlib.suppress(OSError):  # displaced already
+            with contextlib.suppress(OSError):  # the server may have dropped it already
                 sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
         yield
 
@@ -94,8 +94,8 @@ def test_half_requests_take_neither_descriptors_nor_threads(
 def test_requests_that_are_not_http_fill_no_log(
     port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """aiohttp logs a traceback with what was sent for each of them, and the log is on the disk of the
-    node: an operator whose log outgrows its limit is evicted."""
+    """aiohttp logs a traceback with the received bytes for each of them. An operator whose log exceeds the
+    limit of the node's disk is evicted."""
 
     async def tell(bed: Bed) -> None:
         number = bed.ports.metrics_port if port == "metrics" else bed.ports.health_port

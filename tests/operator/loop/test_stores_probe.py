@@ -1,4 +1,4 @@
-"""When a store is probed, and what the end of the probe's pod means."""
+"""When a store is probed, and how the end of the probe's pod is interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One key at a time, each at most once in the queue, and back after an error."""
+"""A key is processed by one worker at a time, is queued at most once, and is queued again after an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_key_is_queued_once_and_worked_on_again_if_added_meanwhile() -> No
     queue.add("a")
     queue.add("a")
     await settle()
-    assert done == ["a"]  # four workers, but one key at a time
+    assert done == ["a"]  # four workers, but a key is processed only once at a time
     gate.set()
     await settle()
     assert done == ["a", "a"]

@@ -1,4 +1,4 @@
-"""The pod of a worker: what is added to the template, and what is left alone."""
+"""The pod of a worker: what is added to the template, and what stays unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A burst at once, then one after the other."""
+"""A burst is allowed without a wait. After it, calls are spaced at a steady rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls wait for which: by kind of pod, by job, and recoveries first."""
+"""Which calls wait for which others: by kind of pod and by job, with recoveries first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEALTHY = JobUid("healthy")
 
 
 class Calls:
-    """Calls that hold their slot until `end`; `began` lists them in their order."""
+    """Calls that keep their slot until `end`. `began` lists them in the order in which they began."""
 
     def __init__(self, slots: CallSlots) -> None:
         self._slots = slots

@@ -1,4 +1,4 @@
-"""Chains verify with TLS itself; names are what both sides check."""
+"""TLS itself verifies the chains, and both sides check the names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
 async def handshake(
     server: ssl.SSLContext, client: ssl.SSLContext, name: str
 ) -> tuple[tuple[str, str], ...]:
-    """The names that the server sees in the client's certificate."""
+    """Perform a handshake. Return the names that the server sees in the client's certificate."""
     seen: asyncio.Future[tuple[tuple[str, str], ...]] = asyncio.get_running_loop().create_future()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

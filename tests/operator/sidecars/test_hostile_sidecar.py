@@ -1,4 +1,4 @@
-"""Answers of a hostile sidecar: they cost its own job something, and no other job anything."""
+"""Answers of a hostile sidecar may harm its own job, but no other job."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_the_poll_goes_on_after_any_answer(case: str) -> None:
 
 
 async def test_the_poll_goes_on_after_an_error_that_was_not_expected() -> None:
-    """A defect of the operator: what takes the news fails once."""
+    """A defect of the operator: the consumer of the news fails once."""
     async with bench() as b:
         pod = pod_view(0)
         server = await b.serve(pod)
@@ -135,7 +135,7 @@ async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
 
 
 async def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time() -> None:
-    """Every answer differs and comes at once: after a burst the operator asks at a steady rate."""
+    """Every answer differs and arrives without delay. After a burst, the operator polls at a steady rate."""
     async with bench() as b:
         pod = pod_view(0)
         server = await b.serve(pod)
@@ -143,14 +143,14 @@ async def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time()
         b.follow(pod, coordinator=0)
 
         def acted() -> bool:
-            """As passes do, at once; and the sidecar has news again."""
+            """Handle the news as a pass does, and publish the next news of the sidecar."""
             state = b.sidecars.coordinator_state(UID)
             if state is not None and server.state == state:
                 b.sidecars.acted_on(UID, state.version)
                 server.publish(replace(GOOD, version=state.version + 1))
             return state is not None and state.version > POLL_BURST + 3
 
-        # However slow this machine is: no time passes between the answers.
+        # The clock stands still between the answers, so the speed of the machine does not matter.
         b.clock.stopped = b.clock.monotonic()
         await b.until(acted)
         assert [s for s in b.clock.slept if s >= POLL_SECONDS_EACH]

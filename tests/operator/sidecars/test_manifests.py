@@ -1,4 +1,4 @@
-"""The manifests of a gang: every sidecar lists them by digest, and the operator fetches each of them once."""
+"""The manifests of a gang: every sidecar lists them by digest, and the operator fetches each one once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_each_manifest_of_a_gang_is_fetched_once() -> None:
 
 
 async def test_a_seal_brings_the_inventory_of_this_moment() -> None:
-    """What was fetched earlier does not hide what was stored or deleted since."""
+    """Manifests that were fetched earlier do not hide what was stored or deleted since."""
     async with bench() as b:
         server = await b.serve(PODS[0])
         server.manifests = (stored_manifest(UID, 5), stored_manifest(UID, 6))
@@ -70,7 +70,7 @@ async def test_a_seal_brings_the_inventory_of_this_moment() -> None:
 
 
 async def test_an_inventory_that_is_late_does_not_replace_that_of_a_newer_round() -> None:
-    """Its manifests take longer than those of the seal that began after it."""
+    """The manifests of the first inventory take longer than those of the seal that began after it."""
     async with bench() as b:
         first, second = await b.serve(PODS[0]), await b.serve(PODS[1])
         second.manifests = (stored_manifest(UID, 6), stored_manifest(UID, 7))
@@ -106,7 +106,7 @@ async def test_a_manifest_that_was_deleted_since_it_was_listed_is_left_out() -> 
     ids=["another step", "another job", "no manifest"],
 )
 async def test_a_document_that_is_not_the_listed_one_is_refused(document: str) -> None:
-    """The operator takes the manifest from a sidecar that has it."""
+    """The operator fetches the manifest from another sidecar that has the listed document."""
     async with bench() as b:
         bad, good = await b.serve(PODS[0]), await b.serve(PODS[1])
         bad.manifests = good.manifests = (stored_manifest(UID, 5),)
@@ -119,7 +119,7 @@ async def test_a_document_that_is_not_the_listed_one_is_refused(document: str) -
 
 
 async def test_a_manifest_that_contradicts_its_entry_is_refused() -> None:
-    """The document has the listed digest, but is of another job: its entry is a lie."""
+    """The document has the listed digest but belongs to another job, so the entry is wrong."""
     async with bench() as b:
         server = await b.serve(PODS[0])
         server.manifests = (stored_manifest(JobUid("another"), 5),)
@@ -134,7 +134,7 @@ async def test_a_manifest_that_contradicts_its_entry_is_refused() -> None:
 
 
 async def test_the_shards_of_another_number_of_ranks_are_not_kept() -> None:
-    """They cannot be restored, and would let a sidecar of a small job use much memory."""
+    """Such shards cannot be restored, and would let a sidecar of a small job use much memory."""
     async with bench() as b:
         server = await b.serve(PODS[0])
         server.manifests = (stored_manifest(UID, 5, ranks=9),)
@@ -147,7 +147,7 @@ async def test_the_shards_of_another_number_of_ranks_are_not_kept() -> None:
 async def test_an_inventory_whose_manifests_took_too_long_continues_where_it_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else an inventory that takes longer than its time-out would begin anew for ever."""
+    """Otherwise an inventory that takes longer than its time-out would start again for ever."""
     monkeypatch.setattr(manifests, "ALL_SECONDS", 0.5)
     async with bench() as b:
         server = await b.serve(PODS[0])

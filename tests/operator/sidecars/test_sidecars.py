@@ -1,4 +1,4 @@
-"""The cache of sidecars against real TLS servers: what a pass reads after what happened."""
+"""The cache of sidecars with real TLS servers: what a pass reads after each event."""
 
 from __future__ import annotations
 
@@ -179,9 +179,9 @@ async def test_save_now_is_sent_until_a_sidecar_accepts_it_and_prune_returns_lat
 
 
 async def test_a_certificate_is_renewed_at_two_thirds_of_its_lifetime() -> None:
-    """Its age is that of the certificate that the sidecar shows.
+    """The age is that of the certificate that the sidecar presents.
 
-    The pod may be younger: one that is created again in its round mounts the round's Secret.
+    The pod may be younger: a pod that is created again in its round mounts the round's Secret.
     """
     async with bench() as b:
         pod, young = pod_view(0), pod_view(1)
@@ -204,7 +204,7 @@ async def test_a_certificate_is_renewed_at_two_thirds_of_its_lifetime() -> None:
 
 
 async def test_a_restarted_sidecar_that_shows_its_old_certificate_gets_a_new_one_again() -> None:
-    """The certificate that it had received was on a node volume that is gone."""
+    """The certificate that the sidecar had received was on a node volume that was lost."""
     async with bench() as b:
         pod = pod_view(0)
         old = leaf_of(pod, timedelta(hours=17))
@@ -225,7 +225,7 @@ async def test_a_restarted_sidecar_that_shows_its_old_certificate_gets_a_new_one
 
 @pytest.mark.parametrize("age", [timedelta(days=40), timedelta(hours=-7)], ids=["old", "early"])
 async def test_a_leaf_outside_of_its_period_is_renewed_before_the_call(age: timedelta) -> None:
-    """The operator was away, or the clock of its node has changed: no call fails for that."""
+    """The operator was away, or the clock of its node has changed. Neither may fail a call."""
     async with bench() as b:
         pod = pod_view(0)
         server = await b.serve(pod, leaf_of(pod, age))
@@ -240,7 +240,7 @@ async def test_a_leaf_outside_of_its_period_is_renewed_before_the_call(age: time
 
 
 async def test_a_sidecar_that_keeps_its_expired_leaf_is_silent_and_not_renewed_each_time() -> None:
-    """Each renewal is a new key, three handshakes and a line of the log."""
+    """Each renewal costs a new key, three handshakes and a line in the log."""
     async with bench() as b:
         pod = pod_view(0)
         server = await b.serve(pod, leaf_of(pod, timedelta(days=40)))
@@ -290,7 +290,7 @@ async def test_a_sidecar_on_a_suspected_node_is_called_at_once() -> None:
 
 
 async def test_a_terminating_pod_is_called_when_its_node_is_silent() -> None:
-    """The operator restarted meanwhile: only the answer that fails lets the corpse be removed."""
+    """The operator restarted in the meantime. The pod can be removed only after a call to it has failed."""
     async with bench() as b:
         pod = replace(pod_view(0), terminating=True)
 

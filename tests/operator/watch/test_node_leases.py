@@ -1,4 +1,4 @@
-"""When a node counts as silent: only by our own clock, and only if our watch was not."""
+"""When a node counts as silent: by the operator's own clock, and only while its watch was current."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_node_without_a_lease_is_unknown() -> None:
 def test_a_node_whose_object_is_gone(
     name: str, advance: float, contact_after: float, silent: bool
 ) -> None:
-    """Its lease goes with it: nothing would ever turn stale."""
+    """The lease is deleted with the node, so nothing would ever become stale."""
     clock = ManualClock()
     leases = seen(clock, "node-a")
     leases.forget("node-a")
@@ -94,7 +94,7 @@ def test_a_node_whose_object_is_gone(
 
 
 def test_a_node_that_comes_late_to_the_watch_is_not_missing() -> None:
-    """A pod's event may overtake the one of its new node."""
+    """A pod's event may overtake the event of its new node."""
     clock = ManualClock()
     leases = seen(clock)
     leases.miss("node-a", clock.monotonic())
@@ -115,7 +115,7 @@ def test_every_silent_node_is_found_with_or_without_a_pod() -> None:
 
 
 def test_a_lease_that_was_not_seen_to_change_may_be_of_any_age() -> None:
-    """This process has just started, and clocks of other machines decide nothing."""
+    """This process has just started, and it must not rely on the clocks of other machines."""
     clock = ManualClock()
     leases = seen(clock, "a")
     leases.observe("a", "t0", clock.monotonic() + 1.0)

@@ -1,4 +1,4 @@
-"""The reflector against a server that fails in every way that was seen: it converges, always."""
+"""The reflector always converges, whatever fails on the server."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ async def test_every_fault_heals(fault: Fault) -> None:
         b.server.remove("a", silently=True)
         b.server.put("c", 3, silently=True)
         b.server.end_watches()
-        if fault is Fault.SILENT:  # silence alone watches again from the same place
+        # After silence alone, the reflector watches from the same version.
+        if fault is Fault.SILENT:
             await b.until(lambda: not b.server.faults)
             b.server.faults[:] = [Fault.GONE]
             await b.until(lambda: b.reflector.items.keys() != {"uid-1", "uid-2"})

@@ -1,4 +1,4 @@
-"""Parsing at the boundary: what the API sends becomes views, and a status survives the round trip."""
+"""Objects of the API are parsed into views, and a status is unchanged after it is written and read."""
 
 from __future__ import annotations
 
