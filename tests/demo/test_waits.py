@@ -1,4 +1,4 @@
-"""A wait lasts as long as there is progress. Three lines report what ended it."""
+"""A wait lasts as long as there is progress. The error of a stalled wait has three lines."""
 
 from __future__ import annotations
 

@@ -185,8 +185,7 @@ def test_a_source_with_other_chunks_is_refused() -> None:
 def layout_of(
     rank: int, rows: tuple[int, int] = (0, 4), *, own: int = 8, name: str = "w", before: int = 0
 ) -> bytes:
-    """Return the layout of a weight of which this rank has some of 4 rows, between other tensors of the
-    rank."""
+    """Return a layout with some of a weight's 4 rows, between two tensors that only this rank has."""
     stop = before + (rows[1] - rows[0]) * 4
     tensors = {
         name: TensorSlice("F32", (4,), rows[:1], (rows[1] - rows[0],), ByteRange(before, stop))

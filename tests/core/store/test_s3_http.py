@@ -301,8 +301,8 @@ def test_endpoint_refused(endpoint: str) -> None:
 
 
 def certificate(directory: Path, *, days: int) -> tuple[ssl.SSLContext, str]:
-    """Return the server's context with a self-signed certificate of 127.0.0.1, valid for `days`, and its
-    CA file."""
+    """Create a self-signed certificate of 127.0.0.1 that expires in `days`. Return the server's context
+    and the CA file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "store")])
     end = datetime.now(UTC) + timedelta(days=days)

@@ -359,7 +359,7 @@ async def test_an_authority_is_created_for_leaves_and_never_by_a_late_call() -> 
 
 
 class DeletedMeanwhile(FakeApi):
-    """The job goes, and comes again under its name, while its authority is being created."""
+    """An API in which the job is replaced by another one of its name while its authority is being created."""
 
     async def post(self, path: str, body: Any, params: Any = None) -> Any:
         answer = await super().post(path, body, params)
@@ -411,7 +411,7 @@ async def test_problem_is_bounded() -> None:
     assert hidden.problem.startswith("spec.checkpoint.interval.steps: ")
 
 
-# --------------------------------------------------------------------------- what is reported
+# --------------------------------------------------------------------------- reports
 
 
 async def test_an_unreadable_job_names_the_field_and_keeps_the_rest_of_its_status() -> None:

@@ -11,7 +11,7 @@ from holdfast_operator.model.reasons import Reason
 
 
 def poisoned(life: Life) -> CheckpointId:
-    """Return a world whose newest commit ends the script. The gang fails for the first time."""
+    """Make the newest commit end every script that restores it, and let a rank die. Return the commit."""
     newest = life.cluster.newest_commit()
     assert newest is not None
     life.cluster.gang.poisoned.add(newest)

@@ -94,8 +94,8 @@ def test_half_requests_take_neither_descriptors_nor_threads(
 def test_requests_that_are_not_http_fill_no_log(
     port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """aiohttp logs a traceback with the received bytes for each of them. An operator whose log exceeds the
-    limit of the node's disk is evicted."""
+    """aiohttp logs a traceback with the received bytes for each of them. The log is on the node's disk,
+    and an operator whose log exceeds its limit is evicted."""
 
     async def tell(bed: Bed) -> None:
         number = bed.ports.metrics_port if port == "metrics" else bed.ports.health_port

@@ -1,4 +1,4 @@
-"""Values of the gauges while a round ends."""
+"""Values of the gauges while a round ends, and names that a script reports."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def holds_steps(ledger: Ledger, *steps: int, writing: int | None = None, rank: i
 
 
 def in_memory(ledger: Ledger, *steps: int, writing: int | None = None) -> None:
-    """Make the step durable at the fast rank, buffered at the slow one, and its manifest present
-    everywhere."""
+    """Let the fast rank write the steps, keep them in memory at the slow rank, and acknowledge the
+    manifests."""
     for step in steps:
         ledger.prepared(Step(step), shard_info(FAST), SHARD_DIGEST)
     holds_steps(ledger, *steps, writing=writing)

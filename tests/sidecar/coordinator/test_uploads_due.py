@@ -1,4 +1,4 @@
-"""Which local steps are uploaded to the object store when steps in memory are replaced by newer ones."""
+"""Which local steps are uploaded to the object store when steps that were due are dropped from memory."""
 
 from __future__ import annotations
 

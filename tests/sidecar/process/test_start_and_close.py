@@ -44,7 +44,7 @@ can save as soon as it is open."""
 
 
 class RecordingStack(AsyncExitStack):
-    """An exit stack that records what is registered, and what is closed when it runs."""
+    """An exit stack that records the names of the registered and of the executed callbacks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -153,7 +153,7 @@ def of_an_older_release(tmp_path: Path) -> None:
 
 
 def with_other_names(tmp_path: Path) -> None:
-    """Add the files of a file browser and a copy that a user made."""
+    """Add a file of a file browser, and rename a record's directory to the name of a user's copy."""
     (tmp_path / "prepared/.DS_Store").touch()
     (tmp_path / "prepared/s7-r0").rename(tmp_path / "prepared/s7-r0 (copy)")
 

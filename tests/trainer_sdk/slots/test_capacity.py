@@ -1,4 +1,4 @@
-"""The free space of the volume and of the container."""
+"""The free space of the volume, and the free memory below the container's limit."""
 
 from __future__ import annotations
 

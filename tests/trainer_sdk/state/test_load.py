@@ -1,5 +1,5 @@
-"""In-place restores copy what fits and list what does not, in an order that makes the result exact to the
-bit."""
+"""An in-place restore copies what fits and names what does not. The order of its steps keeps training
+bit-identical."""
 
 from __future__ import annotations
 
