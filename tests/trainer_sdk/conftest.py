@@ -33,8 +33,7 @@ def _default_signal_handlers() -> Iterator[None]:
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that stands for shared memory, because tests that run at the same time use the
-    machine's."""
+    """Create a directory of the test's own for shared memory, because tests run at the same time."""
     directory = tmp_path / "shm"
     directory.mkdir()
     monkeypatch.setattr(slot_directory, "SHARED_MEMORY", directory)

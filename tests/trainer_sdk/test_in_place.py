@@ -103,7 +103,7 @@ def test_a_bad_copy_is_put_aside_and_an_older_one_lies_over_it(
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_older_one_must_cover_what_the_bad_one_left(tmp_path: Path, strict: bool) -> None:
-    """Otherwise the state would contain parts of a checkpoint that was not verified."""
+    """Otherwise the state would keep parts of the damaged checkpoint."""
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=10) as ckpt:
         ckpt.save(1, {"n": 1}).wait(timeout=60)
         ckpt.save(2, state_of(2)).wait(timeout=60)

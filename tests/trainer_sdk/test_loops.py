@@ -506,7 +506,7 @@ class Interrupted:
 
 
 def test_ctrl_c_in_a_save_is_raised_when_the_save_is_handed_over(folder: Path) -> None:
-    """An interrupt in the middle of a save could leave a lock held or a slot full, and no later save would
+    """An interrupt in the middle of a save could leave a lock held or a slot full, so no later save would
     become durable."""
     with holdfast.Checkpointer(dir=folder) as ckpt:
         with pytest.raises(KeyboardInterrupt):
