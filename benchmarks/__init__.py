@@ -1,1 +1,1 @@
-"""Benchmarks: one command, one JSON under results/, made by the command and never by hand."""
+"""Benchmarks. Each command writes one JSON file below results/, which must not be edited by hand."""

@@ -1,6 +1,6 @@
-"""R4: how long a save blocks the trainer, against torch DCP's async save in a thread.
+"""R4: how long a save blocks the trainer, compared with torch DCP's async save in a thread.
 
-Both save the same state to the same folder, in turns, in one process: the ratio is what counts.
+Both save the same state to the same folder, alternately, in one process. Only the ratio is meaningful.
 Prints one JSON line: {"ours": [seconds...], "dcp": [seconds...]}.
 """
 
@@ -45,7 +45,7 @@ def main() -> None:
                 their_blocked = time.perf_counter() - began
                 assert isinstance(saving, Future)
                 saving.result()
-                if step:  # the first save of each pays its plan and its buffers once
+                if step:  # excludes the one-time cost of planning and buffers
                     ours.append(blocked)
                     theirs.append(their_blocked)
                 for tensor in state["model"].values():

@@ -1,11 +1,11 @@
-"""What `object.compression: Zstd` does to the state of a model that was really trained, and to noise.
+"""Measure how `object.compression: Zstd` compresses the state of a trained model, and random bytes.
 
     python -m benchmarks.compression --steps 200
 
-Trains the example's GPT on one thread, and compresses weights, Adam's two moments, the weights as
-bf16 and random bytes, chunk by chunk as an upload does. Prints for each what is stored of a byte, and
-MiB per second of processor time to compress and to decode, the best of three. Without the CRC32C and
-BLAKE3 that every upload and restore computes besides.
+Trains the example's GPT on one thread. Compresses weights, Adam's two moments, the weights as bf16 and
+random bytes, chunk by chunk as an upload does. Prints for each the ratio of stored to original bytes, and
+the MiB that are compressed and decoded in a second of processor time, as the best of three measurements.
+The CRC32C and BLAKE3 digests that every upload and restore also computes are not included.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def trained(steps: int, width: int) -> tuple[dict[str, tuple[bytes, int]], float]:
-    """Bytes of each state with the size of its numbers, and the last loss."""
+    """Return the bytes and the item size of each state, and the last loss."""
     example = load_example()
     model = example.GPT(4, width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -105,7 +105,7 @@ def compress(chunks: list[bytes], width: int) -> float:
 
 
 def decode(chunks: list[bytes], stored: list[bytes | None], width: int) -> float:
-    """Raises ValueError where a chunk does not come back."""
+    """Decode all chunks. Raises ValueError where a decoded chunk differs from the original."""
     decoder, place = ChunkDecoder(), memoryview(bytearray(CHUNK_BYTES))
     seconds = 0.0
     for chunk, coded in zip(chunks, stored, strict=True):

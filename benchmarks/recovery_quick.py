@@ -1,9 +1,9 @@
 """R1-R5 on the kind cluster: `make bench-recovery-quick` -> results/recovery-quick.json.
 
-R1 rank killed -> next training step; R2 pod deleted -> next step; R2-oom trainer container killed by
-the kernel's OOM killer -> next step (held to R2's target); R3 node killed -> next step;
-R4 trainer blocked per save against torch DCP's async thread; R5 operator memory with four jobs.
-A next step is seen when a sidecar's metrics show a step of the new round; looked at every 50 ms.
+R1 rank killed -> next training step; R2 pod deleted -> next step; R2-oom trainer container killed by the
+kernel's OOM killer -> next step (with the target of R2); R3 node killed -> next step; R4 trainer blocked
+per save compared with torch DCP's async thread; R5 operator memory with four jobs. The next step is the
+first one of the new round in a sidecar's metrics, which are polled every 50 ms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONG = Training(workers=3, steps=100_000, sleep_per_step=0.05)
 
 
 def recovery(job: Job, cause: Callable[[], None], timeout_seconds: float) -> float:
-    """Seconds from the failure to the first step of the new round."""
+    """Measure the seconds from the failure to the first step of the new round."""
     round_before = job.round
     began = time.monotonic()
     cause()
@@ -125,7 +125,7 @@ def _start(kube: Kube, name: str, training: Training, copies: int = 1) -> Job:
 
 
 def _settle(job: Job) -> None:
-    """Train past the next commit, so that each repetition starts from the same place."""
+    """Train past the next commit, so that each repetition starts from the same state."""
     job.wait_step(job.live_step() + 15)
 
 

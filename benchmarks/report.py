@@ -1,4 +1,4 @@
-"""The one shape of every benchmark's result, its JSON and its table."""
+"""The format of every benchmark's result: figures, their JSON and their table."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Bound = Literal["<=", ">="]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row: what was measured, against what it was to reach.
+    """One row: a measurement and its target.
 
-    `value` None: not measured, `details["reason"]` says why. `target` None: a figure for
-    orientation; `ok` is None for both, so that neither is taken for a pass.
+    `value` None: not measured, `details["reason"]` says why. `target` None: a figure for orientation. `ok`
+    is None in both cases, so that neither counts as passed.
     """
 
     id: str
@@ -33,24 +33,26 @@ class Figure:
 
     @property
     def bound(self) -> Bound:
-        """Which side of the target is good."""
+        """ "<=" where values up to the target are good, ">=" where values from the target on are good."""
         return ">=" if self.details.get("bound") == ">=" else "<="
 
 
 def at_most(id_: str, values: Sequence[float], unit: str, target: float, **details: Any) -> Figure:
-    """The median of `values` must not exceed `target`; all values go into the details."""
+    """Return a figure that is met if the median of `values` is at most `target`. The details list all
+    values.
+    """
     value, details = _summary(values, details)
     return Figure(id_, value, unit, target, value <= target, len(values), details)
 
 
 def at_least(id_: str, values: Sequence[float], unit: str, target: float, **details: Any) -> Figure:
-    """The median of `values` must reach `target`."""
+    """Return a figure that is met if the median of `values` is at least `target`."""
     value, details = _summary(values, {"bound": ">=", **details})
     return Figure(id_, value, unit, target, value >= target, len(values), details)
 
 
 def for_orientation(id_: str, values: Sequence[float], unit: str, **details: Any) -> Figure:
-    """A median without a target: a limit of the machine, a peer."""
+    """Return a median without a target, such as a limit of the machine or another library's result."""
     value, details = _summary(values, details)
     return Figure(id_, value, unit, None, None, len(values), details)
 
@@ -58,13 +60,16 @@ def for_orientation(id_: str, values: Sequence[float], unit: str, **details: Any
 def not_measured(
     id_: str, reason: str, *, unit: str = "", target: float | None = None, **details: Any
 ) -> Figure:
-    """A row without a value: neither passed nor missed."""
+    """Return a row without a value, which counts neither as passed nor as missed."""
     return Figure(id_, None, unit, target, None, 0, {"reason": reason, **details})
 
 
 def _summary(values: Sequence[float], details: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """The median as it is shown; the verdict is about the shown number, so that nobody reads
-    `0.35 <= 0.35: NO`."""
+    """Return the rounded median and the details.
+
+    The verdict uses the rounded number, so that the table never shows a contradiction such as `0.35 <=
+    0.35: NO`.
+    """
     details["values"] = [round(v, 3) for v in values]
     details["min"] = round(min(values), 3)
     details["max"] = round(max(values), 3)
@@ -72,8 +77,9 @@ def _summary(values: Sequence[float], details: dict[str, Any]) -> tuple[float, d
 
 
 def merged(old: Iterable[Figure], new: Iterable[Figure]) -> list[Figure]:
-    """New figures replace those of the same id; the rest of an earlier run stays. In order of id,
-    numbers by size."""
+    """Replace the old figures that have the id of a new one, and keep the others. Sorted by id,
+    numerically.
+    """
     by_id = {figure.id: figure for figure in (*old, *new)}
     return sorted(by_id.values(), key=lambda figure: _order(figure.id))
 
@@ -86,7 +92,7 @@ def _order(id_: str) -> tuple[str, int, str]:
 
 
 def write(name: str, figures: Sequence[Figure]) -> Path:
-    """Seen whole or not at all: a run that is ended here keeps the earlier file."""
+    """Write the JSON atomically: a process that is killed meanwhile leaves the earlier file."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     temporary = path.with_suffix(".tmp")
@@ -99,7 +105,7 @@ def write(name: str, figures: Sequence[Figure]) -> Path:
 
 
 def read(name: str) -> list[Figure]:
-    """What `write` wrote; empty where there is nothing yet."""
+    """Read the figures that `write` wrote. Return an empty list if there is no file."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return []
@@ -107,7 +113,7 @@ def read(name: str) -> list[Figure]:
 
 
 def verdict(figure: Figure) -> str:
-    """yes, NO, "not measured", or nothing where there is no target."""
+    """Return "yes", "NO" or "not measured", or "" where there is no target."""
     if figure.value is None:
         return "not measured"
     if figure.ok is None:

@@ -1,13 +1,13 @@
-"""A2, A4, A6: the node tier and the bulk wire, against what the disk and loopback do by themselves.
+"""A2, A4, A6: the node tier and transfers between nodes, compared with the plain disk and loopback.
 
-All legs move the same bytes, in turns, one after the other: only ratios within one run count. The
-server of the bulk wire is a process of its own, as in a cluster, with its node tier beside ours.
+All measurements move the same bytes, one at a time and alternately. Only ratios within one run are
+meaningful. The bulk server runs in a separate process, as in a cluster, with its own node tier.
 
     raw_write, raw_read    16 MiB O_DIRECT blocks from and to one buffer, one file, fsync at the end
     node_write, node_verify, node_fill    our shard: written durably, verified, read into a slot
-    loopback    sendfile of a file in memory to recv_into of one buffer: what the wire can do
-    wire_*      GET_SHARD of a shard in memory, verified and thrown away: our wire without a disk
-    pair_*      two wire_* at the same time, for one of them: what a second stream is worth
+    loopback    sendfile of a file in memory to recv_into of one buffer: the limit of a connection
+    wire_*      GET_SHARD of a shard in memory, verified and discarded: our transfer without a disk
+    pair_*      two wire_* at the same time, seconds for one of them: the gain of a second stream
     ranges_one, ranges_two    the chunks of one shard over one connection, its halves over two (TLS)
     put_*, get_*    a shard of one node tier copied to the other, durable and verified
 
@@ -59,8 +59,9 @@ CLIENT = "gpt-0-r0.uid.holdfast"
 BLOCK_BYTES = 16 << 20
 MEMORY = Path("/dev/shm")
 RUN_CHUNKS = 16
-"""4 MiB, as a restore asks for them."""
-# One attempt: a leg that leaves its way is no measurement.
+"""4 MiB, the size of a restore's requests."""
+# With a single attempt, a transfer cannot fall back to another transport, which would falsify the
+# measurement.
 TLS = BulkOptions(attempts=1)
 PLAIN = BulkOptions(attempts=1, plain=True)
 
@@ -123,7 +124,7 @@ class Discard:
 
 
 class FileSource:
-    """PayloadSource over a file in memory: what a slot is to the sidecar."""
+    """PayloadSource over a file in memory, which takes the place of a slot."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDONLY)
@@ -151,8 +152,10 @@ def opened(root: Path) -> DiskNodeTier:
 
 
 def serve(folder: Path, memory: Path, certificates: Path, pipe: Connection) -> None:
-    """The other node: its tiers, its bulk servers, a plain sender. Commands: what to do between
-    legs, each answered."""
+    """Run the other node: its tiers, its bulk servers and a plain sender.
+
+    The parent sends commands between measurements, and receives a reply to each.
+    """
     context = server_context(TlsFiles.in_directory(certificates))
     disk, shared = opened(folder), opened(memory)
     with ExitStack() as stack:
@@ -202,9 +205,9 @@ class Bench:
     context: ssl.SSLContext
     pipe: Connection
     record: ShardRecord
-    """On our disk; put_* copies it."""
+    """The shard on our disk, which put_* copies."""
     theirs: ShardRecord
-    """On their disk; get_* fetches it."""
+    """The shard on the other node's disk, which get_* fetches."""
     in_memory: ShardRecord
     buffer: memoryview
     step: int = 1000
@@ -289,7 +292,9 @@ class Bench:
         return _at_once(partial(self._read_chunks, 0.0, 0.5), partial(self._read_chunks, 0.5, 1.0))
 
     def _read_chunks(self, start: float, stop: float) -> None:
-        """That part of the shard, by runs of RUN_CHUNKS."""
+        """Read this part of the shard in runs of RUN_CHUNKS. `start` and `stop` are fractions of the
+        shard.
+        """
         peer = Peer("127.0.0.1", self.ports.memory, SERVER, self.context, TLS)
         header = self.in_memory.header
         count = -(-header.payload_bytes // header.chunk_bytes)
@@ -362,7 +367,9 @@ class Bench:
         return time.perf_counter() - began
 
     def _forget_pages(self, record: ShardRecord) -> None:
-        """A shard lies on the disk when it is asked for, not in the page cache."""
+        """Drop the shard from the page cache, because a peer usually requests a shard that is only on
+        the disk.
+        """
         for path in self.folder.rglob(f"*{record.blake3[3:19]}.shard"):
             fd = os.open(path, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -370,7 +377,7 @@ class Bench:
 
 
 def _at_once(one: Callable[[], object], other: Callable[[], object]) -> float:
-    """Seconds until both are done."""
+    """Run both and return the seconds until both are done."""
     began = time.perf_counter()
     with ThreadPoolExecutor(1) as helper:
         submitted = helper.submit(other)
@@ -403,8 +410,9 @@ Measured = dict[str, list[float]]
 
 
 def measured(bench: Bench, legs: list[str], repetitions: int) -> tuple[Measured, Measured]:
-    """Seconds, and processor seconds of both processes. The first round warms buffers up and is not
-    counted."""
+    """Return seconds, and processor seconds of both processes. The first round is a warm-up and is not
+    counted.
+    """
     seconds: Measured = {leg: [] for leg in legs}
     cpu: Measured = {leg: [] for leg in legs}
     for repetition in range(repetitions + 1):
@@ -420,7 +428,7 @@ def measured(bench: Bench, legs: list[str], repetitions: int) -> tuple[Measured,
 
 
 def report(mib: int, seconds: Measured, cpu: Measured) -> str:
-    """Ratios of speeds, taken repetition by repetition, then the median."""
+    """Summarize the measurements. A ratio of speeds is computed for each repetition, then the median."""
     gib = mib / 1024
     ratios = {
         name: round(

@@ -1,18 +1,17 @@
 """A5: a shard into the object store and back, against boto3 and minio-py with default settings.
 
-One MinIO on this machine, its data and all files in memory; each client is a process of its own,
-and they take turns, so the ratios are what counts. Ours includes what a checkpoint needs and the
-others leave out: the CRC32C of every part, HEAD after the upload, and on the way back the CRC32C of
-every chunk and BLAKE3 of the payload.
+One MinIO runs on this machine, with its data and all files in memory. Each client is a separate process.
+They alternate, so only the ratios are meaningful. Our times include what a checkpoint needs and the other
+clients do not do: the CRC32C of every part, HEAD after the upload, and for downloads the CRC32C of every
+chunk and BLAKE3 of the payload.
 
     python -m benchmarks.upload --mib 512 --repetitions 5
 
-Prints a table and, as its last line, JSON: per client and direction GiB/s, CPU seconds per GiB of
-the client's process and of the server's (user and system), a list each, and the medians of ours
-over the others. Where client and server share the cores, the server's CPU bounds everybody's GiB/s:
-`ceiling` is what would be left if the client needed no CPU at all.
-The peers run in an environment of their own (uv run --no-project), so this file imports nothing but
-the standard library until it knows which client it is.
+Prints a table and, as its last line, JSON: per client and direction GiB/s, CPU seconds per GiB of the
+client's process and of the server's (user and system), a list each, and the medians of ours divided by the
+others. Where client and server share the cores, the server's CPU limits the GiB/s of every client:
+`ceiling` is the limit for a client that needs no CPU. The other clients run in a separate environment (uv
+run --no-project), so this file imports only the standard library until it has determined its client.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from typing import Any
 GIB = 1 << 30
 CLIENTS = ("ours", "boto3", "minio")
 Transfer = Callable[[str], None]
-"""By the name of the object: a new one to put, one that was put to get."""
+"""Takes the name of an object: a new one to put, or one that was put before to get."""
 Client = tuple[Transfer, Transfer, Callable[[], object]]
-"""Put, get, and away with the copy that was got, which is not measured."""
+"""Put, get, and removal of the downloaded copy, which is not measured."""
 
 
 def main() -> None:
@@ -57,7 +56,7 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-# ------------------------------------------------------------------ the one who asks
+# ------------------------------------------------------------------ parent process
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
@@ -65,7 +64,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     from tests.support.shards.builders import shard_header
     from tests.support.shards.shard_files import write_shard
 
-    tempfile.tempdir = str(folder)  # the server's data, too
+    tempfile.tempdir = str(folder)  # holds the server's data as well
     source = folder / "source"
     source.mkdir()
     size = arguments.mib << 20
@@ -91,7 +90,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
             way: {name: [] for name in CLIENTS} for way in ("put", "get")
         }
         file_bytes = shard.record.file_bytes
-        # The first round of each pays for imports, connections and buffers, and does not count.
+        # The first round of each client includes imports, connections and buffers, and is not counted.
         for repetition in range(arguments.repetitions + 1):
             turn = repetition % len(CLIENTS)
             for name in (*CLIENTS[turn:], *CLIENTS[:turn]):
@@ -102,7 +101,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
                     if repetition:
                         samples[way][name].append(sample)
                 for entry in server.data_dir.joinpath(server.bucket).iterdir():
-                    shutil.rmtree(entry)  # memory, not the server, is what would run out
+                    shutil.rmtree(entry)  # the data would exhaust the memory
         for worker in workers.values():
             assert worker.stdin is not None
             worker.stdin.close()
@@ -169,7 +168,7 @@ def report(
     print(json.dumps(result))
 
 
-# ------------------------------------------------------------------ the ones who answer
+# ------------------------------------------------------------------ client processes
 
 
 def work(name: str, setting: dict[str, Any]) -> None:

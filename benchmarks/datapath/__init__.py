@@ -1,6 +1,6 @@
-"""Section A of the targets: the data path against this machine's limits and against its peers.
+"""Section A of the targets: the data path compared with this machine's limits and with other libraries.
 
-Every participant runs in a process of its own (`visit`), in turns, so that all of them meet the same
-noise. `ours` is the only module that calls Holdfast; what is measured of others is in
-`benchmarks.peers`, which has an environment of its own.
+Every participant runs in a separate process (`visit`), and participants alternate, so that background load
+affects all of them alike. `ours` is the only module that calls Holdfast. The code for the other libraries
+is in `benchmarks.peers`, which has its own environment.
 """

@@ -1,8 +1,8 @@
-"""`make bench`: section A into results/datapath.{json,md,png}; `make bench-quick`: ours and torch DCP.
+"""`make bench` writes section A to results/datapath.{json,md,png}; `make bench-quick` measures less.
 
-Each part is written as soon as it is done, and `--only A1,A2` measures these again and keeps the
-rest, so a long run can be made in pieces. Ends with 1 where a target was missed; what was not
-measured is said, and is no pass.
+`bench-quick` compares only Holdfast and torch DCP. Each part is written when it is finished. `--only A1,A2`
+measures these parts again and keeps the other results, so a long run can be split. The exit code is 1 where
+a target was missed. A figure that was not measured is reported as such and does not count as passed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from benchmarks.report import Figure
 from holdfast_core.clock import SystemClock
 
 _QUICK_PART_SECONDS = 55.0
-"""Three parts in under three minutes: on a busy machine with fewer rounds, which the results say."""
+"""Limits three parts to less than three minutes. A busy machine completes fewer rounds; the results say
+how many.
+"""
 
 
 def main() -> int:
@@ -87,7 +89,7 @@ def _parsed() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Two runs at once would measure each other."""
+    """Hold a lock on the directory, because two concurrent runs would distort each other's results."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as lock:
         try:

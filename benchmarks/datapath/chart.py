@@ -1,4 +1,4 @@
-"""The results as one picture. What is drawn is decided by `panels`, which is pure."""
+"""The results as one picture. `panels`, a pure function, decides what is drawn."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class Panel:
     unit: str
     bars: tuple[Bar, ...]
     limit: float | None = None
-    """A line: what this machine can do at most."""
+    """The limit of this machine, drawn as a line."""
 
 
 def panels(figures: Sequence[Figure]) -> list[Panel]:
-    """Those that have bars, ours first, then the best peer first."""
+    """Return the panels that have bars. Holdfast is the first bar, followed by the other libraries, best
+    first.
+    """
     by_id = {figure.id: figure for figure in figures}
     writes = [
         figure.value
@@ -103,7 +105,7 @@ def _ordered(bars: list[Bar], largest_first: bool) -> tuple[Bar, ...]:
 
 
 def draw(path: Path, title: str, figures: Sequence[Figure]) -> bool:
-    """False, and no file, where there is nothing to draw."""
+    """Draw the picture. Return False and write no file where there is nothing to draw."""
     chosen = panels(figures)
     if not chosen:
         return False

@@ -1,8 +1,8 @@
-"""A server that answers as an S3 store does and drops the bytes, for the cost of a client alone.
+"""A server that answers as an S3 store does and discards the bytes, to measure the cost of a client alone.
 
-No S3 server: it checks no signature, keeps nothing but sizes and checksums, and lists nothing. The
-kernel drops the bodies unread (MSG_TRUNC), so that the cores are the client's. Each connection has a
-thread; requests come one after the other.
+It is not a complete S3 server: it does not verify signatures, stores only sizes and checksums, and cannot
+list objects. The kernel drops the bodies unread (MSG_TRUNC), so that the processor time is left to the
+client. Each connection has a thread, which handles its requests sequentially.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Request:
     path: str
     query: dict[str, list[str]]
     headers: dict[str, str]
-    """Names in lower case."""
+    """Header names are in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Object:
 
 
 def parse_head(head: bytes) -> Request:
-    """Request line and headers. Raises ValueError."""
+    """Parse the request line and the headers. Raises ValueError."""
     lines = head.decode("latin-1").split("\r\n")
     method, target, _ = lines[0].split(" ", 2)
     pairs = (line.partition(":") for line in lines[1:] if line)
@@ -53,7 +53,7 @@ def parse_head(head: bytes) -> Request:
 
 
 class Memory:
-    """What the store says it holds. Thread-safe."""
+    """Sizes and checksums of the objects that were uploaded. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ class _Connection(socketserver.BaseRequestHandler):
         return total
 
     def _until(self, end: bytes) -> bytes | None:
-        """What comes before `end`; None where the client has closed."""
+        """Return the bytes before `end`, or None where the client has closed the connection."""
         while end not in self._early:
             data = self.request.recv(16 << 10)
             if not data:

@@ -1,6 +1,7 @@
 """A7 towards the store: bytes that the worst rank uploads for each byte of its state.
 
-Counted from the plans that uploads follow, indexes included; nothing is timed and no store is needed.
+The bytes are counted from the plans that uploads follow, including indexes. Nothing is timed and no store
+is needed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ BOTH = ("data-parallel ranks, frozen base, second save",)
 SHARED_TARGET = 1 / RANKS + 0.02
 FROZEN_TARGET = TRAINED + 0.01
 BOTH_TARGET = TRAINED / RANKS + BLOCK_CHUNKS * CHUNK_BYTES / STATE_BYTES + 0.02
-"""No target of the design: ranks share by whole blocks, so one of them may have one more than its part."""
+"""Allowance beyond the design's target: ranks share whole blocks, so one rank may upload one block more."""
 
 
 def ratios(state_bytes: int = STATE_BYTES) -> dict[str, float]:
-    """Case -> what the rank that uploads most has to send, of its state."""
+    """Return for each case the bytes that the rank with the largest upload sends, divided by the bytes
+    of its state.
+    """
     alone = _saves(state_bytes, ranks=1, count=6)
     together = _saves(state_bytes, ranks=RANKS, count=2)
     found = (together[0], alone[1], alone[5], together[1])
@@ -39,7 +42,7 @@ def ratios(state_bytes: int = STATE_BYTES) -> dict[str, float]:
 
 
 def _saves(state_bytes: int, *, ranks: int, count: int) -> list[Saved]:
-    """A frozen base behind what is trained, and some bytes of each rank's own."""
+    """Return the saves of a state with a frozen base, a trained part and some bytes that differ by rank."""
     trained = int(state_bytes * TRAINED)
     frozen = random.Random(0).randbytes(state_bytes - trained - 1000)
     saves: list[Saved] = []

@@ -1,4 +1,4 @@
-"""From records of visits to figures. Pure: every ratio is of two medians of the same round."""
+"""Compute figures from the records of visits. Pure: every ratio compares two medians of the same round."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class Rounds:
         return {round_: value(result) for round_, result in self.results(name).items()}
 
     def error(self, name: str) -> str:
-        """Why there is nothing of this participant; "" where there is something or nobody tried."""
+        """Return why this participant has no result, or "" where it has one."""
         if self.results(name):
             return ""
         return next((r.error for r in self._records if r.name == name), "was not part of this run")
 
 
 def ratios(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
-    """Round by round, where both were measured."""
+    """Return our value divided by theirs for each round in which both were measured."""
     return [ours[r] / theirs[r] for r in sorted(ours.keys() & theirs.keys())]
 
 
 def best(*rounds: dict[int, float]) -> dict[int, float]:
-    """The largest of each round."""
+    """Return the largest value of each round."""
     keys = {key for values in rounds for key in values}
     return {key: max(values[key] for values in rounds if key in values) for key in keys}
 
@@ -92,7 +92,7 @@ def _compare(
 
 
 def of_saves(records: Sequence[Record]) -> list[Figure]:
-    """A1, A2, a row for each participant and the limits."""
+    """Return A1 and A2, a row for each participant, and the machine's limits."""
     rounds = Rounds(records)
     limits = "memory and disk"
     blocked = rounds.values(OURS, _steady("blocked"))
@@ -196,9 +196,12 @@ def _limits(rounds: Rounds, name: str) -> list[Figure]:
 
 
 def of_loops(records: Sequence[Record]) -> list[Figure]:
-    """A3: extra seconds of a loop with a save in it. Extra time may come out negative in noise, so
-    this is the ratio of medians over all rounds, and not measured where the peer's extra time is
-    no larger than how far plain loops, or the extras of either side, scatter."""
+    """Compute A3: the extra seconds of a training loop that contains a save.
+
+    Extra time may be negative because of noise. The figure is therefore the ratio of medians over all
+    rounds. It is not measured where the peer's extra time is no larger than the scatter of the plain loops
+    or of either side's extra times.
+    """
     rounds = Rounds(records)
     found: list[Figure] = []
     for id_, phase in (("A3", "quiet"), ("A3-busy", "busy")):
@@ -254,7 +257,9 @@ def _extras(records: Sequence[Record], name: str, phase: str) -> list[float]:
 
 
 def _scatter(records: Sequence[Record], phase: str) -> float:
-    """Of plain loops, within a visit: each has its own number of steps."""
+    """Return the scatter of plain loops within a visit. Visits are not comparable: their numbers of
+    steps differ.
+    """
     distances: list[float] = []
     for record in records:
         if record.result is not None:
@@ -263,13 +268,13 @@ def _scatter(records: Sequence[Record], phase: str) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Median distance from the median."""
+    """Return the median absolute deviation from the median."""
     middle = statistics.median(values)
     return statistics.median(abs(value - middle) for value in values)
 
 
 def of_loads(records: Sequence[Record]) -> list[Figure]:
-    """A4."""
+    """Compute A4: restores."""
     rounds = Rounds(records)
 
     def seconds(result: dict[str, Any]) -> float:
@@ -320,7 +325,9 @@ def of_loads(records: Sequence[Record]) -> list[Figure]:
 
 
 def of_uploads(records: Sequence[Record], mib: int) -> list[Figure]:
-    """To MinIO, whose work shares the cores: for orientation. `mib`: of the uploaded file."""
+    """Compute uploads to MinIO, for orientation only, because MinIO shares the cores. `mib`: size of the
+    file.
+    """
     rounds = Rounds(records)
     missing = rounds.error(OURS) or rounds.error("boto3")
     faster, cheaper = _against_boto3(rounds)
@@ -335,7 +342,7 @@ def of_uploads(records: Sequence[Record], mib: int) -> list[Figure]:
 
 
 def of_drained_uploads(records: Sequence[Record], mib: int) -> list[Figure]:
-    """A5: what the client can do, with a server that costs next to nothing."""
+    """Compute A5: the speed of the client alone, with a server that discards the bytes."""
     rounds = Rounds(records)
     missing = rounds.error(OURS) or rounds.error("boto3")
     faster, cheaper = _against_boto3(rounds)
@@ -352,7 +359,7 @@ def _median_upload(field: str) -> Value:
 
 
 def _against_boto3(rounds: Rounds) -> tuple[list[float], list[float]]:
-    """How many times its speed, and which share of its processor seconds."""
+    """Return our speed as a multiple of boto3's, and our share of its processor seconds."""
     seconds, cpu = _median_upload("seconds"), _median_upload("cpu")
     return (
         ratios(rounds.values("boto3", seconds), rounds.values(OURS, seconds)),
@@ -385,7 +392,7 @@ def _uploads_of_each(rounds: Rounds, prefix: str, mib: int) -> list[Figure]:
 
 
 def of_copies(records: Sequence[Record], mib: int) -> list[Figure]:
-    """A6. `mib`: of the copied shard."""
+    """Compute A6: copies between peers. `mib`: size of the copied shard."""
     rounds = Rounds(records)
     gib = mib / 1024
 
@@ -442,7 +449,7 @@ def of_copies(records: Sequence[Record], mib: int) -> list[Figure]:
 
 
 def of_fewer_bytes(records: Sequence[Record]) -> list[Figure]:
-    """A7 towards the store: counted, so one record is as good as many."""
+    """Compute A7 towards the store. The bytes are counted, so one record is sufficient."""
     rounds = Rounds(records)
     found: dict[str, float] = {}
     for result in rounds.results(OURS).values():
@@ -466,7 +473,7 @@ def of_fewer_bytes(records: Sequence[Record]) -> list[Figure]:
 
 
 def of_reshard(records: Sequence[Record]) -> list[Figure]:
-    """A10: counted, so one record is as good as many."""
+    """Compute A10. The bytes are counted, so one record is sufficient."""
     rounds = Rounds(records)
     cases: dict[str, float] = {}
     for result in rounds.results(OURS).values():
@@ -479,7 +486,7 @@ def of_reshard(records: Sequence[Record]) -> list[Figure]:
 
 
 def of_digests(records: Sequence[Record]) -> list[Figure]:
-    """A8: the second of two saves in a row, which meets a persister that digests the first."""
+    """Compute A8: the second of two consecutive saves, which runs while the persister digests the first."""
     rounds = Rounds(records)
     on, off = "holdfast-digests-on", "holdfast-digests-off"
 
@@ -501,7 +508,7 @@ def of_digests(records: Sequence[Record]) -> list[Figure]:
 
 
 def of_every_step(records: Sequence[Record]) -> list[Figure]:
-    """A11, in a directory: no peer copy. Rounds whose step came out shorter do not count."""
+    """Compute A11 in a directory, without peer copies. Rounds in which a step became shorter do not count."""
     rounds = Rounds([r for r in records if r.result is None or r.result["step_over_memcpy"] >= 30])
     missing = Rounds(records).error(OURS) or "no step was 30 times the memcpy of the state"
     what = "saved at every step in shared memory and on the disk; a directory has no peer copy"
@@ -527,7 +534,7 @@ def of_every_step(records: Sequence[Record]) -> list[Figure]:
         _compare(
             at_most,
             "A11-lost",
-            [max(lags)] if lags else [],  # one bad step is one too many: no median over rounds
+            [max(lags)] if lags else [],  # the worst round counts, not a median
             "steps not on the disk at the end of a step, worst of all rounds",
             1,
             missing,
@@ -537,7 +544,7 @@ def of_every_step(records: Sequence[Record]) -> list[Figure]:
 
 
 def of_many(records: Sequence[Record]) -> list[Figure]:
-    """A1-many."""
+    """Compute A1-many: saves of a state with many tensors."""
     rounds = Rounds(records)
     values = rounds.values(OURS, lambda x: statistics.median(x["blocked"]) / x["memcpy"])
     return [
@@ -554,7 +561,7 @@ def of_many(records: Sequence[Record]) -> list[Figure]:
 
 
 def unmeasured(only: Sequence[str]) -> list[Figure]:
-    """What Holdfast cannot do yet, said and not passed over."""
+    """Return a row for each target that Holdfast cannot be measured against yet."""
     return [
         not_measured(id_, reason) for id_, reason in UNMEASURED.items() if not only or id_ in only
     ]

@@ -1,4 +1,4 @@
-"""Files as every participant's harness needs them: made durable, forgotten by the page cache, gone."""
+"""File operations for every participant: fsync, removal, and dropping pages from the page cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def _walk(path: Path) -> tuple[list[Path], list[Path]]:
-    """Files and directories at and below `path`. Others may remove some of them meanwhile."""
+    """Return files and directories at and below `path`. Other processes may remove some of them meanwhile."""
     if path.is_file():
         return [path], []
     found: list[Path] = []
@@ -24,8 +24,10 @@ def _files(path: Path) -> list[Path]:
 
 
 def fsync_tree(path: Path) -> None:
-    """Every file below `path`, then every directory, `path`'s own parent included. What its owner
-    prunes in between needs no fsync."""
+    """Fsync every file below `path`, then every directory, and the parent of `path`.
+
+    Files that their owner removes meanwhile are skipped.
+    """
     found, directories = _walk(path)
     for entry in (*found, *directories, path.parent):
         try:
@@ -39,7 +41,7 @@ def fsync_tree(path: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Drop the pages of these files from the page cache, without touching anybody else's."""
+    """Drop the pages of these files from the page cache. Other files stay cached."""
     for file in _files(path):
         descriptor = os.open(file, os.O_RDONLY)
         try:

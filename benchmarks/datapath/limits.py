@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured in the same run as everything that is compared with it."""
+"""The limits of this machine, measured in the same run as everything that is compared with them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ _SERVER = "limit.holdfast"
 
 
 def memory(size_bytes: int) -> dict[str, float]:
-    """memcpy between touched, private memory, by one and by two threads, GiB/s; and the first touch
-    of shared memory, which a slot that is allocated late would pay."""
+    """Measure memory bandwidth in GiB/s: memcpy by one and by two threads, and the first touch of shared
+    memory.
+
+    memcpy copies between private buffers whose pages are present. A slot that is allocated late pays the
+    cost of the first touch.
+    """
     source: np.ndarray[Any, Any] = np.ones(size_bytes, np.uint8)
     target: np.ndarray[Any, Any] = np.zeros(size_bytes, np.uint8)
     target[::4096] = 1
@@ -48,7 +52,10 @@ def memory(size_bytes: int) -> dict[str, float]:
 
 
 def disk(directory: Path, size_bytes: int) -> dict[str, float]:
-    """O_DIRECT, 16 MiB a call, GiB/s: write with fsync by one and by two threads, read by two."""
+    """Measure the disk in GiB/s with O_DIRECT and 16 MiB a call.
+
+    Writes end with fsync and use one and two threads; reads use two.
+    """
     path = directory / "limit.bin"
     size_bytes = max(_BLOCK_BYTES, size_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
     blocks = [mmap.mmap(-1, _BLOCK_BYTES) for _ in range(2)]
@@ -82,8 +89,11 @@ def disk(directory: Path, size_bytes: int) -> dict[str, float]:
 
 
 def loopback(size_bytes: int) -> dict[str, float]:
-    """One connection to another process that receives into touched memory, GiB/s: sendfile from
-    shared memory without encryption; TLS 1.3 in slices of 1 MiB."""
+    """Measure one loopback connection to another process in GiB/s.
+
+    The receiver's memory is present. One measurement sends from shared memory with sendfile, unencrypted;
+    the other sends slices of 1 MiB through TLS 1.3.
+    """
     with tempfile.TemporaryDirectory(prefix="holdfast-limit-") as folder:
         authority = Authority()
         leaf = authority.write_leaf(Path(folder), _SERVER)
@@ -94,7 +104,7 @@ def loopback(size_bytes: int) -> dict[str, float]:
 
 
 def _rate(size_bytes: int, copy: Callable[[], object]) -> float:
-    """The best of three: a limit is what was reached when nobody was in the way."""
+    """Return the best rate of three attempts, because other load can only lower it."""
     best = 0.0
     for _ in range(3):
         began = time.perf_counter()
@@ -116,7 +126,7 @@ def _first_touch(size_bytes: int) -> float:
 def _in_threads(
     blocks: list[mmap.mmap], size_bytes: int, move: Callable[[mmap.mmap, int], int]
 ) -> None:
-    """Each thread with its block takes the next offset until all are done."""
+    """Move the whole range. Each thread owns one buffer and takes the next offset until none is left."""
     offsets = iter(range(0, size_bytes, _BLOCK_BYTES))
     lock = threading.Lock()
     short: list[int] = []

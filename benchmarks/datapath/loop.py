@@ -1,4 +1,4 @@
-"""A loop that looks like training to a checkpointer: matrix products, and some Python in between."""
+"""A loop that resembles training for a checkpointer: matrix products with some Python in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from contextlib import contextmanager
 
 
 def training_step() -> Callable[[], None]:
-    """A step of a few milliseconds, on one thread: a two-core machine leaves one for the savers."""
+    """Run a step of a few milliseconds on one thread, so that a machine with two cores has one for the
+    savers.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -31,7 +33,7 @@ def training_step() -> Callable[[], None]:
 
 
 def calibrated(step: Callable[[], None], seconds: float) -> int:
-    """How many steps take about `seconds` now."""
+    """Return how many steps take about `seconds` at the machine's present speed."""
     began = time.perf_counter()
     count = 0
     while time.perf_counter() - began < min(seconds, 1.0):
@@ -49,7 +51,7 @@ def timed(step: Callable[[], None], count: int) -> float:
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """Another process keeps the last core of this machine busy."""
+    """Keep the last core of this machine busy with another process."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})

@@ -1,7 +1,7 @@
 """A1-many: how long a save blocks the training of a module of many parameters with AdamW.
 
-A state of a few large tensors hides what each tensor costs. This one has 723 parameters, as a language model
-of 60 layers has, and 2,892 tensors with AdamW's.
+A state of a few large tensors does not show the cost of each tensor. This state has 723 parameters, as a
+language model of 60 layers has, and 2,892 tensors in total with those of AdamW.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks.datapath.state import MIB
 
 PARAMETERS = 723
 _MEMBERS = 3
-"""A parameter and the two moments of AdamW have its size each."""
+"""A parameter and the two moments of AdamW have the same size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How much of this machine others had while we measured: steal time and busy time of /proc/stat."""
+"""How much other load this machine had during a measurement: steal and busy time of /proc/stat."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ class CpuTimes:
 
 
 def parse_stat(text: str) -> CpuTimes:
-    """The first line of /proc/stat: user nice system idle iowait irq softirq steal guest guest_nice.
-    Guest time is part of user time already."""
+    """Parse the first line of /proc/stat: user nice system idle iowait irq softirq steal guest guest_nice.
+
+    User time already includes guest time.
+    """
     fields = [int(word) for word in text.splitlines()[0].split()[1:]]
     return CpuTimes(sum(fields[:8]), fields[3] + fields[4], fields[7] if len(fields) > 7 else 0)
 
 
 def shares(before: CpuTimes, after: CpuTimes) -> dict[str, float]:
-    """Shares of all cores' time in between, 0 to 1. `busy` includes what was measured itself."""
+    """Return shares of all cores' time between two readings, 0 to 1. `busy` includes the measured work
+    itself.
+    """
     total = max(1, after.total - before.total)
     return {
         "stolen": round((after.stolen - before.stolen) / total, 4),
@@ -38,7 +42,7 @@ def read_times() -> CpuTimes:
 
 
 class Noise:
-    """From its making to `summary`."""
+    """Measures from its construction until `summary`."""
 
     def __init__(self) -> None:
         self._before = read_times()

@@ -1,5 +1,8 @@
-"""Holdfast as the benchmarks use it. The one module here that calls the product, so that a change of
-the product changes one file; what is internal is named where it is used."""
+"""Holdfast as the benchmarks use it.
+
+No other module here calls the product, so that a change of the product changes one file. Comments mark the
+uses of internal names.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ _PYTHON = sys.executable
 
 
 class HoldfastSaver:
-    """A Checkpointer over a directory, allocated before its first save as `steps` does it."""
+    """A Checkpointer over a directory. It allocates its memory before the first save, as `steps` does."""
 
     def __init__(self, state: dict[str, Any], directory: Path) -> None:
         self._state = {"model": state}
@@ -76,7 +79,7 @@ class HoldfastSaver:
 
 
 class Restoring:
-    """A second life of the training: connected, nothing fetched yet."""
+    """A restarted training. It has opened its checkpointer and fetched nothing."""
 
     def __init__(self, root: Path) -> None:
         self._checkpointer = holdfast.Checkpointer(dir=root, interval_steps=1, keep_last=1)
@@ -84,14 +87,14 @@ class Restoring:
 
     def __enter__(self) -> Restoring:
         self._checkpointer.open()
-        # In a pod the sidecar runs already, so its start is no part of a restore.
+        # The sidecar of a pod is already running when a restore begins, so its start is not measured.
         return self
 
     def __exit__(self, *_: object) -> None:
         self._checkpointer.close()
 
     def restore(self, into: dict[str, Any]) -> str:
-        """Load in place; the tier that the bytes came from."""
+        """Load the newest checkpoint into these tensors. Return the tier that the bytes came from."""
         heard = _Heard()
         logger = logging.getLogger("holdfast.checkpoint.restoring")
         logger.addHandler(heard)
@@ -106,14 +109,14 @@ class Restoring:
         return heard.tier
 
     def leave_in_memory(self, state: dict[str, Any]) -> None:
-        """Save once more, and leave the slots behind as a process that is killed does."""
+        """Save once more and leave the slots in shared memory, as a killed process does."""
         self._checkpointer.save(self._step + 1, {"model": state}).wait("local", _COMMIT_SECONDS)
-        # Internal: a place with a launcher keeps them, too.
+        # Internal: a pod keeps its slots in the same way.
         self._checkpointer._place._memory._is_removed = False  # type: ignore[attr-defined]
 
 
 class _Heard(logging.Handler):
-    """The tier is told to the log only."""
+    """Reads the tier of a restore from the log, because no API reports it."""
 
     tier = ""
 
@@ -123,7 +126,7 @@ class _Heard(logging.Handler):
 
 
 def _with_persister(digests: bool) -> MakeSaver:
-    """Both sides of A8 start their persister the same way, so that only the digests differ."""
+    """Make a saver with or without digests. Both variants of A8 start their persister in the same way."""
 
     def make(state: dict[str, Any], directory: Path) -> HoldfastSaver:
         starter = directory / "persister"
@@ -141,8 +144,10 @@ def _with_persister(digests: bool) -> MakeSaver:
 
 
 def persist(arguments: Sequence[str], *, digests: bool) -> int:
-    """`holdfast.directory.persister`, with constants for the payload's digests if not `digests`: the files
-    it writes then cannot be read, which is why no product has this switch."""
+    """Run `holdfast.directory.persister`, with constants instead of the payload's digests if not `digests`.
+
+    The files that it writes without digests cannot be read, so the product has no such switch.
+    """
     import holdfast.directory.persister
 
     if not digests:
@@ -183,7 +188,7 @@ SAVERS: dict[str, MakeSaver] = {
 
 
 class _Source:
-    """PayloadSource over touched memory."""
+    """PayloadSource over memory whose pages are present."""
 
     def __init__(self, size_bytes: int) -> None:
         self._data = memoryview(os.urandom(1 << 20) * (size_bytes >> 20))
@@ -196,7 +201,7 @@ class _Source:
 
 
 class _Shards:
-    """One shard at a time in a node tier of its own."""
+    """A node tier that holds one shard at a time."""
 
     def __init__(self, root: Path, mib: int) -> None:
         self._tier = DiskNodeTier(root, fill_limit=1.0)
@@ -223,7 +228,7 @@ class _Shards:
 
 
 class HoldfastUploader:
-    """The object tier, with the defaults of a store's configuration."""
+    """The object tier with the default configuration of a store."""
 
     def __init__(self, store: dict[str, str], directory: Path, mib: int) -> None:
         from holdfast_core.store.s3.client import S3Client
@@ -263,11 +268,11 @@ UPLOADERS: dict[str, Callable[[dict[str, str], Path, int], Any]] = {"holdfast": 
 
 
 class NoStoreError(Exception):
-    """MinIO is not there or does not start; the words go into the results."""
+    """MinIO is missing or does not start. The results contain the message."""
 
 
 class Store:
-    """A real MinIO server of its own, gone at the end."""
+    """A real MinIO server, which is stopped and removed at the end."""
 
     def __init__(self) -> None:
         from tests.support.servers.minio_server import MinioServer
@@ -302,7 +307,7 @@ class Store:
 
 
 class DrainingStore:
-    """What takes uploads and drops them, in a process of its own; for what a client can do."""
+    """A server in a separate process that accepts uploads and discards them, to measure the client alone."""
 
     def __enter__(self) -> dict[str, str]:
         """Raises NoStoreError."""
@@ -331,16 +336,18 @@ STORES: dict[str, Callable[[], AbstractContextManager[dict[str, str]]]] = {
     "upload": Store,
     "drained upload": DrainingStore,
 }
-"""By the part that needs one."""
+"""By the name of the part that needs a store."""
 
 
 # ------------------------------------------------------------------ copies between peers
 
 
 class HoldfastCopier:
-    """A node tier and the bulk wire to two peers, each in a process of its own: one whose tier is on
-    the disk takes durable copies, one whose tier is in memory gives them back, so that the wire and
-    not the disk is measured."""
+    """A node tier, and connections to two peers, each in a separate process.
+
+    The peer with a tier on the disk receives durable copies. The peer with a tier in memory returns copies,
+    so that the transfer is measured and not the disk.
+    """
 
     def __init__(self, directory: Path, mib: int, *, plain: bool) -> None:
         from tests.support.servers.pki import Authority
@@ -348,7 +355,7 @@ class HoldfastCopier:
         from holdfast_core.net.tls import TlsFiles, client_context
         from holdfast_core.peer.protocol import BulkOptions
 
-        # One attempt: a copy that has to go on inside TLS is no measurement of the other way.
+        # With a single attempt, a plain copy cannot fall back to TLS, which would falsify the measurement.
         self._options = BulkOptions(attempts=1, plain=plain)
         authority = Authority()
         server = authority.write_leaf(directory / "server", _SERVER)
@@ -362,8 +369,11 @@ class HoldfastCopier:
         self._reader: ShardReader | None = None
 
     def prepare(self, step: int) -> None:
-        """A new shard, forgotten by the page cache as after the node tier's O_DIRECT write; the peer
-        in memory has it."""
+        """Write a new shard and send it to the peer in memory.
+
+        Drop the shard from the page cache, which does not contain it after the O_DIRECT write of a node
+        tier either.
+        """
         if self._reader is not None:
             self._reader.close()
         self._reader = self._shards.write(step)
@@ -371,11 +381,11 @@ class HoldfastCopier:
         files.forget(self._shards.path)
 
     def push(self) -> None:
-        """To the peer; durable there."""
+        """Copy the shard to the peer on the disk and wait until it is durable there."""
         self._push(self._on_disk)
 
     def pull(self) -> None:
-        """From the peer into touched memory, verified."""
+        """Copy the shard from the peer into memory whose pages are present, and verify it."""
         from holdfast_core.peer.client import fetch_shard
 
         assert self._reader is not None
@@ -411,7 +421,7 @@ class HoldfastCopier:
 
 
 class _Peer:
-    """Another node's tier and bulk server, in a process of its own."""
+    """The tier and the bulk server of another node, in a separate process."""
 
     def __init__(self, root: Path, certificates: Path) -> None:
         context = get_context("spawn")
@@ -433,7 +443,7 @@ _CLIENT = "peer-1.holdfast"
 
 
 class _Memory:
-    """OpenWriter into one buffer that was touched before: where a restore would want the bytes."""
+    """OpenWriter into one reused buffer whose pages are present, as the target memory of a restore is."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._buffer = mmap.mmap(-1, capacity_bytes)
@@ -445,8 +455,9 @@ class _Memory:
 
 
 class _MemoryWriter:
-    """CopyWriter that verifies as the node tier does, in a thread beside what arrives, and keeps the
-    bytes."""
+    """CopyWriter that keeps the bytes and verifies them as the node tier does, in a thread beside the
+    transfer.
+    """
 
     def __init__(self, view: memoryview, ref: ShardRef, file_bytes: int) -> None:
         self._view = view
@@ -475,7 +486,7 @@ class _MemoryWriter:
 
 
 class _ThreadedDigester:
-    """Digester of bytes that stay where they are until `finish`."""
+    """Digester in another thread. The bytes must not change until `finish`."""
 
     def __init__(self, thread: ThreadPoolExecutor, header: ShardHeader) -> None:
         self._thread = thread
@@ -492,7 +503,7 @@ class _ThreadedDigester:
 
 
 class _Allowing:
-    """Everybody may; older copies make room first."""
+    """Allows every transfer, and deletes older copies before a new one is written."""
 
     def __init__(self, tier: DiskNodeTier) -> None:
         self._tier = tier

@@ -47,7 +47,7 @@ def page(title: str, figures: Sequence[Figure]) -> str:
 
 
 def verdicts(figures: Sequence[Figure]) -> str:
-    """One plain line for each target."""
+    """Return one line of plain text for each target."""
     lines: list[str] = []
     for f in figures:
         if not _is_target(f):
@@ -61,12 +61,12 @@ def verdicts(figures: Sequence[Figure]) -> str:
 
 
 def _is_target(figure: Figure) -> bool:
-    """A1, A2-dcp, ...; not `save torch.save` or `limit memcpy 1 thread`."""
+    """Return whether the figure has a target id such as A1 or A2-dcp, unlike `limit memcpy 1 thread`."""
     return " " not in figure.id
 
 
 def _runs(figures: Sequence[Figure]) -> list[str]:
-    """Parts may be of different runs: each says when, how large and how noisy."""
+    """Return the date, size and load of each part's run. Parts may come from different runs."""
     runs: dict[str, dict[str, object]] = {}
     for figure in figures:
         run = figure.details.get("run")

@@ -1,4 +1,4 @@
-"""Which participants a part of the run consists of, in which order, and which figures it gives. Pure."""
+"""The participants of each part of the run, their order, and the figures that a part yields. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LIMITS = "benchmarks.datapath.limits"
 class Participant:
     name: str
     kind: str
-    """What it does in its visit: a key of `visit.KINDS`."""
+    """What the participant does in its visit: a key of `visit.KINDS`."""
     module: str
     own_environment: bool = False
-    """It runs with the packages of `benchmarks/peers`, not with the workspace's."""
+    """Whether the participant runs with the packages of `benchmarks/peers` instead of the workspace's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Part:
     ids: tuple[str, ...]
     participants: tuple[Participant, ...]
     repetitions: int
-    """Within one visit."""
+    """Number of repetitions within one visit."""
 
 
 def _peers(kind: str, module: str, *names: str) -> tuple[Participant, ...]:
@@ -152,8 +152,10 @@ UNMEASURED = {
 
 
 def chosen(parts: Sequence[Part], only: Iterable[str]) -> list[Part]:
-    """The parts that give these ids; all where `only` is empty. Raises ValueError for an id that
-    no part gives."""
+    """Return the parts that yield these ids, or all parts where `only` is empty.
+
+    Raises ValueError for an id that no part yields.
+    """
     wanted = {id_.upper() for id_ in only if id_}
     known = {id_ for part in parts for id_ in part.ids}
     unknown = sorted(wanted - known - set(UNMEASURED))
@@ -163,14 +165,16 @@ def chosen(parts: Sequence[Part], only: Iterable[str]) -> list[Part]:
 
 
 def another_round(done: int, spent_seconds: float, budget_seconds: float | None) -> bool:
-    """Whether one more round like the `done` ones fits. The first always does."""
+    """Return whether one more round of average length fits. The first round always does."""
     if budget_seconds is None or done == 0:
         return True
     return spent_seconds * (done + 1) / done <= budget_seconds
 
 
 def turns(participants: Sequence[Participant], round_: int) -> list[Participant]:
-    """Each round begins with another one, so that nobody always follows the same neighbour's
-    dirty pages."""
+    """Return the participants, rotated by one place in each round.
+
+    Without the rotation, a participant would always run with the dirty pages of the same predecessor.
+    """
     shift = round_ % len(participants)
     return [*participants[shift:], *participants[:shift]]

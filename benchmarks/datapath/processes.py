@@ -1,4 +1,4 @@
-"""CPU time of a process with all that it started: a checkpoint that is written by a child costs too."""
+"""CPU time of a process and its descendants, because a child process may write the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ class ProcessTimes:
     parent: int
     name: str
     ticks: int
-    """Own user and system time, and that of children which were waited for."""
+    """User and system time of the process itself, and of children that it has waited for."""
 
 
 def parse_process(text: str) -> ProcessTimes:
-    """One /proc/<pid>/stat. The name may hold spaces and brackets: it ends at the last one."""
+    """Parse one /proc/<pid>/stat. The name may contain spaces and brackets, so it ends at the last
+    bracket.
+    """
     pid, _, rest = text.partition(" (")
     name, _, tail = rest.rpartition(") ")
     fields = tail.split()
@@ -28,7 +30,7 @@ def parse_process(text: str) -> ProcessTimes:
 
 
 def tree(processes: Iterable[ProcessTimes], root: int) -> list[ProcessTimes]:
-    """`root` and everything below it."""
+    """Return `root` and all its descendants."""
     by_parent: dict[int, list[ProcessTimes]] = {}
     found: list[ProcessTimes] = []
     for process in processes:
@@ -43,13 +45,13 @@ def tree(processes: Iterable[ProcessTimes], root: int) -> list[ProcessTimes]:
 
 
 def cpu_seconds(root: int | None = None) -> float:
-    """Of this process, or of `root`, and all below it; to the tick (10 ms)."""
+    """Return the CPU seconds of this process, or of `root`, and all descendants, in steps of 10 ms."""
     wanted = os.getpid() if root is None else root
     return sum(p.ticks for p in tree(_all(), wanted)) / _TICKS_PER_SECOND
 
 
 def child_named(name: str, root: int) -> int | None:
-    """A process below `root`."""
+    """Return a descendant of `root` with this name."""
     return next((p.pid for p in tree(_all(), root) if p.name == name), None)
 
 
@@ -60,5 +62,5 @@ def _all() -> list[ProcessTimes]:
             try:
                 found.append(parse_process((entry / "stat").read_text()))
             except OSError:
-                continue  # it ended in between
+                continue  # the process ended meanwhile
     return found

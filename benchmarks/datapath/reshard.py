@@ -1,7 +1,7 @@
 """A10: bytes that the worst rank reads for each byte that it needs, for changes of the number of ranks.
 
-Counted from the plans that restores follow; nothing is timed. A model of 1.2e9 parameters in fp32 with
-Adam's two tensors each: its layers are alike, so four stand for all.
+The bytes are counted from the plans that restores follow; nothing is timed. The model has 1.2e9 parameters
+in fp32 with Adam's two tensors each. Its layers are identical, so four of them represent all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[list[int], Placement | None, list[int], Placement | None]
 
 
 def ratios() -> dict[str, float]:
-    """Case -> bytes read / bytes needed, of the rank for which it is worst."""
+    """Return for each case the largest ratio of bytes read to bytes needed over all ranks."""
     return {name: _worst(*case) for name, case in CASES.items()}
 
 

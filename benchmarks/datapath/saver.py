@@ -1,4 +1,4 @@
-"""What the harness asks of everybody who saves a state: ours and peers alike."""
+"""The interface of everything that saves a state: Holdfast and the other libraries."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A save whose blocking part is over."""
+    """A save that no longer blocks training, and may still be written."""
 
     path: Path
-    """What must be durable for the checkpoint to be."""
+    """The path that must be durable for the checkpoint to be durable."""
     wait: Callable[[], object]
-    """Returns when the participant itself calls the checkpoint complete."""
+    """Returns when the participant itself reports the checkpoint as complete."""
     disposable: bool = True
-    """False: the participant removes old checkpoints itself."""
+    """Whether the harness may remove the checkpoint. False where the participant removes old ones itself."""
     is_complete: Callable[[], bool] | None = None
-    """What `wait` waits for, without waiting; None where the participant does not tell."""
+    """Whether the save is complete, without waiting. None where the participant does not report it."""
 
 
 class Saver(Protocol):
     def start(self, step: int) -> Started:
-        """Save the state as it is now; returns when training may change it."""
+        """Save the present state. Return when training may change it."""
         ...
 
     def load(self, path: Path, into: dict[str, Any]) -> None:
-        """Read a checkpoint into tensors that are there."""
+        """Read a checkpoint into existing tensors."""
         ...
 
     def close(self) -> object:
-        """Give back shared memory; what was started is complete by then."""
+        """Release shared memory. All started saves are complete at this time."""
         ...
 
 
 MakeSaver = Callable[[dict[str, Any], Path], Saver]
-"""(state, own directory) -> Saver. Raises ImportError or what the library says of this machine."""
+"""Takes the state and a directory for the participant. Raises ImportError or an error of the library."""
 
 Savers = Mapping[str, MakeSaver]

@@ -1,4 +1,6 @@
-"""The state that everybody saves: fp32 tensors of a transformer's shapes, the same in each process."""
+"""The state that every participant saves: fp32 tensors of a transformer's shapes, the same in each
+process.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 def shapes(mib: int) -> dict[str, tuple[int, ...]]:
-    """Name -> shape: whole layers of 48 MiB and some small vectors, the rest as an embedding.
-    Together at most `mib` MiB and less than one row short of it."""
+    """Return the shape of each tensor: whole layers of 48 MiB, small vectors, and an embedding for the
+    rest.
+
+    The total is at most `mib` MiB, and less than one row below it.
+    """
     found: dict[str, tuple[int, ...]] = {}
     left = mib * MIB // 4
     wide = _WIDTH * _WIDTH
@@ -30,8 +35,11 @@ def shapes(mib: int) -> dict[str, tuple[int, ...]]:
 
 
 def make(mib: int) -> dict[str, Any]:
-    """Name -> torch.float32 tensor. Random once and shifted for each tensor: random numbers for a
-    whole GiB would be most of a visit's time."""
+    """Return a float32 tensor for each name.
+
+    All tensors are shifted copies of one random tensor, because generating a GiB of random numbers would
+    take most of a visit's time.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -52,20 +60,20 @@ def size_bytes(state: dict[str, Any]) -> int:
 
 
 def train_a_little(state: dict[str, Any]) -> None:
-    """A few bytes of every tensor change: no save may be the same as the one before."""
+    """Change a few bytes of every tensor, so that no two saves are identical."""
     for tensor in state.values():
         tensor.view(-1)[:16].add_(1)
 
 
 def emptied(state: dict[str, Any]) -> dict[str, Any]:
-    """The same shapes, zeros, touched."""
+    """Return zeros of the same shapes, with their pages present."""
     import torch
 
     return {name: torch.full_like(tensor, 0.0) for name, tensor in state.items()}
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Names whose bits differ or that are missing."""
+    """Return the names of tensors that are missing or differ in any bit."""
     import torch
 
     return [

@@ -1,8 +1,8 @@
-"""One visit: one participant does one thing a few times, in a process of its own.
+"""One visit: one participant repeats one measurement in a separate process.
 
-`python -m benchmarks.datapath.visit OPTIONS`, in the workspace's environment or in the peers'. The
-last line of its output is `RESULT ` and a JSON object. Peers and ours go through the same functions
-here, so that nobody is timed differently.
+`python -m benchmarks.datapath.visit OPTIONS` runs in the workspace's environment or in that of the other
+libraries. The last line of its output is `RESULT ` and a JSON object. All participants use the same
+functions of this module, so that all are timed in the same way.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Options:
     kind: str
     """Key of KINDS."""
     name: str
-    """Of the participant, within `module`."""
+    """Name of the participant within `module`."""
     module: str
-    """Where SAVERS or UPLOADERS are."""
+    """Name of the module with SAVERS or UPLOADERS."""
     directory: str
     mib: int
     repetitions: int
     seconds: float = 3.0
-    """Of one training loop."""
+    """Duration of one training loop."""
     check: bool = False
-    """Read the last checkpoint back and compare every bit."""
+    """Whether to read the last checkpoint back and compare every bit."""
     store: dict[str, str] | None = None
 
 
 def save(options: Options) -> dict[str, Any]:
-    """A first save, then `repetitions` more, each waited for and made durable."""
+    """Measure `repetitions` saves after a first one. Each is waited for and made durable."""
     state, saver = _participant(options)
     saves: list[dict[str, float]] = []
     last: Started | None = None
@@ -89,7 +89,7 @@ def save(options: Options) -> dict[str, Any]:
 
 
 def chase(options: Options) -> dict[str, Any]:
-    """Two saves at once, again and again: the second one meets a persister at work on the first."""
+    """Start two saves without a pause, repeatedly. The second runs while the persister digests the first."""
     state, saver = _participant(options)
     saver.start(1).wait()
     idle: list[float] = []
@@ -112,7 +112,9 @@ def chase(options: Options) -> dict[str, Any]:
 
 
 def loops(options: Options) -> dict[str, Any]:
-    """A training loop without and with one save at its begin, in turns; then with a busy core."""
+    """Time a training loop without and with a save at its begin, alternately; then both beside a busy
+    core.
+    """
     _state, saver = _participant(options)
     saver.start(1).wait()
     step = loop.training_step()
@@ -140,7 +142,7 @@ def loops(options: Options) -> dict[str, Any]:
 
 
 def load(options: Options) -> dict[str, Any]:
-    """From a disk that the page cache knows nothing of, into tensors that are there and touched."""
+    """Load from a disk without the help of the page cache, into tensors whose pages are present."""
     state, saver = _participant(options)
     started = saver.start(1)
     started.wait()
@@ -168,7 +170,7 @@ def load(options: Options) -> dict[str, Any]:
 
 
 def _restore_twice(path: Path, target: dict[str, Any]) -> tuple[float, float]:
-    """From the disk, then from the shared memory that the next save left there."""
+    """Restore from the disk, then from the shared memory that the next save left behind."""
     from benchmarks.datapath.ours import Restoring
 
     found: list[float] = []
@@ -185,7 +187,9 @@ def _restore_twice(path: Path, target: dict[str, Any]) -> tuple[float, float]:
 
 
 def every_step(options: Options) -> dict[str, Any]:
-    """A save after every step of at least 30 times the memcpy of the state, against none."""
+    """Compare steps with a save after each to steps without. A step takes at least 30 times the state's
+    memcpy.
+    """
     from benchmarks.datapath import limits
 
     rate = limits.memory(options.mib << 20)["memcpy 2 threads"]
@@ -204,8 +208,8 @@ def every_step(options: Options) -> dict[str, Any]:
         for _ in range(_STEPS_A_BLOCK):
             began = time.perf_counter()
             loop.timed(unit, count)
-            # What would be lost if everything but the disk went now: this step, and those whose
-            # save is not committed yet.
+            # These steps would be lost if only the disk survived now: this one, and those whose save is not
+            # committed yet.
             waiting = [s for s in waiting if s.is_complete is None or not s.is_complete()]
             lags.append(1 + len(waiting))
             number += 1
@@ -223,7 +227,7 @@ def every_step(options: Options) -> dict[str, Any]:
 
 
 def many(options: Options) -> dict[str, Any]:
-    """Saves of a module with thousands of tensors, and the memcpy of as many bytes."""
+    """Measure saves of a module with thousands of tensors, and the memcpy of as many bytes."""
     from benchmarks.datapath import limits
     from benchmarks.datapath.many import Many
 
@@ -273,7 +277,7 @@ def reshard(options: Options) -> dict[str, Any]:
 
 
 def upload(options: Options) -> dict[str, Any]:
-    """A file in the page cache to the store, under a new key each time; the first is for warmth."""
+    """Upload a file from the page cache, under a new key each time. The first upload is a warm-up."""
     if options.store is None:
         raise ValueError("an upload needs a store")
     make = importlib.import_module(options.module).UPLOADERS[options.name]
@@ -298,7 +302,7 @@ def upload(options: Options) -> dict[str, Any]:
 
 
 def copy(options: Options) -> dict[str, Any]:
-    """Ours: to a peer, durable there; and from it into memory, as torchft's receiver does it."""
+    """Copy a shard to a peer, durably, and from a peer into memory, as torchft's receiver does."""
     if options.name.startswith("holdfast"):
         return _copy_ours(options)
     from benchmarks.peers.transport import TorchftReceiver
@@ -377,7 +381,8 @@ def main() -> None:
     except Exception:  # noqa: BLE001 - told to whoever started this visit
         traceback.print_exc()
     finally:
-        # Peers leave threads that never end; whoever started this visit ends their processes.
+        # Some peers leave threads that never end. The process that started this visit kills their
+        # processes.
         sys.stderr.flush()
         os._exit(code)
 

@@ -1,4 +1,4 @@
-"""Starts visits one after the other, and turns whatever becomes of them into records."""
+"""Runs visits one at a time and converts every outcome, including failures, to a record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PEERS_PYTHON = PEERS / ".venv" / "bin" / "python"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one visit gave: a result or a reason."""
+    """The result of one visit, or the reason why there is none."""
 
     part: str
     round: int
@@ -38,19 +38,22 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class Run:
     directory: Path
-    """On the disk that is measured; only ever removed below a folder of ours."""
+    """A directory on the disk that is measured. Only folders that the run has made below it are removed."""
     mib: int
     rounds: int
     loop_seconds: float
     timeout_seconds: float
     say: Callable[[str], None]
     budget_seconds: float | None = None
-    """Of one part: no round begins that would go over it."""
+    """Time limit of one part. No round begins that would exceed it."""
 
 
 def visit_part(run: Run, part: Part, store: dict[str, str] | None = None) -> list[Record]:
-    """All rounds of a part. A participant that failed in the first round is not tried again: it
-    does not install or cannot do this here, and its time is everybody's."""
+    """Run all rounds of a part.
+
+    A participant that failed in the first round is not tried again, to save time: it is not installed or
+    does not support this operation here.
+    """
     records: list[Record] = []
     given_up: set[str] = set()
     part_began = time.monotonic()
@@ -103,7 +106,7 @@ def _visit(
 
 
 class VisitError(Exception):
-    """A participant did not do its part; the words go into the results."""
+    """A participant failed. The results contain the message."""
 
 
 def _call(python: str, options: Options, log: Path, timeout_seconds: float) -> dict[str, Any]:
@@ -113,7 +116,7 @@ def _call(python: str, options: Options, log: Path, timeout_seconds: float) -> d
             "from its lock"
         )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": options.directory}
-    # A file and no pipe: what a participant leaves behind would hold a pipe open.
+    # The output is a file, because a process that a participant leaves behind would keep a pipe open.
     with log.open("wb") as errors, tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [python, "-m", "benchmarks.datapath.visit", json.dumps(asdict(options))],
@@ -129,7 +132,7 @@ def _call(python: str, options: Options, log: Path, timeout_seconds: float) -> d
         except subprocess.TimeoutExpired as error:
             raise VisitError(f"not done after {timeout_seconds:g} s; its log is {log}") from error
         finally:
-            # Agents and writers that a participant left behind would be noise for the next one.
+            # Processes that a participant left behind would disturb the next one.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -139,7 +142,7 @@ def _call(python: str, options: Options, log: Path, timeout_seconds: float) -> d
 
 
 def parse_result(output: str, errors: str) -> dict[str, Any]:
-    """The RESULT line. Raises VisitError with the last words on stderr where there is none."""
+    """Parse the RESULT line. Raises VisitError with the last lines of stderr where it is missing."""
     for line in reversed(output.splitlines()):
         if line.startswith(RESULT):
             result: dict[str, Any] = json.loads(line.removeprefix(RESULT))

@@ -1,2 +1,5 @@
-"""What Holdfast is measured against. Runs in the environment of this folder's own lock, so no module
-here imports Holdfast, and no product depends on a peer."""
+"""The libraries that Holdfast is compared with.
+
+They run in the environment of this folder's own lock. No module here imports Holdfast, and the product does
+not depend on any of them.
+"""

@@ -1,7 +1,7 @@
-"""`make bench-peers` ends here: DeepSpeed compiles its file writer now and not in somebody's visit.
+"""The last step of `make bench-peers`: compiles DeepSpeed's file writer before any visit needs it.
 
-Needs a C++ compiler and the headers of libaio (Debian: g++, libaio-dev). Without them the writer is
-missing from the results, with what the compiler said.
+Needs a C++ compiler and the headers of libaio (Debian: g++, libaio-dev). Without them the results contain
+the compiler's message instead of figures for the writer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def prepare() -> None:
-    """Before deepspeed is imported: a CPU's operators, found and kept beside the environment."""
+    """Select DeepSpeed's CPU operators and a folder for them. Must run before deepspeed is imported."""
     environment = Path(sys.prefix)
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(environment / "extensions")
@@ -21,7 +21,7 @@ def prepare() -> None:
 
 def main() -> None:
     prepare()
-    # A compilation that was killed leaves its lock, for which the next one would wait for ever.
+    # A compilation that was killed leaves its lock file, and the next one would wait for it for ever.
     for lock in (Path(sys.prefix) / "extensions").rglob("lock"):
         lock.unlink()
     from deepspeed.ops.op_builder import AsyncIOBuilder

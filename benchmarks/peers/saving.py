@@ -1,4 +1,4 @@
-"""Peers that save a state dict to a disk, each as its documentation says for one rank on a CPU."""
+"""Peers that save a state dict to a disk, each as its documentation recommends for one rank on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMMIT_SECONDS = 60.0
 
 
 class _Functions:
-    """A Saver of two functions; most peers need no more."""
+    """A Saver of two functions, which is sufficient for most peers."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ def dcp_sync(state: dict[str, Any], directory: Path) -> Saver:
 
 
 def dcp_thread(state: dict[str, Any], directory: Path) -> Saver:
-    """`async_save` as it comes: a thread writes, the state is copied afresh at each save."""
+    """Measure `async_save` with defaults: a thread writes, and each save copies the state to new memory."""
     return _dcp_async(state, directory, process=False)
 
 
 def dcp_process(state: dict[str, Any], directory: Path) -> Saver:
-    """`async_save` at its best: another process writes, the copy goes to shared memory that is kept."""
+    """Measure `async_save` at its fastest: a process writes, and the copy goes to reused shared memory."""
     return _dcp_async(state, directory, process=True)
 
 
@@ -139,7 +139,9 @@ def _dcp_async(state: dict[str, Any], directory: Path, *, process: bool) -> Save
 
 
 def dlrover(state: dict[str, Any], directory: Path) -> Saver:
-    """Flash checkpoint: into shared memory, written by its agent. The tracker file is its commit."""
+    """Measure Flash checkpoint, which copies to shared memory. Its agent writes, and commits with a
+    tracker file.
+    """
     os.environ.setdefault("ELASTIC_JOB_NAME", f"holdfast-bench-{os.getpid()}")
     _process_group()
     import torch
@@ -151,7 +153,7 @@ def dlrover(state: dict[str, Any], directory: Path) -> Saver:
     tracker = root / "dlrover_latest.txt"
 
     def forget() -> None:
-        # They stay for a restart of its agent; here they would be the next visit's.
+        # DLRover keeps these for a restart of its agent. Here the next visit would find them.
         Path("/dev/shm/ckpt_shm_0").unlink(missing_ok=True)
         shutil.rmtree("/tmp/ckpt_sock", ignore_errors=True)
 
@@ -201,14 +203,14 @@ def _flat(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def fast_file_writer(state: dict[str, Any], directory: Path) -> Saver:
-    """DeepSpeed's FastPersist writer (O_DIRECT, double buffer) behind torch.save."""
+    """Measure torch.save over DeepSpeed's FastPersist writer (O_DIRECT, double buffer)."""
     prepare()
     import torch
     from deepspeed.io import FastFileWriter, FastFileWriterConfig
     from deepspeed.ops.op_builder import AsyncIOBuilder, UtilsBuilder
 
     class _Utilities:
-        """The one function used of an operator that has no build for a CPU."""
+        """The only function that is used of an operator without a CPU build."""
 
         @staticmethod
         def cast_to_byte_tensor(tensors: Any) -> Any:

@@ -14,14 +14,14 @@ class Uploader(Protocol):
         ...
 
     def upload(self, step: int) -> None:
-        """Returns when the store has it."""
+        """Return when the store has the file."""
         ...
 
     def remove(self, step: int) -> None: ...
 
 
 class _Uploads:
-    """One file, sent under a new key each time."""
+    """Uploads one file, under a new key each time."""
 
     def __init__(
         self,

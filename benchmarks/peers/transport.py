@@ -1,4 +1,4 @@
-"""torchft's HTTP transport: a state dict from one process to another on this machine."""
+"""torchft's HTTP transport: sends a state dict from one process to another on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 class TorchftReceiver:
-    """`chunks` 0 is torchft's default: one connection."""
+    """The receiving process. `chunks` 0 is torchft's default: one connection."""
 
     def __init__(self, mib: int, chunks: int = 0) -> None:
         from torchft.checkpointing.http_transport import HTTPTransport
@@ -23,7 +23,7 @@ class TorchftReceiver:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, mib, chunks), daemon=True)
         self._process.start()
-        # It names itself by the host's name, which need not resolve.
+        # torchft puts the host's name into the address, and that name might not resolve.
         self._address = re.sub(r"//(\[[^]]*\]|[^:/]+):", "//127.0.0.1:", str(self._pipe.recv()))
         self._transport = HTTPTransport(_TIMEOUT, chunks)
 
