@@ -33,7 +33,7 @@ class Figure:
 
     @property
     def bound(self) -> Bound:
-        """ "<=" where values up to the target are good, ">=" where values from the target on are good."""
+        """The comparison, "<=" or ">=", that a value must satisfy to meet the target."""
         return ">=" if self.details.get("bound") == ">=" else "<="
 
 

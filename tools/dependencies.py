@@ -1,4 +1,4 @@
-"""The third-party packages that each of our packages declares, and the page that explains them."""
+"""The third-party packages that each of our packages declares, and the page that lists them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def project(root: Path, member: str) -> dict[str, Any]:
 
 
 def name_of(requirement: str) -> str:
-    """The normalised distribution of a requirement, without extras and bounds."""
+    """Return the normalised name of a requirement's distribution, without extras and bounds."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     if found is None:
         raise ValueError(f"requirement {requirement!r}: expected a distribution name")
@@ -59,7 +59,7 @@ def name_of(requirement: str) -> str:
 
 
 def declared(root: Path, member: str) -> dict[str, str]:
-    """Distribution to extra of a member's own requirements; "" for what is always installed."""
+    """Return for each distribution that a member requires its extra, or "" where it is always installed."""
     about = project(root, member)
     found = {name_of(r): "" for r in about["dependencies"]}
     for extra, requirements in about.get("optional-dependencies", {}).items():
@@ -68,7 +68,10 @@ def declared(root: Path, member: str) -> dict[str, str]:
 
 
 def installed(root: Path, member: str) -> frozenset[str]:
-    """Distributions that the member may import: its own, and those of core with the extras it asks for."""
+    """Return the distributions that the member may import: its own, and those of core.
+
+    Of core's extras, only those that the member requires are included.
+    """
     own = set(declared(root, member))
     for requirement in project(root, member)["dependencies"]:
         if name_of(requirement) == "holdfast-core":
@@ -79,7 +82,7 @@ def installed(root: Path, member: str) -> frozenset[str]:
 
 
 def page(root: Path) -> str:
-    """docs/dependencies.md."""
+    """Return the text of docs/dependencies.md."""
     locked = tomllib.loads((root / "uv.lock").read_text())["package"]
     versions: dict[str, list[str]] = defaultdict(list)
     for package in locked:

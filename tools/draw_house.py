@@ -1,7 +1,8 @@
 """Draws the folders of each package and the imports between them, for docs/architecture.md.
 
 `python -m tools.generate` writes docs/images/house-*.svg and the tables between the marks in
-docs/architecture.md. It fails if folders import each other in a circle, or if one holds too many files.
+docs/architecture.md. It fails if imports between folders form a cycle, or if a folder contains too many
+files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PACKAGES = {
 PAGE = Path("docs/architecture.md")
 BEGIN, END = "<!-- house: written by tools/draw_house.py -->", "<!-- /house -->"
 MOST_FILES = 14
-"""In one folder, without its __init__.py."""
+"""Maximum number of files in one folder, without its __init__.py."""
 TOP = "."
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 132, 40, 22, 46, 16
 
@@ -33,14 +34,16 @@ WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 132, 40, 22, 46, 16
 class House:
     package: str
     files: dict[str, int]
-    """Folder -> number of its files, without __init__.py where that holds no code."""
+    """The number of files in each folder. An __init__.py without code is not counted."""
     arrows: dict[str, frozenset[str]]
-    """Folder -> the folders that it imports."""
+    """The folders that each folder imports."""
     says: dict[str, str]
-    """Folder -> the first sentence of its docstring."""
+    """The first sentence of each folder's docstring."""
 
     def floors(self) -> dict[str, int]:
-        """1 for a folder that imports no other; else one above the highest that it imports."""
+        """Return the floor of each folder: 1 if it imports no other, else one above the highest folder
+        that it imports.
+        """
         underway: set[str] = set()
 
         @cache
@@ -55,7 +58,7 @@ class House:
         return {folder: floor(folder) for folder in self.files}
 
     def direct(self) -> set[tuple[str, str]]:
-        """The arrows that no path by way of other folders replaces."""
+        """Return the imports that do not follow from a path through other folders."""
 
         @cache
         def below(folder: str) -> frozenset[str]:
@@ -126,7 +129,9 @@ def _first_sentence(text: str) -> str:
 
 
 def _rows(house: House) -> list[list[str]]:
-    """From the top floor down; within a floor, folders stand above what they import."""
+    """Return the rows from the top floor down. Within a floor, a folder is above the folders that it
+    imports.
+    """
     floors = house.floors()
     rows = [
         sorted(folder for folder, floor in floors.items() if floor == level)
@@ -146,7 +151,7 @@ def _middle(folder: str, house: House, spot: dict[str, float]) -> float:
 
 
 def svg(house: House) -> str:
-    """The folders on their floors. Dark arrows are all that a reader needs to reach every folder."""
+    """Return the drawing of the folders on their floors. The dark arrows suffice to reach every folder."""
     rows = _rows(house)
     wide = max(len(row) for row in rows)
     width = 2 * MARGIN + wide * WIDTH + (wide - 1) * GAP_X
@@ -154,7 +159,7 @@ def svg(house: House) -> str:
     at: dict[str, tuple[float, float]] = {}
     for level, row in enumerate(rows):
         left = (width - len(row) * WIDTH - (len(row) - 1) * GAP_X) / 2
-        # Without a shift, arrows that skip a row would run behind the boxes of that row.
+        # Rows are shifted, because arrows that skip a row would otherwise be hidden behind its boxes.
         shift = (level % 3 - 1) * 0.55 * WIDTH if len(row) < wide else 0.0
         for index, folder in enumerate(row):
             at[folder] = (left + shift + index * (WIDTH + GAP_X), MARGIN + level * (HEIGHT + GAP_Y))
@@ -213,7 +218,7 @@ def table(house: House) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """What each file must hold."""
+    """Return the expected text of each file."""
     houses = [read(package, folder) for package, folder in PACKAGES.items()]
     for house in houses:
         for folder, files in house.files.items():

@@ -1,11 +1,11 @@
 """Install uv into a folder, with nothing but a Python: `python3 tools/install_uv.py FOLDER`.
 
-Two ways, in this order:
+Two ways are tried, in this order:
 
-1. pip with `--target`, which the mark of an externally managed Python (PEP 668) does not forbid, and
-   which obeys the machine's index, proxy and certificates;
-2. the wheel from the package index by the standard library alone: the python3 of a fresh Debian has
-   neither pip nor venv. The wheel is compared with the digest that the index names.
+1. pip with `--target`, which the marker of an externally managed Python (PEP 668) does not forbid, and
+   which uses the machine's index, proxy and certificates;
+2. a download of the wheel from the package index with the standard library alone, because the python3 of a
+   fresh Debian has neither pip nor venv. The wheel is compared with the digest in the index.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TAGS = {
 
 
 class NotInstalledError(Exception):
-    """This way does not work here; the text says why."""
+    """This way of installation failed; the text says why."""
 
 
 def by_pip(folder: Path) -> None:
-    """Raises NotInstalledError."""
+    """Install with pip. Raises NotInstalledError."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
     done = subprocess.run([*command, f"uv=={VERSION}"], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -48,7 +48,7 @@ def by_pip(folder: Path) -> None:
 
 
 def by_download(folder: Path, index: str) -> None:
-    """Raises NotInstalledError, or OSError if the index cannot be reached."""
+    """Download the wheel. Raises NotInstalledError, or OSError if the index cannot be reached."""
     tag = TAGS.get((platform.system(), platform.machine()))
     if tag is None:
         raise NotInstalledError(f"there is no wheel for {platform.system()} {platform.machine()}")
@@ -76,7 +76,7 @@ def by_download(folder: Path, index: str) -> None:
 
 
 def install(folder: Path, index: str) -> None:
-    """Put uv into `folder`/bin, whole or not at all. Raises NotInstalledError."""
+    """Install uv into `folder`/bin. A failure leaves the folder unchanged. Raises NotInstalledError."""
     reasons = []
     for way in (by_pip, lambda place: by_download(place, index)):
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

@@ -1,4 +1,4 @@
-"""The server that drops uploads: what clients of S3 must find in its answers, over real connections."""
+"""The server that discards uploads sends the answers that S3 clients require, over real connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A7, as the benchmark counts it, holds."""
+"""The benchmark of A7 meets its targets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.datapath.visits import Record
 
 
 def test_every_case_is_within_its_target() -> None:
-    """As `make bench` runs it: counted, so no machine is too slow for it."""
+    """The counts do not depend on the machine's speed, so this test can use the code of `make bench`."""
     options: Options = None  # type: ignore[assignment]  # it asks for nothing
     found = of_fewer_bytes([Record("fewer-bytes", 0, OURS, fewer_bytes(options))])
     assert [(figure.id, figure.ok) for figure in found] == [

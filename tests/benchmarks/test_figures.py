@@ -1,4 +1,4 @@
-"""From records to figures: ratios within a round, what is missing, what is too noisy to say."""
+"""Figures from records: ratios within a round, missing results, and results that are too noisy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = {
 
 
 def saved(blocked: float, durable: float, *, first: float | None = None) -> dict[str, Any]:
-    """A visit of 1 GiB whose two steady saves were alike."""
+    """Return the result of a visit of 1 GiB whose two steady saves took the same time."""
     steady = {"blocked": blocked, "complete": durable, "durable": durable, "cpu": 0.25}
     return {
         "bytes": GIB,
@@ -30,7 +30,9 @@ def saved(blocked: float, durable: float, *, first: float | None = None) -> dict
 
 
 def records(part: str, **by_name: list[dict[str, Any] | str]) -> list[Record]:
-    """A list of results or errors for each participant, one a round; `_` stands for a space or `-`."""
+    """Return the records of results or errors, one for each round. In names, `_` stands for a space or
+    `-`.
+    """
     return [
         Record(part, round_, name, None, result)
         if isinstance(result, str)

@@ -1,4 +1,4 @@
-"""What is read of /proc, the shapes of the state, and the files of participants."""
+"""Readings of /proc, the shapes of the state, and the file operations of participants."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_shapes_fill_what_was_asked_for(mib: int) -> None:
 def test_a_tree_is_made_durable_while_its_owner_prunes(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").write_bytes(b"x" * 5000)
-    (tmp_path / "a" / "gone").symlink_to(tmp_path / "nowhere")  # listed, and not there any more
+    (tmp_path / "a" / "gone").symlink_to(tmp_path / "nowhere")  # listed, but already removed
     files.fsync_tree(tmp_path / "a")
     files.fsync_tree(tmp_path / "a" / "b" / "file")
 

@@ -1,4 +1,4 @@
-"""The Markdown page and what the picture shows."""
+"""The Markdown page and the content of the picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts are chosen, and the turns within them."""
+"""The choice of parts, and the order of participants within a part."""
 
 from __future__ import annotations
 

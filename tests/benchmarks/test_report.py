@@ -1,4 +1,4 @@
-"""The shape of results: verdicts, merging, the file, the table."""
+"""The format of results: verdicts, merging, the file, the table."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_write_that_dies_keeps_the_earlier_file(
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     before = [at_most("A1", [1.0], "x", 2)]
     report.write("datapath", before)
-    with pytest.raises(TypeError):  # dies while it makes the text
+    with pytest.raises(TypeError):  # fails while the text is generated
         report.write("datapath", [at_most("A1", [2.0], "x", 2, strange=object())])
     assert report.read("datapath") == before
 

@@ -1,4 +1,4 @@
-"""Visits as processes: what is measured, who fails, and what stays behind."""
+"""Visits as processes: their measurements, their failures, and the processes and files that they leave."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def test_the_side_without_digests_has_none_and_the_other_has_them(
     for name in ("holdfast-digests-on", "holdfast-digests-off"):
         directory = tmp_path / name
         directory.mkdir()
-        with monkeypatch.context() as patch:  # it changes what starts a persister from now on
+        with (
+            monkeypatch.context() as patch
+        ):  # `sys.executable` is changed and would affect later tests
             patch.setattr(sys, "executable", sys.executable)
             saver = SAVERS[name](state, directory)
         saver.start(1).wait()
