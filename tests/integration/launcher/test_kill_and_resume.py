@@ -1,4 +1,4 @@
-"""A run whose ranks were killed ends in the same bits as one that was left alone."""
+"""A run whose ranks were killed ends with the same bits as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ with holdfast.Checkpointer(dir=folder) as ckpt:
 
 
 def test_what_was_saved_when_a_rank_was_killed_is_restored(tmp_path: Path) -> None:
-    """Both persisters are still writing step 2 when all ranks are ended, and when they start again."""
+    """All ranks end and restart while both persisters are still writing step 2."""
     program, go = tmp_path / "program.py", tmp_path / "go"
     program.write_text(SLOW)
     go.touch()

@@ -1,4 +1,4 @@
-"""`holdfast run` in a pod: rounds come from the sidecar, ranks restart in place, nothing runs twice."""
+"""`holdfast run` in a pod: the sidecar starts rounds, ranks restart in place, no round runs twice."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def launch(tmp_path: Path, sidecar: FakeSidecar, *more: str) -> Launched:
 
 
 def begin(sidecar: FakeSidecar) -> None:
-    """What a sidecar does when the barrier opens."""
+    """Start the round as a sidecar does when the barrier opens."""
     before = len(sidecar.messages(StoreAddress))
     sidecar.host_store()
     address = sidecar.wait_for(StoreAddress, before + 1)
@@ -85,7 +85,7 @@ def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: FakeSideca
         assert calm.wait() == 0, calm.err()
 
     with launch(tmp_path, sidecar, "--sleep-per-step", "0.05") as run:
-        sidecar.start()  # the sidecar comes after the launcher
+        sidecar.start()  # the sidecar starts after the launcher
         sidecar.wait_for(Hello)
         begin(sidecar)
 
@@ -99,7 +99,7 @@ def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: FakeSideca
         begin(sidecar)
 
         until(lambda: run.step_of(0) >= 14, "fourteen steps")
-        sidecar.end(2)  # a failure elsewhere: healthy ranks are ended
+        sidecar.end(2)  # another member fails, so healthy ranks are ended
         assert sidecar.wait_for(Ended, 2).round == 2
         sidecar.begin_round()
         begin(sidecar)

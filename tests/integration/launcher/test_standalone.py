@@ -1,4 +1,4 @@
-"""`holdfast run` on one machine: exit codes, prefixes, environment, signals, and nothing left behind."""
+"""`holdfast run` on one machine: exit codes, prefixes, environment, signals and cleanup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def script(directory: Path, text: str) -> Path:
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """No torch is found: its import is most of what a launcher costs, and few of these tests use it."""
+    """Hide torch from the launcher, because few of these tests need it and its import dominates their
+    time.
+    """
     directory = tmp_path_factory.mktemp("no-torch")
     (directory / "torch.py").write_text("raise ModuleNotFoundError(__name__, name=__name__)\n")
     return {"PYTHONPATH": str(directory)}

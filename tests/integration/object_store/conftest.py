@@ -1,6 +1,6 @@
-"""Tests here run against each of two S3 servers; every test has a prefix, a tier and a proxy.
+"""Tests here run against each of two S3 servers. Every test has its own prefix, tier and proxy.
 
-Tests that use `objects` run on a directory and in memory too.
+Tests that use `objects` also run on a directory and in memory.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def server(request: pytest.FixtureRequest, running: Callable[[str], StoreServer]
 
 @pytest.fixture
 def prefix() -> str:
-    """A prefix that no other test has."""
+    """Return a prefix that no other test uses."""
     return f"test/{secrets.token_hex(6)}"
 
 
 @pytest.fixture
 def store(server: StoreServer, prefix: str) -> StoreConfig:
-    """Straight to the server."""
+    """Return a configuration that connects to the server directly."""
     return server.config(prefix)
 
 
 @pytest.fixture
 def quick() -> Retrier:
-    """Enough attempts to get over what a test breaks, without its waits."""
+    """Return a policy with enough attempts for the faults of a test, and with short waits."""
     return Retrier(RetryPolicy(max_attempts=5, base_seconds=0.01, cap_seconds=0.05))
 
 
@@ -74,7 +74,7 @@ def objects(
     quick: Retrier,
     tmp_path: Path,
 ) -> Iterator[ObjectStore]:
-    """A store of each kind."""
+    """Return a store of each kind."""
     found: ObjectStore
     match request.param:
         case "directory":
@@ -105,7 +105,9 @@ def proxy(server: StoreServer) -> Iterator[HostileProxy]:
 def proxied(
     server: StoreServer, store: StoreConfig, proxy: HostileProxy, quick: Retrier
 ) -> Iterator[ObjectTier]:
-    """The same store as `tier`, by way of the proxy; gives up on silence after a second."""
+    """Return a tier on the same store as `tier`, through the proxy. It times out after a second of
+    silence.
+    """
     config = server.config(store.prefix, endpoint=proxy.endpoint)
     tier = s3_tier(
         config,

@@ -20,8 +20,11 @@ UPLOADER = Path(__file__).with_name("uploader.py")
 def kill_in_upload(
     proxy: HostileProxy, config: StoreConfig, reader: DiskShardReader, *what: str
 ) -> None:
-    """`what`: the arguments of uploader.py behind those that name the shard. SIGKILL comes when the
-    proxy holds what it was told to."""
+    """Upload the shard in a process, and kill it with SIGKILL when the proxy holds a request.
+
+    The caller adds the rule that makes the proxy hold a request. `what` are the arguments of uploader.py
+    after those that identify the shard.
+    """
     ref = reader.record.ref
     identity = json.dumps([ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3])
     path = os.readlink(f"/proc/self/fd/{reader.fd}")

@@ -1,4 +1,4 @@
-"""Packs that are compressed, against real stores: every bit comes back, and no other."""
+"""Compressed packs in real stores: every bit is restored, and wrong bytes are detected."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_range_of_chunks_is_a_range_of_the_object(
     assert last + 1 - first < 4 * CHUNK_BYTES
 
 
-# ------------------------------------------------------------------ bytes that are wrong
+# ------------------------------------------------------------------ wrong bytes
 
 
 def in_chunk(index: PackIndex, chunk: int, offset: int) -> int:
@@ -122,14 +122,14 @@ def flipped(offset: int) -> Damage:
 
 
 def again(index: PackIndex, lengths: list[int], chunks: bytes) -> bytes:
-    """A pack whose index is whole and says these lengths."""
+    """Return a pack with a valid index that states these lengths."""
     assert index.coding is not None
     coding = Coding.of(lengths, index.coding.widths)
     return chunks + pack_index(replace(index, coding=coding))
 
 
 def shifted(index: PackIndex, data: bytes) -> bytes:
-    """A wrong index: chunk 3 ends a byte later, chunk 4 begins there."""
+    """Return a pack with a wrong index: chunk 3 ends, and chunk 4 begins, one byte too late."""
     assert index.coding is not None
     lengths = index.coding.lengths
     lengths[3], lengths[4] = lengths[3] + 1, lengths[4] - 1
@@ -137,7 +137,9 @@ def shifted(index: PackIndex, data: bytes) -> bytes:
 
 
 def swapped(index: PackIndex, data: bytes) -> bytes:
-    """Chunks 3 and 4 in each other's place, as the index says: each decodes, to another chunk."""
+    """Return a pack with chunks 3 and 4 exchanged. The index matches, so each decodes to the other's
+    bytes.
+    """
     assert index.coding is not None
     starts, lengths = index.coding.starts, index.coding.lengths
     lengths[3], lengths[4] = lengths[4], lengths[3]
@@ -146,7 +148,7 @@ def swapped(index: PackIndex, data: bytes) -> bytes:
 
 
 def bomb(index: PackIndex, data: bytes) -> bytes:
-    """A plane that says 64 MiB, and would be."""
+    """Return a pack with a plane that decompresses to the 64 MiB that its header states."""
     assert index.coding is not None
     starts, lengths = index.coding.starts, index.coding.lengths
     plane = zstandard.ZstdCompressor(level=19).compress(b"\0" * (64 * MIB))
@@ -194,7 +196,7 @@ def test_an_object_that_was_cut_is_corruption(
 
 
 def is_chunks(seen: Seen) -> bool:
-    """A GET of chunks: not of the index, which is the first one."""
+    """Return whether the request is a GET of chunks. They begin at byte 0, unlike the index."""
     return seen.method == "GET" and seen.headers.get("range", "").startswith("bytes=0-")
 
 

@@ -1,4 +1,4 @@
-"""Uploads that are compressed on their way, against real stores that fail, lose and already hold."""
+"""Uploads that are compressed on the fly, to real stores that fail, lose data, or already hold the object."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gang(tmp_path: Path, tier: ObjectTier) -> Iterator[Compressing]:
 def test_what_is_there_is_looked_at_by_the_caller(
     gang: Compressing, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
-    """Nothing is compressed and nothing sent to find that out."""
+    """The check for an existing object neither compresses nor sends anything."""
     gang.write(1, weights(9 * MIB))
     stored = gang.compress(1, 0)
     gang.tier = proxied
@@ -72,7 +72,9 @@ def test_what_is_there_is_looked_at_by_the_caller(
 def test_bytes_that_went_bad_on_the_node_are_not_stored(
     gang: Compressing, server: StoreServer, store: StoreConfig
 ) -> None:
-    """In the last of several parts: what was sent before is not left in the store."""
+    """The last of several parts has the wrong bytes. The parts that were sent before are removed from
+    the store.
+    """
     gang.write(1, weights(23 * MIB))
     reader = gang.readers[1, 0]
     flip_bit(Path(os.readlink(f"/proc/self/fd/{reader.fd}")), 4096 + 22 * MIB)
@@ -83,13 +85,16 @@ def test_bytes_that_went_bad_on_the_node_are_not_stored(
     assert client.list_uploads(key_of(store, gang.ref(1, 0)))[0] == ()
 
 
-# ------------------------------------------------------------------ who holds which bytes, how long
+# ------------------------------------------------------------------ memory of uploads
 
 
 @contextlib.contextmanager
 def memory() -> Iterator[Callable[[], tuple[int, int]]]:
-    """Bytes that are held now, and at most until now. Without the collector, which frees cycles when it
-    likes: what is let go of is free at once."""
+    """Return a function for the bytes that are allocated now, and their peak.
+
+    The garbage collector is disabled, because it frees cycles at unpredictable times: memory counts as free
+    only if no reference is left.
+    """
     gc.disable()
     tracemalloc.start()
     try:
@@ -100,8 +105,10 @@ def memory() -> Iterator[Callable[[], tuple[int, int]]]:
 
 
 def four_wait(then: Callable[[int], object]) -> Callable[[int], None]:
-    """A throttle that lets none of four parts go before all four are made and wait. `then` is called by
-    each of them, with how many fours there were before."""
+    """Return a throttle that delays the first eight parts until groups of four wait.
+
+    Each of them then calls `then` with the number of earlier groups.
+    """
     waiting, begun = threading.Barrier(4), itertools.count()
 
     def throttle(_length: int) -> None:
@@ -121,7 +128,9 @@ def four_at_once(store: StoreConfig) -> StoreConfig:
 def test_what_waits_for_the_store_is_bounded(
     gang: Compressing, server: StoreServer, store: StoreConfig, vanishes: bool
 ) -> None:
-    """Also when somebody else aborts the upload while four parts wait, and four wait once more."""
+    """The bound also holds when another client aborts the upload while four parts wait, and four more
+    must wait.
+    """
     gang.write(1, payload(96 * MIB))
     key, client = key_of(store, gang.ref(1, 0)), S3Client(store, server.credentials)
     aborted: list[str] = []
@@ -143,7 +152,9 @@ def test_what_waits_for_the_store_is_bounded(
 
 
 class Lingering(ThreadPoolExecutor):
-    """Workers that refer to each call and its result for ever, as one does until it gets the processor."""
+    """Workers that keep references to each call and its result, as a thread does that has not yet been
+    scheduled.
+    """
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -159,7 +170,7 @@ class Lingering(ThreadPoolExecutor):
 def test_the_bytes_of_a_part_that_was_sent_are_free_before_the_next_is_made(
     gang: Compressing, server: StoreServer, store: StoreConfig, vanishes: bool
 ) -> None:
-    """Also while the threads that sent them have not returned yet."""
+    """The bytes are also free while the threads that sent them have not returned."""
     gang.write(1, payload(96 * MIB))
     reader = gang.readers[1, 0]
     key, client = key_of(store, gang.ref(1, 0)), S3Client(four_at_once(store), server.credentials)
@@ -183,7 +194,9 @@ def test_the_bytes_of_a_part_that_was_sent_are_free_before_the_next_is_made(
 def test_an_upload_that_failed_holds_nothing(
     gang: Compressing, server: StoreServer, store: StoreConfig
 ) -> None:
-    """It is tried again later, for as long as the store is away."""
+    """The upload is retried as long as the store is unavailable, so it must not keep memory between
+    attempts.
+    """
     gang.write(1, payload(96 * MIB))
 
     def fail(_before: int) -> None:
@@ -261,8 +274,9 @@ def test_an_upload_gets_over_it(
 def test_an_upload_that_was_killed_goes_on(
     gang: Compressing, server: StoreServer, store: StoreConfig, proxy: HostileProxy
 ) -> None:
-    """kill -9 in the third part: what comes out of the compressor is the same again, so that the first
-    two are not sent again."""
+    """SIGKILL arrives in the third part. Compression is deterministic, so the first two parts are not
+    sent again.
+    """
     gang.write(1, weights(24 * MIB))
     config = replace(
         server.config(store.prefix, endpoint=proxy.endpoint), part_size_mib=5, max_concurrency=1
@@ -275,7 +289,7 @@ def test_an_upload_that_was_killed_goes_on(
     stored = gang.compress(1, 0)
     gang.tier.close()
     body = stored.stored_bytes + len(pack_index(stored)) - 10 * MIB
-    assert body <= sum(sent) < body + 10_000  # and the words that complete the upload
+    assert body <= sum(sent) < body + 10_000  # the rest is the request that completes the upload
     gang.tier = s3_tier(store, server.credentials)
     gang.assert_comes_back(1, 0)
     gang.tier.close()
@@ -284,8 +298,11 @@ def test_an_upload_that_was_killed_goes_on(
 def test_parts_of_another_attempt_are_not_mixed_in(
     gang: Compressing, server: StoreServer, store: StoreConfig
 ) -> None:
-    """One that did not compress, or another release of zstd: parts as long as these, and more of them.
-    The one part that is the same is kept."""
+    """The other attempt did not compress, or used another release of zstd. It left more parts, of equal
+    lengths.
+
+    Only the one part with equal bytes is kept.
+    """
     gang.write(1, weights(24 * MIB))
     alone = gang.compress(1, 0)
     key, client = key_of(store, gang.ref(1, 0)), S3Client(store, server.credentials)
@@ -304,7 +321,7 @@ def test_parts_of_another_attempt_are_not_mixed_in(
     assert gang.compress(1, 0) == alone
     assert client.list_uploads(key)[0] == ()
     body = alone.stored_bytes + len(pack_index(alone)) - 5 * MIB
-    assert body <= sum(sent) < body + 10_000  # and the words that complete the upload
+    assert body <= sum(sent) < body + 10_000  # the rest is the request that completes the upload
     gang.assert_comes_back(1, 0)
     gang.tier.close()
 
@@ -317,7 +334,7 @@ def test_of_two_that_are_made_at_the_same_time_the_first_stays(
     server: StoreServer,
     store: StoreConfig,
 ) -> None:
-    """Another attempt, which does not compress, is done when this one completes."""
+    """Another attempt, without compression, completes just before this one."""
     gang.write(1, weights(23 * MIB))
     alone = gang.alone(1, 0)
 
@@ -328,7 +345,8 @@ def test_of_two_that_are_made_at_the_same_time_the_first_stays(
 
     proxy.add(other_wins, Answer(500))
     gang.tier = proxied
-    # One server refuses; the other says yes, and what is there then is not what was sent.
+    # One server refuses. The other reports success, although the stored object is not the one that was
+    # sent.
     with pytest.raises((AlreadyExistsError, UnavailableError), match=r"expected \d+ bytes"):
         gang.compress(1, 0)
     with pytest.raises(AlreadyExistsError, match="expected nothing"):

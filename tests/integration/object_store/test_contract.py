@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def objects(server: StoreServer, store: StoreConfig, quick: Retrier) -> Iterator[ObjectStore]:
-    """A bucket without objects."""
+    """Return a bucket without objects."""
     bucket = f"contract-{secrets.token_hex(6)}"
     server.admin().make_bucket(bucket)
     found = s3_store(replace(store, bucket=bucket), server.credentials, retrier=quick)
@@ -30,8 +30,8 @@ def objects(server: StoreServer, store: StoreConfig, quick: Retrier) -> Iterator
 
 
 class TestObjectStores(ObjectStoreContract):
-    """Every S3 server."""
+    """The contract of object stores, for every S3 server."""
 
 
 class TestObjectTiers(ObjectTierContract):
-    """The object tier in every S3 server."""
+    """The contract of object tiers, for every S3 server."""

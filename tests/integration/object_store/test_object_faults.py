@@ -1,4 +1,4 @@
-"""The object tier and a store that fails, lies and loses (faults F46-F63)."""
+"""The object tier and a store that fails, returns wrong data and loses data (faults F46-F63)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ LIST = on("GET", query="list-type=2")
 
 @dataclass
 class Bench:
-    """Two shards on disk and ways to look at the store behind the proxy's back."""
+    """Two shards on disk, and direct access to the store without the proxy."""
 
     server: StoreServer
     tier: ObjectTier
@@ -89,7 +89,7 @@ class Bench:
         return self.whole if kind == "whole" else self.parts
 
     def is_stored(self, reader: DiskShardReader) -> bool:
-        """By another way, verified to the last byte."""
+        """Return whether a direct download of the shard succeeds. The download verifies every byte."""
         try:
             self.honest.download_shard(NAMESPACE, reader.record.ref, self.writers())
         except NotFoundError:
@@ -247,8 +247,10 @@ def test_a_store_that_keeps_no_checksum_is_not_trusted(bench: Bench) -> None:
 
 
 class Rotation:
-    """Keys in files, as a mounted Secret; the store ends the old ones when `matches` is asked about
-    the `at`-th request of its kind, which is on its way with them (F59)."""
+    """Credentials in files, as in a mounted Secret, which are replaced during a request (F59).
+
+    The store revokes the old credentials while the first request of a kind is on its way with them.
+    """
 
     def __init__(self, directory: Path, server: StoreServer, prefix: str) -> None:
         self.directory = directory
@@ -270,7 +272,7 @@ class Rotation:
         self.rotated += 1
 
     def within(self, kind: Matches) -> Matches:
-        """Matches nothing; rotates when the first request of this kind has arrived."""
+        """Return a condition that never matches, and rotates the keys at the first request of this kind."""
 
         def matches(seen: Seen) -> bool:
             if kind(seen) and self.rotated == 1:
@@ -333,7 +335,7 @@ def test_f59_a_refusal_of_keys_that_is_no_403(
 
 
 def asks_for_byte(position: int) -> Matches:
-    """Ranged GETs that include this byte of the object."""
+    """Match ranged GETs that include this byte of the object."""
 
     def matches(seen: Seen) -> bool:
         first, _, last = seen.headers.get("range", "").removeprefix("bytes=").partition("-")
@@ -365,7 +367,7 @@ READS: list[tuple[str, Matches, Action]] = [
     ("matches", "action"), [case[1:] for case in READS], ids=[case[0] for case in READS]
 )
 def test_a_download_gets_over_it(bench: Bench, matches: Matches, action: Action) -> None:
-    """And what is wrong is asked for again alone: the writer never sees it."""
+    """Only the wrong range is requested again, and the writer does not see it."""
     bench.honest.upload_shard(NAMESPACE, bench.parts)
     fault = bench.proxy.add(matches, action)
     record, writers = bench.parts.record, bench.writers()
@@ -430,7 +432,7 @@ def test_f52_bytes_that_are_wrong_twice_are_corrupt(
 
 
 def test_a_download_that_fails_leaves_no_thread_at_work(bench: Bench) -> None:
-    """Else a range that is still under way would write into memory that has another use."""
+    """Otherwise a range that is still in progress would write into memory that has another use."""
     bench.honest.upload_shard(NAMESPACE, bench.parts)
     bench.proxy.add(FIRST_RUN, Answer(403, "AccessDenied"), FOREVER)
     with pytest.raises(AccessDeniedError):
@@ -544,7 +546,7 @@ def test_huge_xml_is_refused(bench: Bench, body: bytes, status: int) -> None:
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_is_never_followed(bench: Bench, status: int) -> None:
-    """It would take signed requests, and bytes, to wherever it points."""
+    """Following a redirect would send signed requests and data to an unknown server."""
     with HostileProxy(bench.server.endpoint) as elsewhere:
         location = f"http://{elsewhere.endpoint}/holdfast/x"
         answer = Answer(status, "TemporaryRedirect", location=location)

@@ -1,4 +1,4 @@
-"""The probe says what is wrong with a store in its own words, and leaves nothing behind."""
+"""The probe reports what is wrong with a store, and leaves no objects behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An upload that was interrupted goes on where it stopped, and sends no byte twice that arrived."""
+"""An interrupted upload resumes where it stopped, and sends no byte again that has arrived."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Bench:
         return self.client.list_uploads(self.key)[0]
 
     def arrived(self) -> int:
-        """Bytes of the parts that the store holds."""
+        """Return the number of bytes of the parts that the store holds."""
         parts = [self.client.list_parts(self.key, u.upload_id) for u in self.unfinished()]
         return sum(part.size_bytes for of_one in parts for part in of_one)
 
@@ -103,7 +103,9 @@ class Bench:
         ).checked()
 
     def assert_stored(self, directory: Path) -> None:
-        """Verified to the last byte, and nothing unfinished left."""
+        """Assert that the shard is stored, verified to the last byte, and that no unfinished upload is
+        left.
+        """
         directory.mkdir()
         ref = self.reader.record.ref
         assert self.tier.download_shard(NAMESPACE, ref, CopyWriters(directory)) == (
@@ -126,7 +128,7 @@ def bench(
 
 
 KILLS: list[tuple[str, Matches, Action, int]] = [
-    # name, what is held when the process dies, how many parts have arrived by then
+    # name, request at which the process dies, its action, number of parts that have arrived by then
     ("begin", CREATE, Hang(), 0),
     *((f"part-{k}", part(k), FreezeRequest(3 * MIB), k - 1) for k in range(1, PARTS)),
     (f"part-{PARTS}", part(PARTS), FreezeRequest(1000), PARTS - 1),
@@ -180,10 +182,10 @@ def test_four_parts_in_flight_when_the_process_dies(
 def test_an_upload_stays_to_be_gone_on_with_when_the_tier_is_closed(
     tmp_path: Path, bench: Bench, server: StoreServer
 ) -> None:
-    """While the first part is on its way and the others wait for the only worker."""
+    """The tier is closed while the first part is being sent and the others wait for the only worker."""
 
     def throttle(_length: int) -> None:
-        # By the worker itself: what waits is cancelled, then it cannot wait for its own end.
+        # The worker itself closes the tier: the waiting parts are cancelled, then it cannot join itself.
         with contextlib.suppress(RuntimeError):
             tier.close()
 
@@ -198,7 +200,7 @@ def test_an_upload_stays_to_be_gone_on_with_when_the_tier_is_closed(
 
 
 class Closing(FileCopyWriter):
-    """Closes the tier when the first piece has come."""
+    """Closes the tier when the first piece has arrived."""
 
     def __init__(self, tier: ObjectTier, path: Path, ref: ShardRef, file_bytes: int) -> None:
         super().__init__(path, ref, file_bytes)
@@ -212,7 +214,7 @@ class Closing(FileCopyWriter):
 def test_downloads_end_when_the_tier_is_closed(
     tmp_path: Path, bench: Bench, server: StoreServer
 ) -> None:
-    """While other ranges wait for the only worker."""
+    """The tier is closed while other ranges wait for the only worker."""
     bench.tier.upload_shard(NAMESPACE, bench.reader)
     ref = bench.reader.record.ref
     config = replace(bench.store, max_concurrency=1)
@@ -232,7 +234,7 @@ def test_downloads_end_when_the_tier_is_closed(
 
 
 def ended_with(call: Callable[[], object]) -> UnavailableError | None:
-    """What it raised, if it ended within a minute."""
+    """Return the UnavailableError that the call raised. Return None if it raised none within a minute."""
     raised: list[UnavailableError] = []
 
     def run() -> None:
@@ -292,7 +294,7 @@ def test_the_upload_that_has_most_is_taken_and_the_others_are_ended(
 def test_an_upload_that_the_store_interrupted_goes_on(
     tmp_path: Path, bench: Bench, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
-    """The store refuses one part for longer than the budget; the sidecar tries again later."""
+    """The store refuses one part until the retries are exhausted. The sidecar tries again later."""
     fault = proxy.add(part(PARTS), Answer(503, "SlowDown"), 5)
     with pytest.raises(UnavailableError, match="given up after 5"):
         proxied.upload_shard(NAMESPACE, bench.reader)
@@ -306,7 +308,7 @@ def test_an_upload_that_the_store_interrupted_goes_on(
 def test_an_upload_that_was_taken_over_and_cannot_be_completed_is_given_up(
     tmp_path: Path, bench: Bench, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
-    """Else a store that cannot put these parts together would be asked to for ever."""
+    """Otherwise every retry would fail in a store that cannot assemble these parts."""
     upload_id = bench.client.create_upload(bench.key)
     bench.leave_part(upload_id, 1, bench.part_bytes(1))
     proxy.add(COMPLETE, Answer(500, "InternalError"), 5)

@@ -1,7 +1,7 @@
-"""A store that is bad all the time, a little: what is committed is readable, what is read is right.
+"""A store with rare random faults: committed objects stay readable, and reads return the right bytes.
 
-Faults hit each request with a probability (seeded; threads still take turns as they like, so a
-seed names a mixture, not a sequence).
+Each request fails with a probability. The seed determines the mixture of faults but not their sequence,
+which depends on the scheduling of threads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIB = 1 << 20
 NAMESPACE = "team-a"
 SIZES = [300_000] * 6 + [11 * MIB] * 3
 TRIES = 20
-"""Of the caller, as the sidecar tries again; each is five attempts an operation."""
+"""Attempts by the caller, which retries as the sidecar does. Each makes up to five attempts per operation."""
 
 
 def conditional_put(seen: Seen) -> bool:
@@ -107,7 +107,7 @@ def test_nothing_committed_is_unreadable_and_nothing_wrong_is_returned(
                     NAMESPACE, JOB_UID, c, d
                 )
             )
-            # Committed: the store itself, asked without the proxy, has it whole.
+            # After the commit, the store itself, without the proxy, holds the whole object.
             assert tier.get_manifest(NAMESPACE, JOB_UID, checkpoint) == document
             assert copy_of(tier, ref, folder / "honest") == truth
             for attempt in range(3):

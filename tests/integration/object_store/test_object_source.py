@@ -1,4 +1,4 @@
-"""Ranges of a shard in a real store: only what is asked for is fetched, and nothing is believed."""
+"""Ranges of a shard in a real store: only the requested bytes are fetched, and all bytes are verified."""
 
 from __future__ import annotations
 

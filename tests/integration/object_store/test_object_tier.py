@@ -1,4 +1,4 @@
-"""The object tier against a real, honest MinIO."""
+"""The object tier against a real MinIO without injected faults."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def keys_below(server: StoreServer, prefix: str) -> list[str]:
 
 
 def unfinished(client: S3Client, tier_prefix: str, ref: ShardRef) -> int:
-    """Uploads of exactly this shard that were begun and not ended."""
+    """Return the unfinished uploads of exactly this shard."""
     key = (
         f"{tier_prefix}/{NAMESPACE}/{ref.job_uid}/shards/s{ref.step:012d}/r{ref.round:06d}/"
         f"rank{ref.rank:06d}-{ref.blake3[3:19]}.shard"
@@ -104,7 +104,7 @@ def test_something_else_under_the_key_is_never_overwritten(
 def test_a_shard_that_went_bad_on_the_node_is_not_stored(
     tmp_path: Path, tier: ObjectTier, server: StoreServer, store: StoreConfig, size: int
 ) -> None:
-    """The store refuses the bytes, because the checksum is that of the tensors."""
+    """The store refuses the bytes, because the checksum in the request is that of the original tensors."""
     with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
         (path,) = tmp_path.iterdir()
         flip_bit(path, 4096 + 1000)
@@ -118,7 +118,7 @@ def test_a_shard_that_went_bad_on_the_node_is_not_stored(
 def test_a_shard_that_is_another_one_is_refused(
     tmp_path: Path, tier: ObjectTier, server: StoreServer, store: StoreConfig
 ) -> None:
-    """Right name, wrong rank inside: a misdirected write (F29)."""
+    """The file has the right name but contains another rank's shard, as after a misdirected write (F29)."""
     with write_shard(tmp_path, shard_header(1000, rank=1), os.urandom(1000)) as reader:
         tier.upload_shard(NAMESPACE, reader)
         ref = reader.record.ref
@@ -201,7 +201,7 @@ WRITERS = 8
 
 
 def race(action: Callable[[int], object]) -> list[object]:
-    """Results or errors of 8 writers that begin at once."""
+    """Return the results or errors of 8 writers that start together."""
     start = threading.Barrier(WRITERS)
 
     def run(number: int) -> object:

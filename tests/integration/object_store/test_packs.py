@@ -1,4 +1,4 @@
-"""Packs against real stores: every rank's bits come back, from wherever they are stored."""
+"""Packs in real stores: every rank's bits are restored, regardless of which object stores them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def replicas(tmp_path: Path, tier: ObjectTier) -> Iterator[Replicas]:
 
 
 def go_bad(server: StoreServer, key: str, tmp_path: Path) -> None:
-    """A bit of an object flips."""
+    """Flip a bit of an object."""
     server.admin().fget_object(server.bucket, key, str(tmp_path / "bad"))
     flip_bit(tmp_path / "bad", 1000)
     server.admin().fput_object(server.bucket, key, str(tmp_path / "bad"))
@@ -47,7 +47,7 @@ def go_bad(server: StoreServer, key: str, tmp_path: Path) -> None:
 def test_replicas_store_the_common_part_once_and_each_comes_back(
     replicas: Replicas, server: StoreServer, store: StoreConfig
 ) -> None:
-    """Several parts; the last chunk is short; every rank has some bytes of its own."""
+    """The shards have several parts and a short last chunk, and every rank has some bytes of its own."""
     common = payload(21 * MIB)
     replicas.write(1, *(common + bytes([rank]) * 1001 for rank in range(3)))
     sizes = [replicas.upload(1, rank) for rank in range(3)]
@@ -60,7 +60,7 @@ def test_replicas_store_the_common_part_once_and_each_comes_back(
 def test_ranges_of_packs_are_read_where_they_are_stored(
     replicas: Replicas, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:
-    """Runs over several owners and the checkpoint before; no source is asked that is not needed."""
+    """The ranges span several ranks and the previous checkpoint. Only the needed objects are requested."""
     frozen = payload(18 * MIB)
     for step, base in ((1, None), (2, 1)):
         replicas.write(step, *(frozen + payload(2 * MIB + 100, seed=step) for _ in range(3)))
@@ -116,7 +116,7 @@ def test_a_replica_that_diverged_comes_back_as_it_was(replicas: Replicas) -> Non
 
 
 def test_a_frozen_base_is_stored_once(replicas: Replicas) -> None:
-    """Alone, so that only the checkpoint before can have it; and the one before that."""
+    """With one rank, each step can refer only to earlier checkpoints: the previous one and the one before."""
     frozen = payload(18 * MIB)
     sent = []
     for step, base in ((1, None), (2, 1), (3, 2)):
@@ -164,7 +164,7 @@ def test_bytes_that_went_bad_on_the_node_are_not_stored(
 def test_an_upload_that_was_killed_goes_on(
     replicas: Replicas, server: StoreServer, store: StoreConfig, proxy: HostileProxy, tmp_path: Path
 ) -> None:
-    """kill -9 in the third of five parts: the first two are not sent again."""
+    """SIGKILL arrives in the third of five parts. The first two are not sent again."""
     common = payload(44 * MIB)
     replicas.write(1, common, common)
     one, two = replicas.trailer(1, 0), replicas.trailer(1, 1)
@@ -183,7 +183,7 @@ def test_an_upload_that_was_killed_goes_on(
     again.upload_pack(NAMESPACE, reader, index)
     again.close()
     body = index.stored_bytes + tail.stat().st_size - 10 * MIB
-    assert body <= sum(sent) < body + 10_000  # and the words that complete the upload
+    assert body <= sum(sent) < body + 10_000  # the rest is the request that completes the upload
     client = S3Client(store, server.credentials)
     assert client.list_uploads(key_of(store, reader.record.ref))[0] == ()
     replicas.upload(1, 1)

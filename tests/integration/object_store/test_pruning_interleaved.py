@@ -1,5 +1,7 @@
-"""A commit that refers to an earlier checkpoint, while somebody deletes that: request by request, in any
-order, either of them killed at any point. What exists can be restored; what nobody needs goes.
+"""A commit refers to an earlier checkpoint while another process deletes that checkpoint.
+
+The requests of the two are interleaved in any order, and either may be killed at any request. Existing
+checkpoints must stay restorable, and objects that no checkpoint needs must be deleted.
 """
 
 from __future__ import annotations
@@ -42,12 +44,15 @@ _turn = threading.Condition()
 
 
 class Killed(Exception):
-    """The process is gone: it asks the store for nothing more."""
+    """The process is dead and sends no more requests to the store."""
 
 
 @dataclass
 class Turns:
-    """Who may ask the store next; when that one has ended, whoever wants to."""
+    """The order of requests to the store. The turns of a process that has ended are skipped.
+
+    After the schedule is exhausted, the order is free.
+    """
 
     schedule: list[str]
     ended: set[str] = field(default_factory=set)
@@ -73,9 +78,9 @@ class Turns:
 
 
 class TurnTaker:
-    """ObjectStore of one process: each call waits for its turn; after `lives` calls the process is dead.
+    """ObjectStore of one process. Each call waits for its turn; after `lives` calls the process is dead.
 
-    Deletes are one call for each key, so that another process may come between two of them.
+    Each key is deleted with a separate call, so that another process can act between two deletes.
     """
 
     def __init__(self, inner: ObjectStore, who: str, turns: Turns, lives: int = 10_000) -> None:
@@ -130,7 +135,9 @@ class TurnTaker:
 def readers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[CheckpointId, DiskShardReader]]:
-    """One rank, 20 chunks. BASE has all but two from FIRST, NEXT all but one from BASE or FIRST."""
+    """Return shards of one rank with 20 chunks. BASE shares all but two with FIRST, NEXT all but one
+    with BASE.
+    """
     directory = tmp_path_factory.mktemp("shards")
     first = payload(20 * CHUNK)
     base = payload(2 * CHUNK, seed=1) + first[2 * CHUNK :]
@@ -145,7 +152,7 @@ def readers(
 
 
 class Store:
-    """One prefix with FIRST and BASE in it."""
+    """A prefix of a store that contains FIRST and BASE."""
 
     def __init__(
         self, objects: ObjectStore, readers: dict[CheckpointId, DiskShardReader], directory: Path
@@ -178,7 +185,7 @@ class Store:
             tier.upload_pack(NAMESPACE, self.readers[checkpoint], index)
 
     def commit(self, tier: ObjectTier, checkpoint: CheckpointId) -> bool:
-        """As the coordinator does it, from what the rank has told it."""
+        """Commit as the coordinator does with the rank's report."""
         record = self.readers[checkpoint].record
         shard = ManifestShard(
             Rank(0), record.header.payload_bytes, record.blake3, record.chunk_table
@@ -207,7 +214,7 @@ class Store:
 
 
 def delete(tier: ObjectTier, checkpoints: list[CheckpointId]) -> None:
-    """As a coordinator that knows of nothing that is on its way."""
+    """Delete and sweep as a coordinator that has no record of uploads in progress."""
     for checkpoint in checkpoints:
         tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
     tier.sweep(NAMESPACE, JOB_UID, RestartRound(0), timedelta(0), tuple)
@@ -239,7 +246,7 @@ def test_a_commit_that_nobody_heard_of_is_repeated_although_its_base_went(
 def test_a_coordinator_that_does_not_know_that_it_was_deposed_commits_after_a_sweep(
     place: Store,
 ) -> None:
-    """Its successor knows nothing of what is on its way: what was written lately stays."""
+    """Its successor has no record of its upload. The sweep keeps objects that were written recently."""
     place.upload(place.honest, NEXT, BASE)
     swept = place.honest.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(hours=1), tuple)
     assert swept == frozenset()
@@ -270,8 +277,11 @@ def test_two_deleters_and_a_commit_between(
     readers: dict[CheckpointId, DiskShardReader],
     tmp_path: Path,
 ) -> None:
-    """While one deletes FIRST, NEXT, which needs it, is committed, and BASE, which vouched for it,
-    deleted: the references that the first deleter saw in its list are gone when it reads them."""
+    """One process deletes FIRST. Another commits NEXT, which needs FIRST, and deletes BASE, which refers to
+    FIRST.
+
+    The first process has listed the references of BASE, but they are deleted before it reads them.
+    """
     for requests in range(12):
         place = Store(objects, readers, tmp_path)
         turns = Turns(["deleter"] * requests + ["other"] * 100)
@@ -303,7 +313,7 @@ def play(
     doomed: list[CheckpointId],
     killed_after: tuple[int | None, int | None] = (None, None),
 ) -> None:
-    """An upload of NEXT beside a delete, and everything that must hold afterwards."""
+    """Upload NEXT and delete `doomed` concurrently, then assert everything that must hold."""
     turns = Turns(list(schedule))
 
     def party(who: str, work: Callable[[ObjectTier], object], lives: int | None) -> object:

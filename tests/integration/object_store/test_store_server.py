@@ -1,4 +1,4 @@
-"""The test server itself: a missing binary fails a test with the remedy, and a kill keeps data."""
+"""The test server itself: a missing binary fails a test with the remedy, and data survives a kill."""
 
 from __future__ import annotations
 

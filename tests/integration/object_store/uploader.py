@@ -1,7 +1,8 @@
-"""Child of the kill tests: uploads one shard file, or a pack of it, and says so.
+"""Child of the kill tests: uploads one shard file, or a pack of it, and reports the end.
 
 usage: uploader.py STORE_CONFIG_JSON SHARD_FILE REF_JSON [INDEX_FILE [WIDTH]]
-A width: all chunks, compressed.
+
+With a WIDTH, all chunks are compressed.
 """
 
 from __future__ import annotations
