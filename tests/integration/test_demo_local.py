@@ -1,4 +1,4 @@
-"""`make demo-local`, and again after it was interrupted in the middle."""
+"""`make demo-local`, and a second run after it was interrupted in the middle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
-    """The demo without a terminal, its output in a file beside the folder."""
+    """Start the demo without a terminal. Its output goes to a file beside the folder."""
     command = [sys.executable, "-m", "demo", "local", "--folder", str(folder)]
     command += ["--steps", str(STEPS), "--picture", str(folder.parent / "demo.png")]
     with output_of(folder).open("wb") as output:
@@ -53,7 +53,7 @@ def text_of(folder: Path) -> str:
 
 
 def interrupt_in_the_middle(folder: Path, with_signal: signal.Signals) -> int:
-    """After the first failure of the story, while the job recovers from it."""
+    """Interrupt the demo after its first failure, while the job recovers."""
     process = start(folder)
     try:
         until(
@@ -92,7 +92,7 @@ def test_it_completes_after_it_was_interrupted_and_after_it_was_killed(folder: P
 
 
 def assert_phases_add_up(output: str) -> None:
-    """In the table at the end, as it is printed."""
+    """Assert that the phases in the printed table at the end add up to their totals."""
     table = output.partition("What was lost, and what it cost")[2].partition("  rank 0:")[0]
     totals: list[float] = []
     sums: list[float] = []
@@ -107,7 +107,7 @@ def assert_phases_add_up(output: str) -> None:
 
 
 def test_a_second_demo_in_the_same_folder_is_refused(folder: Path) -> None:
-    """It would delete the files of the first one under its processes."""
+    """A second demo would delete the files of the first one while it runs."""
     first = start(folder)
     try:
         until(lambda: memory_of(folder).exists(), "the first demo to begin")

@@ -1,4 +1,4 @@
-"""docs/install.md: its commands in a fresh environment, and its script killed and run again."""
+"""docs/install.md: its commands in a fresh environment, and its script, which is killed and run again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def run_as_written(commands: str, environment: Path, dist: Path) -> None:
-    """In a fresh virtual environment. torch is left out: it is large, and not ours."""
+    """Run the commands in a virtual environment, without torch, which is large and not under test."""
     for line in commands.strip().splitlines():
         text = shlex.split(line.replace("[torch]", ""))
         text = [str(dist) if word == "dist" else word for word in text]
@@ -41,7 +41,7 @@ def run_as_written(commands: str, environment: Path, dist: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [0, 1], ids=["from the checkout", "from wheels"])
 def test_the_commands_install_the_sdk(tmp_path: Path, number: int) -> None:
-    """No index knows our members: both have to come from here."""
+    """No package index has our packages, so both must be installed from here."""
     environment = tmp_path / "fresh"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     run_as_written(

@@ -1,7 +1,7 @@
-"""The status of a whole job, from the first step to Complete, whichever calls its script uses.
+"""The status of a whole job, from the first step to Complete, for each API that its script may use.
 
-The gang is real: launchers, ranks and sidecars as processes, the operator's decisions over them. Only
-the cluster is played.
+The gang consists of real processes: launchers, ranks and sidecars. The operator's decisions are real, and
+only the cluster is simulated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast_core.api import JobCondition, JobPhase
 from holdfast_core.names import pod_name
 
 STEPS = 43
-"""No multiple of the interval of 10: the last step is saved because it is the last."""
+"""Not a multiple of the interval of 10, so step 43 is saved only because it is the last."""
 
 SET_UP = """
 import time

@@ -1,4 +1,4 @@
-"""A real API server with our CRDs; the operator runs as a process, the tests play the kubelet."""
+"""A real API server with our CRDs. The operator runs as a process, and the tests act as the kubelet."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _established(plane: ControlPlane, path: str) -> bool:
 def empty_bed(
     control_plane: ControlPlane, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[OperatorBed]:
-    """A namespace without a job, for which no operator runs yet."""
+    """Return a namespace without a job and without a running operator."""
     namespace = f"t{abs(hash(request.node.name)) % 10**8}"
     control_plane.create_namespace(namespace)
     kubelet = PlayedKubelet(control_plane, namespace)
@@ -59,7 +59,7 @@ def empty_bed(
 
 @pytest.fixture
 def bed(empty_bed: OperatorBed) -> OperatorBed:
-    """A job that trains in round 0, with a running operator."""
+    """Return a job that trains in round 0, with a running operator."""
     empty_bed.start_operator()
     empty_bed.train()
     return empty_bed

@@ -113,7 +113,7 @@ def test_a_requested_checkpoint_becomes_a_record(bed: OperatorBed) -> None:
 
 
 def test_a_deleted_checkpoint_whose_job_is_gone_does_not_hang(empty_bed: OperatorBed) -> None:
-    """Neither one that was deleted while no operator ran, nor one that is deleted later."""
+    """One checkpoint is deleted while no operator runs, the other one later."""
     for name in ("gpt-one", "gpt-two"):
         empty_bed.plane.request(
             "POST",
@@ -158,7 +158,7 @@ def test_a_quota_that_refuses_pods_reaches_status_and_events(empty_bed: Operator
     )
     assert "exceeded quota: pods" in refused["message"]
     events = f"/api/v1/namespaces/{empty_bed.namespace}/events"
-    empty_bed.until(  # Events follow the status
+    empty_bed.until(  # the Event is created after the status
         "its Event",
         lambda: any(
             e["reason"] == "CreateRefused" for e in empty_bed.plane.request("GET", events)["items"]
@@ -240,7 +240,7 @@ def test_a_job_that_cannot_be_read_is_not_changed(bed: OperatorBed) -> None:
         try:
             bed.plane.request("PUT", path, {**job, "status": {**job["status"], "phase": phase}})
         except ControlPlaneError:
-            return False  # a conflict, or the new schema is not served yet
+            return False  # a conflict, or the new schema is not in use yet
         return True
 
     try:

@@ -1,4 +1,4 @@
-"""Every recipe of docs/recipes.md, as it stands there: run through, and killed and run again."""
+"""Every recipe of docs/recipes.md, unchanged: run without interruption, and killed and run again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recipes() -> list[Recipe]:
 
 
 def run(recipe: Recipe, folder: Path, kill_after: int = 0) -> tuple[int, dict[str, str], int]:
-    """Exit code, digest by rank, and the optimizer steps that this run did."""
+    """Return the exit code, the digest of each rank, and the number of optimizer steps of this run."""
     folder.mkdir(exist_ok=True)
     shutil.copy(WRAPPED, folder / "train.py")
     (folder / "recipe.py").write_text(recipe.code)

@@ -1,7 +1,7 @@
-"""Run recipe.py as a script, kill it after KILL_AFTER optimizer steps, and print what it ended with.
+"""Run recipe.py as a script, kill it after KILL_AFTER optimizer steps, and print its final state.
 
-Saves become durable in the background, and these scripts do thousands of steps in the time of one
-commit. The process is therefore killed when the save of step SAVED has become durable.
+Saves become durable in the background, and these scripts do thousands of steps in the time of one commit.
+The process is therefore killed only when the save of step SAVED has become durable.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""One rank of the gang of test_reshard_gangs: plays every scenario, phase by phase.
+"""One rank of the gang of test_reshard_gangs, which runs every scenario, phase by phase.
 
-In each phase the first ranks of the gang fork a process each, which knows torch already. They form a
-world, build the model cut in a way, restore what the phase before saved (other ranks, cut otherwise),
-compare all of it bit by bit with an unsharded reference that every process computes for itself, train
-a step and save.
+In each phase the first ranks of the gang fork one process each, which has already imported torch. These
+processes form a world, build the model with a sharding, restore what the previous phase saved with another
+number of ranks or another sharding, compare all of it bit by bit with an unsharded reference that every
+process computes itself, train a step and save.
 
-Gradients are given, not computed: what a step does to each element then does not depend on how the
-tensor is cut, so that the reference is exact.
+Gradients are random numbers instead of results of a backward pass. The effect of a step on an element then
+does not depend on the sharding, so that the reference is exact.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ import holdfast
 
 
 class Model(nn.Module):
-    """Nothing here divides by the numbers of ranks: parts are uneven, and some are empty."""
+    """A model with sizes that are not divisible by the numbers of ranks: parts are uneven, and some are
+    empty.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,12 +73,12 @@ def built(kind: str, world: int) -> nn.Module:
 
 
 def tensor_parallel(model: Model, mesh: Any) -> nn.Module:
-    """`up` is cut on dimension 0, `down` on dimension 1; the rest is whole on every rank."""
+    """Shard `up` on dimension 0 and `down` on dimension 1. The rest is replicated."""
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def part(full: torch.Tensor, holder: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `full`, cut as `holder` is: the last mesh dimension was cut first."""
+    """Return this rank's part of `full`, sharded as `holder` is. The last mesh dimension is applied first."""
     if not isinstance(holder, DTensor):
         return full
     where = holder.device_mesh.get_coordinate()
@@ -111,7 +113,7 @@ class Reference:
         self.steps = 0
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """One step of both, with the same gradients."""
+        """Do one step of both models with the same gradients."""
         generator = torch.Generator().manual_seed(self.steps)
         others = dict(plain(model).named_parameters())
         for name, parameter in self.model.named_parameters():
@@ -149,7 +151,9 @@ def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def play(phase: Phase, before: Phase | None, rank: int, folder: Path, reference: Reference) -> None:
-    torch.manual_seed(7)  # not the reference's: nothing of it comes by chance
+    torch.manual_seed(
+        7
+    )  # differs from the reference's seed, so that equal values must have been restored
     uncut = Model()
     torch.manual_seed(7)
     model = built(phase.kind, phase.world)
@@ -203,7 +207,7 @@ def main(folder: Path, rank: int, done: Callable[[str], None]) -> None:
             continue
         for number, phase in enumerate(phases):
             if rank >= phase.world:
-                continue  # waits for the others where it has a part again
+                continue  # idle until a phase includes this rank again
             child = os.fork()
             if child == 0:
                 faulthandler.dump_traceback_later(100, exit=True)

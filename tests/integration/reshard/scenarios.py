@@ -1,4 +1,6 @@
-"""What the gang of test_reshard_gangs plays: chains of worlds, each restores what the one before saved."""
+"""The scenarios of test_reshard_gangs: chains of worlds, each of which restores what the previous one
+saved.
+"""
 
 from __future__ import annotations
 

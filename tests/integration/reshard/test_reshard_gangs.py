@@ -1,6 +1,6 @@
-"""Restoring on other numbers of ranks, with real processes, gloo and torch's own ways to shard.
+"""Restoring on other numbers of ranks, with real processes, gloo and torch's own sharding APIs.
 
-One gang of eight is started once and plays all scenarios: importing torch costs more than they do.
+One gang of eight is started once and runs all scenarios, because importing torch takes longer than they do.
 """
 
 from __future__ import annotations

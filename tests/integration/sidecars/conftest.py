@@ -18,7 +18,7 @@ from holdfast_core.store.tier import ObjectTier
 
 @pytest.fixture
 def gangs(tmp_path: Path) -> Iterator[Gangs]:
-    """Gangs of this many workers, which end with the test: `gangs(2)`."""
+    """Gangs with a given number of workers, which end with the test: `gangs(2)`."""
     made: list[Gang] = []
 
     def make(
@@ -41,7 +41,7 @@ def minio() -> Iterator[MinioServer]:
 
 @pytest.fixture
 def store(minio: MinioServer, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What a gang needs for a store of its own."""
+    """Arguments that give a gang its own store."""
     keys = tmp_path / "store"
     keys.mkdir()
     (keys / "accessKey").write_text(ACCESS_KEY)
@@ -51,7 +51,7 @@ def store(minio: MinioServer, tmp_path: Path, request: pytest.FixtureRequest) ->
 
 @pytest.fixture
 def tier(minio: MinioServer, store: dict[str, Any]) -> Iterator[ObjectTier]:
-    """The store of the gang, as a second client of it sees it."""
+    """A second client of the gang's store."""
     tier = s3_tier(store["store"], minio.credentials)
     yield tier
     tier.close()

@@ -1,4 +1,4 @@
-"""How one sidecar uploads one shard, against a real store: what it asks for, and what it does without."""
+"""How one sidecar uploads one shard to a real store: its requests, and its behaviour without the replies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from holdfast_sidecar.save.sharing import ShardUploader
 pytestmark = pytest.mark.integration
 SIZE = 9 << 20
 RANKS = 4
-"""Two in each of two pods; these tests are the first of them."""
+"""Two in each of two pods. The tests upload the shards of the first pod."""
 
 
 def layout_of(rank: int) -> bytes:
@@ -65,7 +65,7 @@ def own_bytes(rank: int, data: bytes) -> bytes:
 
 
 class Peers:
-    """Chunk tables of the other pod; counts who was asked."""
+    """Serves chunk tables of the other pod, and records the ranks whose tables were requested."""
 
     def __init__(self) -> None:
         self.tables: dict[ShardRef, Trailer] = {}
@@ -79,7 +79,7 @@ class Peers:
 
 
 class Pod:
-    """Worker 0's node tier with the shards of its ranks, and what the whole gang has saved."""
+    """Worker 0's node tier with the shards of its ranks, and the manifests of the whole gang."""
 
     def __init__(self, root: Path, tier: ObjectTier, prefix: str) -> None:
         self.root = root
@@ -99,8 +99,10 @@ class Pod:
         )
 
     def save(self, step: int, data: bytes, *, alike: bool = True) -> Manifest:
-        """The same on every rank, or other bytes at the beginning of each chunk; the manifest is
-        committed."""
+        """Save on every rank and commit the manifest.
+
+        If not `alike`, each rank has other bytes at the beginning of each chunk.
+        """
         layout = merge_layouts(LAYOUTS).to_bytes()
         shards = []
         for rank in range(RANKS):
@@ -118,7 +120,7 @@ class Pod:
         return manifest
 
     def answer(self, step: int) -> None:
-        """From now on the other pod's tables can be had."""
+        """Make the tables of the other pod available."""
         for rank in (2, 3):
             ref = self.manifests[step].ref(Rank(rank))
             with self.elsewhere.open_shard(ref) as reader:
@@ -132,7 +134,9 @@ class Pod:
         return self.tier.stored("team-a", self.manifests[step].ref(Rank(rank))).index
 
     def places(self, step: int, rank: int = 0) -> set[tuple[int, int]] | None:
-        """(step, rank) of every object that its pack refers to; None where it is stored whole."""
+        """Return (step, rank) of every object that the pack refers to, or None where the shard is stored
+        whole.
+        """
         index = self.index(step, rank)
         return None if index is None else {(s.step, s.rank) for s in index.sources}
 
@@ -174,14 +178,14 @@ def test_chunks_that_the_base_stores_are_not_sent_and_refer_to_it(pod: Pod) -> N
     pod.save(4, payload(SIZE))
     stored = pod.upload(4, base=pod.persisted(2))
     at = Reference(Step(2), RestartRound(0))
-    # Blocks of 4 MiB: the first is rank 0's own, the second rank 1's; for the third no member answers,
-    # and the base has it, too.
+    # Blocks have 4 MiB: the first belongs to rank 0, the second to rank 1. The members of the third do not
+    # answer, but the base contains it as well.
     assert stored == StoredAs(at, (replace(at, payload_bytes=5 << 20),))
     assert pod.places(4) == {(2, 0), (4, 1)}
 
 
 def test_the_object_of_an_earlier_attempt_is_kept_and_reported(pod: Pod) -> None:
-    """The second one knows more tables; the pack of the first one is as good."""
+    """The second attempt has more tables, but the pack of the first attempt is equally valid."""
     pod.save(2, payload(SIZE))
     pod.upload(2)
     pod.answer(2)
@@ -196,7 +200,7 @@ def test_the_object_of_an_earlier_attempt_is_kept_and_reported(pod: Pod) -> None
 def test_another_object_with_the_name_of_the_whole_shard_is_an_error(
     pod: Pod, minio: MinioServer, tmp_path: Path
 ) -> None:
-    """Readers look there first: a pack beside it would be committed and never read."""
+    """Readers look for the whole shard first, so a pack beside it would be committed and never read."""
     pod.save(2, payload(SIZE))
     ref = pod.manifests[2].ref(Rank(0))
     key = f"{pod.prefix}/{job_prefix('team-a', JOB_UID)}{shard_key(ref)}"
@@ -242,7 +246,7 @@ def test_a_base_whose_pack_is_gone_is_not_used(pod: Pod) -> None:
 
 
 def widths(pod: Pod, step: int) -> set[int] | None:
-    """Of the chunks that are stored in the pack; None where nothing is compressed."""
+    """Return the widths of the chunks that the pack stores, or None where nothing is compressed."""
     index = pod.index(step)
     if index is None or index.coding is None:
         return None
@@ -259,7 +263,7 @@ def test_the_chunks_of_a_pack_are_compressed_by_the_width_of_their_numbers(pod: 
 
 
 def test_a_shard_that_shares_nothing_is_compressed(pod: Pod) -> None:
-    """It is a pack without references."""
+    """It is stored as a pack without references."""
     pod.save(2, weights(SIZE), alike=False)
     pod.answer(2)
     assert pod.upload(2, compress=True) == StoredAs()

@@ -1,4 +1,4 @@
-"""A gang whose uploads are compressed sends fewer bytes to the store, and restores every bit from it."""
+"""A gang with compressed uploads sends fewer bytes to the store, and restores every bit from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def compressed_bytes(gang: Gang, worker: int, direction: str) -> int:
 async def test_replicas_compress_their_share(
     gangs: Gangs, store: dict[str, Any], stored: Stored
 ) -> None:
-    """Each of two ranks compresses and sends its half of what they have in common."""
+    """Each of two ranks compresses and sends its half of the common chunks."""
     size = 16 * MIB
     async with gangs(2, **store) as gang:
         gang.slot_bytes = size + MIB
@@ -55,8 +55,10 @@ async def test_replicas_compress_their_share(
 async def test_a_compressed_step_refers_to_a_plain_one_that_is_kept_while_it_is_needed(
     gangs: Gangs, store: dict[str, Any], tier: ObjectTier, stored: Stored
 ) -> None:
-    """The first step is stored as it is, the later ones are compressed and send only what changed.
-    Pruning keeps the objects that the newest one needs."""
+    """The first step is stored uncompressed. Later steps are compressed and send only what changed.
+
+    Pruning keeps the objects that the newest step needs.
+    """
     size = 20 * MIB
     async with gangs(2, **store) as gang:
         gang.slot_bytes = size + MIB

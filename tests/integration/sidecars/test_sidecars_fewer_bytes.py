@@ -1,4 +1,4 @@
-"""Copies send to peers neither what ranks have in common nor what has not changed (A7)."""
+"""Copies to peers omit chunks that another rank also has, and chunks that have not changed (A7)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_ranks_with_the_same_model_send_each_part_of_it_once(gangs: Gangs)
 
 
 async def test_a_frozen_base_is_sent_to_peers_once(gangs: Gangs) -> None:
-    """From the second save on at most the trainable share and 1 %."""
+    """From the second save on, each rank sends at most the trainable share and 1 %."""
     async with gangs(2) as gang:
         gang.slot_bytes = STATE_BYTES + MIB
         await gang.start(policy=Policy(interval_steps=1, peer_copies=1))

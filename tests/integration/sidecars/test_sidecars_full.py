@@ -1,4 +1,4 @@
-"""Nodes without room: one that is full does not fill the others, and older steps go before saves fail."""
+"""Nodes without room: a full node does not fill the others, and older steps are deleted before saves fail."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from holdfast_core.messages.schema import Policy, RestorePoint, SaveFailed
 pytestmark = pytest.mark.integration
 
 SHARD = 120_000
-"""A little more than the file of one shard of these gangs takes."""
+"""Bytes, slightly more than the file of one shard of these gangs takes."""
 
 
 def capacity(shards: int) -> int:
-    """Of a node tier that takes so many shards and not one more (it fills 85 % of it)."""
+    """Return the capacity of a node tier that accepts exactly this number of shards (it fills 85 % of it)."""
     return int(shards * SHARD / 0.85)
 
 
@@ -37,7 +37,7 @@ async def save_fails(gang: Any, worker: int, step: int) -> None:
 
 @pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "may wait in memory"])
 async def test_one_full_node_does_not_fill_the_others(gangs: Gangs, slots: int) -> None:
-    """Worker 1 takes one step and no second one; worker 0 has room for all of them, and keeps few."""
+    """Worker 1 has room for one step. Worker 0 has room for all of them, but keeps few."""
     async with gangs(2) as gang:
         gang.slots = slots
         gang.small_nodes[1] = capacity(2)
@@ -57,7 +57,7 @@ async def test_one_full_node_does_not_fill_the_others(gangs: Gangs, slots: int) 
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_room_for_keep_last_and_not_for_one_more(gangs: Gangs, workers: int) -> None:
-    """Every save is committed: the oldest step goes first."""
+    """Every save is committed, because the oldest step is deleted first."""
     async with gangs(workers) as gang:
         gang.node_capacity_bytes = capacity(3 * workers)
         level = Level.LOCAL if workers == 1 else Level.REPLICATED
@@ -70,8 +70,10 @@ async def test_room_for_keep_last_and_not_for_one_more(gangs: Gangs, workers: in
 
 
 async def test_room_for_two_steps_after_a_restart(gangs: Gangs) -> None:
-    """The volume is full with the restore point and an older step: the older one goes, later the
-    restore point too, never the newest committed one."""
+    """The volume is full with the restore point and an older step.
+
+    The older step is deleted first and the restore point later, but never the newest committed step.
+    """
     async with gangs(1) as gang:
         gang.node_capacity_bytes = capacity(2)
         policy = Policy(interval_steps=1, keep_last=2, peer_copies=0)

@@ -1,4 +1,4 @@
-"""A trainer that turns the shared volume against its sidecar: committed shards stay, seals are answered."""
+"""A trainer that manipulates the shared volume: committed shards stay intact, and SEAL is answered."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_links_to_committed_shards_and_fifos_harm_nothing(gangs: Gangs) ->
         after = shards(sidecar.node)
         assert {name: after[name] for name in before} == before
 
-        # Whatever a seal reads of the shared volume is now a FIFO, or a link to one.
+        # Everything that SEAL reads from the shared volume is now a FIFO, or a link to a shard.
         (sidecar.shared / "staged").rename(sidecar.shared / "moved")
         (sidecar.shared / "staged").mkdir()
         for name in slots:
@@ -52,7 +52,7 @@ async def test_links_to_committed_shards_and_fifos_harm_nothing(gangs: Gangs) ->
         inventory = await gang.operator.seal(0, 1)
         assert [s.step for s in inventory.shards if s.tier == "node"] == [1, 2]
 
-        # The whole directory of slots leads into the sidecar's own volume.
+        # The directory of slots is now a link into the sidecar's own volume.
         (sidecar.shared / "slots").rename(sidecar.shared / "slots-moved")
         (sidecar.shared / "slots").symlink_to(sidecar.node)
         inventory = await gang.operator.seal(0, 2)

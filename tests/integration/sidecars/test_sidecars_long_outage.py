@@ -1,4 +1,6 @@
-"""The operator was away until every leaf of a running gang had expired: real handshakes throughout."""
+"""The operator is absent until every leaf certificate of a running gang has expired. All handshakes are
+real.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 
 class OperatorNamespace:
-    """Holds the Secret with the job's authority; all that an operator has after its restart."""
+    """Holds the Secret with the job's authority, which is all that an operator has after its restart."""
 
     def __init__(self, gang: Any) -> None:
         self._data = {
@@ -38,7 +40,7 @@ class OperatorNamespace:
 
 @asynccontextmanager
 async def operator_of(gang: Any, worker: int) -> AsyncIterator[tuple[Sidecars, PodView]]:
-    """The real operator's link to one sidecar, just started."""
+    """Return the real operator's connection to one sidecar, as after a start of the operator."""
     member = gang.operator.members[worker]
     host, port, _ = member.address.split(":")
     client = SidecarClient(int(port))
@@ -85,7 +87,7 @@ async def test_a_job_outlives_an_operator_that_is_away_until_all_leaves_have_exp
         gang.leaf_lifetime = timedelta(hours=-9)
         await gang.start()
         await gang.commit(1, Level.REPLICATED)
-        # A sidecar that restarts meanwhile has nothing but the expired leaf of its mount.
+        # The only leaf of a sidecar that restarts meanwhile is the expired one in its mount.
         gang.sidecars[1].kill()
         await gang.relaunch(1)
         await gang.operator.round_all(gang.operator.message(0, version=2, copies=gang.copies))
@@ -95,7 +97,8 @@ async def test_a_job_outlives_an_operator_that_is_away_until_all_leaves_have_exp
         saved = await gang.commit(2, Level.REPLICATED)
         point = await gang.point(2)
 
-        # The operator is back. A pod that is born now has a fresh leaf, its peer a renewed one.
+        # The operator is back. The new pod starts with a fresh leaf, and the operator renews that of its
+        # peer.
         await seal(gang, 0, 1)
         gang.lose(1)
         gang.leaf_lifetime = timedelta(hours=1)

@@ -223,7 +223,7 @@ async def test_a_restarted_sidecar_finds_the_steps_that_it_had_in_memory(slow: S
 async def test_a_restarted_coordinator_commits_the_steps_that_it_had_in_memory(
     slow: SlowGang, tmp_path: Path
 ) -> None:
-    """It receives the manifests before its own shards are digested again."""
+    """It receives the manifests before it has digested its own shards again."""
     slow.gang.failpoints[0] = slow.gang.failpoints[1]
     async with slow as gang:
         await gang.save(1)
@@ -312,7 +312,7 @@ async def test_one_slow_rank_of_a_pod_costs_only_older_steps(gangs: Gangs, tmp_p
 async def test_a_sidecar_that_dies_while_step_3_replaces_step_2_loses_no_slot(
     slow: SlowGang, dies: str
 ) -> None:
-    """Step 3 is committed, step 2 is either complete or gone, and every slot becomes free."""
+    """Step 3 is committed, step 2 is either complete or deleted, and every slot becomes free."""
     slow.gang.failpoints[1] += f",{dies}"
     async with slow as gang:
         await gang.save(1)

@@ -1,5 +1,7 @@
-"""Uploads to the store send each chunk once (A7): not again for each rank that has it, and not again while
-it is unchanged. What was left out is restored bit by bit.
+"""Uploads to the store send each chunk once (A7).
+
+A chunk is not sent again for another rank that also has it, or while it is unchanged. The omitted chunks
+are restored bit by bit.
 """
 
 from __future__ import annotations
@@ -47,8 +49,11 @@ async def test_replicas_upload_their_share_and_are_restored_from_the_store(
 async def test_a_frozen_base_is_uploaded_once_and_kept_while_it_is_needed(
     gangs: Gangs, store: dict[str, Any], tier: ObjectTier, stored: Stored
 ) -> None:
-    """Later saves send the trainable share and 1 %. When the operator prunes older checkpoints, the
-    objects stay that the newest one needs, and that one can be restored."""
+    """Later saves send the trainable share and 1 %.
+
+    When the operator prunes older checkpoints, the objects that the newest one needs are kept, and it can
+    be restored.
+    """
     size = 20 * MIB
     async with gangs(2, **store) as gang:
         gang.slot_bytes = size + MIB
@@ -77,8 +82,9 @@ async def test_a_frozen_base_is_uploaded_once_and_kept_while_it_is_needed(
 async def test_a_step_is_uploaded_whole_when_its_base_is_deleted_meanwhile(
     gangs: Gangs, store: dict[str, Any], minio: MinioServer, tier: ObjectTier, stored: Stored
 ) -> None:
-    """The base is deleted at the moment when the coordinator puts the references. Of the first attempt
-    only its references stay."""
+    """The base is deleted when the coordinator puts the references. The first attempt leaves only its
+    references.
+    """
     size = 8 * MIB
     with HostileProxy(minio.endpoint) as proxy:
         store["store"] = minio.config(store["store"].prefix, endpoint=proxy.endpoint)
@@ -108,8 +114,9 @@ async def test_a_step_is_uploaded_whole_when_its_base_is_deleted_meanwhile(
 async def test_an_upload_does_not_wait_for_a_member_that_does_not_answer(
     gangs: Gangs, store: dict[str, Any]
 ) -> None:
-    """Worker 1 restarts after the commit. A member that cannot ask it uploads its own bytes, and the
-    checkpoint is complete."""
+    """Worker 1 restarts after the commit. The other member cannot read its tables, so it uploads its own
+    bytes, and the checkpoint is complete.
+    """
     size = 8 * MIB
     async with gangs(2, **store) as gang:
         gang.slot_bytes = size + MIB

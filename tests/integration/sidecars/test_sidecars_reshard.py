@@ -37,7 +37,7 @@ ROWS = 1 << 14
 WHOLE = np.random.default_rng(3).integers(0, 256, (ROWS, 16), dtype=np.uint8)
 
 LARGE = {"w": Tensor("F32", (24 << 16, 4), [0])}
-"""Of 24 MiB: with less the ends of each part are more than a tenth of it."""
+"""24 MiB: in a smaller tensor the ends of each part would be more than a tenth of it."""
 LARGE_BYTES = weights(24 << 20, seed=4)
 
 
@@ -52,7 +52,7 @@ def payload_of(layout: RankLayout, saved_by: int) -> bytes:
 
 
 def large(layout: RankLayout, saved_by: int) -> bytes:
-    """As `payload_of`, of LARGE."""
+    """Return the payload of LARGE, as `payload_of` does for the small tensor."""
     item = layout.tensors["w"]
     start = item.offsets[0] * 16
     rows = LARGE_BYTES[start : start + item.byte_range.length_bytes]
@@ -75,7 +75,9 @@ async def save(
 
 
 async def test_four_ranks_become_two_with_what_is_on_two_nodes(gangs: Gangs) -> None:
-    """Two copies of two halves on four nodes, of which two are lost with the shard of rank 2."""
+    """Two copies of two halves are saved on four nodes. Two nodes are lost, and with them the shard of
+    rank 2.
+    """
     policy = Policy(interval_steps=1, peer_copies=1)
     async with gangs(4) as gang:
         await gang.start(policy=policy)
@@ -103,7 +105,7 @@ async def test_four_ranks_become_two_with_what_is_on_two_nodes(gangs: Gangs) -> 
 
 
 async def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> None:
-    """Then the four save, and restore as four."""
+    """The four ranks then save, and restore as four."""
     policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1)
     store = StoreConfig(f"file://{tmp_path}/objects", False, "", "", "")
     async with gangs(2, store=store) as gang:
@@ -151,8 +153,10 @@ async def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path
 async def test_a_restore_reads_little_more_than_it_needs(
     gangs: Gangs, store: dict[str, Any], sizes: tuple[int, ...], tier: TierName, compression: str
 ) -> None:
-    """At most 1.1 bytes for every byte needed on every rank, chunk tables included: from what other
-    nodes hold, and from the store where every node is lost."""
+    """Every rank reads at most 1.1 bytes for every byte needed, chunk tables included.
+
+    It reads from other nodes, or from the store where every node is lost.
+    """
     from_store = tier is TierName.OBJECT
     policy = Policy(
         interval_steps=1,
@@ -186,12 +190,12 @@ async def test_a_restore_reads_little_more_than_it_needs(
 
 
 def across(workers: int) -> tuple[tuple[int, int], ...]:
-    """Copies of the upper half lie in the lower one."""
+    """Place the copies of the upper half of the workers on the lower half, and vice versa."""
     return tuple((w, (w + workers // 2) % workers) for w in range(workers))
 
 
 async def newest(gang: Any, step: int, persisted: bool) -> Any:
-    """The restore point that this step is."""
+    """Return the restore point of this step."""
     if not persisted:
         return await gang.point(step)
     state = await gang.operator.state_until(
@@ -203,7 +207,7 @@ async def newest(gang: Any, step: int, persisted: bool) -> Any:
 
 
 async def become(gang: Any, workers: int, round_: int, *, everything_lost: bool) -> None:
-    """Pods are lost, from the last one on, and new ones started."""
+    """Lose the pods from number `workers` on, or all, and start the missing ones."""
     for worker in sorted(gang.sidecars):
         if worker in gang.ranks and (everything_lost or worker >= workers):
             gang.lose(worker)
@@ -222,8 +226,11 @@ async def counted(gang: Any, worker: int) -> Counter[str]:
 
 
 async def test_ranks_that_are_cut_otherwise_than_when_they_saved(gangs: Gangs) -> None:
-    """As many as before, two copies of two halves: each is told how it was cut, also in a new pod,
-    and has its quarter made of what the others saved."""
+    """Four ranks save two copies of two halves, and restore quarters.
+
+    The sidecar gives each rank its old layout, also in a new pod, and assembles the quarter from the saved
+    shards.
+    """
     policy = Policy(interval_steps=1, peer_copies=1)
     async with gangs(4) as gang:
         await gang.start(policy=policy)
@@ -260,7 +267,7 @@ async def test_ranks_that_are_cut_otherwise_than_when_they_saved(gangs: Gangs) -
 async def test_a_training_process_restores_what_two_ranks_saved(
     gangs: Gangs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The SDK and a real sidecar: tensors of both, objects of the old rank 0."""
+    """The SDK restores the tensors of both ranks and the objects of rank 0 from a real sidecar."""
     policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1)
     store = StoreConfig(f"file://{tmp_path}/objects", False, "", "", "")
     async with gangs(2, store=store) as gang:
@@ -286,7 +293,7 @@ async def test_a_training_process_restores_what_two_ranks_saved(
 def test_a_training_process_notices_that_it_is_cut_otherwise(
     gangs: Gangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many ranks as before: each saved a copy, and holds half of the rows now."""
+    """The number of ranks is unchanged. Each saved a full copy, and now holds half of the rows."""
     policy = Policy(interval_steps=1, peer_copies=1)
 
     async def scenario() -> None:
@@ -317,7 +324,7 @@ def test_a_training_process_notices_that_it_is_cut_otherwise(
 
 
 async def save_state(gang: Any, rank: int, state: dict[str, Any]) -> None:
-    """As the SDK does, at step 1."""
+    """Save step 1 as the SDK does."""
     snapshot = take_snapshot(state, Rank(rank))
     planned = plan_save(snapshot, Rank(rank))
     data = np.zeros(planned.payload_bytes, dtype=np.uint8)
@@ -326,7 +333,7 @@ async def save_state(gang: Any, rank: int, state: dict[str, Any]) -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, sidecar: SidecarProcess, *, world_size: int) -> None:
-    """This process is the rank of that pod, in round 1."""
+    """Set the environment of this process to that of the pod's rank in round 1."""
     of = sidecar.contract
     contract = PodContract(
         of.job_uid, of.job, of.namespace, of.worker, of.birth_round, 1, of.shared_dir, slots=1

@@ -1,4 +1,4 @@
-"""Sidecar processes that are killed in the middle of a round go on from their disk."""
+"""Sidecar processes that are killed in the middle of a round resume it from their disk."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ pytestmark = pytest.mark.integration
 
 
 async def repeat_round(gang: Any, version: int, **fields: Any) -> None:
-    """What the operator does when it sees that a sidecar has lost its ROUND (or its address)."""
+    """Send ROUND again, as the operator does when a sidecar has lost its ROUND or its address."""
     message = gang.operator.message(0, version=version, copies=gang.copies, **fields)
     await gang.operator.round_all(message)
 
 
 @pytest.mark.parametrize("worker", [0, 1], ids=["the coordinator", "another member"])
 async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker: int) -> None:
-    """Reads only until ROUND is repeated; then the step that was committed is still known, and the
-    next one is committed by the same gang without a restart of the ranks."""
+    """The sidecar is read-only until it receives ROUND again. It still reports the committed step.
+
+    The same gang then commits the next step without a restart of the ranks.
+    """
     async with gangs(2) as gang:
         await gang.start()
         await gang.commit(1, Level.REPLICATED)
@@ -52,7 +54,9 @@ async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker:
 
 
 async def test_a_shard_that_was_staged_when_the_sidecar_died_is_finished(gangs: Gangs) -> None:
-    """The slot is owned, nothing is on disk; the next life writes it and the step is committed."""
+    """The slot is owned and nothing is on disk. The restarted sidecar writes the shard, and the step is
+    committed.
+    """
     async with gangs(2) as gang:
         await gang.start()
         rank: FakeRank = gang.ranks[1]
@@ -75,7 +79,7 @@ async def test_a_shard_that_was_staged_when_the_sidecar_died_is_finished(gangs: 
 
 
 async def test_the_coordinator_may_be_renamed_within_a_round(gangs: Gangs) -> None:
-    """A higher version names worker 1: it learns what is committed, and commits what comes."""
+    """A higher version names worker 1, which then has a record of committed steps and commits new ones."""
     async with gangs(2) as gang:
         await gang.start()
         await gang.commit(1, Level.REPLICATED)
@@ -115,13 +119,15 @@ async def test_a_full_node_volume_fails_the_save_and_nothing_else(gangs: Gangs) 
 
 
 def free_slots(rank: FakeRank) -> None:
-    """What the SDK does with a slot whose Stage was refused."""
+    """Free the slots, as the SDK does with a slot whose Stage was refused."""
     for name in rank.names:
         rank.free_slot(name)
 
 
 async def test_a_round_is_remembered_over_a_restart(gangs: Gangs) -> None:
-    """Sealed for round 4, killed, restarted: still round 4, although the pod was born in round 0."""
+    """A sidecar that was sealed for round 4 and killed is still in round 4, although its pod began in
+    round 0.
+    """
     async with gangs(1) as gang:
         await gang.start()
         await gang.operator.seal(0, 4)

@@ -1,4 +1,4 @@
-"""Real sidecars over loopback: commit, lose, restore; the bytes come back identical."""
+"""Real sidecars over loopback commit, lose and restore checkpoints, and the restored bytes are identical."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ async def test_commit_reaches_replicated_on_every_member(gangs: Gangs) -> None:
 
 @pytest.mark.parametrize("encryption", ["TLS", "None"])
 async def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs, encryption: str) -> None:
-    """Kill -9 and wipe worker 1; its successor restores the same bytes from worker 0's copy, the
-    survivor from its shared memory; the copies of the restore point are made again."""
+    """Worker 1 is killed and its disk is wiped. Its successor restores the same bytes from worker 0's copy.
+
+    Worker 0 restores from its shared memory, and the copies of the restore point are made again.
+    """
     async with gangs(2) as gang:
         policy = Policy(interval_steps=1, peer_copies=1, peer_encryption=encryption)
         await gang.start(policy=policy)
@@ -83,8 +85,10 @@ async def test_a_sealed_sidecar_refuses_the_old_round(gangs: Gangs) -> None:
 
 
 async def test_a_late_survivor_loses_what_it_committed_off_the_lineage(gangs: Gangs) -> None:
-    """Worker 1 does not answer while round 1 goes back to step 2. When it answers, its step 3 of round 0
-    is deleted, and step 3 trained again is what everybody restores."""
+    """Round 1 restores step 2, so both workers delete their step 3 of round 0.
+
+    Round 2 restores the step 3 that was trained again in round 1.
+    """
     async with gangs(2) as gang:
         await gang.start()
         await gang.commit(2, Level.REPLICATED)
@@ -111,8 +115,9 @@ async def test_a_late_survivor_loses_what_it_committed_off_the_lineage(gangs: Ga
 
 
 async def test_a_dead_rank_and_a_dead_launcher_are_reported_at_once(gangs: Gangs) -> None:
-    """Exited with a code, the launcher's end of file, and a launcher that comes back having run
-    this round already: each is a dead rank in the coordinator's state."""
+    """A rank's exit code, a launcher's end of file, and a launcher that reconnects after it has run this
+    round are each reported as a dead rank in the coordinator's state.
+    """
     async with gangs(3) as gang:
         await gang.start()
         gang.launchers[0].push(Exited(RestartRound(0), Rank(0), 137, "killed"))
@@ -133,7 +138,7 @@ async def test_a_dead_rank_and_a_dead_launcher_are_reported_at_once(gangs: Gangs
 
 
 async def test_nothing_runs_while_a_member_has_no_address(gangs: Gangs) -> None:
-    """ROUND is repeated with a higher version as addresses appear; an old version is refused."""
+    """ROUND is sent again with a higher version when addresses become known. An old version is refused."""
     async with gangs(2) as gang:
         await gang.launch(0)
         gang.operator.members[1] = Member(Worker(1), "gpt-1-r0", "")
@@ -151,8 +156,10 @@ async def test_nothing_runs_while_a_member_has_no_address(gangs: Gangs) -> None:
 
 
 async def test_bad_copies_are_quarantined_and_the_next_source_is_asked(gangs: Gangs) -> None:
-    """Rank 0's shard has copies at workers 1 and 2. Worker 1's copy has a flipped bit: the new
-    worker 0 gets it from worker 2, and worker 1 quarantines its own."""
+    """Rank 0's shard has copies on workers 1 and 2, and worker 1's copy has a flipped bit.
+
+    The new worker 0 gets the shard from worker 2, and worker 1 quarantines its own copy.
+    """
     async with gangs(3) as gang:
         gang.copies = ((0, 1), (0, 2), (1, 2), (2, 1))
         await gang.start()
@@ -173,7 +180,7 @@ async def test_bad_copies_are_quarantined_and_the_next_source_is_asked(gangs: Ga
 
 
 async def test_a_failed_restore_names_every_place_that_was_tried(gangs: Gangs) -> None:
-    """Every copy of rank 1's shard is gone and there is no store: the gang waits, and reports why."""
+    """Every copy of rank 1's shard is lost and there is no store. The gang waits and reports the reason."""
     async with gangs(2) as gang:
         gang.copies = ()
         await gang.start()

@@ -1,4 +1,4 @@
-"""The pod's socket and the pod's hooks, on a real sidecar process."""
+"""The socket and the hooks of a pod, on a real sidecar process."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def hook(gang: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 async def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
-    """healthz, metrics, pre-stop while a rank runs and after it, SIGTERM; then healthz fails."""
+    """healthz, metrics, and pre-stop while a rank runs and after it. After SIGTERM, healthz fails."""
     async with gangs(1) as gang:
         await gang.start()
         await gang.commit(1, Level.LOCAL)

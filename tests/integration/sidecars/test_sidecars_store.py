@@ -1,4 +1,6 @@
-"""Real sidecars and a real MinIO: persist, lose everything else, restore; and a store that is down."""
+"""Real sidecars and a real MinIO: checkpoints are persisted, restored from the store, and survive an
+outage.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ async def test_a_gang_that_lost_everything_comes_back_from_the_store(
 async def test_a_store_that_is_down_holds_up_nothing_else(
     gangs: Gangs, store: dict[str, Any], minio: MinioServer
 ) -> None:
-    """Steps go on to be committed and replicated, the trouble is shown, and goes away by itself."""
+    """Steps are still committed and replicated. The failure is reported until the store is available
+    again.
+    """
     async with gangs(2, **store) as gang:
         await gang.start(policy=EVERY_TWO)
         minio.kill()
@@ -82,7 +86,9 @@ async def test_a_store_that_is_down_holds_up_nothing_else(
 async def test_old_steps_leave_the_node_tiers_but_not_what_is_protected(
     gangs: Gangs, store: dict[str, Any]
 ) -> None:
-    """keep_last 2 of steps 1..6: 5 and 6 stay; the held step 3 and the persisted 6 as well."""
+    """With keep_last 2 of steps 1..6, steps 5 and 6 stay, and also the pinned step 3 and the persisted
+    step 6.
+    """
     async with gangs(2, **store) as gang:
         message = await gang.start(policy=Policy(interval_steps=1, peer_copies=1, keep_last=2))
         held = gang.operator.message(
@@ -151,13 +157,15 @@ async def test_save_now_reaches_rank_0_once_and_what_it_saves_is_persisted(
 async def test_the_gang_finishes_once_the_operator_has_recorded_the_last_step(
     gangs: Gangs, store: dict[str, Any]
 ) -> None:
-    """The last step is persisted although no interval names it; nobody is released before the
-    operator has said that it knows."""
+    """The last step is persisted although no interval includes it.
+
+    The launchers are released only after the operator has acknowledged the report.
+    """
     async with gangs(2, **store) as gang:
         await gang.start(policy=Policy(interval_steps=1, peer_copies=1))
         await gang.commit(3, Level.REPLICATED)
         for rank in gang.ranks.values():
-            rank.close()  # a launcher asks for Finish when its ranks have exited
+            rank.close()  # a launcher sends Finish when its ranks have exited
         waiting = [asyncio.create_task(launcher.finish(0)) for launcher in gang.launchers.values()]
         state = await gang.operator.state_until(
             0, lambda s: s.finished, "finished", acknowledge=False

@@ -1,4 +1,4 @@
-"""Who may say what to a sidecar, over real mutual TLS."""
+"""The authorization of messages to a sidecar, over real mutual TLS."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ async def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gang
 
 
 async def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
-    """Also while the next round is sealed, and also on a connection from before."""
+    """The member cannot read while the next round is sealed, either, or on a connection that it opened
+    before.
+    """
     async with gangs(2) as gang:
         await gang.start()
         await gang.commit(1, Level.REPLICATED)
@@ -133,7 +135,7 @@ async def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
             assert await inventory() == (200, "")
             await gang.operator.seal(0, 1)
             assert await inventory() == (409, Refusal.SEALED)
-            # Worker 1 has a new pod in round 1.
+            # Worker 1 gets a new pod in round 1.
             gang.lose(1)
             await gang.launch(1, 1)
             await gang.operator.round_all(gang.operator.message(1, copies=gang.copies))
@@ -187,7 +189,7 @@ async def test_hostile_bodies_are_bad_requests(gangs: Gangs, body: bytes) -> Non
 
 
 async def test_the_client_refuses_an_address_that_is_another_pod(gangs: Gangs) -> None:
-    """The address of worker 1 now belongs to worker 0's pod, which is not taken for worker 1."""
+    """The address of worker 1 now belongs to worker 0's pod, which the client must not accept as worker 1."""
     async with gangs(2) as gang:
         for worker in (0, 1):
             await gang.launch(worker)

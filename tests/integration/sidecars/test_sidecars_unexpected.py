@@ -1,4 +1,4 @@
-"""An exception that no code expects is a failed save or the end of the process, never a silent task."""
+"""An unexpected exception fails a save or ends the process, and never silently ends a task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 def sample(gang: Any, worker: int, line: str) -> float:
-    """The value of one line of the sidecar's metrics; 0 where it is not there. Blocks."""
+    """Return the value of one line of the sidecar's metrics, or 0 where it is missing. Blocks."""
     with urllib.request.urlopen(gang.metrics_url(worker)) as reply:
         lines = reply.read().decode().splitlines()
     found = [text for text in lines if text.startswith(f"{line} ")]
@@ -46,7 +46,7 @@ async def test_a_bug_in_a_write_is_a_counted_failure_of_that_save(gangs: Gangs, 
 
 
 async def test_a_task_that_dies_ends_the_process_and_the_next_one_resumes(gangs: Gangs) -> None:
-    """The exception hits between the shard's durability and the release of its slot."""
+    """The exception is raised after the shard is durable and before its slot is released."""
     async with gangs(2) as gang:
         gang.failpoints[1] = "memory.before_free=raise:RuntimeError@1"
         await gang.start()

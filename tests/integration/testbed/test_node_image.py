@@ -1,4 +1,4 @@
-"""What the test bed pins beside Go modules, against what the pinned modules say."""
+"""The versions that the test bed pins beside its Go modules match those in the pinned modules."""
 
 from __future__ import annotations
 
