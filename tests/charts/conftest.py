@@ -22,7 +22,7 @@ Render = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
-    """helm with folders of its own; fails the test on a failure unless check=False."""
+    """Run helm with its own folders. A failing command fails the test, unless check=False."""
     home = tmp_path_factory.mktemp("helm")
 
     def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
 
 @pytest.fixture(scope="session")
 def render(helm: Helm) -> Render:
-    """The objects of the chart with these values: render("operator.workers=4")."""
+    """Return the objects that the chart renders with these values: render("operator.workers=4")."""
 
     def objects(*values: str) -> list[dict[str, Any]]:
         sets = [part for value in values for part in ("--set", value)]
@@ -72,7 +72,9 @@ def cluster(helm: Helm) -> Iterator[ControlPlane]:
 
 
 def _until_policy_is_in_force(cp: ControlPlane) -> None:
-    """The server compiles an admission policy some seconds after it was created."""
+    """Wait until a forbidden job is denied. The server enforces a new admission policy only after some
+    seconds.
+    """
     job = """
     {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob",
      "metadata": {"name": "probe", "namespace": "team-a"},

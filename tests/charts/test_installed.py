@@ -24,7 +24,7 @@ Render = Callable[..., list[dict[str, Any]]]
 
 
 def rights(objects: list[dict[str, Any]]) -> Iterator[str]:
-    """One line for each resource that the operator's service account may touch."""
+    """Return one line for each resource that the operator's service account may access."""
     for o in objects:
         if o["kind"] not in ("Role", "ClusterRole") or "labels" not in o["metadata"]:
             continue
@@ -129,7 +129,9 @@ def test_restricted_is_enforced_where_that_was_tested(
 
 
 def test_everything_is_valid_for_the_server(cluster: ControlPlane, render: Render) -> None:
-    """Strict field validation by the server, for all that it has a schema of."""
+    """The server validates all fields strictly, except for the kinds of monitoring.coreos.com, which it
+    lacks.
+    """
     known = [o for o in render() if not o["apiVersion"].startswith("monitoring.coreos.com")]
     text = cluster.kubectl(
         "apply",
@@ -144,7 +146,7 @@ def test_everything_is_valid_for_the_server(cluster: ControlPlane, render: Rende
 
 @pytest.fixture(scope="module")
 def people(cluster: ControlPlane) -> ControlPlane:
-    """alice may edit in team-a; bob may only create TrainingJobs there."""
+    """Create two users: alice may edit in team-a; bob may only create TrainingJobs there."""
 
     def bind(user: str, kind: str, role: str) -> dict[str, Any]:
         return {

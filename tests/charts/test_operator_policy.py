@@ -1,4 +1,4 @@
-"""What the operator's account may create and delete on a real API server, as one who stole its token."""
+"""What a thief of the operator's token may create and delete on a real API server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPERATOR = "system:serviceaccount:holdfast-system:holdfast"
 
 
 def worker(of: TrainingJob | None = None, **spec: Any) -> dict[str, Any]:
-    """A worker's pod as the operator renders it, with these fields of its spec."""
+    """Return a worker's pod as the operator renders it, with these fields of its spec."""
     sidecar = SidecarSettings("example/sidecar:1")
     body = render_pod(of or job(2), Worker(0), RestartRound(0), None, sidecar)
     return {**body, "spec": merged(body["spec"], spec)}
@@ -47,7 +47,7 @@ def owned(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def avoiding() -> dict[str, Any]:
-    """A worker that is kept away from two lost nodes, in each term of the template's node affinity."""
+    """Return a worker that avoids two lost nodes, in each term of the template's node affinity."""
     of = job(2)
     terms = [
         {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]},
@@ -167,7 +167,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def accounts(cluster: ControlPlane) -> None:
-    """Without the account of a pod the server refuses it before it asks the policy."""
+    """Create the service accounts. The server refuses a pod without one before it evaluates the policy."""
     for namespace, name in (("kube-system", "default"), ("team-a", "admin")):
         cluster.apply(
             {

@@ -1,4 +1,4 @@
-"""What the chart renders, value by value, without a cluster."""
+"""The rendered objects of the chart for each value, without a cluster."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_all_on_adds_monitoring_and_roles_of_the_watched_namespaces(render: Rend
 
 
 def test_watched_namespaces_are_the_only_ones_with_rights(render: Render) -> None:
-    """The rights that the operator has everywhere by default, and in two namespaces only here."""
+    """By default the operator has its rights in all namespaces; here it has them only in two."""
     everywhere = one(render(), "ClusterRole")["rules"]
     objects = render("watchNamespaces={team-a,team-b}")
     left = one(objects, "ClusterRole")["rules"]
@@ -204,7 +204,7 @@ def test_selectors_fit_the_pods(render: Render) -> None:
 
 
 def test_pods_of_jobs_are_not_selected_as_the_operator(render: Render) -> None:
-    """The operator's reflector watches managed-by=holdfast: its own pod must not carry that."""
+    """The operator watches pods with managed-by=holdfast, so its own pod must not have that label."""
     labels = one(render(), "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert labels["app.kubernetes.io/managed-by"] == "Helm"
 
@@ -249,7 +249,7 @@ def test_wrong_values_are_refused(helm: Helm, value: str, text: str) -> None:
 
 
 def test_liveness_and_readiness_ask_different_questions(render: Render) -> None:
-    """A frozen API server makes the operator not ready; to restart it would be in vain."""
+    """A frozen API server makes the operator not ready. Restarting the operator would not help."""
     objects = render()
     (operator,) = (o for o in objects if o["kind"] == "Deployment")
     (container,) = operator["spec"]["template"]["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""The operator as a process with the rights of the chart's `watchNamespaces`, and no others."""
+"""The operator as a process that has only the rights of the chart's `watchNamespaces`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Render = Callable[..., list[dict[str, Any]]]
 def operator_log(
     cluster: ControlPlane, helm: Helm, render: Render, tmp_path: Path
 ) -> Iterator[Path]:
-    """The log of an operator that runs with a token of the release's service account."""
+    """Return the log of an operator that runs with a token of the release's service account."""
     cluster.create_namespace(SYSTEM)
     cluster.create_namespace(WATCHED)
     sets = [part for value in VALUES for part in ("--set", value)]

@@ -1,9 +1,8 @@
-"""The kind cluster of the test bed with Holdfast installed by Helm; logs and events on failure.
+"""The kind cluster of the test bed with Holdfast installed by Helm. Failures include logs and events.
 
-Each test gets a namespace of its own that enforces Pod Security `restricted`, so that two may run
-side by side; those marked `alone` break what all share: nodes, store, operator, chart. The
-uninterrupted reference run is made once for an image and arithmetic, then every scenario is compared
-with its bits.
+Each test gets its own namespace that enforces Pod Security `restricted`, so that two tests can run in
+parallel. Tests marked `alone` disrupt shared parts: nodes, store, operator, chart. The uninterrupted
+reference run is made once for each image and arithmetic, and every scenario is compared with its bits.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def installed(kube: Kube) -> Kube:
 
 @pytest.fixture
 def nodes_back() -> Iterator[None]:
-    """Whatever a scenario did to nodes is undone, and they are Ready again, before the next one."""
+    """Restore all nodes after the scenario, and wait until they are Ready."""
     yield
     faults.heal_nodes()
 
@@ -93,7 +92,7 @@ def scenario(
 
 @pytest.fixture(scope="session")
 def reference(installed: Kube) -> Callable[[Training], dict[int, str]]:
-    """Digests of an uninterrupted run of the same arithmetic, on the same cluster and image."""
+    """Return the digests of an uninterrupted run of the same arithmetic, on the same cluster and image."""
 
     def digests(training: Training) -> dict[int, str]:
         name = "reference-" + "-".join(map(str, training.arithmetic))
@@ -125,7 +124,7 @@ def _calm_run(kube: Kube, name: str, training: Training) -> dict[int, str]:
 
 @contextlib.contextmanager
 def _one_at_a_time(what: str) -> Iterator[None]:
-    """Among the processes that test side by side."""
+    """Hold a lock among the parallel test processes."""
     WORK.mkdir(parents=True, exist_ok=True)
     with open(WORK / f"{what}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

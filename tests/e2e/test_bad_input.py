@@ -1,8 +1,8 @@
-"""What a person got wrong, and what they read: field or object, value found, what to do.
+"""Mistakes of users, and the messages that they get: field or object, value found, remedy.
 
-Nothing here trains longer than it must. Every refusal is made by the real API server, every
-condition and Event by the running operator. Also: correcting the mistake is enough, and what was
-wrong with one job costs no other job anything.
+Training is as short as possible. Every refusal comes from the real API server, and every condition and
+Event from the running operator. The tests also show that correcting the mistake is sufficient, and that one
+job's mistake does not affect other jobs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONE_WORKER: dict[str, Any] = {"copies": 0, "object_every": None}
 
 @pytest.fixture(scope="module")
 def namespace(installed: Kube) -> Iterator[str]:
-    """One for all cases: they differ by the names of their objects."""
+    """One namespace for all cases, whose objects have different names."""
     installed.delete_namespace(SPACE)
     wait_for(
         f"namespace {SPACE} to go",
@@ -53,7 +53,7 @@ def _namespaces(kube: Kube) -> list[str]:
 
 @pytest.fixture
 def submit(installed: Kube, namespace: str) -> Iterator[Callable[[Object], Job]]:
-    """Create a job from a manifest; it is deleted, and gone, after the test."""
+    """Create a job from a manifest, and delete it after the test."""
     jobs: list[Job] = []
 
     def create(manifest: Object) -> Job:
@@ -234,7 +234,7 @@ BAD_STORES: dict[str, tuple[dict[str, Any], dict[str, str] | None, str, tuple[st
         ("nowhere.minio.svc",),
     ),
 }
-"""Name of the store -> spec, keys in its Secret, reason, texts of the message."""
+"""For each store: spec, keys in its Secret, reason, texts of the message."""
 
 
 def _create_store(kube: Kube, name: str) -> None:
@@ -328,7 +328,7 @@ def test_restore_from_a_checkpoint_that_is_not_there(installed, namespace, submi
 
 @pytest.fixture(scope="module")
 def one_rank_checkpoint(installed, namespace) -> Iterator[str]:
-    """Name of the newest Checkpoint that a job of one rank left."""
+    """Return the name of the newest Checkpoint of a finished job with one rank."""
     first = Job(installed, namespace, "one-rank")
     installed.create(job_manifest(first.name, namespace, ALONE, copies=0))
     first.wait_complete(150)
@@ -379,7 +379,7 @@ def test_image_that_cannot_be_pulled(installed, namespace, submit):
 
 
 def test_image_without_the_launcher(installed, namespace, submit):
-    """The kubelet tries again and again. The job waits with its message, and uses no restart."""
+    """The kubelet retries. The job waits, reports the message, and does not use up restarts."""
     manifest = job_manifest("no-launcher", namespace, ALONE, **ONE_WORKER)
     trainer(manifest)["image"] = "holdfast/operator:dev"
     job = submit(manifest)
@@ -390,7 +390,7 @@ def test_image_without_the_launcher(installed, namespace, submit):
 
 
 def _tries(job: Job) -> int:
-    """Restarts of the trainer's container as the kubelet counts them."""
+    """Return the restart count of the trainer's container in the kubelet's status."""
     return sum(
         c["restartCount"]
         for pod in job.pods()

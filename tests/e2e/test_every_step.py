@@ -1,4 +1,4 @@
-"""Every step is saved, and one node's disk does not keep up."""
+"""Every step is saved, and one node's disk is too slow for that."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from testbed.driver.scenario import SHORT
 
 NODE_DIR = "/holdfast/node"
 SLOW_BYTES_PER_SECOND = 200_000
-"""Some seconds for each shard, where a step takes half of one."""
+"""Writing a shard takes some seconds, and a step takes half a second."""
 
 
 def test_slow_disk_keeps_the_newest_step_in_memory(scenario):
-    training = replace(SHORT, sleep_per_step=0.5)  # the status is up to 10 s old
+    training = replace(SHORT, sleep_per_step=0.5)  # long enough for a status that is up to 10 s old
     job = scenario.start(training, interval=1, slots=3, object_every=None)
     job.wait_step(10)
 

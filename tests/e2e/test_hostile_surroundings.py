@@ -1,4 +1,4 @@
-"""A network that silences every sidecar, pods that pretend to belong to a job, and a name used twice."""
+"""A network that blocks all sidecars, pods that pretend to belong to a job, and a name used twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def _pod_uids(job: Job) -> dict[str, str]:
 
 
 def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
-    """A pod is lost while no sidecar answers: the survivors hold the only copies, and stay."""
+    """A pod is lost while no sidecar answers. The survivors hold the only copies, so they must not be
+    deleted.
+    """
     job = scenario.start(object_every=None)
     job.wait_step(25)
     survivors = {name: uid for name, uid in _pod_uids(job).items() if name != job.pod_name(1)}
@@ -36,7 +38,7 @@ def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
 
 @pytest.fixture
 def strangers(installed: Kube, namespace: str) -> Iterator[str]:
-    """A namespace of another tenant."""
+    """Return a namespace of another tenant."""
     name = f"{namespace}-stranger"
     installed.ensure_namespace(name)
     yield name
@@ -44,7 +46,7 @@ def strangers(installed: Kube, namespace: str) -> Iterator[str]:
 
 
 def _forged(job: Job, genuine: Object, namespace: str, name: str, birth_round: int) -> Object:
-    """A pod with the labels of a worker, which no TrainingJob owns."""
+    """Return a pod with the labels of a worker, which no TrainingJob owns."""
     labels = {**genuine["metadata"]["labels"], "holdfast.dev/birth-round": str(birth_round)}
     sleeper = {
         "name": "trainer",
@@ -92,7 +94,7 @@ def test_forged_pods_neither_stop_nor_destroy_a_job(scenario, installed: Kube, s
 
 
 def test_a_job_created_again_under_the_same_name_completes(scenario):
-    """The first job's Checkpoints are retained: same name, same steps, same round."""
+    """The first job's Checkpoints are retained. The new job has the same name, steps and round."""
     first = scenario.start()
     first.wait_persisted(20)
     uid = first.uid

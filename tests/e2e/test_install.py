@@ -1,6 +1,6 @@
-"""Helm: install, upgrade below a running job, uninstall and install again.
+"""Helm: install, upgrade under a running job, uninstall and install again.
 
-The release is shared by all scenarios: whatever happens here, it is installed as before at the end.
+All scenarios share the release, so this module restores it at the end.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from testbed.driver.jobs import Training, store_manifest
 from testbed.driver.kube import PLURALS, Kube, is_true, kubeconfig_path, show, wait_for
 
 LONG = Training(workers=2, steps=4000, sleep_per_step=0.05)
-"""Longer than anything here: it must still train at the end of what it is there for."""
+"""Long enough to be still training at the end of each test."""
 
 pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module", autouse=True)
 def installed_again(kube: Kube) -> Iterator[None]:
-    """The values that all scenarios expect, after each and every end of this module."""
+    """Install the release with the values of all scenarios after this module, even if a test failed."""
     yield
     install.ensure_installed(kube)
 
@@ -55,7 +55,9 @@ def custom_resources(kube: Kube) -> list[str]:
 
 
 def finalizers(kube: Kube, namespace: str) -> dict[str, list[str]]:
-    """Of all objects of our kinds, where there are any: without an operator each one would hang."""
+    """Return the finalizers of our objects. Without an operator, an object with a finalizer is never
+    deleted.
+    """
     return {
         f"{kind}/{item['metadata']['name']}": item["metadata"]["finalizers"]
         for kind in PLURALS
@@ -89,7 +91,9 @@ def test_upgrade_leaves_a_running_job_alone(scenario, installed):
 
 
 def test_operator_pod_is_admitted_by_restricted(installed):
-    """Judged by the API server: the very pod again, into a namespace that enforces `restricted`."""
+    """The operator's pod spec is created again in a namespace in which the API server enforces
+    `restricted`.
+    """
     space = "e2e-restricted"
     installed.ensure_namespace(space)
     try:
@@ -162,7 +166,7 @@ def test_uninstall_hangs_nothing_and_install_goes_on_from_there(scenario, kube):
     doomed.delete()
     assert kube.get("TrainingJob", scenario.namespace, "doomed") is None, "deletable all the same"
 
-    # A namespace with a job, a store and checkpoints goes, operator or not.
+    # A namespace with a job, a store and checkpoints can be deleted without an operator.
     other = scenario.namespace + "-b"
     kube.ensure_namespace(other)
     kube.create(store_manifest(other))

@@ -1,4 +1,4 @@
-"""Nodes that die or freeze: each scenario runs alone, for they carry all jobs."""
+"""Nodes that die or freeze. Each scenario runs alone, because all jobs share the nodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ pytestmark = pytest.mark.alone
 
 
 ON_EVERY_NODE = replace(SHORT, workers=4)
-"""One worker on each node. Kubernetes keeps a dead node schedulable for about 40 seconds, and the
-spreading of the gang prefers it then, because it is the only node without another worker."""
+"""One worker on each node.
+
+Kubernetes keeps a dead node schedulable for about 40 seconds. The gang's topology spread then prefers that
+node, because it is the only one without another worker.
+"""
 
 
 def test_killed_node_costs_one_round(scenario, nodes_back):
@@ -44,7 +47,9 @@ def test_paused_node_is_replaced_and_cannot_harm_when_it_returns(scenario, nodes
 
 
 def test_survivor_that_answers_late(scenario, nodes_back):
-    """One survivor is frozen while another pod is lost: it is Unknown, not Nothing."""
+    """One survivor is frozen while another pod is lost. Its state is Unknown, and not that it holds
+    Nothing.
+    """
     job = scenario.start()
     job.wait_step(25)
     late = job.node_of(0)

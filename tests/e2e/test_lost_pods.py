@@ -1,4 +1,4 @@
-"""Pods that are lost, one or all, and what a job leaves to the next one."""
+"""Loss of one pod or of all pods, and the effect of one job on another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENDS = ("input", "output")
 
 
 def _counted(job, name: str) -> float:
-    """The sum of a metric over all sidecars."""
+    """Return the sum of a metric over all sidecars."""
     texts = (job.kube.proxy_text(job.namespace, job.pod_name(w), 7072, "metrics") for w in range(3))
     samples = (sample for text in texts for sample in metrics.parse(text or ""))
     return sum(value for found, _, value in samples if found == name)
@@ -49,9 +49,11 @@ def test_all_pods_deleted_restores_the_newest_persisted_step(scenario):
 
 
 def test_a_step_trained_twice_never_comes_back(scenario):
-    """Restored to an older step, the steps after it are trained again; the first ones are gone. What
-    it is restored from was compressed on its way to the store."""
-    slow = replace(SHORT, sleep_per_step=0.2)  # failures late in the run, on a busy machine, too
+    """After a restore of an older step, the later steps are trained again and replace the first ones.
+
+    The restored checkpoint was compressed for the store.
+    """
+    slow = replace(SHORT, sleep_per_step=0.2)  # the failures must hit the run before its end
     job = scenario.start(slow, interval=10, object_every=40, compression="Zstd")
     job.wait_persisted(40)
     before, stored = (_counted(job, f"holdfast_compression_{end}_bytes_total") for end in ENDS)

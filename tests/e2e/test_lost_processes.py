@@ -1,4 +1,4 @@
-"""Containers and processes that die inside a pod that stays, and a job that loses nothing."""
+"""Containers and processes that die while their pod survives. The job must not lose anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The object store and the operator, without which training goes on: each scenario runs alone."""
+"""Loss of the object store or the operator, during which training continues. Each scenario runs alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def test_store_down_during_training_and_back(scenario):
 
 
 def test_operator_killed_during_recovery(scenario, installed: Kube):
-    """Killed after CAS 1, after the seal, after CAS 2: each time the next operator goes on."""
+    """The operator is killed after CAS 1, after the seal, and after CAS 2. Each time the next one
+    continues.
+    """
     job = scenario.start()
     phases = {
         "CAS 1": lambda before: job.round > before,
