@@ -32,9 +32,7 @@ class Panel:
 
 
 def panels(figures: Sequence[Figure]) -> list[Panel]:
-    """Return the panels that have bars. Holdfast is the first bar, followed by the other libraries, best
-    first.
-    """
+    """Return the panels that have bars. Holdfast's bar is the first, and the others follow, best first."""
     by_id = {figure.id: figure for figure in figures}
     writes = [
         figure.value

@@ -41,7 +41,7 @@ def fsync_tree(path: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Drop the pages of these files from the page cache. Other files stay cached."""
+    """Fsync these files and drop their pages from the page cache. Other files stay cached."""
     for file in _files(path):
         descriptor = os.open(file, os.O_RDONLY)
         try:

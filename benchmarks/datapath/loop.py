@@ -51,7 +51,7 @@ def timed(step: Callable[[], None], count: int) -> float:
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """Keep the last core of this machine busy with another process."""
+    """Keep the last core that this process may use busy with another process."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})

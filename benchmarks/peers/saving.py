@@ -94,12 +94,12 @@ def dcp_sync(state: dict[str, Any], directory: Path) -> Saver:
 
 
 def dcp_thread(state: dict[str, Any], directory: Path) -> Saver:
-    """Measure `async_save` with defaults: a thread writes, and each save copies the state to new memory."""
+    """Return a saver of `async_save` with defaults: a thread writes, each save copies to new memory."""
     return _dcp_async(state, directory, process=False)
 
 
 def dcp_process(state: dict[str, Any], directory: Path) -> Saver:
-    """Measure `async_save` at its fastest: a process writes, and the copy goes to reused shared memory."""
+    """Return a saver of `async_save` at its fastest: a process writes, the copy goes to reused memory."""
     return _dcp_async(state, directory, process=True)
 
 
@@ -139,8 +139,9 @@ def _dcp_async(state: dict[str, Any], directory: Path, *, process: bool) -> Save
 
 
 def dlrover(state: dict[str, Any], directory: Path) -> Saver:
-    """Measure Flash checkpoint, which copies to shared memory. Its agent writes, and commits with a
-    tracker file.
+    """Return a saver of Flash checkpoint.
+
+    A save copies the state to shared memory. DLRover's agent writes it, and commits with a tracker file.
     """
     os.environ.setdefault("ELASTIC_JOB_NAME", f"holdfast-bench-{os.getpid()}")
     _process_group()
@@ -203,7 +204,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def fast_file_writer(state: dict[str, Any], directory: Path) -> Saver:
-    """Measure torch.save over DeepSpeed's FastPersist writer (O_DIRECT, double buffer)."""
+    """Return a saver of torch.save over DeepSpeed's FastPersist writer (O_DIRECT, double buffer)."""
     prepare()
     import torch
     from deepspeed.io import FastFileWriter, FastFileWriterConfig

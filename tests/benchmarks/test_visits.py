@@ -95,9 +95,7 @@ def test_the_side_without_digests_has_none_and_the_other_has_them(
     for name in ("holdfast-digests-on", "holdfast-digests-off"):
         directory = tmp_path / name
         directory.mkdir()
-        with (
-            monkeypatch.context() as patch
-        ):  # `sys.executable` is changed and would affect later tests
+        with monkeypatch.context() as patch:  # the saver replaces `sys.executable`
             patch.setattr(sys, "executable", sys.executable)
             saver = SAVERS[name](state, directory)
         saver.start(1).wait()

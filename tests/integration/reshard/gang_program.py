@@ -151,9 +151,7 @@ def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def play(phase: Phase, before: Phase | None, rank: int, folder: Path, reference: Reference) -> None:
-    torch.manual_seed(
-        7
-    )  # differs from the reference's seed, so that equal values must have been restored
+    torch.manual_seed(7)  # not the reference's seed: equal values must have been restored
     uncut = Model()
     torch.manual_seed(7)
     model = built(phase.kind, phase.world)
