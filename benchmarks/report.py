@@ -38,8 +38,9 @@ class Figure:
 
 
 def at_most(id_: str, values: Sequence[float], unit: str, target: float, **details: Any) -> Figure:
-    """Return a figure that is met if the median of `values` is at most `target`. The details list all
-    values.
+    """Return a figure that is met if the median of `values` is at most `target`.
+
+    The details list all values.
     """
     value, details = _summary(values, details)
     return Figure(id_, value, unit, target, value <= target, len(values), details)
@@ -77,8 +78,9 @@ def _summary(values: Sequence[float], details: dict[str, Any]) -> tuple[float, d
 
 
 def merged(old: Iterable[Figure], new: Iterable[Figure]) -> list[Figure]:
-    """Replace the old figures that have the id of a new one, and keep the others. Sorted by id,
-    numerically.
+    """Replace the old figures that have the id of a new one, and keep the others.
+
+    The result is sorted by id. Numbers in ids are compared as numbers.
     """
     by_id = {figure.id: figure for figure in (*old, *new)}
     return sorted(by_id.values(), key=lambda figure: _order(figure.id))

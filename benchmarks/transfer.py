@@ -292,8 +292,9 @@ class Bench:
         return _at_once(partial(self._read_chunks, 0.0, 0.5), partial(self._read_chunks, 0.5, 1.0))
 
     def _read_chunks(self, start: float, stop: float) -> None:
-        """Read this part of the shard in runs of RUN_CHUNKS. `start` and `stop` are fractions of the
-        shard.
+        """Read this part of the shard in runs of RUN_CHUNKS.
+
+        `start` and `stop` are fractions of the shard.
         """
         peer = Peer("127.0.0.1", self.ports.memory, SERVER, self.context, TLS)
         header = self.in_memory.header
@@ -367,8 +368,9 @@ class Bench:
         return time.perf_counter() - began
 
     def _forget_pages(self, record: ShardRecord) -> None:
-        """Drop the shard from the page cache, because a peer usually requests a shard that is only on
-        the disk.
+        """Drop the shard from the page cache.
+
+        A peer usually requests a shard that is only on the disk.
         """
         for path in self.folder.rglob(f"*{record.blake3[3:19]}.shard"):
             fd = os.open(path, os.O_RDONLY)
@@ -410,8 +412,9 @@ Measured = dict[str, list[float]]
 
 
 def measured(bench: Bench, legs: list[str], repetitions: int) -> tuple[Measured, Measured]:
-    """Return seconds, and processor seconds of both processes. The first round is a warm-up and is not
-    counted.
+    """Return seconds, and processor seconds of both processes.
+
+    The first round is a warm-up and is not counted.
     """
     seconds: Measured = {leg: [] for leg in legs}
     cpu: Measured = {leg: [] for leg in legs}

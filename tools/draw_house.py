@@ -41,9 +41,7 @@ class House:
     """The first sentence of each folder's docstring."""
 
     def floors(self) -> dict[str, int]:
-        """Return the floor of each folder: 1 if it imports no other, else one above the highest folder
-        that it imports.
-        """
+        """Return the floor of each folder: 1 if it imports no other, else one above its highest import."""
         underway: set[str] = set()
 
         @cache
@@ -129,8 +127,9 @@ def _first_sentence(text: str) -> str:
 
 
 def _rows(house: House) -> list[list[str]]:
-    """Return the rows from the top floor down. Within a floor, a folder is above the folders that it
-    imports.
+    """Return the rows from the top floor down.
+
+    Within a row, each folder is horizontally close to its imports and importers.
     """
     floors = house.floors()
     rows = [

@@ -59,8 +59,9 @@ def _file_name(kind: Kind) -> str:
 
 
 def chart_template(document: dict[str, Any]) -> str:
-    """Return the CRD as a template of the chart, because Helm never upgrades files in a chart's crds/
-    folder.
+    """Return the CRD as a template of the chart.
+
+    Helm never upgrades files in a chart's crds/ folder.
     """
     head = _yaml({key: document[key] for key in ("apiVersion", "kind")})
     spec = _yaml({"spec": document["spec"]})
@@ -166,8 +167,9 @@ def reference() -> str:
 
 
 def _metric_rows(metrics: object) -> Iterator[str]:
-    """Return a row for each metric. Uses attributes, because a metric with labels has no sample before
-    its first use.
+    """Return a row for each metric.
+
+    The rows come from the attributes, because a metric with labels has no sample before its first use.
     """
     for metric in vars(metrics).values():
         if not isinstance(metric, MetricWrapperBase):
@@ -312,8 +314,9 @@ def _split(inside: str) -> list[str]:
 
 
 def _doc(thing: Any) -> Iterator[str]:
-    """Return a docstring as Markdown. A line `name: meaning` and its indented lines become an item of a
-    list.
+    """Return a docstring as Markdown.
+
+    A line `name: meaning` and its indented lines become an item of a list.
     """
     text = inspect.getdoc(thing)
     if not text:
@@ -350,8 +353,8 @@ def outputs() -> dict[Path, str]:
 
 
 def stale(root: Path, files: dict[Path, str]) -> list[str]:
-    """Return the paths below `root` of files that are missing, outdated, or generated for a kind that
-    was removed.
+    """Return the paths below `root` of generated files that are missing or outdated, or not needed any
+    more.
     """
     found = [
         str(path)

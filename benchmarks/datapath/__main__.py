@@ -30,9 +30,7 @@ from benchmarks.report import Figure
 from holdfast_core.clock import SystemClock
 
 _QUICK_PART_SECONDS = 55.0
-"""Limits three parts to less than three minutes. A busy machine completes fewer rounds; the results say
-how many.
-"""
+"""Limits three parts to less than three minutes. A busy machine completes fewer rounds."""
 
 
 def main() -> int:

@@ -29,9 +29,7 @@ BOTH_TARGET = TRAINED / RANKS + BLOCK_CHUNKS * CHUNK_BYTES / STATE_BYTES + 0.02
 
 
 def ratios(state_bytes: int = STATE_BYTES) -> dict[str, float]:
-    """Return for each case the bytes that the rank with the largest upload sends, divided by the bytes
-    of its state.
-    """
+    """Return for each case the upload of the worst rank, divided by the bytes of its state."""
     alone = _saves(state_bytes, ranks=1, count=6)
     together = _saves(state_bytes, ranks=RANKS, count=2)
     found = (together[0], alone[1], alone[5], together[1])

@@ -257,8 +257,9 @@ def _extras(records: Sequence[Record], name: str, phase: str) -> list[float]:
 
 
 def _scatter(records: Sequence[Record], phase: str) -> float:
-    """Return the scatter of plain loops within a visit. Visits are not comparable: their numbers of
-    steps differ.
+    """Return the scatter of plain loops within a visit.
+
+    Visits are not comparable with each other, because their numbers of steps differ.
     """
     distances: list[float] = []
     for record in records:
@@ -325,8 +326,9 @@ def of_loads(records: Sequence[Record]) -> list[Figure]:
 
 
 def of_uploads(records: Sequence[Record], mib: int) -> list[Figure]:
-    """Compute uploads to MinIO, for orientation only, because MinIO shares the cores. `mib`: size of the
-    file.
+    """Compute uploads to MinIO, for orientation only, because MinIO shares the cores.
+
+    `mib` is the size of the file.
     """
     rounds = Rounds(records)
     missing = rounds.error(OURS) or rounds.error("boto3")

@@ -27,11 +27,10 @@ _SERVER = "limit.holdfast"
 
 
 def memory(size_bytes: int) -> dict[str, float]:
-    """Measure memory bandwidth in GiB/s: memcpy by one and by two threads, and the first touch of shared
-    memory.
+    """Measure memory bandwidth in GiB/s: memcpy, and the first touch of shared memory.
 
-    memcpy copies between private buffers whose pages are present. A slot that is allocated late pays the
-    cost of the first touch.
+    memcpy copies between private buffers whose pages are present, with one and with two threads. A slot
+    that is allocated late pays the cost of the first touch.
     """
     source: np.ndarray[Any, Any] = np.ones(size_bytes, np.uint8)
     target: np.ndarray[Any, Any] = np.zeros(size_bytes, np.uint8)

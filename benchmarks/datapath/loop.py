@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 
 def training_step() -> Callable[[], None]:
-    """Run a step of a few milliseconds on one thread, so that a machine with two cores has one for the
-    savers.
+    """Run a step of a few milliseconds.
+
+    It uses one thread, so that a machine with two cores has one for the savers.
     """
     import torch
 

@@ -27,8 +27,9 @@ def parse_stat(text: str) -> CpuTimes:
 
 
 def shares(before: CpuTimes, after: CpuTimes) -> dict[str, float]:
-    """Return shares of all cores' time between two readings, 0 to 1. `busy` includes the measured work
-    itself.
+    """Return shares of all cores' time between two readings, 0 to 1.
+
+    `busy` includes the measured work itself.
     """
     total = max(1, after.total - before.total)
     return {

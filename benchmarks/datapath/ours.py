@@ -455,8 +455,9 @@ class _Memory:
 
 
 class _MemoryWriter:
-    """CopyWriter that keeps the bytes and verifies them as the node tier does, in a thread beside the
-    transfer.
+    """CopyWriter that keeps the bytes, and verifies them in a thread during the transfer.
+
+    The verification is that of the node tier.
     """
 
     def __init__(self, view: memoryview, ref: ShardRef, file_bytes: int) -> None:

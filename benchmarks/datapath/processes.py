@@ -20,8 +20,9 @@ class ProcessTimes:
 
 
 def parse_process(text: str) -> ProcessTimes:
-    """Parse one /proc/<pid>/stat. The name may contain spaces and brackets, so it ends at the last
-    bracket.
+    """Parse one /proc/<pid>/stat.
+
+    The name may contain spaces and brackets, so it ends at the last bracket.
     """
     pid, _, rest = text.partition(" (")
     name, _, tail = rest.rpartition(") ")

@@ -1,5 +1,6 @@
-"""The state that every participant saves: fp32 tensors of a transformer's shapes, the same in each
-process.
+"""The state that every participant saves: fp32 tensors of a transformer's shapes.
+
+It is the same in each process.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 def shapes(mib: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor: whole layers of 48 MiB, small vectors, and an embedding for the
-    rest.
+    """Return the shape of each tensor: whole layers of 48 MiB, small vectors, and an embedding.
 
-    The total is at most `mib` MiB, and less than one row below it.
+    The embedding takes the rest. The total is at most `mib` MiB, and less than one row below it.
     """
     found: dict[str, tuple[int, ...]] = {}
     left = mib * MIB // 4

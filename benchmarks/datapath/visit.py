@@ -112,8 +112,9 @@ def chase(options: Options) -> dict[str, Any]:
 
 
 def loops(options: Options) -> dict[str, Any]:
-    """Time a training loop without and with a save at its begin, alternately; then both beside a busy
-    core.
+    """Time a training loop without and with a save at its begin, alternately.
+
+    Then do the same beside a busy core.
     """
     _state, saver = _participant(options)
     saver.start(1).wait()
@@ -187,8 +188,9 @@ def _restore_twice(path: Path, target: dict[str, Any]) -> tuple[float, float]:
 
 
 def every_step(options: Options) -> dict[str, Any]:
-    """Compare steps with a save after each to steps without. A step takes at least 30 times the state's
-    memcpy.
+    """Compare steps with a save after each to steps without.
+
+    A step takes at least 30 times as long as a memcpy of the state.
     """
     from benchmarks.datapath import limits
 

@@ -30,8 +30,9 @@ def saved(blocked: float, durable: float, *, first: float | None = None) -> dict
 
 
 def records(part: str, **by_name: list[dict[str, Any] | str]) -> list[Record]:
-    """Return the records of results or errors, one for each round. In names, `_` stands for a space or
-    `-`.
+    """Return the records of results or errors, one for each round.
+
+    In names, `_` stands for a space or `-`.
     """
     return [
         Record(part, round_, name, None, result)

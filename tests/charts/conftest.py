@@ -72,8 +72,9 @@ def cluster(helm: Helm) -> Iterator[ControlPlane]:
 
 
 def _until_policy_is_in_force(cp: ControlPlane) -> None:
-    """Wait until a forbidden job is denied. The server enforces a new admission policy only after some
-    seconds.
+    """Wait until a forbidden job is denied.
+
+    The server enforces a new admission policy only after some seconds.
     """
     job = """
     {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob",

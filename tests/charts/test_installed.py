@@ -129,9 +129,7 @@ def test_restricted_is_enforced_where_that_was_tested(
 
 
 def test_everything_is_valid_for_the_server(cluster: ControlPlane, render: Render) -> None:
-    """The server validates all fields strictly, except for the kinds of monitoring.coreos.com, which it
-    lacks.
-    """
+    """The server validates all fields strictly. It has no schema for the kinds of monitoring.coreos.com."""
     known = [o for o in render() if not o["apiVersion"].startswith("monitoring.coreos.com")]
     text = cluster.kubectl(
         "apply",

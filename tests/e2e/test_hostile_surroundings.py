@@ -18,9 +18,7 @@ def _pod_uids(job: Job) -> dict[str, str]:
 
 
 def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
-    """A pod is lost while no sidecar answers. The survivors hold the only copies, so they must not be
-    deleted.
-    """
+    """A pod is lost while no sidecar answers. The survivors hold the only copies and must not be deleted."""
     job = scenario.start(object_every=None)
     job.wait_step(25)
     survivors = {name: uid for name, uid in _pod_uids(job).items() if name != job.pod_name(1)}

@@ -55,8 +55,9 @@ def custom_resources(kube: Kube) -> list[str]:
 
 
 def finalizers(kube: Kube, namespace: str) -> dict[str, list[str]]:
-    """Return the finalizers of our objects. Without an operator, an object with a finalizer is never
-    deleted.
+    """Return the finalizers of our objects.
+
+    Without an operator, an object with a finalizer is never deleted.
     """
     return {
         f"{kind}/{item['metadata']['name']}": item["metadata"]["finalizers"]
@@ -91,9 +92,7 @@ def test_upgrade_leaves_a_running_job_alone(scenario, installed):
 
 
 def test_operator_pod_is_admitted_by_restricted(installed):
-    """The operator's pod spec is created again in a namespace in which the API server enforces
-    `restricted`.
-    """
+    """The operator's pod spec is created again in a namespace that enforces `restricted`."""
     space = "e2e-restricted"
     installed.ensure_namespace(space)
     try:

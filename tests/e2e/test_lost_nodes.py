@@ -47,8 +47,9 @@ def test_paused_node_is_replaced_and_cannot_harm_when_it_returns(scenario, nodes
 
 
 def test_survivor_that_answers_late(scenario, nodes_back):
-    """One survivor is frozen while another pod is lost. Its state is Unknown, and not that it holds
-    Nothing.
+    """One survivor is frozen while another pod is lost.
+
+    The operator must treat its inventory as unknown, not as empty.
     """
     job = scenario.start()
     job.wait_step(25)

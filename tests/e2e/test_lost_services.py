@@ -23,9 +23,7 @@ def test_store_down_during_training_and_back(scenario):
 
 
 def test_operator_killed_during_recovery(scenario, installed: Kube):
-    """The operator is killed after CAS 1, after the seal, and after CAS 2. Each time the next one
-    continues.
-    """
+    """The operator is killed after CAS 1, after the seal, and after CAS 2. Its successor continues."""
     job = scenario.start()
     phases = {
         "CAS 1": lambda before: job.round > before,

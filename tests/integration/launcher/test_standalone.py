@@ -23,9 +23,7 @@ def script(directory: Path, text: str) -> Path:
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Hide torch from the launcher, because few of these tests need it and its import dominates their
-    time.
-    """
+    """Hide torch from the launcher. Few of these tests need it, and its import dominates their time."""
     directory = tmp_path_factory.mktemp("no-torch")
     (directory / "torch.py").write_text("raise ModuleNotFoundError(__name__, name=__name__)\n")
     return {"PYTHONPATH": str(directory)}

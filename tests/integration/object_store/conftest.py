@@ -105,8 +105,9 @@ def proxy(server: StoreServer) -> Iterator[HostileProxy]:
 def proxied(
     server: StoreServer, store: StoreConfig, proxy: HostileProxy, quick: Retrier
 ) -> Iterator[ObjectTier]:
-    """Return a tier on the same store as `tier`, through the proxy. It times out after a second of
-    silence.
+    """Return a tier on the same store as `tier`, through the proxy.
+
+    It times out after a second of silence.
     """
     config = server.config(store.prefix, endpoint=proxy.endpoint)
     tier = s3_tier(

@@ -137,8 +137,9 @@ def shifted(index: PackIndex, data: bytes) -> bytes:
 
 
 def swapped(index: PackIndex, data: bytes) -> bytes:
-    """Return a pack with chunks 3 and 4 exchanged. The index matches, so each decodes to the other's
-    bytes.
+    """Return a pack with chunks 3 and 4 exchanged.
+
+    The index matches the exchanged lengths, so each decodes to the other's bytes.
     """
     assert index.coding is not None
     starts, lengths = index.coding.starts, index.coding.lengths

@@ -72,9 +72,7 @@ def test_what_is_there_is_looked_at_by_the_caller(
 def test_bytes_that_went_bad_on_the_node_are_not_stored(
     gang: Compressing, server: StoreServer, store: StoreConfig
 ) -> None:
-    """The last of several parts has the wrong bytes. The parts that were sent before are removed from
-    the store.
-    """
+    """The last of several parts has the wrong bytes. The store must not keep the parts before it."""
     gang.write(1, weights(23 * MIB))
     reader = gang.readers[1, 0]
     flip_bit(Path(os.readlink(f"/proc/self/fd/{reader.fd}")), 4096 + 22 * MIB)
@@ -128,9 +126,7 @@ def four_at_once(store: StoreConfig) -> StoreConfig:
 def test_what_waits_for_the_store_is_bounded(
     gang: Compressing, server: StoreServer, store: StoreConfig, vanishes: bool
 ) -> None:
-    """The bound also holds when another client aborts the upload while four parts wait, and four more
-    must wait.
-    """
+    """The bound also holds when another client aborts the upload while parts wait."""
     gang.write(1, payload(96 * MIB))
     key, client = key_of(store, gang.ref(1, 0)), S3Client(store, server.credentials)
     aborted: list[str] = []
@@ -152,9 +148,7 @@ def test_what_waits_for_the_store_is_bounded(
 
 
 class Lingering(ThreadPoolExecutor):
-    """Workers that keep references to each call and its result, as a thread does that has not yet been
-    scheduled.
-    """
+    """Workers that keep references to each call and its result, as a thread does that does not run yet."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -194,9 +188,7 @@ def test_the_bytes_of_a_part_that_was_sent_are_free_before_the_next_is_made(
 def test_an_upload_that_failed_holds_nothing(
     gang: Compressing, server: StoreServer, store: StoreConfig
 ) -> None:
-    """The upload is retried as long as the store is unavailable, so it must not keep memory between
-    attempts.
-    """
+    """The upload is retried while the store is unavailable, and must not keep memory between attempts."""
     gang.write(1, payload(96 * MIB))
 
     def fail(_before: int) -> None:
@@ -274,8 +266,9 @@ def test_an_upload_gets_over_it(
 def test_an_upload_that_was_killed_goes_on(
     gang: Compressing, server: StoreServer, store: StoreConfig, proxy: HostileProxy
 ) -> None:
-    """SIGKILL arrives in the third part. Compression is deterministic, so the first two parts are not
-    sent again.
+    """SIGKILL arrives in the third part.
+
+    Compression is deterministic, so the first two parts are not sent again.
     """
     gang.write(1, weights(24 * MIB))
     config = replace(
@@ -298,10 +291,9 @@ def test_an_upload_that_was_killed_goes_on(
 def test_parts_of_another_attempt_are_not_mixed_in(
     gang: Compressing, server: StoreServer, store: StoreConfig
 ) -> None:
-    """The other attempt did not compress, or used another release of zstd. It left more parts, of equal
-    lengths.
+    """The other attempt did not compress, or used another release of zstd.
 
-    Only the one part with equal bytes is kept.
+    It left more parts, of equal lengths. Only the one part with equal bytes is kept.
     """
     gang.write(1, weights(24 * MIB))
     alone = gang.compress(1, 0)

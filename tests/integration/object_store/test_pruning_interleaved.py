@@ -135,8 +135,9 @@ class TurnTaker:
 def readers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[CheckpointId, DiskShardReader]]:
-    """Return shards of one rank with 20 chunks. BASE shares all but two with FIRST, NEXT all but one
-    with BASE.
+    """Return shards of one rank with 20 chunks.
+
+    BASE shares all but two with FIRST, and NEXT shares all but one with BASE.
     """
     directory = tmp_path_factory.mktemp("shards")
     first = payload(20 * CHUNK)
@@ -277,10 +278,10 @@ def test_two_deleters_and_a_commit_between(
     readers: dict[CheckpointId, DiskShardReader],
     tmp_path: Path,
 ) -> None:
-    """One process deletes FIRST. Another commits NEXT, which needs FIRST, and deletes BASE, which refers to
-    FIRST.
+    """One process deletes FIRST while another commits NEXT, which needs FIRST, and deletes BASE.
 
-    The first process has listed the references of BASE, but they are deleted before it reads them.
+    BASE refers to FIRST. The first process has listed the references of BASE, but they are deleted before
+    it reads them.
     """
     for requests in range(12):
         place = Store(objects, readers, tmp_path)

@@ -35,8 +35,10 @@ def test_a_template_that_the_server_refuses_is_reported(empty_bed: OperatorBed) 
 
 
 def test_pods_are_created_once_the_service_account_exists(empty_bed: OperatorBed) -> None:
-    """One `kubectl apply` of namespace, store and job: pods are refused until a controller of the
-    cluster has made the service account."""
+    """Namespace, store and job are created by one `kubectl apply`.
+
+    Pods are refused until a controller of the cluster has created the service account.
+    """
     account = f"/api/v1/namespaces/{empty_bed.namespace}/serviceaccounts"
     empty_bed.plane.request("DELETE", f"{account}/default")
     empty_bed.start_operator()

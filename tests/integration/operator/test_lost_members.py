@@ -38,9 +38,7 @@ def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: OperatorBe
 
 
 def test_a_node_whose_lease_stops_is_lost(empty_bed: OperatorBed) -> None:
-    """The sidecar does not answer, and no kubelet confirms the deletion of the pod, so the deletion is
-    forced.
-    """
+    """The sidecar does not answer and no kubelet confirms the pod's deletion, so the deletion is forced."""
     node = f"node-{empty_bed.namespace}"
     empty_bed.kubelet.node = node
     empty_bed.plane.request("POST", "/api/v1/nodes", {"metadata": {"name": node}})

@@ -90,9 +90,7 @@ def test_an_operator_that_is_killed_while_a_round_begins_completes_it(bed: Opera
 
 
 def test_an_operator_recovers_a_job_whose_certificates_have_all_expired(bed: OperatorBed) -> None:
-    """No operator runs for two days, in which a pod is lost. The new operator recovers the job
-    immediately.
-    """
+    """No operator runs for two days, in which a pod is lost. The new operator recovers the job."""
     survivor = bed.store_at(0, 40)
     bed.kill_operator()
     path = f"/api/v1/namespaces/holdfast-system/secrets/holdfast-ca-{bed.uid()}"

@@ -36,9 +36,7 @@ import holdfast
 
 
 class Model(nn.Module):
-    """A model with sizes that are not divisible by the numbers of ranks: parts are uneven, and some are
-    empty.
-    """
+    """A model whose sizes do not divide by the numbers of ranks: parts are uneven, and some are empty."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""The scenarios of test_reshard_gangs: chains of worlds, each of which restores what the previous one
-saved.
-"""
+"""The scenarios of test_reshard_gangs: chains of worlds. Each restores what the previous one saved."""
 
 from __future__ import annotations
 

@@ -134,8 +134,9 @@ class Pod:
         return self.tier.stored("team-a", self.manifests[step].ref(Rank(rank))).index
 
     def places(self, step: int, rank: int = 0) -> set[tuple[int, int]] | None:
-        """Return (step, rank) of every object that the pack refers to, or None where the shard is stored
-        whole.
+        """Return (step, rank) of every object that the pack refers to.
+
+        Return None where the shard is stored whole.
         """
         index = self.index(step, rank)
         return None if index is None else {(s.step, s.rank) for s in index.sources}

@@ -1,5 +1,6 @@
-"""The operator is absent until every leaf certificate of a running gang has expired. All handshakes are
-real.
+"""The operator is absent until every leaf certificate of a running gang has expired.
+
+All handshakes are real.
 """
 
 from __future__ import annotations

@@ -82,8 +82,9 @@ async def test_a_frozen_base_is_uploaded_once_and_kept_while_it_is_needed(
 async def test_a_step_is_uploaded_whole_when_its_base_is_deleted_meanwhile(
     gangs: Gangs, store: dict[str, Any], minio: MinioServer, tier: ObjectTier, stored: Stored
 ) -> None:
-    """The base is deleted when the coordinator puts the references. The first attempt leaves only its
-    references.
+    """The base is deleted when the coordinator puts the references.
+
+    The first attempt leaves only its references.
     """
     size = 8 * MIB
     with HostileProxy(minio.endpoint) as proxy:
@@ -114,8 +115,9 @@ async def test_a_step_is_uploaded_whole_when_its_base_is_deleted_meanwhile(
 async def test_an_upload_does_not_wait_for_a_member_that_does_not_answer(
     gangs: Gangs, store: dict[str, Any]
 ) -> None:
-    """Worker 1 restarts after the commit. The other member cannot read its tables, so it uploads its own
-    bytes, and the checkpoint is complete.
+    """Worker 1 restarts after the commit.
+
+    A member that cannot read its tables uploads all of its own bytes, and the checkpoint is complete.
     """
     size = 8 * MIB
     async with gangs(2, **store) as gang:

@@ -75,8 +75,9 @@ async def save(
 
 
 async def test_four_ranks_become_two_with_what_is_on_two_nodes(gangs: Gangs) -> None:
-    """Two copies of two halves are saved on four nodes. Two nodes are lost, and with them the shard of
-    rank 2.
+    """Two copies of two halves are saved on four nodes.
+
+    Two nodes are lost, and with them the shard of rank 2.
     """
     policy = Policy(interval_steps=1, peer_copies=1)
     async with gangs(4) as gang:

@@ -54,8 +54,9 @@ async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker:
 
 
 async def test_a_shard_that_was_staged_when_the_sidecar_died_is_finished(gangs: Gangs) -> None:
-    """The slot is owned and nothing is on disk. The restarted sidecar writes the shard, and the step is
-    committed.
+    """The slot is owned and nothing is on disk.
+
+    The restarted sidecar writes the shard, and the step is committed.
     """
     async with gangs(2) as gang:
         await gang.start()
@@ -125,8 +126,9 @@ def free_slots(rank: FakeRank) -> None:
 
 
 async def test_a_round_is_remembered_over_a_restart(gangs: Gangs) -> None:
-    """A sidecar that was sealed for round 4 and killed is still in round 4, although its pod began in
-    round 0.
+    """A sidecar that was sealed for round 4 and killed is still in round 4 after its restart.
+
+    Its pod began in round 0.
     """
     async with gangs(1) as gang:
         await gang.start()

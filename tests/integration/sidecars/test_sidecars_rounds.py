@@ -115,8 +115,10 @@ async def test_a_late_survivor_loses_what_it_committed_off_the_lineage(gangs: Ga
 
 
 async def test_a_dead_rank_and_a_dead_launcher_are_reported_at_once(gangs: Gangs) -> None:
-    """A rank's exit code, a launcher's end of file, and a launcher that reconnects after it has run this
-    round are each reported as a dead rank in the coordinator's state.
+    """Three events are each reported as a dead rank in the coordinator's state.
+
+    These are a rank's exit code, a launcher's end of file, and a launcher that reconnects after it has run
+    this round.
     """
     async with gangs(3) as gang:
         await gang.start()

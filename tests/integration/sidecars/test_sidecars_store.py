@@ -1,6 +1,4 @@
-"""Real sidecars and a real MinIO: checkpoints are persisted, restored from the store, and survive an
-outage.
-"""
+"""Real sidecars and a real MinIO: checkpoints are persisted and restored, and survive an outage."""
 
 from __future__ import annotations
 
@@ -62,8 +60,9 @@ async def test_a_gang_that_lost_everything_comes_back_from_the_store(
 async def test_a_store_that_is_down_holds_up_nothing_else(
     gangs: Gangs, store: dict[str, Any], minio: MinioServer
 ) -> None:
-    """Steps are still committed and replicated. The failure is reported until the store is available
-    again.
+    """Steps are still committed and replicated.
+
+    The failure is reported until the store is available again.
     """
     async with gangs(2, **store) as gang:
         await gang.start(policy=EVERY_TWO)
@@ -86,9 +85,7 @@ async def test_a_store_that_is_down_holds_up_nothing_else(
 async def test_old_steps_leave_the_node_tiers_but_not_what_is_protected(
     gangs: Gangs, store: dict[str, Any]
 ) -> None:
-    """With keep_last 2 of steps 1..6, steps 5 and 6 stay, and also the pinned step 3 and the persisted
-    step 6.
-    """
+    """With keep_last 2 of steps 1..6, the pinned step 3, step 5 and the persisted step 6 stay."""
     async with gangs(2, **store) as gang:
         message = await gang.start(policy=Policy(interval_steps=1, peer_copies=1, keep_last=2))
         held = gang.operator.message(

@@ -113,9 +113,7 @@ async def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gang
 
 
 async def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
-    """The member cannot read while the next round is sealed, either, or on a connection that it opened
-    before.
-    """
+    """Reads are also refused while the next round is sealed, and on a connection that was opened before."""
     async with gangs(2) as gang:
         await gang.start()
         await gang.commit(1, Level.REPLICATED)
