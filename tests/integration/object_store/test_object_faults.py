@@ -202,7 +202,7 @@ STUCK: list[tuple[str, str, Matches, Action, type[HoldfastError], str]] = [
     ("F46-part", "parts", SECOND_PART, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
     ("F46-complete", "parts", COMPLETE, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
     ("F57", "parts", COMPLETE, Answer(200, "InternalError"), UnavailableError, "InternalError"),
-    ("F58", "parts", SECOND_PART, Answer(404, "NoSuchUpload"), UnavailableError, "vanished"),
+    ("F58", "parts", SECOND_PART, Answer(404, "NoSuchUpload"), UnavailableError, "disappeared"),
     ("F60-put", "whole", PUT_WHOLE, Answer(403, "AccessDenied"), AccessDeniedError, "AccessDenied"),
     ("F60-part", "parts", PUT_PART, Answer(403, "AccessDenied"), AccessDeniedError, "AccessDenied"),
     ("F61", "whole", PUT_WHOLE, Answer(404, "NoSuchBucket"), NotFoundError, "create the bucket"),
@@ -228,9 +228,9 @@ def test_an_upload_that_cannot_succeed_says_why(
     bench.proxy.add(matches, action, FOREVER)
     with pytest.raises(expected, match=text) as caught:
         bench.tier.upload_shard(NAMESPACE, bench.reader(kind))
-    assert bench.proxy.endpoint in str(caught.value) or text == "vanished"
+    assert bench.proxy.endpoint in str(caught.value) or text == "disappeared"
     assert not bench.is_stored(bench.reader(kind))
-    interrupted = kind == "parts" and expected is UnavailableError and text != "vanished"
+    interrupted = kind == "parts" and expected is UnavailableError and text != "disappeared"
     assert bench.unfinished(bench.reader(kind)) == (1 if interrupted else 0)
 
 
