@@ -15,7 +15,10 @@ from holdfast_core.errors import CapacityError
 from holdfast_core.ids import CheckpointId, JobUid, ShardRef
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 
-VOLUME_ADVICE = "raise spec.checkpoint.node.volume.emptyDir.sizeLimit, or keep fewer steps"
+VOLUME_ADVICE = (
+    "free space on the node's disk, raise spec.checkpoint.node.volume.emptyDir.sizeLimit, "
+    "or keep fewer steps"
+)
 
 
 @dataclass(frozen=True, slots=True)
