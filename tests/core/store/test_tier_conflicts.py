@@ -13,9 +13,23 @@ from tests.support.shards.shard_files import write_shard
 from tests.support.tiers.object_store_contract import everything
 from tests.support.tiers.objects import MemoryObjectStore
 
-from holdfast_core.errors import AlreadyExistsError
+from holdfast_core.errors import AlreadyExistsError, UnavailableError
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.objects import ObjectSource
+
+
+class FailingOnceStore(MemoryObjectStore):
+    """Cannot be read once, when `fails` is set."""
+
+    fails = False
+
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, stopped: threading.Event | None = None
+    ) -> None:
+        if self.fails:
+            self.fails = False
+            raise UnavailableError(f"{key}: it cannot be read now")
+        super().read_into(key, start, buffer, stopped)
 
 
 class KeepingStore(MemoryObjectStore):
@@ -51,4 +65,20 @@ def test_a_conflict_is_read_once_however_often_the_upload_is_tried(tmp_path: Pat
         assert store.bytes_read == read
         store.objects[item.key] = data, since
         tier.upload_shard(NAMESPACE, reader)
+    tier.close()
+
+
+def test_a_damaged_object_that_could_not_be_read_once_is_replaced_later(tmp_path: Path) -> None:
+    store, size = FailingOnceStore(), 300_000
+    tier = ObjectTier(store)
+    with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
+        tier.upload_shard(NAMESPACE, reader)
+        (item,) = everything(store, "")
+        data, since = store.objects[item.key]
+        store.objects[item.key] = data[:-5000] + b"x" * 5000, since
+        store.fails = True
+        with pytest.raises(UnavailableError):
+            tier.upload_shard(NAMESPACE, reader)
+        tier.upload_shard(NAMESPACE, reader)
+        assert store.objects[item.key][0] == data
     tier.close()

@@ -98,11 +98,13 @@ class ObjectTier:
             # A caller that tries again must not read the whole object each time.
             if key in self._conflicts:
                 raise
-            self._conflicts.add(key)
-            if not self._is_damaged(namespace, ref):
+            try:
+                if not self._is_damaged(namespace, ref):
+                    raise
+                self._store.write(key, source, replace=True)
+            except AlreadyExistsError:
+                self._conflicts.add(key)
                 raise
-            self._store.write(key, source, replace=True)
-            self._conflicts.discard(key)
 
     def _is_damaged(self, namespace: str, ref: ShardRef) -> bool:
         """Read the object of a whole shard, and return whether any byte of it is damaged."""
