@@ -23,9 +23,8 @@ from holdfast.state.tensors import (
     place_of,
     view_stored,
 )
-from holdfast.state.tree import Decoder, Encoder, HeldStates
+from holdfast.state.tree import STATE, Decoder, Encoder, HeldStates
 from holdfast_core.errors import FormatError, UnsupportedStateError
-from holdfast_core.format.canonical import dumps_canonical
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.payload import (
     LENGTH_BYTES,
@@ -39,7 +38,6 @@ from holdfast_core.format.payload import (
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, Digest, Rank
 
-_STATE = "state"
 _PIECE_BYTES = 32 << 20
 _BATCH_BYTES = 4 << 20
 _GRAIN_BYTES = 4096
@@ -148,9 +146,8 @@ def _encode(state: Mapping[str, Any], encoder: Encoder) -> Snapshot:
             raise UnsupportedStateError(
                 f"state: {key!r} is not a valid name: expected a non-empty str"
             )
-    tree = {key: encoder.encode(value, key) for key, value in state.items()}
     try:
-        objects = dumps_canonical({_STATE: tree})
+        objects = encoder.encode_state(state)
     except FormatError as error:
         raise UnsupportedStateError(f"state: {error}") from error
     leaves = tuple(encoder.leaves)
@@ -298,9 +295,9 @@ def build_state(
         return _view(tensors, reference, stored)
 
     root = unpack_objects(objects)
-    if not isinstance(root, dict) or not isinstance(root.get(_STATE), dict):
+    if not isinstance(root, dict) or not isinstance(root.get(STATE), dict):
         raise FormatError("payload: the objects contain no state")
-    decoded = Decoder(resolve).decode(root[_STATE])
+    decoded = Decoder(resolve).decode(root[STATE])
     if not isinstance(decoded, dict):
         raise FormatError("payload: the state is not a dict")
     return decoded

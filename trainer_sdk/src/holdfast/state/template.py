@@ -72,9 +72,10 @@ _Node = Callable[[Any, _Walk], None]
 class Template:
     """The structure of one state. It keeps no tensor alive."""
 
-    def __init__(self, root: _Node, leaves: tuple[_LeafPlan, ...], text: _Text) -> None:
+    def __init__(self, root: _Node, leaves: list[tuple[Leaf, int | None]], text: _Text) -> None:
         self._root = root
         self._leaves = leaves
+        """Each leaf without its data, and the position of its optimizer among those of the state."""
         self._text = text
 
     def retake(self, state: Mapping[str, Any], held: HeldStates) -> Retaken | None:
@@ -90,8 +91,8 @@ class Template:
         except _ChangedError:
             return None
         leaves = tuple(
-            plan.leaf(source, whole, walk.optimizers)
-            for plan, (source, whole) in zip(self._leaves, walk.sources, strict=True)
+            leaf.at(source, whole, None if owner is None else walk.optimizers[owner])
+            for (leaf, owner), (source, whole) in zip(self._leaves, walk.sources, strict=True)
         )
         objects = self._text.fill(walk.texts)
         return Retaken(leaves, objects, tuple(walk.modules), tuple(walk.optimizers))
@@ -114,7 +115,9 @@ def make_template(state: Mapping[str, Any], encoder: Encoder) -> Template | None
     text = builder.text(state)
     if text is None:
         return None
-    return Template(root, tuple(_LeafPlan.of(leaf, encoder) for leaf in encoder.leaves), text)
+    numbers = {id(optimizer): number for number, optimizer in enumerate(encoder.optimizers)}
+    leaves = [(leaf.at(None, None, None), numbers.get(id(leaf.owner))) for leaf in encoder.leaves]
+    return Template(root, leaves, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,52 +136,6 @@ class _Text:
         return b"".join(pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class _LeafPlan:
-    """Everything of a leaf but its tensor and its optimizer."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    byte_count: int
-    is_raw: bool
-    owner: int | None
-    """Position of the optimizer among those of the state."""
-    is_private: bool
-
-    @classmethod
-    def of(cls, leaf: Leaf, encoder: Encoder) -> _LeafPlan:
-        owners = [i for i, one in enumerate(encoder.optimizers) if one is leaf.owner]
-        return cls(
-            leaf.name,
-            leaf.dtype,
-            leaf.shape,
-            leaf.global_shape,
-            leaf.offsets,
-            leaf.byte_count,
-            leaf.is_raw,
-            owners[0] if owners else None,
-            leaf.is_private,
-        )
-
-    def leaf(self, source: Any, whole: Any, optimizers: list[Any]) -> Leaf:
-        return Leaf(
-            self.name,
-            self.dtype,
-            self.shape,
-            self.global_shape,
-            self.offsets,
-            self.byte_count,
-            self.is_raw,
-            source,
-            None if self.owner is None else optimizers[self.owner],
-            whole,
-            self.is_private,
-        )
-
-
 class _Builder:
     """Builds the nodes of a template. It visits values in the order in which the encoder does."""
 
@@ -195,8 +152,7 @@ class _Builder:
         if self._is_ambiguous:
             return None
         marked = Encoder(self._encoder.rank, held=self._encoder.held, marks=self._marks)
-        tree = {key: marked.encode(value, key) for key, value in state.items()}
-        parts = _MARK.split(dumps_canonical({"state": tree}))
+        parts = _MARK.split(marked.encode_state(state))
         numbers = {mark: number for number, mark in enumerate(self._marks.values())}
         order = tuple(numbers[f"$mark-{part.decode()}"] for part in parts[1::2])
         # A mark also replaces other values at its path, with the marks that they contain.

@@ -69,6 +69,22 @@ class Leaf:
     """Whether a restore must not write it in place. Loading replaces it, or it belongs to an object that is
     neither a module nor an optimizer, so that other references to its memory are unknown."""
 
+    def at(self, source: Any, whole: Any | None, owner: Any | None) -> Leaf:
+        """Return this leaf with its data in another place."""
+        return Leaf(
+            self.name,
+            self.dtype,
+            self.shape,
+            self.global_shape,
+            self.offsets,
+            self.byte_count,
+            self.is_raw,
+            source,
+            owner,
+            whole,
+            self.is_private,
+        )
+
     @property
     def writes(self) -> int:
         """Number of in-place writes that torch has counted.

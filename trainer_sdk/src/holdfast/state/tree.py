@@ -39,7 +39,10 @@ from holdfast_core.errors import (
     StateDictError,
     UnsupportedStateError,
 )
+from holdfast_core.format.canonical import dumps_canonical
 
+STATE = "state"
+"""Key of the state in the objects of a payload."""
 _MAX_DEPTH = 200
 _MAX_INT_BITS = 4096
 """Longest int to encode as a number. Python does not parse decimal text of more than 4,300 digits."""
@@ -148,6 +151,15 @@ class Encoder:
     _rank_local: bool = False
     _optimizer: Any | None = None
     _owned: str = ""
+
+    def encode_state(self, state: Mapping[str, Any]) -> bytes:
+        """Return the canonical JSON of a whole state.
+
+        Raises what `encode` raises, and FormatError where JSON cannot hold a value.
+        """
+        return dumps_canonical(
+            {STATE: {key: self.encode(part, key) for key, part in state.items()}}
+        )
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
         """Return `value` as JSON.
