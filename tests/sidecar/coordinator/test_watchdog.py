@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from tests.support.shards.builders import rank_layout
-from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.coordinators import CoordinatorWorld
 from tests.support.sidecar.ledgers import shard_info
-from tests.support.sidecar.rounds import first_round
-from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
@@ -24,13 +18,7 @@ from holdfast_core.messages.schema import (
     RankProgress,
     WorkerReport,
 )
-from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.pod import CurrentRound, Pod
-from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.alarm import NO_COMMIT
-from holdfast_sidecar.coordinator.commit import Coordinator
 from holdfast_sidecar.coordinator.watchdog import CommitWatch
 
 EVERY = 10
@@ -76,22 +64,11 @@ def test_a_commit_or_a_step_back_restarts_the_count() -> None:
     assert found.look(Step(45), Step(40), EVERY, 300.0) is None
 
 
-class World:
-    """A coordinator of two workers whose reports the test sends."""
+class World(CoordinatorWorld):
+    """A gang that trains. No member receives anything: the coordinator is not started."""
 
     def __init__(self, folder: Path) -> None:
-        message = first_round().held
-        assert message is not None
-        self.clock = ManualClock()
-        self.pools = Pools(disk=1, copy=1, store=1)
-        settings = Settings(contract_with(shared_dir=str(folder)))
-        self.coordinator = Coordinator(
-            Pod(settings, self.clock, CurrentRound(first_round())),
-            message,
-            Tiers(MemoryTier(), None, self.pools),
-            cast(Any, None),
-            Failures(lambda: None),
-        )
+        super().__init__(folder, members=None)
 
     def step(self, step: int, *failures: Failure) -> None:
         """Report that both ranks have finished the step, with these failures of worker 1."""
@@ -109,18 +86,8 @@ class World:
         return await self.coordinator.state(0, 0.0, acknowledges=False)
 
 
-@asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[World]:
-    world = World(folder)
-    try:
-        yield world
-    finally:
-        await world.coordinator.close()
-        world.pools.close()
-
-
 async def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) -> None:
-    async with running(tmp_path) as world:
+    async with World(tmp_path) as world:
         world.step(1)
         document = rank_layout()
         world.coordinator.prepared(
@@ -143,7 +110,7 @@ async def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) ->
 
 
 async def test_the_state_names_that_no_rank_has_saved(tmp_path: Path) -> None:
-    async with running(tmp_path) as world:
+    async with World(tmp_path) as world:
         world.step(1)
         world.clock.advance(61)
         world.step(4)
@@ -152,7 +119,7 @@ async def test_the_state_names_that_no_rank_has_saved(tmp_path: Path) -> None:
 
 
 async def test_a_known_cause_in_a_node_tier_comes_first(tmp_path: Path) -> None:
-    async with running(tmp_path) as world:
+    async with World(tmp_path) as world:
         full = Failure(Step(3), TierName.NODE, "NodeVolumeFull", "worker 1 is full")
         slow = Failure(None, TierName.PEER, "PeerUnreachable", "worker 0 is away")
         world.step(1)
@@ -163,7 +130,7 @@ async def test_a_known_cause_in_a_node_tier_comes_first(tmp_path: Path) -> None:
 
 
 async def test_a_gang_that_returned_is_not_overdue(tmp_path: Path) -> None:
-    async with running(tmp_path) as world:
+    async with World(tmp_path) as world:
         world.step(1)
         world.clock.advance(61)
         world.step(4)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar import FakeRank, rank_document, until
 from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.coordinators import CoordinatorWorld
 from tests.support.sidecar.ledgers import shard_info
 from tests.support.sidecar.rounds import first_round
+from tests.support.sidecar.stagers import stager_of
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import ManualClock, SystemClock
 from holdfast_core.errors import CapacityError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker
@@ -30,19 +28,11 @@ from holdfast_core.messages.schema import (
     Replicated,
     WorkerReport,
 )
-from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import NODE_FULL, Failures
-from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.telemetry import Telemetry
-from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.coordinator.commit import Coordinator
-from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.slot_writes import Outcome
-from holdfast_sidecar.save.staging import Stager
 
 ROUND = RestartRound(0)
 PAYLOAD = bytes(range(256)) * 16
@@ -63,23 +53,12 @@ class Members:
         raise UnavailableError(f"GET {path} to worker {worker}: it is away")
 
 
-class World:
-    """A coordinator of two workers that keeps three steps."""
+class World(CoordinatorWorld):
+    """A gang that keeps three steps."""
 
     def __init__(self, folder: Path) -> None:
-        message = first_round().held
-        assert message is not None
-        self.clock = ManualClock()
-        self.pools = Pools(disk=1, copy=1, store=1)
         self.members = Members()
-        settings = Settings(contract_with(shared_dir=str(folder)))
-        self.coordinator = Coordinator(
-            Pod(settings, self.clock, CurrentRound(first_round())),
-            replace(message, policy=Policy(interval_steps=1, keep_last=3)),
-            Tiers(MemoryTier(), None, self.pools),
-            cast(Any, self.members),
-            Failures(lambda: None),
-        )
+        super().__init__(folder, self.members, Policy(interval_steps=1, keep_last=3))
         self.coordinator.start()
 
     async def commit(self, step: int) -> None:
@@ -117,19 +96,9 @@ def full(step: int) -> Failure:
     return Failure(Step(step), TierName.NODE, NODE_FULL, "no room")
 
 
-@asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[World]:
-    world = World(folder)
-    try:
-        yield world
-    finally:
-        await world.coordinator.close()
-        world.pools.close()
-
-
 async def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None:
     """One report names a full volume, and no report follows. Each later commit releases an older step."""
-    async with running(tmp_path) as world:
+    async with World(tmp_path) as world:
         await world.commit(1)
         world.report(2, full(2))
         await world.commit(2)
@@ -143,7 +112,7 @@ async def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None
 async def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: Path) -> None:
     """Steps are pruned for lack of room at most once a second. A report within that second is acted on at
     its end, without another report."""
-    async with running(tmp_path) as world:
+    async with World(tmp_path) as world:
         for step in (1, 2, 3):
             await world.commit(step)
         world.report(4, full(4))
@@ -154,7 +123,7 @@ async def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: P
 
 
 async def test_no_step_is_deleted_once_there_is_room(tmp_path: Path) -> None:
-    async with running(tmp_path) as world:
+    async with World(tmp_path) as world:
         for step in (1, 2, 3):
             await world.commit(step)
         world.report(4, full(4))
@@ -190,13 +159,7 @@ async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) ->
     settings = Settings(contract_with(shared_dir=str(tmp_path)))
     outcomes: list[Outcome] = []
     state = first_round()
-    stager = Stager(
-        Pod(settings, SystemClock(), CurrentRound(state)),
-        Tiers(node, None, pools),
-        Telemetry(Metrics(), failures),
-        RankLayouts(settings.layouts_dir, node, pools),
-        BackgroundLimit(settings.slots_dir),
-    )
+    stager = stager_of(settings, state, node, pools, failures)
     stager.ended.subscribe(outcomes.append)
     rank = FakeRank(tmp_path, JOB_UID, 0, 0)
     await stager.stage(lambda: state, rank.fill(7, PAYLOAD))

@@ -10,25 +10,18 @@ import pytest
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.ranks import FakeRank
 from tests.support.sidecar.rounds import accepted, round_message
+from tests.support.sidecar.stagers import stager_of
 from tests.support.sidecar.waiting import until
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import SystemClock
 from holdfast_core.ids import JobUid
-from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.stalled import until_done
-from holdfast_sidecar.base.telemetry import Telemetry
-from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.slot_writes import Outcome
-from holdfast_sidecar.save.staging import Stager
 
 JOB = JobUid("5d4a")
 PAYLOAD = bytes(range(256)) * 16
@@ -68,13 +61,7 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
     node, pools, failures = HangingNode(), Pools(disk=1, copy=1, store=1), Failures(reported.set)
     settings = settings_in(tmp_path)
     state = accepted(round_message(workers=1))
-    stager = Stager(
-        Pod(settings, SystemClock(), CurrentRound(state)),
-        Tiers(node, None, pools),
-        Telemetry(Metrics(), failures),
-        RankLayouts(settings.layouts_dir, node, pools),
-        BackgroundLimit(settings.slots_dir),
-    )
+    stager = stager_of(settings, state, node, pools, failures)
     stager.ended.subscribe(noted)
     rank = FakeRank(tmp_path, JOB, 0, 0)
     await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
@@ -152,13 +139,7 @@ async def test_the_read_back_of_a_write_counts_as_progress(tmp_path: Path) -> No
     node, pools = HangingReadBack(), Pools(disk=1, copy=1, store=1)
     failures, settings = Failures(reported.set), settings_in(tmp_path)
     state = accepted(round_message(workers=1))
-    stager = Stager(
-        Pod(settings, SystemClock(), CurrentRound(state)),
-        Tiers(node, None, pools),
-        Telemetry(Metrics(), failures),
-        RankLayouts(settings.layouts_dir, node, pools),
-        BackgroundLimit(settings.slots_dir),
-    )
+    stager = stager_of(settings, state, node, pools, failures)
     stager.ended.subscribe(lambda outcome: written.set())
     await stager.stage(lambda: state, FakeRank(tmp_path, JOB, 0, 0).fill(7, PAYLOAD))
     await asyncio.wait_for(reported.wait(), 120)

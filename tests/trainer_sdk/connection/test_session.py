@@ -58,6 +58,13 @@ def slot(tmp_path: Path) -> Slot:
     return slot
 
 
+def handing_over(folder: Path, slots: int) -> tuple[SlotRing, RecordingLink, Session]:
+    """Return a ring of slots, and a session with the link to which it hands saves over."""
+    ring, link = SlotRing(folder, RANK, slots), RecordingLink()
+    ring.ensure(4096, ROUND)
+    return ring, link, session_with(link)
+
+
 def save(session: Session, slot: Slot, step: int) -> SaveHandle:
     """Fill the slot and hand the save over."""
     handle = SaveHandle(Step(step), ROUND)
@@ -132,10 +139,7 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
 
 def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) -> None:
     """If only one save were handed over, the slot of the first one would stay FULL until the end."""
-    ring = SlotRing(tmp_path, RANK, 2)
-    ring.ensure(4096, ROUND)
-    link = RecordingLink()
-    session = session_with(link)
+    ring, link, session = handing_over(tmp_path, 2)
     for slot in ring.slots:
         save(session, slot, 10)
     session.greeted(HelloReply(ROUND))
@@ -146,10 +150,7 @@ def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) 
 
 def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_taken(tmp_path: Path) -> None:
     """A level names only the step, and the second save may have other bytes than the first."""
-    ring = SlotRing(tmp_path, RANK, 3)
-    ring.ensure(4096, ROUND)
-    link = RecordingLink()
-    session = session_with(link)
+    ring, link, session = handing_over(tmp_path, 3)
     first, same, other = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Staged(Step(10)))
     session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
@@ -167,10 +168,7 @@ def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
     tmp_path: Path,
 ) -> None:
     """The sidecar sends no further message about the step, so the handle would wait for ever."""
-    ring = SlotRing(tmp_path, RANK, 2)
-    ring.ensure(4096, ROUND)
-    link = RecordingLink()
-    session = session_with(link)
+    ring, link, session = handing_over(tmp_path, 2)
     first, again = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Staged(Step(10)))
     session.push(SaveFailed(Step(10), ROUND, Level.MEMORY, OVERTAKEN, "by step 20"))
@@ -181,10 +179,7 @@ def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
 
 def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Path) -> None:
     """The sidecar replies when the earlier save has been written, which may take minutes."""
-    ring = SlotRing(tmp_path, RANK, 3)
-    ring.ensure(4096, ROUND)
-    link = RecordingLink()
-    session = session_with(link)
+    ring, link, session = handing_over(tmp_path, 3)
     save(session, ring.slots[0], 10)
     again = save(session, ring.slots[1], 10)
     link.sent[0][1].set_result(Staged(Step(10)))
@@ -205,10 +200,7 @@ def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Pa
 def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save_durable(
     tmp_path: Path,
 ) -> None:
-    ring = SlotRing(tmp_path, RANK, 2)
-    ring.ensure(4096, ROUND)
-    link = RecordingLink()
-    session = session_with(link)
+    ring, link, session = handing_over(tmp_path, 2)
     first, second = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Staged(Step(10)))
     session.push(SaveFailed(Step(10), ROUND, Level.LOCAL, "NodeVolumeError", "the disk failed"))
@@ -222,10 +214,7 @@ def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save
 def test_a_repeated_save_whose_slot_was_freed_while_the_connection_was_away_is_taken(
     tmp_path: Path,
 ) -> None:
-    ring = SlotRing(tmp_path, RANK, 2)
-    ring.ensure(4096, ROUND)
-    link = RecordingLink()
-    session = session_with(link)
+    ring, link, session = handing_over(tmp_path, 2)
     first, second = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Staged(Step(10)))
     session.push(LevelReached(Step(10), ROUND, Level.LOCAL))

@@ -1,0 +1,49 @@
+"""A coordinator of two workers whose reports the test sends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.rounds import first_round
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import ManualClock
+from holdfast_core.messages.schema import Policy
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pod import CurrentRound, Pod
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.coordinator.commit import Coordinator
+
+
+class CoordinatorWorld:
+    """The coordinator of the first round. The context manager closes it."""
+
+    def __init__(self, folder: Path, members: Any, policy: Policy | None = None) -> None:
+        """Make the world. `members` receive what the coordinator sends, once it is started."""
+        message = first_round().held
+        assert message is not None
+        self.clock = ManualClock()
+        self.pools = Pools(disk=1, copy=1, store=1)
+        self.coordinator = Coordinator(
+            Pod(
+                Settings(contract_with(shared_dir=str(folder))),
+                self.clock,
+                CurrentRound(first_round()),
+            ),
+            message if policy is None else replace(message, policy=policy),
+            Tiers(MemoryTier(), None, self.pools),
+            members,
+            Failures(lambda: None),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.coordinator.close()
+        self.pools.close()

@@ -1,0 +1,29 @@
+"""A Stager over a node tier of the test, without a Flow behind it."""
+
+from __future__ import annotations
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.tiers.base import NodeTier
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import CurrentRound, Pod
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.staging import Stager
+
+
+def stager_of(
+    settings: Settings, state: RoundState, node: NodeTier, pools: Pools, failures: Failures
+) -> Stager:
+    return Stager(
+        Pod(settings, SystemClock(), CurrentRound(state)),
+        Tiers(node, None, pools),
+        Telemetry(Metrics(), failures),
+        RankLayouts(settings.layouts_dir, node, pools),
+        BackgroundLimit(settings.slots_dir),
+    )
