@@ -32,6 +32,8 @@ class PodSpec:
     birth_round: RestartRound
     store: str
     """StoreConfig as JSON; empty without an object tier."""
+    node_capacity_bytes: int
+    """sizeLimit of the node volume, as in a real pod: other files on this disk do not count."""
     command: tuple[str, ...]
     """Command of the trainer container."""
     memory_root: Path
@@ -132,7 +134,7 @@ class LocalPod:
             pod_name=self.spec.name,
             pod_ip="127.0.0.1",
             node_dir=str(self.node),
-            node_capacity_bytes=0,
+            node_capacity_bytes=self.spec.node_capacity_bytes,
             certs_dir=str(self.spec.certs),
             store_dir=str(self.spec.keys),
             store=self.spec.store,
