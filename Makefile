@@ -128,6 +128,15 @@ bench: sync bench-peers ## the data path against this machine's limits and its p
 bench-quick: sync ## ours and torch DCP only: A1, A2, A3, A8 and a verdict for each, under 3 minutes
 	$(PY) -m benchmarks.datapath --quick $(BENCH)
 
+.PHONY: test-gpu
+test-gpu: sync ## the tests of staging on a real GPU; fails where there is none
+	$(PY) -m benchmarks.gpu --look
+	$(RUN) pytest tests -m gpu -v
+
+.PHONY: bench-gpu
+bench-gpu: sync ## what a save costs a training on a GPU, beside torch DCP, into benchmarks/results/gpu.json
+	$(PY) -m benchmarks.gpu
+
 .PHONY: clean
 clean: ## remove build outputs of this checkout (the test bed's cache stays)
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,7 +14,12 @@ import holdfast
 from holdfast.slots.device import CudaDevice, find_device
 from holdfast_core.errors import DeviceError
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is at hand")
+
+def needs_gpu(test: Any) -> Any:
+    """Mark a test for `make test-gpu`, and skip it where there is no GPU."""
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+    return pytest.mark.gpu(skip(test))
+
 
 LAG_CYCLES = 1_000_000_000
 """Cycles of about half a second. Copies queued behind such a delay are unfinished when training continues."""
@@ -134,7 +139,7 @@ def test_a_refused_page_lock_is_not_blamed_on_the_next_kernel() -> None:
     torch.zeros(1, device="cuda")
     device, memory = CudaDevice(), np.zeros(1 << 20, dtype=np.uint8)
     device.pin(memory.ctypes.data, memory.nbytes)
-    with pytest.raises(DeviceError, match="cudaHostRegister answered 712"):
+    with pytest.raises(DeviceError, match="cudaHostRegister returned 712"):
         device.pin(memory.ctypes.data, memory.nbytes)
     assert torch.ones(3, device="cuda").sum().item() == 3
     device.unpin(memory.ctypes.data)
