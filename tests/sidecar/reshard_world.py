@@ -70,7 +70,7 @@ class World:
         self.store_faults = Faults()
         self.faults: dict[Worker, Faults] = {w: Faults() for w in self.members}
         self.forged: dict[Worker, Trailer] = {}
-        self.accused: list[tuple[Worker, int]] = []
+        self.reported_copies: list[tuple[Worker, int]] = []
         self.asked: list[tuple[str, int]] = []
         self.clock = Turning()
         self.waits: list[str] = []
@@ -133,8 +133,8 @@ class World:
     def others(self) -> tuple[Member, ...]:
         return tuple(Member(worker, f"pod-{worker}", "") for worker in self.members)
 
-    def accuse(self, member: Member, ref: ShardRef) -> None:
-        self.accused.append((member.worker, ref.rank))
+    def report_bad_copy(self, member: Member, ref: ShardRef) -> None:
+        self.reported_copies.append((member.worker, ref.rank))
 
     # -------------------------------------------------------------- for the tests
 

@@ -115,10 +115,10 @@ def test_save_now_and_stop(sidecar: FakeSidecar) -> None:
             done.append(index)
             if index == 4:
                 sidecar.request_save("t1")
-                until(lambda: ckpt._session._save_wanted, "the push")
+                until(lambda: ckpt._session._save_requested, "the push")
             if index == 6:
                 sidecar.request_stop("t2")
-                until(lambda: ckpt._session.stop_wanted, "the push")
+                until(lambda: ckpt._session.stop_requested, "the push")
         assert ckpt.stopping
     assert done[-1] == 6
     assert {5, 7} <= {m.step for m in sidecar.messages(Stage)}

@@ -14,7 +14,7 @@ from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.access import KubeAccess, load_access
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.loop.controller import Controller
-from holdfast_operator.loop.handlers import Rim, run_kopf
+from holdfast_operator.loop.handlers import HandlerInputs, run_kopf
 from holdfast_operator.loop.plain_ports import PlainPorts
 
 KOPF_END_SECONDS = 15.0
@@ -56,10 +56,10 @@ async def run(settings: Settings, access: KubeAccess) -> int:
     ports = PlainPorts(metrics, controller.watch_age_seconds, clock)
     await ports.start("0.0.0.0", settings.metrics_port, settings.health_port)
     stop = asyncio.Event()
-    rim = Rim(settings, access, controller.enqueue)
+    inputs = HandlerInputs(settings, access, controller.enqueue)
     logs.info("operator starts", server=access.server, namespaces=settings.watch_namespaces)
     work = asyncio.create_task(controller.run())
-    kopf = asyncio.create_task(run_kopf(rim, stop))
+    kopf = asyncio.create_task(run_kopf(inputs, stop))
     try:
         await asyncio.wait({work, kopf}, return_when=asyncio.FIRST_COMPLETED)
         if _error(work) is None:

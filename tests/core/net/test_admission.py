@@ -6,7 +6,9 @@ from collections.abc import Container
 
 from holdfast_core.net.admission import Admission, Places
 
-PLACES = Places(strangers=4, strangers_per_address=2, expected=3, known=3, known_per_name=2)
+PLACES = Places(
+    unauthenticated=4, unauthenticated_per_address=2, expected=3, known=3, known_per_name=2
+)
 
 
 class Port:
@@ -38,8 +40,8 @@ def test_the_address_that_holds_most_makes_room() -> None:
 def test_many_addresses_hold_no_more_than_few_places() -> None:
     port = Port()
     port.enter(*(f"{number}/1" for number in range(1000)))
-    assert len(port.admission) == PLACES.strangers
-    assert port.admission.displaced == 1000 - PLACES.strangers
+    assert len(port.admission) == PLACES.unauthenticated
+    assert port.admission.displaced == 1000 - PLACES.unauthenticated
 
 
 def test_unknown_addresses_do_not_displace_an_expected_address() -> None:

@@ -25,7 +25,7 @@ from tests.support.crash.crash import (
     kill_at_every_call,
     record,
 )
-from tests.support.crash.traced import Say
+from tests.support.crash.traced import Announce
 from tests.support.crash.write_orders import Acknowledged, Link, Op, Rename, Sync
 from tests.support.shards.builders import (
     JOB,
@@ -73,7 +73,7 @@ def bytes_of(step: int, rank: int) -> bytes:
     return payload(size // 2, seed=rank) + payload(size - size // 2, seed=100 * step + rank)
 
 
-def save(tier: DiskNodeTier, step: int, say: Say, order: str = "") -> None:
+def save(tier: DiskNodeTier, step: int, announce: Announce, order: str = "") -> None:
     """Write the shard of this pod's rank 0 and a peer's copy of rank 1, commit, and prune."""
     layouts = [plan_of(rank)[0] for rank in range(WORLD)]
     headers = [
@@ -101,7 +101,7 @@ def save(tier: DiskNodeTier, step: int, say: Say, order: str = "") -> None:
         writer.write(file)
         writer.commit()
     commit_local(tier, layout, manifest)
-    say(f"committed {step}")
+    announce(f"committed {step}")
     old = Step(step - KEPT)
     if order == "shards-deleted-first":
         for found in tier.list_shards():
@@ -117,15 +117,15 @@ def first_saves(directory: Path) -> None:
         save(tier, step, lambda _: None)
 
 
-def next_save(directory: Path, say: Say, order: str = "") -> None:
+def next_save(directory: Path, announce: Announce, order: str = "") -> None:
     """Save step 3 as a restarted sidecar in a new round does. This is the save that is killed."""
     tier = opened(directory)
     tier.write_round(ROUND, 1)
-    say(f"round {ROUND}")
-    save(tier, 3, say, order)
+    announce(f"round {ROUND}")
+    save(tier, 3, announce, order)
 
 
-def cloning_saves(directory: Path, say: Say) -> None:
+def cloning_saves(directory: Path, announce: Announce) -> None:
     """Save three steps, of which the third one clones, by writes that a tracer sees."""
 
     def clone(source: int, offset: int, target: int, target_offset: int, length: int) -> None:
@@ -135,12 +135,12 @@ def cloning_saves(directory: Path, say: Say) -> None:
     cloned: list[int] = []
     tier = opened(directory, clone)
     for step in (3, 4, 5):
-        save(tier, step, say)
+        save(tier, step, announce)
     if not cloned:
         raise AssertionError("nothing was cloned")
 
 
-def struck_save(directory: Path, say: Say) -> None:
+def struck_save(directory: Path, announce: Announce) -> None:
     """Save while one call fails. The operation succeeds in another way, or it fails and is repeated."""
     tiers: list[DiskNodeTier] = []
 
@@ -149,8 +149,8 @@ def struck_save(directory: Path, say: Say) -> None:
             tiers.append(opened(directory))
         (tier,) = tiers
         tier.write_round(ROUND, 1)
-        say(f"round {ROUND}")
-        save(tier, 3, say)
+        announce(f"round {ROUND}")
+        save(tier, 3, announce)
 
     before = len(os.listdir("/proc/self/fd"))
     try:
@@ -163,20 +163,20 @@ def struck_save(directory: Path, say: Say) -> None:
         raise AssertionError(f"{leftovers(directory)} of a living process")
 
 
-def stuck_save(directory: Path, say: Say) -> None:
+def stuck_save(directory: Path, announce: Announce) -> None:
     """Save while all calls fail from a certain one on."""
     try:
-        next_save(directory, say)
+        next_save(directory, announce)
     except HoldfastError:
         return
 
 
-def whole_life(directory: Path, say: Say, order: str = "") -> None:
+def whole_life(directory: Path, announce: Announce, order: str = "") -> None:
     tier = opened(directory)
     tier.write_round(ROUND, 1)
-    say(f"round {ROUND}")
+    announce(f"round {ROUND}")
     for step in (1, 2, 3):
-        save(tier, step, say, order)
+        save(tier, step, announce, order)
 
 
 def check(directory: Path, acknowledged: Sequence[str]) -> list[str]:
@@ -280,13 +280,13 @@ LOG_MUTANTS = {
 
 def main(what: str, mutant: str = "") -> Report:
     if what == "kills":
-        killed = lambda directory, say: next_save(directory, say, mutant)  # noqa: E731
+        killed = lambda directory, announce: next_save(directory, announce, mutant)  # noqa: E731
         return kill_at_every_call(first_saves, killed, check, enough=1 if mutant else 20)
     if what == "kills-clones":
         return kill_at_every_call(first_saves, cloning_saves, check)
     if what == "power":
         order = "" if mutant in LOG_MUTANTS else mutant
-        log = record(lambda d, say: whole_life(d, say, order))
+        log = record(lambda d, announce: whole_life(d, announce, order))
         mutated = LOG_MUTANTS.get(mutant, list)(log)
         return cut_power(mutated, check, enough=1 if mutant else 20)
     if what in ("fails", "fails-for-ever"):

@@ -15,10 +15,10 @@ def test_buffers_are_kept_and_counted() -> None:
     pool = BufferPool(4096, keep=1)
     with pool.take() as one, pool.take():
         one[:4] = b"here"
-        assert pool.held_bytes == 8192
-    assert pool.held_bytes == 4096
+        assert pool.allocated_bytes == 8192
+    assert pool.allocated_bytes == 4096
     with pool.take() as again:
-        assert pool.held_bytes == 4096
+        assert pool.allocated_bytes == 4096
         again[:4] = b"used"
 
 
@@ -30,9 +30,9 @@ def test_background_requests_are_refused_at_the_limit() -> None:
         with pytest.raises(UnavailableError, match="the limit is 8192 bytes"), pool.take_if_room():
             pass
         with pool.take():
-            assert pool.held_bytes == 3 * 4096
+            assert pool.allocated_bytes == 3 * 4096
     with pool.take_if_room():
-        assert pool.held_bytes == 4096
+        assert pool.allocated_bytes == 4096
 
 
 def test_too_many_copies_at_once_leave_nothing_behind_and_own_writes_go_on(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_hurry_removes_the_limit_until_the_next_round(tmp_path: Path) -> None:
     trainer.steps(10, moving=1000 * MIB)
     limited = trainer.background.limit
     assert limited is not None
-    trainer.background.hurry()
+    trainer.background.remove_limit()
     assert trainer.background.limit is None
     trainer.background.begin()
     assert trainer.background.limit == limited
@@ -110,7 +110,7 @@ def test_a_transfer_waits_for_a_copy_unless_it_is_urgent(tmp_path: Path) -> None
     waited_for_copies: list[float] = []
     background = BackgroundLimit(tmp_path, lambda: now[0], sleep, waited_for_copies.append)
     background.begin()
-    background.hurry()
+    background.remove_limit()
     background.take(MIB)
     assert waited_for_copies == []
     background.begin()

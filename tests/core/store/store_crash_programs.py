@@ -23,7 +23,7 @@ from tests.support.crash.crash import (
     kill_at_every_call,
     record,
 )
-from tests.support.crash.traced import Say
+from tests.support.crash.traced import Announce
 from tests.support.shards.builders import (
     JOB_UID,
     layout,
@@ -56,7 +56,7 @@ def header(step: int, rank: int) -> ShardHeader:
     return shard_header(SIZE, step=step, rank=rank, world_size=WORLD)
 
 
-def persist(directory: Path, step: int, say: Say) -> None:
+def persist(directory: Path, step: int, announce: Announce) -> None:
     """Put shards, layout and manifest of a step. Then delete the checkpoints that are two or more steps
     older."""
     tier = ObjectTier(DirectoryObjectStore(directory / "store"))
@@ -69,7 +69,7 @@ def persist(directory: Path, step: int, say: Say) -> None:
     tier.put_layout(NAMESPACE, JOB_UID, document)
     found = manifest(records(step), layout_document=document)
     tier.put_manifest(NAMESPACE, JOB_UID, found.checkpoint, found.to_bytes())
-    say(f"persisted {step}")
+    announce(f"persisted {step}")
     for checkpoint in tier.list_manifests(NAMESPACE, JOB_UID):
         if checkpoint.step <= step - 2:
             tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
@@ -118,13 +118,13 @@ def first(directory: Path) -> None:
         persist(directory, step, lambda _: None)
 
 
-def second(directory: Path, say: Say) -> None:
-    persist(directory, 3, say)
+def second(directory: Path, announce: Announce) -> None:
+    persist(directory, 3, announce)
 
 
-def whole_life(directory: Path, say: Say) -> None:
+def whole_life(directory: Path, announce: Announce) -> None:
     for step in (1, 2, 3):
-        persist(directory, step, say)
+        persist(directory, step, announce)
 
 
 def main(what: str) -> Report:

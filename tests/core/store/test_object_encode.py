@@ -17,7 +17,7 @@ from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.coding import WIDTHS, ChunkDecoder
 from holdfast_core.shards.file import FOOTER, Trailer
 from holdfast_core.shards.pack import index_bytes_of, unpack_index, unshared_index
-from holdfast_core.store.s3.parts import MAX_HELD_BYTES, PartSizes, part_sizes
+from holdfast_core.store.s3.parts import MAX_BUFFERED_BYTES, PartSizes, part_sizes
 from holdfast_core.store.upload.compressed import CompressedPack
 from holdfast_core.tiers.objects import ObjectInfo, info_of
 
@@ -113,7 +113,7 @@ def test_memory_is_bounded_and_parts_are_few_enough(
     assert (payload_bytes + index_bytes) / sizes.part_bytes <= 10_000
     held = (sizes.at_once + 2) * sizes.part_bytes
     # 10,000 parts of 16 MiB are 156 GiB. A rank with more keeps three parts of any size in memory.
-    assert held <= MAX_HELD_BYTES or (sizes.at_once == 1 and payload_bytes > 150 << 30)
+    assert held <= MAX_BUFFERED_BYTES or (sizes.at_once == 1 and payload_bytes > 150 << 30)
 
 
 def test_what_a_usual_upload_holds() -> None:

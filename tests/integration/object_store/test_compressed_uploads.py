@@ -39,7 +39,7 @@ from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.pack import pack_index
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.store.s3.client import CHECKSUM_HEADER, S3Client, S3Request, encode_crc
-from holdfast_core.store.s3.parts import MAX_HELD_BYTES
+from holdfast_core.store.s3.parts import MAX_BUFFERED_BYTES
 from holdfast_core.store.s3.retry import Retrier
 from holdfast_core.store.s3.upload import Transport, Upload
 from holdfast_core.store.tier import ObjectTier
@@ -142,7 +142,7 @@ def test_what_waits_for_the_store_is_bounded(
         _, peak = held()
     assert bool(aborted) is vanishes
     assert stored.stored_bytes == 96 * MIB
-    assert 32 * MIB < peak < MAX_HELD_BYTES + 4 * MIB
+    assert 32 * MIB < peak < MAX_BUFFERED_BYTES + 4 * MIB
     gang.assert_comes_back(1, 0)
     gang.tier.close()
 
@@ -181,7 +181,7 @@ def test_the_bytes_of_a_part_that_was_sent_are_free_before_the_next_is_made(
             _, peak = held()
     client.close()
     assert len(workers.calls) > 12
-    assert 32 * MIB < peak < MAX_HELD_BYTES + 4 * MIB
+    assert 32 * MIB < peak < MAX_BUFFERED_BYTES + 4 * MIB
     gang.assert_comes_back(1, 0)
 
 

@@ -63,10 +63,10 @@ def half_requests(port: int, source: str) -> Iterator[None]:
         yield
 
 
-def story(tell: Callable[[Bed], Awaitable[None]]) -> None:
+def run_scenario(scenario: Callable[[Bed], Awaitable[None]]) -> None:
     async def run() -> None:
         async with opened() as bed:
-            await tell(bed)
+            await scenario(bed)
 
     asyncio.run(run())
 
@@ -76,18 +76,18 @@ def story(tell: Callable[[Bed], Awaitable[None]]) -> None:
 def test_half_requests_take_neither_descriptors_nor_threads(
     port: str, path: str, source: str
 ) -> None:
-    async def tell(bed: Bed) -> None:
+    async def scenario(bed: Bed) -> None:
         threads = threading.active_count()
         number = bed.ports.metrics_port if port == "metrics" else bed.ports.health_port
         with half_requests(number, source):
             status, _ = await bed.get(port, path)
             assert status == 200
-            assert bed.ports.connections(port) <= PLACES.strangers
+            assert bed.ports.connections(port) <= PLACES.unauthenticated
             assert threading.active_count() == threads
             _, text = await bed.get("metrics", "/metrics")
             assert f'holdfast_connections_dropped_total{{port="{port}",reason="room"}}' in text
 
-    story(tell)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("port", ["metrics", "health"])
@@ -97,7 +97,7 @@ def test_requests_that_are_not_http_fill_no_log(
     """aiohttp logs a traceback with the received bytes for each of them. The log is on the node's disk,
     and an operator whose log exceeds its limit is evicted."""
 
-    async def tell(bed: Bed) -> None:
+    async def scenario(bed: Bed) -> None:
         number = bed.ports.metrics_port if port == "metrics" else bed.ports.health_port
         for n in range(ATTACKERS):
             reader, writer = await asyncio.open_connection("127.0.0.1", number)
@@ -110,7 +110,7 @@ def test_requests_that_are_not_http_fill_no_log(
     before = root.handlers[:], root.level, own.level
     try:
         logs.configure("INFO")
-        story(tell)
+        run_scenario(scenario)
     finally:
         root.handlers[:] = before[0]
         root.setLevel(before[1])
@@ -128,9 +128,9 @@ def test_requests_that_are_not_http_fill_no_log(
 def test_an_operator_that_sees_nothing_is_not_ready_and_not_restarted(
     age: float | None, status: int
 ) -> None:
-    async def tell(bed: Bed) -> None:
+    async def scenario(bed: Bed) -> None:
         bed.age = age
         assert (await bed.get("health", "/readyz"))[0] == status
         assert (await bed.get("health", "/healthz"))[0] == 200
 
-    story(tell)
+    run_scenario(scenario)

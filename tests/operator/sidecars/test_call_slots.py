@@ -45,11 +45,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def story(tell: Callable[[Calls], object]) -> None:
+def run_scenario(scenario: Callable[[Calls], object]) -> None:
     async def run() -> None:
         calls = Calls(CallSlots(FEW))
         try:
-            await tell(calls)  # type: ignore[misc]  # a coroutine function
+            await scenario(calls)  # type: ignore[misc]  # a coroutine function
         finally:
             for task in calls.tasks:
                 task.cancel()
@@ -59,7 +59,7 @@ def story(tell: Callable[[Calls], object]) -> None:
 
 
 def test_silent_pods_of_many_jobs_take_no_slot_of_pods_that_answer() -> None:
-    async def tell(calls: Calls) -> None:
+    async def scenario(calls: Calls) -> None:
         for n in range(200):
             await calls.start(f"silent {n}", f"job {n}", Standing.SILENT, urgent=True)
             await calls.start(f"new {n}", f"job {n}", Standing.UNKNOWN)
@@ -67,22 +67,22 @@ def test_silent_pods_of_many_jobs_take_no_slot_of_pods_that_answer() -> None:
         await calls.start("seal", HEALTHY, urgent=True)
         assert calls.began[-1] == "seal"
 
-    story(tell)
+    run_scenario(scenario)
 
 
 def test_one_job_does_not_take_the_slots_of_all() -> None:
-    async def tell(calls: Calls) -> None:
+    async def scenario(calls: Calls) -> None:
         for n in range(50):
             await calls.start(f"large {n}", "large")
         assert len(calls.began) == max(1, 8 // JOB_SHARE)
         await calls.start("poll", HEALTHY)
         assert calls.began[-1] == "poll"
 
-    story(tell)
+    run_scenario(scenario)
 
 
 def test_recoveries_go_first_and_jobs_take_turns() -> None:
-    async def tell(calls: Calls) -> None:
+    async def scenario(calls: Calls) -> None:
         for n in range(8):
             await calls.start(f"first {n}", f"job {n}")
         for n in range(8):
@@ -96,11 +96,11 @@ def test_recoveries_go_first_and_jobs_take_turns() -> None:
         await calls.end("seal")
         assert calls.began[-1] == "second 1"
 
-    story(tell)
+    run_scenario(scenario)
 
 
 def test_a_job_that_was_served_goes_last() -> None:
-    async def tell(calls: Calls) -> None:
+    async def scenario(calls: Calls) -> None:
         for n in range(8):
             await calls.start(f"first {n}", f"job {n}")
         for name in ("second 0", "third 0"):
@@ -111,11 +111,11 @@ def test_a_job_that_was_served_goes_last() -> None:
         await calls.end("second 0")
         assert calls.began[-1] == "inventory"
 
-    story(tell)
+    run_scenario(scenario)
 
 
 def test_a_call_that_is_cancelled_gives_its_slot_or_its_place_back() -> None:
-    async def tell(calls: Calls) -> None:
+    async def scenario(calls: Calls) -> None:
         await calls.start("one", "a")
         await calls.start("two", "a")
         await calls.start("three", "a")
@@ -129,4 +129,4 @@ def test_a_call_that_is_cancelled_gives_its_slot_or_its_place_back() -> None:
             await calls.start(f"more {n}", f"job {n}")
         assert len(calls.began) == 10
 
-    story(tell)
+    run_scenario(scenario)

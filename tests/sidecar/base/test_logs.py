@@ -12,12 +12,12 @@ from holdfast_sidecar.base import logs
 
 def test_what_others_cause_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
-    seldom = logs.Seldom(clock)
+    limited = logs.RateLimited(clock)
     with caplog.at_level(logging.INFO):
         for _ in range(1000):
-            seldom.warning("room", "no room")
+            limited.warning("room", "no room")
         clock.advance(61)
-        seldom.warning("room", "no room")
+        limited.warning("room", "no room")
     assert [r.fields["occurred"] for r in caplog.records] == [1, 1000]  # type: ignore[attr-defined]
 
 

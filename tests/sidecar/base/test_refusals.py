@@ -61,7 +61,7 @@ def round_of_three(round_: int = 5, version: int = 3) -> Round:
     )
 
 
-def holding(worker: int) -> RoundState:
+def accepting(worker: int) -> RoundState:
     return accepted(round_of_three(), worker=worker, procs_per_worker=2)
 
 
@@ -75,8 +75,8 @@ def restarted(floor: int) -> RoundState:
     return RoundState(Worker(0), 2, NOW, version_floor=floor)
 
 
-COORDINATOR = holding(1)
-PLAIN = holding(0)
+COORDINATOR = accepting(1)
+PLAIN = accepting(0)
 MEMBER = [Caller(f"gpt-{w}-r0") for w in range(3)]
 STRANGER = Caller("gpt-0-r9")
 
@@ -147,9 +147,9 @@ class Case:
 def fenced(name: str, make: Any, receiver: int, caller: Caller) -> list[Case]:
     """Return the cases that all messages that write have in common."""
     return [
-        Case(f"{name}: current round", holding(receiver), caller, make(), None),
-        Case(f"{name}: older round", holding(receiver), caller, make(OLD), Refusal.STALE_ROUND),
-        Case(f"{name}: newer round", holding(receiver), caller, make(NEW), Refusal.FUTURE_ROUND),
+        Case(f"{name}: current round", accepting(receiver), caller, make(), None),
+        Case(f"{name}: older round", accepting(receiver), caller, make(OLD), Refusal.STALE_ROUND),
+        Case(f"{name}: newer round", accepting(receiver), caller, make(NEW), Refusal.FUTURE_ROUND),
         Case(f"{name}: sealed", sealed(receiver), caller, make(), Refusal.SEALED),
         Case(
             f"{name}: sealed, older round",
@@ -235,7 +235,7 @@ CASES = [
     *fenced("ask", ask, 1, OPERATOR),
     Case("ask: operator elsewhere", PLAIN, OPERATOR, ask(), Refusal.NOT_COORDINATOR),
     Case("ask: handed on to rank 0", PLAIN, MEMBER[1], ask(), None),
-    Case("ask: handed on elsewhere", holding(2), MEMBER[1], ask(), Refusal.NOT_COORDINATOR),
+    Case("ask: handed on elsewhere", accepting(2), MEMBER[1], ask(), Refusal.NOT_COORDINATOR),
     Case("ask: from another member", PLAIN, MEMBER[2], ask(), Refusal.NOT_MEMBER),
     # prune of the object store
     *fenced("prune", prune, 1, OPERATOR),
@@ -267,11 +267,11 @@ def test_every_message_has_cases() -> None:
 @pytest.mark.parametrize(
     ("state", "caller", "round_", "expected"),
     [
-        pytest.param(holding(1), MEMBER[0], NOW, None, id="assigned"),
-        pytest.param(holding(2), MEMBER[0], NOW, Refusal.NOT_ASSIGNED, id="not assigned"),
-        pytest.param(holding(1), STRANGER, NOW, Refusal.NOT_MEMBER, id="stranger"),
-        pytest.param(holding(1), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
-        pytest.param(holding(1), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
+        pytest.param(accepting(1), MEMBER[0], NOW, None, id="assigned"),
+        pytest.param(accepting(2), MEMBER[0], NOW, Refusal.NOT_ASSIGNED, id="not assigned"),
+        pytest.param(accepting(1), STRANGER, NOW, Refusal.NOT_MEMBER, id="stranger"),
+        pytest.param(accepting(1), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
+        pytest.param(accepting(1), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
         pytest.param(sealed(1), MEMBER[0], NOW, Refusal.SEALED, id="sealed"),
     ],
 )
@@ -285,10 +285,10 @@ def test_copy(
 @pytest.mark.parametrize(
     ("state", "caller", "expected"),
     [
-        pytest.param(holding(1), OPERATOR, None, id="the coordinator"),
-        pytest.param(holding(1), MEMBER[0], None, id="a member asks"),
-        pytest.param(holding(1), STRANGER, Refusal.NOT_MEMBER, id="a former member asks"),
-        pytest.param(holding(0), OPERATOR, Refusal.NOT_COORDINATOR, id="another"),
+        pytest.param(accepting(1), OPERATOR, None, id="the coordinator"),
+        pytest.param(accepting(1), MEMBER[0], None, id="a member asks"),
+        pytest.param(accepting(1), STRANGER, Refusal.NOT_MEMBER, id="a former member asks"),
+        pytest.param(accepting(0), OPERATOR, Refusal.NOT_COORDINATOR, id="another"),
         pytest.param(sealed(1), OPERATOR, Refusal.NOT_COORDINATOR, id="sealed"),
     ],
 )
@@ -300,11 +300,11 @@ def test_state_poll(state: RoundState, caller: Caller, expected: Refusal | None)
 @pytest.mark.parametrize(
     ("state", "caller", "round_", "expected"),
     [
-        pytest.param(holding(2), MEMBER[0], NOW, None, id="the store host"),
-        pytest.param(holding(2), STRANGER, NOW, Refusal.NOT_MEMBER, id="a former member"),
-        pytest.param(holding(0), MEMBER[0], NOW, Refusal.NOT_FOUND, id="another"),
-        pytest.param(holding(2), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
-        pytest.param(holding(2), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
+        pytest.param(accepting(2), MEMBER[0], NOW, None, id="the store host"),
+        pytest.param(accepting(2), STRANGER, NOW, Refusal.NOT_MEMBER, id="a former member"),
+        pytest.param(accepting(0), MEMBER[0], NOW, Refusal.NOT_FOUND, id="another"),
+        pytest.param(accepting(2), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
+        pytest.param(accepting(2), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
         pytest.param(sealed(2), MEMBER[0], NOW, Refusal.SEALED, id="sealed"),
     ],
 )
@@ -318,10 +318,10 @@ def test_rendezvous(
 @pytest.mark.parametrize(
     ("state", "caller", "expected"),
     [
-        pytest.param(holding(1), OPERATOR, None, id="the operator"),
+        pytest.param(accepting(1), OPERATOR, None, id="the operator"),
         pytest.param(sealed(1), OPERATOR, None, id="the operator, sealed"),
-        pytest.param(holding(1), MEMBER[2], None, id="a member"),
-        pytest.param(holding(1), STRANGER, Refusal.NOT_MEMBER, id="a former member"),
+        pytest.param(accepting(1), MEMBER[2], None, id="a member"),
+        pytest.param(accepting(1), STRANGER, Refusal.NOT_MEMBER, id="a former member"),
         pytest.param(sealed(1), MEMBER[2], Refusal.SEALED, id="a member, sealed"),
         pytest.param(sealed(1), STRANGER, Refusal.SEALED, id="a former member, sealed"),
     ],

@@ -66,10 +66,10 @@ SEALED = RoundState(Worker(1), 4, RestartRound(2))
         pytest.param({"state": SEALED}, "no ROUND", id="sealed"),
         pytest.param({"restored": False}, "restore point", id="not restored"),
         pytest.param(
-            {"state": SEALED.holding(message("10.0.0.1", ""))}, "address: [1]", id="no address"
+            {"state": SEALED.accepting(message("10.0.0.1", ""))}, "address: [1]", id="no address"
         ),
         pytest.param(
-            {"state": SEALED.holding(message("10.0.0.1"))},
+            {"state": SEALED.accepting(message("10.0.0.1"))},
             "not all workers are members",
             id="too few",
         ),

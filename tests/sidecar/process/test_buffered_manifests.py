@@ -162,7 +162,7 @@ async def test_a_prune_deletes_nothing_after_a_seal(world: World) -> None:
     sealed = threading.Event()
     busy = asyncio.ensure_future(world.pools.meta.run(sealed.wait, 30))
     await asyncio.sleep(0)
-    world.pruner.hold(BufferNotice(HEADER.round, prune=(HEADER.step, in_memory)))
+    world.pruner.apply_notice(BufferNotice(HEADER.round, prune=(HEADER.step, in_memory)))
     await asyncio.sleep(0)
     world.current.state = world.current.state.sealed_for(RestartRound(1))
     sealed.set()

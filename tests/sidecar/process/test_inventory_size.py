@@ -9,7 +9,7 @@ from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP
 from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.bounds import MAX_INT, MAX_LISTED, reply_limit_bytes
 from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.schema import HeldShard, Inventory, ListedManifest
+from holdfast_core.messages.schema import Inventory, ListedManifest, ListedShard
 from holdfast_sidecar.process.inventory import MOST_ENTRY_BYTES, fit
 
 ROUND = RestartRound(3)
@@ -20,8 +20,8 @@ def listed(step: int, world_size: int) -> ListedManifest:
     return ListedManifest(Step(step), ROUND, DIGEST, world_size)
 
 
-def held(step: int, rank: int = 0) -> HeldShard:
-    return HeldShard(Step(step), ROUND, Rank(rank), 1 << 40, DIGEST, TierName.NODE)
+def held(step: int, rank: int = 0) -> ListedShard:
+    return ListedShard(Step(step), ROUND, Rank(rank), 1 << 40, DIGEST, TierName.NODE)
 
 
 def inventory(world_size: int, *steps: int, shards: int = 1) -> Inventory:
@@ -60,7 +60,7 @@ def test_the_reply_is_as_large_as_the_operator_accepts(world_size: int) -> None:
 
 def test_the_bound_of_an_entry_holds_for_the_largest_values() -> None:
     """The size of a small inventory is not measured, so no entry may be larger than the bound."""
-    shard = HeldShard(
+    shard = ListedShard(
         Step(MAX_STEP), RestartRound(MAX_ROUND), Rank(MAX_RANK), MAX_INT, DIGEST, TierName.MEMORY
     )
     manifest = ListedManifest(Step(MAX_STEP), RestartRound(MAX_ROUND), DIGEST, MAX_INT)

@@ -21,7 +21,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.process.inventory import held_manifests
+from holdfast_sidecar.process.inventory import listed_manifests
 
 SAVED = MANIFEST.checkpoint
 WRONG = CheckpointId(Step(SAVED.step + 89), SAVED.round)
@@ -103,7 +103,7 @@ def test_an_inventory_lists_correctly_named_manifests_and_quarantines_the_others
     newer = CheckpointId(Step(SAVED.step + 1), SAVED.round)
     node.put_manifest(JOB.uid, newer, b'{"formatVersion":9}')
     counted: list[str] = []
-    listed = held_manifests(node, JOB.uid, lambda: counted.append("corrupt"))
+    listed = listed_manifests(node, JOB.uid, lambda: counted.append("corrupt"))
     assert [(m.step, m.round) for m in listed] == [(SAVED.step, SAVED.round)]
     assert counted == ["corrupt"]
     left = {checkpoint for _, checkpoint in node.list_manifests()}

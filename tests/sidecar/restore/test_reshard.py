@@ -79,7 +79,7 @@ def test_a_bad_chunk_on_this_node_is_had_elsewhere(world: World) -> None:
     assert world.fill() == (TierName.PEER, GOOD)
     assert world.node.find(world.records[1].ref) is None, "the bad copy is put aside"
     assert world.counted("holdfast_corruptions_detected") == {"node": 1}
-    assert world.accused == []
+    assert world.reported_copies == []
 
 
 def test_a_member_with_bad_bytes_is_notified_and_the_next_one_is_used(world: World) -> None:
@@ -87,7 +87,7 @@ def test_a_member_with_bad_bytes_is_notified_and_the_next_one_is_used(world: Wor
         world.put(world.members[worker], 0, 1, 2, 3)
     world.spoil("member4", 1)
     assert world.fill() == (TierName.PEER, GOOD)
-    assert world.accused == [(4, 1)]
+    assert world.reported_copies == [(4, 1)]
     assert ("worker 5", 1) in world.asked
     assert world.counted("holdfast_corruptions_detected") == {"peer": 1}
 
@@ -97,7 +97,7 @@ def test_a_member_that_goes_in_the_middle_is_not_accused(world: World) -> None:
     world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
     world.upload(0, 1, 2, 3)
     assert world.fill() == (TierName.OBJECT, GOOD)
-    assert world.accused == []
+    assert world.reported_copies == []
     assert world.counted("holdfast_corruptions_detected") == {}
 
 
@@ -137,7 +137,7 @@ def test_a_table_that_is_not_the_manifests_is_not_believed(world: World) -> None
     lie = Trailer(replace(record, chunk_table=digest_of(table.pack())), table)
     world.forged[Worker(4)] = lie
     assert world.fill() == (TierName.PEER, GOOD)
-    assert (4, 1) in world.accused
+    assert (4, 1) in world.reported_copies
 
 
 def test_another_holder_serves_for_a_shard_that_is_nowhere(world: World) -> None:
@@ -235,5 +235,5 @@ def test_a_slot_that_fails_is_no_sources_fault(world: World) -> None:
     slot = SlotFile.open(world.root, name)
     with pytest.raises(OSError, match="no room in shared memory"):
         world.fill(slot=FullSlot(name, slot.fd))
-    assert world.accused == []
+    assert world.reported_copies == []
     assert {name for name, _ in world.asked} == {"worker 4"}

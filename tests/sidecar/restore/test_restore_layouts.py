@@ -95,7 +95,7 @@ class Pod:
         return self.document
 
     def ask(self, message: Restore | Fill) -> Any:
-        state = RoundState(Worker(1), 1, NOW, held=round_of_two())
+        state = RoundState(Worker(1), 1, NOW, accepted=round_of_two())
 
         async def scenario() -> Any:
             pools = Pools(disk=1, copy=1, store=1)

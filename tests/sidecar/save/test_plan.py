@@ -70,8 +70,8 @@ def test_a_shard_of_the_restore_point_is_copied_and_never_reported() -> None:
 def test_an_upload_waits_to_be_asked_for() -> None:
     done = shard(prepared_acknowledged=True)
     assert next_actions([done], ()) == ()
-    assert next_actions([replace(done, wanted=True)], ()) == (Action(Verb.UPLOAD, KEY),)
-    uploaded = replace(done, wanted=True, uploaded=True)
+    assert next_actions([replace(done, upload_requested=True)], ()) == (Action(Verb.UPLOAD, KEY),)
+    uploaded = replace(done, upload_requested=True, uploaded=True)
     assert next_actions([uploaded], ()) == (Action(Verb.UPLOADED, KEY),)
 
 
@@ -80,7 +80,7 @@ def test_a_new_coordinator_receives_everything_again() -> None:
         prepared_acknowledged=True,
         copied=frozenset({ONE}),
         replicated_acknowledged=True,
-        wanted=True,
+        upload_requested=True,
         uploaded=True,
         uploaded_acknowledged=True,
     )
@@ -92,11 +92,11 @@ def test_a_new_coordinator_receives_everything_again() -> None:
 
 
 def test_one_copy_a_target_and_one_upload_at_a_time_oldest_first() -> None:
-    wanted = [
-        shard(step=9, prepared_acknowledged=True, committed=True, wanted=True),
-        shard(step=8, prepared_acknowledged=True, committed=True, wanted=True),
+    upload_requested = [
+        shard(step=9, prepared_acknowledged=True, committed=True, upload_requested=True),
+        shard(step=8, prepared_acknowledged=True, committed=True, upload_requested=True),
     ]
-    actions = next_actions(wanted, (ONE, TWO))
+    actions = next_actions(upload_requested, (ONE, TWO))
     chosen = startable(actions, frozenset())
     assert [(a.verb, a.key.step, a.target) for a in chosen] == [
         (Verb.COPY, 8, ONE),
@@ -110,14 +110,16 @@ def test_one_copy_a_target_and_one_upload_at_a_time_oldest_first() -> None:
 @given(
     steps=st.lists(st.integers(0, 20), unique=True, max_size=6),
     targets=st.sets(st.sampled_from([ONE, TWO]), max_size=2),
-    wanted=st.sets(st.integers(0, 20)),
+    upload_requested=st.sets(st.integers(0, 20)),
     order=st.randoms(use_true_random=False),
 )
 def test_doing_what_is_planned_comes_to_rest(
-    steps: list[int], targets: set[Worker], wanted: set[int], order: object
+    steps: list[int], targets: set[Worker], upload_requested: set[int], order: object
 ) -> None:
     """In every order in which actions end, the plan becomes empty and idle."""
-    table = {s: shard(step=s, committed=True, wanted=s in wanted) for s in steps}
+    table = {
+        s: shard(step=s, committed=True, upload_requested=s in upload_requested) for s in steps
+    }
     goal = tuple(sorted(targets))
     for _ in range(len(steps) * 6 + 1):
         actions = startable(next_actions(table.values(), goal), frozenset())
@@ -142,4 +144,4 @@ def test_doing_what_is_planned_comes_to_rest(
         assert done.prepared_acknowledged
         assert done.copied == targets
         assert done.replicated_acknowledged == bool(targets)
-        assert done.uploaded_acknowledged == (step in wanted)
+        assert done.uploaded_acknowledged == (step in upload_requested)

@@ -84,9 +84,9 @@ class World:
         self.outcomes: list[Outcome] = []
         self._changed = asyncio.Event()
         state = first_round()
-        assert state.held is not None
-        policy = replace(state.held.policy, slots=slots)
-        self.state: RoundState = replace(state, held=replace(state.held, policy=policy))
+        assert state.accepted is not None
+        policy = replace(state.accepted.policy, slots=slots)
+        self.state: RoundState = replace(state, accepted=replace(state.accepted, policy=policy))
         self.stager = self.life()
 
     def life(self) -> Stager:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.support.crash.crash import Report, cut_power, record, scratch
-from tests.support.crash.traced import Say
+from tests.support.crash.traced import Announce
 from tests.support.servers.pki import Authority
 from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar.contracts import contract_with
@@ -30,12 +30,12 @@ def main() -> Report:
     with scratch() as base:
         mounted = authority.write_leaf(base / "certs", NAME)
 
-        def renew(directory: Path, say: Say) -> None:
+        def renew(directory: Path, announce: Announce) -> None:
             pod = contract_with(node_dir=str(directory), certs_dir=str(mounted))
             certificates = Certificates(pod)
             for number, (leaf, key) in enumerate(leaves, 1):
                 certificates.renew(Certificate(leaf.decode(), key.decode()))
-                say(str(number))
+                announce(str(number))
 
         def check(directory: Path, acknowledged: Sequence[str]) -> list[str]:
             """Return a problem unless the last acknowledged certificate, or a newer one, is on the node

@@ -13,7 +13,7 @@ from holdfast_sidecar.wire.bulk import plain_copies
 ROUND = RestartRound(5)
 
 
-def holding(policy: Policy) -> RoundState:
+def accepting(policy: Policy) -> RoundState:
     return accepted(round_message(ROUND, policy=policy))
 
 
@@ -21,11 +21,11 @@ def holding(policy: Policy) -> RoundState:
     ("state", "expected"),
     [
         pytest.param(RoundState(Worker(0), 1, ROUND), False, id="sealed"),
-        pytest.param(holding(Policy(1)), False, id="by default"),
-        pytest.param(holding(Policy(1, peer_encryption="TLS")), False, id="TLS"),
-        pytest.param(holding(Policy(1, peer_encryption="None")), True, id="None"),
-        pytest.param(holding(Policy(1, peer_encryption="none")), False, id="an unknown word"),
-        pytest.param(holding(Policy(1, peer_encryption="")), False, id="no word"),
+        pytest.param(accepting(Policy(1)), False, id="by default"),
+        pytest.param(accepting(Policy(1, peer_encryption="TLS")), False, id="TLS"),
+        pytest.param(accepting(Policy(1, peer_encryption="None")), True, id="None"),
+        pytest.param(accepting(Policy(1, peer_encryption="none")), False, id="an unknown word"),
+        pytest.param(accepting(Policy(1, peer_encryption="")), False, id="no word"),
     ],
 )
 def test_payloads_leave_tls_only_if_the_policy_allows_it(state: RoundState, expected: bool) -> None:

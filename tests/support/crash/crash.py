@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.support.crash.traced import Recorder, Say, Strike, run
+from tests.support.crash.traced import Announce, Recorder, Strike, run
 from tests.support.crash.write_orders import Acknowledged, Op, build, power_cuts
 
 Check = Callable[[Path, Sequence[str]], list[str]]
@@ -38,7 +38,7 @@ class Report:
 
 def kill_at_every_call(
     prepare: Callable[[Path], None],
-    program: Callable[[Path, Say], None],
+    program: Callable[[Path, Announce], None],
     check: Check,
     *,
     enough: int = 20,
@@ -53,7 +53,7 @@ def kill_at_every_call(
 
 def fail_at_every_call(
     prepare: Callable[[Path], None],
-    program: Callable[[Path, Say], None],
+    program: Callable[[Path, Announce], None],
     check: Check,
     *,
     error: int,
@@ -68,7 +68,7 @@ def fail_at_every_call(
 
 def _strike_every_call(
     prepare: Callable[[Path], None],
-    program: Callable[[Path, Say], None],
+    program: Callable[[Path, Announce], None],
     check: Check,
     strike: Strike,
     enough: int,
@@ -98,7 +98,7 @@ def _strike_every_call(
             strike = replace(strike, at=strike.at + 1)
 
 
-def record(program: Callable[[Path, Say], None], *, ignored: Sequence[str] = ()) -> list[Op]:
+def record(program: Callable[[Path, Announce], None], *, ignored: Sequence[str] = ()) -> list[Op]:
     """Return the log of a program that starts in an empty directory.
 
     `ignored` is described at `Recorder.ignored`.
@@ -113,7 +113,7 @@ def record(program: Callable[[Path, Say], None], *, ignored: Sequence[str] = ())
 
 def cut_power_after_a_restart(
     prepare: Callable[[Path], None],
-    program: Callable[[Path, Say], None],
+    program: Callable[[Path, Announce], None],
     check: Check,
     *,
     ignored: Sequence[str] = (),
@@ -215,11 +215,13 @@ def _checked(check: Check, directory: Path, acknowledged: Sequence[str]) -> list
         return [traceback.format_exc(limit=-3)]
 
 
-def _bound(program: Callable[[Path, Say], None], directory: Path) -> Callable[[Say], None]:
-    return lambda say: program(directory, say)
+def _bound(
+    program: Callable[[Path, Announce], None], directory: Path
+) -> Callable[[Announce], None]:
+    return lambda announce: program(directory, announce)
 
 
-def _quietly(prepare: Callable[[Path], None], directory: Path) -> Callable[[Say], None]:
+def _quietly(prepare: Callable[[Path], None], directory: Path) -> Callable[[Announce], None]:
     return lambda _: prepare(directory)
 
 

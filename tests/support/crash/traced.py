@@ -34,8 +34,8 @@ from tests.support.crash.write_orders import (
     Write,
 )
 
-Say = Callable[[str], None]
-Program = Callable[[Say], None]
+Announce = Callable[[str], None]
+Program = Callable[[Announce], None]
 
 _TRACEME, _POKEUSER, _CONTINUE, _SYSCALL = 0, 6, 7, 24
 _SETOPTIONS, _GET_SYSCALL_INFO = 0x4200, 0x420E

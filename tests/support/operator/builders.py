@@ -48,7 +48,7 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.schema import HeldShard
+from holdfast_core.messages.schema import ListedShard
 from holdfast_core.names import checkpoint_name, pod_name
 from holdfast_operator.model.job import (
     InventoryView,
@@ -264,7 +264,7 @@ def sidecar(
     round_: int,
     *,
     manifests: Iterable[ManifestView] = (),
-    shards: Iterable[HeldShard] = (),
+    shards: Iterable[ListedShard] = (),
     version: int = 0,
     **changes: Any,
 ) -> SidecarView:
@@ -327,8 +327,8 @@ def stored_manifest(job_uid: JobUid, step: int, round_: int = 0, ranks: int = 8)
     )
 
 
-def held(step: int, round_: int, rank: int, tier: TierName = TierName.NODE) -> HeldShard:
-    return HeldShard(
+def held(step: int, round_: int, rank: int, tier: TierName = TierName.NODE) -> ListedShard:
+    return ListedShard(
         step=Step(step),
         round=RestartRound(round_),
         rank=Rank(rank),

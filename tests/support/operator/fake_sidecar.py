@@ -20,9 +20,9 @@ from holdfast_core.messages.schema import (
     Certificate,
     CoordinatorState,
     GangRequest,
-    HeldShard,
     Inventory,
     ListedManifest,
+    ListedShard,
     ManifestDocument,
     Ok,
     Prune,
@@ -40,7 +40,7 @@ from holdfast_operator.sidecars.certificates import Leaf
 class FakeSidecar:
     """Sidecar of one pod.
 
-    Tests set `state` and `held` directly; `publish` also wakes a long poll.
+    Tests set `state` and `stored` directly; `publish` also wakes a long poll.
     """
 
     worker: Worker
@@ -48,7 +48,7 @@ class FakeSidecar:
     round: RestartRound
     version: int = 0
     manifests: tuple[Manifest, ...] = ()
-    held: tuple[HeldShard, ...] = ()
+    stored: tuple[ListedShard, ...] = ()
     state: CoordinatorState | None = None
     since: int = 0
     """The `since` of the latest poll."""
@@ -127,7 +127,7 @@ class FakeSidecar:
                 ListedManifest(m.step, m.restart_round, manifest_digest(m.to_bytes()), m.world_size)
                 for m in self.manifests
             ),
-            shards=self.held,
+            shards=self.stored,
         )
 
     def _refuse(self, code: Refusal, text: str) -> web.Response:

@@ -21,7 +21,7 @@ from tests.support.servers.ports import free_port
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName
 from holdfast_core.messages.schema import (
     CoordinatorState,
-    HeldShard,
+    ListedShard,
     RankProgress,
     RestorePoint,
     RoundTimes,
@@ -96,8 +96,8 @@ class OperatorBed:
         sidecar = self.kubelet.sidecars[self.pod(worker, 0)]
         manifest = stored_manifest(self.uid(), step, ranks=WORKERS)
         sidecar.manifests = (manifest,)
-        sidecar.held = tuple(
-            HeldShard(Step(step), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
+        sidecar.stored = tuple(
+            ListedShard(Step(step), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
             for s in manifest.shards
         )
         return sidecar

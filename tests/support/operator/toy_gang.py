@@ -25,7 +25,7 @@ from holdfast_core.ids import (
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
-    HeldShard,
+    ListedShard,
     RankProgress,
     RestorePoint,
     Round,
@@ -42,7 +42,7 @@ class ToySidecar:
     round: RestartRound
     message: Round | None = None
     manifests: dict[CheckpointId, ManifestView] = field(default_factory=dict)
-    shards: dict[tuple[CheckpointId, Rank], HeldShard] = field(default_factory=dict)
+    shards: dict[tuple[CheckpointId, Rank], ListedShard] = field(default_factory=dict)
 
     def seal(self, round_: RestartRound) -> InventoryView:
         if round_ < self.round:

@@ -25,7 +25,7 @@ class CoordinatorWorld:
 
     def __init__(self, folder: Path, members: Any, policy: Policy | None = None) -> None:
         """Make the world. `members` receive what the coordinator sends, once it is started."""
-        message = first_round().held
+        message = first_round().accepted
         assert message is not None
         self.clock = ManualClock()
         self.pools = Pools(disk=1, copy=1, store=1)

@@ -28,7 +28,7 @@ class FakeDevice:
         """Message of the DeviceError that `enqueue` raises."""
         self.fails: str | None = None
         """Message of the DeviceError with which each wait for a copy ends."""
-        self.refuses_to_hold_back: str | None = None
+        self.refuses_to_block: str | None = None
         self.refuses_pins: str | None = None
         self.captures = False
         self.capture_checks = 0
@@ -92,16 +92,16 @@ class FakeDevice:
 class FakeMark:
     """Position in the device's stream.
 
-    The host takes the place of the current stream, so `hold_back` executes the copies immediately.
+    The host takes the place of the current stream, so `block_later_work` executes the copies immediately.
     """
 
     device: FakeDevice
     copies: Sequence[DeviceCopy]
     is_done: bool = False
 
-    def hold_back(self) -> None:
-        if self.device.refuses_to_hold_back is not None:
-            raise DeviceError(self.device.refuses_to_hold_back)
+    def block_later_work(self) -> None:
+        if self.device.refuses_to_block is not None:
+            raise DeviceError(self.device.refuses_to_block)
         self.device.do_up_to(self)
 
     def wait(self) -> None:

@@ -74,7 +74,7 @@ class Events:
     def greeted(self, reply: HelloReply) -> None:
         assert self.link is not None
         self.was_ready.append(self.link.is_connected)
-        self._called("greeted")
+        self._called("hello_accepted")
 
     def connected(self) -> None:
         self._called("connected")
@@ -115,7 +115,7 @@ KINDS = [ValueError("x"), MemoryError(), OSError(5, "x"), SystemExit(1), Keyboar
 
 @pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
-    "where", ["push", "disconnected", "connected", "greeted", "hello", "reply"]
+    "where", ["push", "disconnected", "connected", "hello_accepted", "hello", "reply"]
 )
 def test_an_exception_does_not_end_the_thread(
     other: Other, events: Events, link: Link, where: str, error: BaseException
@@ -126,7 +126,7 @@ def test_an_exception_does_not_end_the_thread(
     if where != "reply":
         events.failures[where] = error
     link.start()
-    begins_again = where in ("connected", "greeted", "hello", "disconnected")
+    begins_again = where in ("connected", "hello_accepted", "hello", "disconnected")
     if where != "hello":
         connection = other.greet()
     if where == "disconnected":

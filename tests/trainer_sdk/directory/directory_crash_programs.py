@@ -25,7 +25,7 @@ from tests.support.crash.crash import (
     kill_at_every_call,
     record,
 )
-from tests.support.crash.traced import Say
+from tests.support.crash.traced import Announce
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
 from holdfast.base.layouts import LayoutFiles
@@ -81,13 +81,13 @@ class Gang:
     def slot(self, rank: int) -> SlotFile:
         return SlotFile.open(self.memory, slot_name(Rank(rank), 0))
 
-    def save(self, step: int, say: Say) -> None:
+    def save(self, step: int, announce: Announce) -> None:
         self.stage(step)
         for _ in range(WORLD):
             message = self.levels.get(timeout=60)
             while not (isinstance(message, LevelReached) and message.level is Level.LOCAL):
                 message = self.levels.get(timeout=60)
-        say(f"committed {step}")
+        announce(f"committed {step}")
 
     def stage(self, step: int) -> None:
         for rank in range(WORLD):
@@ -117,13 +117,13 @@ class Gang:
         return bytes(data)
 
 
-def train(directory: Path, say: Say, *steps: int) -> None:
+def train(directory: Path, announce: Announce, *steps: int) -> None:
     """Run one training over the folder: save and commit the steps."""
     with beside(directory) as memory:
         gang = Gang(directory, memory)
-        say(f"round {gang.service.round}")
+        announce(f"round {gang.service.round}")
         for step in steps:
-            gang.save(step, say)
+            gang.save(step, announce)
         gang.service.finish(30)
 
 
@@ -190,17 +190,17 @@ def main(what: str) -> Report:
     def first(directory: Path) -> None:
         train(directory, lambda _: None, 1, 2)
 
-    def second(directory: Path, say: Say) -> None:
-        train(directory, say, 3)
+    def second(directory: Path, announce: Announce) -> None:
+        train(directory, announce, 3)
 
     def first_without_commit(directory: Path) -> None:
         first(directory)
         with patch.object(Committer, "commit", side_effect=OSError("killed here")):
             leave_prepared(directory, 3)
 
-    def start(directory: Path, say: Say) -> None:
-        say("committed 3")  # all ranks had made step 3 durable
-        train(directory, say)
+    def start(directory: Path, announce: Announce) -> None:
+        announce("committed 3")  # all ranks had made step 3 durable
+        train(directory, announce)
 
     match what:
         case "kills":
@@ -209,7 +209,7 @@ def main(what: str) -> Report:
             return kill_at_every_call(first_without_commit, start, check)
         case "power":
             return cut_power(
-                record(lambda d, say: train(d, say, 1, 2, 3), ignored=NOT_DURABLE), check
+                record(lambda d, announce: train(d, announce, 1, 2, 3), ignored=NOT_DURABLE), check
             )
         case "again":
             return cut_power_after_a_restart(first, second, check, ignored=NOT_DURABLE)

@@ -56,7 +56,7 @@ def test_every_rank_agrees(asked: list[tuple[str, int, int]], orders: list[list[
                 elif what == "stop":
                     gang[0].push(StopRequested(ROUND, f"{number}"))
                 else:
-                    gang[rank].want_stop()
+                    gang[rank].request_stop()
         verdicts[step] = {agreements[rank].after_step(step) for rank in order}
         assert len(verdicts[step]) == 1
         if verdicts[step].pop().stop:
@@ -101,7 +101,7 @@ def test_a_stranger_in_the_store_asks_in_vain() -> None:
     for step in range(1, 9):
         assert [one.after_step(step) for one in agreements] == [Verdict(), Verdict()]
         assert not agreements[0].is_left_out(step)
-    gang[1].want_stop()  # a request of the gang itself still counts
+    gang[1].request_stop()  # a request of the gang itself still counts
     for step in (9, 10):
         assert [one.after_step(step) for one in agreements] == [Verdict(), Verdict()]
     assert [one.after_step(11) for one in agreements] == [Verdict(stop=True)] * 2

@@ -364,7 +364,7 @@ def test_a_device_that_refuses_a_copy_is_a_failed_save(training: Training) -> No
 
 def test_a_device_that_cannot_be_waited_for_does_not_stop_the_step(training: Training) -> None:
     handle = training.ckpt.save(1, training.state)
-    training.device.refuses_to_hold_back = "CUDA error: device-side assert triggered"
+    training.device.refuses_to_block = "CUDA error: device-side assert triggered"
     training.step()
     training.device.catch_up()
     with pytest.raises(SaveFailedError, match="device-side assert"):

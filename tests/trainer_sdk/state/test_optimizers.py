@@ -124,7 +124,7 @@ def test_torchs_own_optimizers_fit_themselves(
 
 
 @pytest.mark.parametrize(
-    "held",
+    "saved",
     [
         pytest.param({}, id="empty"),
         pytest.param([1], id="list"),
@@ -133,10 +133,10 @@ def test_torchs_own_optimizers_fit_themselves(
         pytest.param({"param_groups": [{"params": [0, 1, 2, 3]}], "state": {9: {}}}, id="no-such"),
     ],
 )
-def test_what_is_no_state_of_an_optimizer(held: Any) -> None:
+def test_an_optimizer_refuses_a_state_of_another_form(saved: Any) -> None:
     state = {"optim": torch.optim.SGD(model(0).parameters())}
     with pytest.raises(StateMismatchError, match="optim: expected"):
-        load_state(state, read_payload(stored({"optim": held})))
+        load_state(state, read_payload(stored({"optim": saved})))
 
 
 class Refusing:

@@ -36,7 +36,7 @@ from holdfast_core.ids import Step
 
 logger = logging.getLogger(__name__)
 
-_LET_GO_SECONDS = 5.0
+_RELEASE_SECONDS = 5.0
 
 
 class Checkpointer:
@@ -87,10 +87,10 @@ class Checkpointer:
         )
         self._status = SaveStatus(
             ProgressReporter(self._session, rank),
-            lambda: place.where_to_look,  # not `self`: see `_let_go`
+            lambda: place.where_to_look,  # not `self`: see `_release_resources`
             raises=self._options.raises,
         )
-        self._signal = stop_signal(self._session.want_stop)
+        self._signal = stop_signal(self._session.request_stop)
         self._pid = os.getpid()
         self._opened: Opened | None = None
         self._is_open = False
@@ -198,7 +198,7 @@ class Checkpointer:
             return
         start = self._first_index(parts, state, before_rng)
         if start >= total:
-            parts.restorer.tell(
+            parts.restorer.notify_user(
                 "all steps were done before (%d of %d): there is nothing left to do", start, total
             )
         try:
@@ -337,7 +337,7 @@ class Checkpointer:
         rolls_back = parts.saves.have_begun or wanted is not None
         found = self._restore(parts, state, wanted, before_rng, rolls_back=rolls_back)
         if found is None:
-            self._tell_nothing_found(parts, 0)
+            self._notify_nothing_found(parts, 0)
         return found
 
     def allocate(self, state: Mapping[str, Any]) -> None:
@@ -405,7 +405,7 @@ class Checkpointer:
         )
         self._is_open = True
         self._dropped = weakref.finalize(
-            self, _let_go, os.getpid(), self._session, self._place, self._signal
+            self, _release_resources, os.getpid(), self._session, self._place, self._signal
         )
         self._dropped.atexit = False  # the persister detects the end of the process itself
         try:
@@ -441,7 +441,7 @@ class Checkpointer:
         found = self._restore(parts, state, None, before_rng, rolls_back=rolls_back)
         if found is not None:
             return found
-        self._tell_nothing_found(parts, by_hand)
+        self._notify_nothing_found(parts, by_hand)
         if by_hand > 0:
             self._position.trained(by_hand)
         return by_hand
@@ -477,9 +477,9 @@ class Checkpointer:
             self._lazy_loaders.restored()
         return found.step
 
-    def _tell_nothing_found(self, parts: Opened, done: int) -> None:
+    def _notify_nothing_found(self, parts: Opened, done: int) -> None:
         start = f"continuing after step {done}" if done else "starting at step 0"
-        parts.restorer.tell("nothing to restore from %s: %s", self._place.location, start)
+        parts.restorer.notify_user("nothing to restore from %s: %s", self._place.location, start)
 
     def _decide(self, step: Step) -> Decision:
         parts = self._parts()
@@ -526,7 +526,7 @@ def _is_clean_exit(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def _let_go(pid: int, session: Session, place: Place, stop: HandledSignal) -> None:
+def _release_resources(pid: int, session: Session, place: Place, stop: HandledSignal) -> None:
     """Release what an unreferenced Checkpointer holds, for example when a notebook's cell runs again.
 
     Otherwise its memory and its persister would stay until this process ends.
@@ -534,6 +534,6 @@ def _let_go(pid: int, session: Session, place: Place, stop: HandledSignal) -> No
     if os.getpid() != pid:
         return  # the resources belong to the parent
     stop.restore()
-    session.wait_settled(_LET_GO_SECONDS)
+    session.wait_settled(_RELEASE_SECONDS)
     session.close()
     place.close(wait=False)

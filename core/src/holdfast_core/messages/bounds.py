@@ -60,7 +60,7 @@ OF_NEW_TYPE = MappingProxyType(
 Natural = Annotated[int, NATURAL]
 Seconds = Annotated[float, Bounds(low=0, high=10**12)]
 """A finite duration in seconds."""
-Words = Annotated[str, Bounds(characters=4096, clip=True)]
+ClippedText = Annotated[str, Bounds(characters=4096, clip=True)]
 """Text for people. Longer text is cut."""
 Reason = Annotated[str, Bounds(pattern=re.compile(r"[A-Za-z][A-Za-z0-9]{0,127}"))]
 """The reason of a condition: one CamelCase word of 1 to 128 characters, as the CRD requires."""

@@ -16,9 +16,9 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    ClippedText,
     Natural,
     Reason,
-    Words,
 )
 
 
@@ -58,7 +58,7 @@ class Refused:
     """Body of every refusal (an HTTP error reply, or a socket frame of type `Refused`)."""
 
     code: Refusal
-    message: Words
+    message: ClippedText
     round: RestartRound
     """The receiver's round."""
     version: int = 0
@@ -143,6 +143,6 @@ class Failure:
     tier: TierName
     reason: Reason
     """For example NodeVolumeFull, StoreUnavailable, AccessDenied, PeerUnreachable."""
-    message: Words
+    message: ClippedText
     worker: Worker | None = None
     """The worker whose sidecar reported it, set by the coordinator. None means the whole gang."""

@@ -21,6 +21,7 @@ from holdfast_core.ids import (
 from holdfast_core.messages.bounds import (
     MAX_LISTED,
     Bounds,
+    ClippedText,
     ManyShards,
     Name,
     Natural,
@@ -28,7 +29,6 @@ from holdfast_core.messages.bounds import (
     PerRank,
     PerWorker,
     Seconds,
-    Words,
 )
 from holdfast_core.messages.common import (
     Failure,
@@ -97,7 +97,7 @@ class ListedManifest:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldShard:
+class ListedShard:
     step: Step
     round: RestartRound
     rank: Rank
@@ -118,7 +118,7 @@ class Inventory:
     version: Natural
     """Version of the newest ROUND message that the sidecar holds for `round`. 0 if it holds none."""
     manifests: Annotated[tuple[ListedManifest, ...], Bounds(items=MAX_LISTED)] = ()
-    shards: Annotated[tuple[HeldShard, ...], ManyShards] = ()
+    shards: Annotated[tuple[ListedShard, ...], ManyShards] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class CoordinatorState:
     times: RoundTimes = RoundTimes()
     running: bool = False
     """Every rank has finished a step of this round."""
-    cannot_restore: Words = ""
+    cannot_restore: ClippedText = ""
     """Set when a worker could not get its shards of the restore point: what it has tried."""
     finished: bool = False
     """All ranks returned 0, and no step is being written, copied or uploaded any more."""

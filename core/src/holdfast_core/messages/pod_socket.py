@@ -21,10 +21,10 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    ClippedText,
     Natural,
     Reported,
     Seconds,
-    Words,
 )
 from holdfast_core.messages.common import (
     Policy,
@@ -200,7 +200,7 @@ class SaveFailed:
     round: RestartRound
     level: Level
     reason: str
-    message: Words
+    message: ClippedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class Exited:
     rank: Rank
     code: int
     """Exit code, or -N for signal N."""
-    message: Words = ""
+    message: ClippedText = ""
     """The end of the traceback, at most 2 KiB."""
 
 

@@ -13,11 +13,11 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    ClippedText,
     Natural,
     PerRank,
     Reported,
     Seconds,
-    Words,
 )
 from holdfast_core.messages.common import (
     Failure,
@@ -29,7 +29,7 @@ class DeadRank:
     rank: Rank
     worker: Worker
     code: int
-    message: Words = ""
+    message: ClippedText = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class WorkerReport:
     tiers: Annotated[tuple[RankTiers, ...], PerRank] = ()
     rehydrate_seconds: Seconds | None = None
     barrier_open: bool = False
-    cannot_restore: Words = ""
+    cannot_restore: ClippedText = ""
     done: bool = False
     """All ranks of the pod returned 0."""
     idle: bool = False

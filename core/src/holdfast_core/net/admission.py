@@ -1,12 +1,11 @@
 """Decide which connections a port keeps when more arrive than it can hold. No I/O.
 
-A stranger is a caller that is not authenticated yet. It may be an attacker with any number of addresses.
-Strangers share a small number of places. A new stranger always gets a place: if none is free, it replaces
-the oldest connection of the address that holds the most places. An attacker therefore displaces its own
-connections first. With many addresses it would have to fill all places again within the milliseconds that
-an honest handshake takes. Authenticated callers have places of their own, and so have strangers at an
-address that an authenticated caller has used or that a caller is expected from. Other strangers cannot
-take those places.
+An unauthenticated caller may be an attacker with any number of addresses. Unauthenticated callers share a
+small number of places. A new one always gets a place: if none is free, it replaces the oldest connection of
+the address that holds the most places. An attacker therefore displaces its own connections first. With many
+addresses it would have to fill all places again within the milliseconds that an honest handshake takes.
+Authenticated callers have places of their own. So have unauthenticated callers at an address that an
+authenticated caller has used or that a caller is expected from. Other callers cannot take those places.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _ADDRESSES_KEPT = 4096
 class Places:
     """Largest number of connections of each kind that a port holds."""
 
-    strangers: int = 64
+    unauthenticated: int = 64
     """Connections whose caller is not authenticated yet."""
-    strangers_per_address: int = 16
+    unauthenticated_per_address: int = 16
     expected: int = 128
     """Connections that are not authenticated yet, from addresses of known callers. One address may hold all
     of these places, because many pods share one address where a node translates addresses."""
@@ -150,11 +149,11 @@ class Admission(Generic[C]):
             for connection, entry in self._open.items()
             if entry.name is None and entry.is_expected == is_expected
         ]
-        held = Counter(found for _, found in waiting)
-        if not is_expected and held[address] >= places.strangers_per_address:
+        per_address = Counter(found for _, found in waiting)
+        if not is_expected and per_address[address] >= places.unauthenticated_per_address:
             crowded = address
-        elif len(waiting) >= (places.expected if is_expected else places.strangers):
-            crowded = held.most_common(1)[0][0]
+        elif len(waiting) >= (places.expected if is_expected else places.unauthenticated):
+            crowded = per_address.most_common(1)[0][0]
         else:
             return None
         return next(connection for connection, found in waiting if found == crowded)

@@ -53,7 +53,7 @@ class DiskCopyWriter:
         self._block = self._pipe.begin()
         self._filled = 0
         self._flushed = 0
-        self._aside: memoryview | None = None
+        self._overflow: memoryview | None = None
         self._stream = ShardStream(ref, file_bytes, functools.partial(PipedDigester, self._pipe))
         self._open = True
 
@@ -65,16 +65,16 @@ class DiskCopyWriter:
         self._expect_open()
         left = len(self._block) - self._filled
         # A piece that exceeds the block is received in a separate buffer and copied.
-        self._aside = None if length <= left else memoryview(bytearray(length))
-        if self._aside is not None:
-            return self._aside
+        self._overflow = None if length <= left else memoryview(bytearray(length))
+        if self._overflow is not None:
+            return self._overflow
         return self._block[self._filled : self._filled + length]
 
     def advance(self, length: int) -> None:
         self._expect_open()
-        if self._aside is not None:
-            aside, self._aside = self._aside, None
-            self.write(aside[:length])
+        if self._overflow is not None:
+            overflow, self._overflow = self._overflow, None
+            self.write(overflow[:length])
             return
         with self._aborted_on_error():
             self._take(length)

@@ -95,13 +95,13 @@ def read_document(path: Path) -> bytes:
 
 def write_round(path: Path, round_: RestartRound, version: int, directories: Directories) -> None:
     """Write (round, version) durably. Raises StaleRoundError if the file holds a newer pair."""
-    held = read_round(path)
-    if held is not None and held > (round_, version):
+    recorded = read_round(path)
+    if recorded is not None and recorded > (round_, version):
         raise StaleRoundError(
-            f"{path}: the file has round {held[0]} version {held[1]}, refused to write the older "
+            f"{path}: the file has round {recorded[0]} version {recorded[1]}, refused to write the older "
             f"round {round_} version {version}",
-            own_round=held[0],
-            own_version=held[1],
+            own_round=recorded[0],
+            own_version=recorded[1],
         )
     with disk_errors(f"creating a temporary file for {path}"):
         temp = TempFile(path.parent, directories)

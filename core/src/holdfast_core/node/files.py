@@ -32,9 +32,9 @@ def is_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
-def disk_error(error: OSError, tried: str) -> HoldfastError:
-    """Return the Holdfast error for an OSError. `tried` names the operation and the path."""
-    text = f"{tried}: {error.strerror or error}"
+def disk_error(error: OSError, operation: str) -> HoldfastError:
+    """Return the Holdfast error for an OSError. `operation` names the operation and the path."""
+    text = f"{operation}: {error.strerror or error}"
     if is_full(error):
         return CapacityError(f"{text} (no room on the volume; needed and available are unknown)")
     if error.errno in _TRANSIENT:
@@ -43,12 +43,12 @@ def disk_error(error: OSError, tried: str) -> HoldfastError:
 
 
 @contextmanager
-def disk_errors(tried: str) -> Iterator[None]:
-    """Convert an OSError in the context to a Holdfast error. `tried` names the operation and the path."""
+def disk_errors(operation: str) -> Iterator[None]:
+    """Convert an OSError in the context to a Holdfast error. `operation` names the operation and the path."""
     try:
         yield
     except OSError as error:
-        raise disk_error(error, tried) from error
+        raise disk_error(error, operation) from error
 
 
 class PoisonedError(TierError):
@@ -332,7 +332,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     @property
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Memory of all buffers, both in use and kept."""
         with self._lock:
             return (self._taken + len(self._free)) * self.size_bytes

@@ -351,7 +351,7 @@ class DiskNodeTier:
 
     def buffer_bytes(self) -> tuple[int, int]:
         """Return the memory of the payload buffers and its limit, in bytes."""
-        return self._buffers.held_bytes, _BUFFER_LIMIT_BYTES
+        return self._buffers.allocated_bytes, _BUFFER_LIMIT_BYTES
 
     def used_bytes(self) -> int:
         """Return the size of all files, of quarantined ones too, and of the reservations of writes."""
@@ -506,10 +506,10 @@ class DiskNodeTier:
         with self._lock, disk_errors(f"emptying {directory}"):
             if not directory.is_dir():
                 return False  # another program removed it
-            held = [p for p in directory.iterdir() if not p.name.endswith(".reason")]
-            for old in held:
+            quarantined = [p for p in directory.iterdir() if not p.name.endswith(".reason")]
+            for old in quarantined:
                 self._remove_quarantined(old)
-        return bool(held)
+        return bool(quarantined)
 
     def _remove_quarantined(self, path: Path) -> None:
         self._budget.add(-path.lstat().st_size)
@@ -521,8 +521,8 @@ class DiskNodeTier:
         name = "--".join(path.relative_to(self._root).parts)
         with self._lock, disk_errors(f"quarantining {path}"):
             directory.mkdir(mode=0o700, exist_ok=True)  # another program may have removed it
-            held = sorted(p for p in directory.iterdir() if not p.name.endswith(".reason"))
-            number = int(held[-1].name.partition("-")[0]) + 1 if held else 0
+            quarantined = sorted(p for p in directory.iterdir() if not p.name.endswith(".reason"))
+            number = int(quarantined[-1].name.partition("-")[0]) + 1 if quarantined else 0
             target = directory / f"{number:010d}-{name}"
             try:
                 path.rename(target)
@@ -531,7 +531,7 @@ class DiskNodeTier:
             fsync_directory(path.parent)
             fsync_directory(directory)
             Path(f"{target}.reason").write_text(reason + "\n")
-            for old in held[: max(0, len(held) + 1 - QUARANTINE_KEPT)]:
+            for old in quarantined[: max(0, len(quarantined) + 1 - QUARANTINE_KEPT)]:
                 self._remove_quarantined(old)
 
     def _forget(self, ref: ShardRef) -> None:

@@ -68,12 +68,12 @@ class BackgroundLimit:
         them."""
         self._moved = 0
         self._bytes_each_step = 0.0
-        self._hurrying = False
+        self._is_unlimited = False
 
     @property
     def limit(self) -> float | None:
         """Return the present limit in bytes per second. None means no limit."""
-        return None if self._hurrying else self._rate.limit
+        return None if self._is_unlimited else self._rate.limit
 
     def take(self, byte_count: int) -> None:
         """Block until `byte_count` more bytes may be moved: the limit allows them, and no rank copies a save.
@@ -81,14 +81,14 @@ class BackgroundLimit:
         ForegroundCopyGate bounds the wait for a copy.
         """
         self._throttle.take(byte_count)
-        if not self._hurrying:
+        if not self._is_unlimited:
             seconds = self._copy_gate.wait_for_copies()
             if seconds:
                 self._waited_for_copies(seconds)
 
     def begin(self) -> None:
         """Start a round: apply the limit again, and count the next step as the first one."""
-        self._hurrying = False
+        self._is_unlimited = False
         self._last = self._step = None
         self._blocked_since = 0.0
         self._apply()
@@ -97,12 +97,12 @@ class BackgroundLimit:
         """Set how many bytes this process must move per step on average. The lowest limit follows from it."""
         self._bytes_each_step = bytes_each_step
 
-    def hurry(self) -> None:
+    def remove_limit(self) -> None:
         """Remove the limit and the pauses until `begin`.
 
         Call it while no trainer runs and the transfers are waited for.
         """
-        self._hurrying = True
+        self._is_unlimited = True
         self._apply()
 
     def step_done(self, step: int, blocked_seconds: float) -> None:

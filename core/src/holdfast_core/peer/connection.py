@@ -138,7 +138,7 @@ class RatedLine:
 
 
 @contextmanager
-def outside_tls(tried: str, outside: bool) -> Iterator[None]:
+def outside_tls(operation: str, outside: bool) -> Iterator[None]:
     """Turn errors into UnavailableError where bytes were sent or received `outside` TLS.
 
     An attacker on the network may have caused such an error, so it shows nothing about the peer or its
@@ -153,4 +153,6 @@ def outside_tls(tried: str, outside: bool) -> Iterator[None]:
     except (OSError, FormatError, CorruptionError) as error:
         if not outside:
             raise
-        raise UnavailableError(f"{tried}: outside TLS: {error or type(error).__name__}") from error
+        raise UnavailableError(
+            f"{operation}: outside TLS: {error or type(error).__name__}"
+        ) from error

@@ -47,10 +47,10 @@ def spans_without(record: ShardRecord, start: int, have: Sequence[range]) -> Ite
     """
     position = start
     for run in have:
-        held = chunk_span(record, run)
-        if held.start > position:
-            yield ByteRange(position, held.start)
-        position = max(position, held.stop)
+        span = chunk_span(record, run)
+        if span.start > position:
+            yield ByteRange(position, span.start)
+        position = max(position, span.stop)
     if position < record.file_bytes:
         yield ByteRange(position, record.file_bytes)
 

@@ -19,21 +19,21 @@ class KeptReader:
 
     def __init__(self, open_shard: Callable[[ShardRef], ShardReader]) -> None:
         self._open = open_shard
-        self._held: tuple[ShardRef, ShardReader] | None = None
+        self._last: tuple[ShardRef, ShardReader] | None = None
 
     def of(self, ref: ShardRef) -> ShardReader:
         """Return a reader of the shard. The caller must not close it. Raises what `open_shard` raises."""
-        if self._held is not None and self._held[0] == ref:
-            return self._held[1]
+        if self._last is not None and self._last[0] == ref:
+            return self._last[1]
         self.close()
         reader = self._open(ref)
-        self._held = ref, reader
+        self._last = ref, reader
         return reader
 
     def close(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held[1].close()
+        last, self._last = self._last, None
+        if last is not None:
+            last[1].close()
 
     def __enter__(self) -> Self:
         return self

@@ -271,7 +271,7 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def connection_error(error: OSError, tried: str) -> HoldfastError:
+def connection_error(error: OSError, operation: str) -> HoldfastError:
     """Return AccessDeniedError if a side has refused the other's certificate, otherwise UnavailableError.
 
     Args:
@@ -279,13 +279,13 @@ def connection_error(error: OSError, tried: str) -> HoldfastError:
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return AccessDeniedError(
-            f"{tried}: the certificate of the peer was not accepted: {error.verify_message}"
+            f"{operation}: the certificate of the peer was not accepted: {error.verify_message}"
         )
     if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
         return AccessDeniedError(
-            f"{tried}: the peer refused the certificate of this side: {error.reason}"
+            f"{operation}: the peer refused the certificate of this side: {error.reason}"
         )
-    return UnavailableError(f"{tried}: {error or type(error).__name__}")
+    return UnavailableError(f"{operation}: {error or type(error).__name__}")
 
 
 def error_reply(request: BulkFrame, error: HoldfastError) -> BulkFrame:
@@ -312,7 +312,7 @@ def error_reply(request: BulkFrame, error: HoldfastError) -> BulkFrame:
     return BulkFrame(Kind.REPLY, request.ref, round_, Status.REFUSED, refused=refused)
 
 
-def raise_reply(reply: BulkFrame, tried: str) -> None:
+def raise_reply(reply: BulkFrame, operation: str) -> None:
     """Raise the error that a REPLY carries. Do nothing for OK and HAVE.
 
     Raises:
@@ -327,14 +327,14 @@ def raise_reply(reply: BulkFrame, tried: str) -> None:
     if reply.status in (Status.OK, Status.HAVE):
         return
     refused = reply.refused
-    text = f"{tried}: {refused.message if refused else reply.status.name}"
+    text = f"{operation}: {refused.message if refused else reply.status.name}"
     match reply.status:
         case Status.CORRUPT:
             raise CorruptionError(text)
         case Status.FAILED:
             raise UnavailableError(text)
     if refused is None:
-        raise FormatError(f"{tried}: refused without a reason")
+        raise FormatError(f"{operation}: refused without a reason")
     match refused.code:
         case Refusal.STALE_ROUND:
             raise StaleRoundError(text, own_round=refused.round, own_version=refused.version)

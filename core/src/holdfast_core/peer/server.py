@@ -194,7 +194,7 @@ class BulkServer:
         if listener is None:
             return
         places = self._limits.places
-        most = places.strangers + places.expected + places.known + _ENDING
+        most = places.unauthenticated + places.expected + places.known + _ENDING
         while not self._closing.is_set():
             try:
                 sock, address = listener.accept()
@@ -250,7 +250,7 @@ class BulkServer:
                 with KeptReader(self._open_shard) as kept:
                     self._converse(line, peer, kept)
         except (OSError, HoldfastError):
-            # A member logs the failure on its side. Errors of strangers must not fill this log.
+            # A member logs the failure on its side. Errors of unauthenticated callers must not fill this log.
             return
         finally:
             self._admission.leave(line)

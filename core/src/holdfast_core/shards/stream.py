@@ -145,10 +145,10 @@ class ShardStream:
     """
 
     __slots__ = (
+        "_buffered",
         "_digester",
         "_expected_bytes",
         "_header",
-        "_held",
         "_make_digester",
         "_position",
         "_ref",
@@ -171,7 +171,7 @@ class ShardStream:
         """
         self._ref = ref
         self._expected_bytes = expected_bytes
-        self._held = bytearray()
+        self._buffered = bytearray()
         self._position = 0
         self._stop = HEAD_PREFIX.size
         self._header: ShardHeader | None = None
@@ -211,22 +211,22 @@ class ShardStream:
                 f"shard of {self._ref}: {self._position} bytes of {self._expected_bytes}"
             )
         record, table = self._digester.finish()
-        trailer = unpack_trailer(bytes(self._held))
+        trailer = unpack_trailer(bytes(self._buffered))
         check_trailer(self._header, trailer, self._expected_bytes)
         check_same(record, table, trailer)
         check_ref(trailer.record, self._ref)
         return trailer
 
     def _feed_head(self, data: memoryview) -> int:
-        piece = data[: self._stop - len(self._held)]
-        self._held += piece
+        piece = data[: self._stop - len(self._buffered)]
+        self._buffered += piece
         self._position += len(piece)
-        if len(self._held) < self._stop:
+        if len(self._buffered) < self._stop:
             return len(piece)
         if self._stop == HEAD_PREFIX.size:
-            self._stop = head_bytes_of(self._held)
+            self._stop = head_bytes_of(self._buffered)
             return len(piece)
-        header = unpack_head(bytes(self._held))
+        header = unpack_head(bytes(self._buffered))
         check_identity(header, self._ref)
         if file_bytes(header) != self._expected_bytes:
             raise CorruptionError(
@@ -235,7 +235,7 @@ class ShardStream:
             )
         self._header = header
         self._digester = self._make_digester(header)
-        self._held.clear()
+        self._buffered.clear()
         return len(piece)
 
     def _feed_body(self, header: ShardHeader, digester: Digester, data: memoryview) -> int:
@@ -249,7 +249,7 @@ class ShardStream:
             expect_zeros(piece, f"shard of {self._ref}")
         else:
             piece = data
-            self._held += piece
+            self._buffered += piece
         self._position += len(piece)
         return len(piece)
 

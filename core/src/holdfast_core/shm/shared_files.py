@@ -64,7 +64,7 @@ def own_directory(parent: Path, name: str) -> Iterator[int]:
         except FileNotFoundError:
             descriptor = _made(above, name)
         except OSError:
-            move_aside(above, name)
+            rename_hidden(above, name)
             descriptor = _made(above, name)
     try:
         yield descriptor
@@ -159,7 +159,7 @@ def remove(directory: int, name: str) -> None:
         return
 
 
-def move_aside(directory: int, name: str) -> None:
+def rename_hidden(directory: int, name: str) -> None:
     """Rename `name` to a random hidden name, whatever it is. Raises OSError."""
     os.rename(name, _hidden(name), src_dir_fd=directory, dst_dir_fd=directory)
 
@@ -185,7 +185,7 @@ def listen_unix(directory: Path, name: str, *, mode: int) -> socket.socket:
             try:
                 remove(above, name)
             except IsADirectoryError:
-                move_aside(above, name)
+                rename_hidden(above, name)
             listener.bind(f"/proc/self/fd/{above}/{name}")
             found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
             try:

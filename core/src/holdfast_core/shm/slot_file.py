@@ -82,7 +82,7 @@ class SlotFile:
             UnavailableError: It cannot be read.
         """
         header = SlotHeader.unpack(self._read_head())
-        held_bytes = os.fstat(self.fd).st_size - HEADER_BYTES
+        file_payload_bytes = os.fstat(self.fd).st_size - HEADER_BYTES
         volume = os.fstatvfs(self.fd)
         volume_bytes = volume.f_blocks * volume.f_frsize
         if 0 < volume_bytes < header.capacity_bytes:
@@ -91,10 +91,10 @@ class SlotFile:
                 f"slot {self.name}: the header has a capacity of {header.capacity_bytes} bytes, "
                 f"but the volume has {volume_bytes}"
             )
-        if header.capacity_bytes > held_bytes or header.rank != rank_of_slot(self.name):
+        if header.capacity_bytes > file_payload_bytes or header.rank != rank_of_slot(self.name):
             raise FormatError(
                 f"slot {self.name}: the header names rank {header.rank} and "
-                f"{header.capacity_bytes} bytes, but the file has {held_bytes}"
+                f"{header.capacity_bytes} bytes, but the file has {file_payload_bytes}"
             )
         return header
 

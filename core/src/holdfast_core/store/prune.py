@@ -45,7 +45,7 @@ def needed(
     """Return every checkpoint whose objects another one needs, by the references of all but `ignored`."""
     return frozenset(
         earlier
-        for checkpoint, said in references.items()
+        for checkpoint, recorded in references.items()
         if checkpoint not in ignored
-        for earlier in said.bytes_in
+        for earlier in recorded.bytes_in
     )

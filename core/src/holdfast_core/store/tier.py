@@ -339,14 +339,14 @@ class ObjectTier:
         """
         shards = self._list(namespace, job_uid, f"{keys.SHARDS}/")
         documents = self._list(namespace, job_uid, f"{keys.REFERENCES}/")
-        stored, said = _by_checkpoint(shards), _by_checkpoint(documents).keys()
+        stored, referring = _by_checkpoint(shards), _by_checkpoint(documents).keys()
         busy = frozenset(uploading()) | _written_lately([*shards, *documents], quiet)
         manifests = frozenset(self.list_manifests(namespace, job_uid))
         references = self._references(namespace, job_uid)
-        gone = dead({*stored, *said}, manifests, busy, round_)
-        kept = needed(references, ignored=gone & said)
+        gone = dead({*stored, *referring}, manifests, busy, round_)
+        kept = needed(references, ignored=gone & referring)
         swept = frozenset(c for c in stored if c in gone and c not in kept)
-        below = [keys.references_key(checkpoint) for checkpoint in sorted(gone & said)]
+        below = [keys.references_key(checkpoint) for checkpoint in sorted(gone & referring)]
         below += [key for checkpoint in sorted(swept) for key in stored[checkpoint]]
         self._delete(namespace, job_uid, below)
         return swept

@@ -64,17 +64,17 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
         )
         return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text} of the newest step"))
     answered = [m for m in world.members if readable.has_answered(m, world)]
-    unknown = [m for m in world.members if readable.may_hold(m, world)]
+    unknown = [m for m in world.members if readable.may_store_shards(m, world)]
     found = readable.candidates(world, answered)
     holders = readable.holders(answered)
     best = next((c for c in found if readable.is_complete(c, holders)), None)
     newest = _newest_known(world, found)
     if unknown:
-        owed = _owed_by_silence(world, answered, best)
+        reason = _reason_to_await_silent(world, answered, best)
         below = newest is not None and (best is None or best.id.step < newest)
-        if owed is not None or (below and not _timed_out(memory, now)):
+        if reason is not None or (below and not _timed_out(memory, now)):
             text = f"workers {_some([m.worker for m in unknown])} have not answered yet"
-            return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text}: {owed or _MAY_HOLD}"))
+            return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text}: {reason or _MAY_HAVE_NEWEST}"))
     if best is not None:
         other = _instead_of_rejected(world, found, holders, now)
         if other is not None:
@@ -103,10 +103,10 @@ def _kept_on_lost_node(member: MemberState, world: World) -> bool:
     return alive and member.node_lost and readable.is_survivor(member, world)
 
 
-_MAY_HOLD = "they may have the newest step"
+_MAY_HAVE_NEWEST = "they may have the newest step"
 
 
-def _owed_by_silence(
+def _reason_to_await_silent(
     world: World, answered: list[MemberState], best: Candidate | None
 ) -> str | None:
     """Return why the choice waits without a time limit for survivors that have not answered, or None."""
@@ -115,9 +115,9 @@ def _owed_by_silence(
     survivors = [m for m in answered if readable.is_survivor(m, world)]
     if not survivors:
         return "no survivor has answered, so the newest committed step is unknown"
-    owed = readable.known_commit(world, survivors)
-    if owed is not None and (best is None or best.id.step < owed):
-        return f"step {owed} was committed, and no complete copy of it is readable without them"
+    newest = readable.known_commit(world, survivors)
+    if newest is not None and (best is None or best.id.step < newest):
+        return f"step {newest} was committed, and no complete copy of it is readable without them"
     return None
 
 

@@ -35,7 +35,7 @@ class EndlessBackoff:
 
 
 @dataclass(frozen=True, slots=True)
-class Rim:
+class HandlerInputs:
     """Inputs of the kopf handlers: settings, API access, and the function that queues a key."""
 
     settings: Settings
@@ -43,11 +43,11 @@ class Rim:
     enqueue: Callable[[Key], None]
 
 
-async def run_kopf(rim: Rim, stop: asyncio.Event) -> None:
+async def run_kopf(inputs: HandlerInputs, stop: asyncio.Event) -> None:
     """Run kopf until a signal arrives, `stop` is set, or kopf ends by itself. Raises what kopf raises."""
-    namespaces = rim.settings.watch_namespaces
+    namespaces = inputs.settings.watch_namespaces
     await kopf.operator(
-        registry=_registry(rim),
+        registry=_registry(inputs),
         settings=_settings(),
         clusterwide=not namespaces,
         namespaces=namespaces,
@@ -75,22 +75,22 @@ def _settings() -> kopf.OperatorSettings:
     return settings
 
 
-def _registry(rim: Rim) -> kopf.OperatorRegistry:
+def _registry(inputs: HandlerInputs) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     async def on_job(namespace: str | None, name: str | None, **_: Any) -> None:
-        rim.enqueue(job_key(namespace or "", name or ""))
+        inputs.enqueue(job_key(namespace or "", name or ""))
 
     async def on_checkpoint(namespace: str | None, spec: kopf.Spec, **_: Any) -> None:
         job = (spec.get("jobRef") or {}).get("name")
         if job:
-            rim.enqueue(job_key(namespace or "", str(job)))
+            inputs.enqueue(job_key(namespace or "", str(job)))
 
     async def on_store(namespace: str | None, name: str | None, **_: Any) -> None:
-        rim.enqueue(store_key(namespace or "", name or ""))
+        inputs.enqueue(store_key(namespace or "", name or ""))
 
     def login(**_: Any) -> kopf.ConnectionInfo:
-        access = rim.access
+        access = inputs.access
         return kopf.ConnectionInfo(
             server=access.server,
             ca_data=access.ca_pem,

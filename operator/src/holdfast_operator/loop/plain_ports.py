@@ -23,7 +23,7 @@ from holdfast_operator.base.metrics import Metrics
 SILENT_WATCH_SECONDS = 180.0
 """Silence of one watch after which /readyz fails. The API server sends each watch a bookmark about once
 a minute, so a longer silence means that the operator does not see changes in the cluster."""
-PLACES = Places(strangers=32, strangers_per_address=16)
+PLACES = Places(unauthenticated=32, unauthenticated_per_address=16)
 _IDLE_SECONDS = 5.0
 _RENDERED_SECONDS = 0.2
 """Seconds for which one rendering of /metrics is reused. The rate of requests is not limited."""

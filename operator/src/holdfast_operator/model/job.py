@@ -19,7 +19,7 @@ from holdfast_core.api import Checkpoint, TrainingJob
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
-from holdfast_core.messages.schema import CoordinatorState, HeldShard
+from holdfast_core.messages.schema import CoordinatorState, ListedShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class InventoryView:
     version: int
     """Version of the newest ROUND message that the sidecar held for `round`. 0 if it held none."""
     manifests: tuple[ManifestView, ...] = ()
-    shards: tuple[HeldShard, ...] = ()
+    shards: tuple[ListedShard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Reflector(Generic[T]):
                 if self._clock.monotonic() - begun < self._timings.short_watch_seconds:
                     await self._pause()  # the server may end every watch immediately
                 else:
-                    self._well()
+                    self._reset_backoff()
             except WatchGone:
                 self._version = None
                 await self._pause()
@@ -132,7 +132,7 @@ class Reflector(Generic[T]):
         await self._clock.sleep(self._backoff * jitter)
         self._backoff = min(self._backoff * 2, self._timings.max_backoff_seconds)
 
-    def _well(self) -> None:
+    def _reset_backoff(self) -> None:
         self._backoff = self._timings.first_backoff_seconds
         if self._log_changes.forget("fault"):
             logs.info(f"watch of {self.collection.name} works again")
@@ -217,7 +217,7 @@ class Reflector(Generic[T]):
                 self._put(uid, item)
         self._version = raw["metadata"]["resourceVersion"]
         self.last_contact = self._clock.monotonic()
-        self._well()
+        self._reset_backoff()
 
     def _read(self, raw: Mapping[str, Any]) -> T | Unreadable | None:
         meta = raw["metadata"]

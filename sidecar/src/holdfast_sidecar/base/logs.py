@@ -15,7 +15,7 @@ from holdfast_core.clock import Clock, SystemClock, stamp
 from holdfast_core.net.bounded_logs import BoundedLogs
 
 LOGGER = logging.getLogger("holdfast_sidecar")
-_SELDOM_SECONDS = 60.0
+_RATE_LIMIT_SECONDS = 60.0
 
 
 class _JsonFormatter(logging.Formatter):
@@ -66,8 +66,8 @@ def failure(message: str, error: BaseException, **fields: Any) -> None:
     LOGGER.error(message, exc_info=error, extra={"fields": fields})
 
 
-class Seldom:
-    """Log with a limit for events that strangers can cause: one line a minute for each subject.
+class RateLimited:
+    """Log with a limit for events that unauthenticated callers can cause: one line a minute for each subject.
 
     The field `occurred` counts the events since the line before.
     """
@@ -81,7 +81,7 @@ class Seldom:
         self._occurred[subject] = self._occurred.get(subject, 0) + 1
         now = self._clock.monotonic()
         if now >= self._next.get(subject, now):
-            self._next[subject] = now + _SELDOM_SECONDS
+            self._next[subject] = now + _RATE_LIMIT_SECONDS
             warning(message, occurred=self._occurred.pop(subject), **fields)
 
 
@@ -91,14 +91,18 @@ class Changed:
     def __init__(self) -> None:
         self._last_messages: dict[str, str] = {}
 
-    def log(self, subject: str, message: str, *, calm: bool = False, **fields: Any) -> None:
-        """Log the message unless it is the last one about `subject`. `calm`: at level info, not warning."""
+    def log(self, subject: str, message: str, *, as_info: bool = False, **fields: Any) -> None:
+        """Log the message, unless it is the last one about `subject`.
+
+        Args:
+            as_info: Log at level info instead of warning.
+        """
         if self._last_messages.get(subject) == message:
             return
         if len(self._last_messages) > 1000:
             self._last_messages.clear()
         self._last_messages[subject] = message
-        (info if calm else warning)(message, subject=subject, **fields)
+        (info if as_info else warning)(message, subject=subject, **fields)
 
     def healthy(self, subject: str) -> None:
         """Log that the subject is healthy again, if a message about it was logged."""

@@ -210,13 +210,13 @@ class Metrics:
                 self._reported.labels(progress.rank, name).set(value)
         self._newest.clear()
         self._restored.clear()
-        for held in report.tiers:
+        for tiers in report.tiers:
             for tier in TierName:
-                step = getattr(held, tier.value)
+                step = getattr(tiers, tier.value)
                 if step is not None:
-                    self._newest.labels(held.rank, tier.value).set(step)
-            if held.restored_from is not None:
-                self._restored.labels(held.rank, held.restored_from.value).set(1)
+                    self._newest.labels(tiers.rank, tier.value).set(step)
+            if tiers.restored_from is not None:
+                self._restored.labels(tiers.rank, tiers.restored_from.value).set(1)
 
     def committed(self, levels: Mapping[Level, Step | None]) -> None:
         for level, step in levels.items():
@@ -284,8 +284,8 @@ class Metrics:
         self._queue.set(pending)
         self._round.set(round_)
 
-    def buffers(self, held_bytes: int, limit_bytes: int) -> None:
-        self._buffers.set(held_bytes)
+    def buffers(self, allocated_bytes: int, limit_bytes: int) -> None:
+        self._buffers.set(allocated_bytes)
         self._buffer_limit.set(limit_bytes)
 
     def dropped_connection(self, port: str, reason: str) -> None:

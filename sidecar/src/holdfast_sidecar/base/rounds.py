@@ -58,50 +58,50 @@ class RoundState:
     version_floor: int = 0
     """Version of the newest ROUND of this round that an earlier process of this sidecar recorded on the node
     tier. A ROUND of a lower version is refused."""
-    held: Round | None = None
+    accepted: Round | None = None
     """The accepted ROUND. None while sealed."""
 
     @property
     def version(self) -> int:
         """Version of the accepted ROUND, 0 while sealed."""
-        return self.held.version if self.held is not None else 0
+        return self.accepted.version if self.accepted is not None else 0
 
     @property
     def is_coordinator(self) -> bool:
-        return self.held is not None and self.held.coordinator == self.worker
+        return self.accepted is not None and self.accepted.coordinator == self.worker
 
     @property
     def world_size(self) -> int:
         """Number of ranks of the gang, 0 while sealed."""
-        return 0 if self.held is None else self.held.workers * self.procs_per_worker
+        return 0 if self.accepted is None else self.accepted.workers * self.procs_per_worker
 
     @property
     def own_ranks(self) -> range:
         return ranks_of(self.worker, self.procs_per_worker)
 
     def member(self, worker: Worker) -> Member | None:
-        if self.held is None:
+        if self.accepted is None:
             return None
-        return next((m for m in self.held.members if m.worker == worker), None)
+        return next((m for m in self.accepted.members if m.worker == worker), None)
 
     def member_of_pod(self, pod: str) -> Member | None:
-        if self.held is None:
+        if self.accepted is None:
             return None
-        return next((m for m in self.held.members if m.pod == pod), None)
+        return next((m for m in self.accepted.members if m.pod == pod), None)
 
     def copy_targets(self) -> tuple[Worker, ...]:
         """Return the workers to which this worker has to copy its shards."""
-        if self.held is None:
+        if self.accepted is None:
             return ()
-        return tuple(c.target for c in self.held.copies if c.source == self.worker)
+        return tuple(c.target for c in self.accepted.copies if c.source == self.worker)
 
     def sealed_for(self, round_: RestartRound) -> RoundState:
         """Return the state after the SEAL of a newer round."""
-        return replace(self, round=round_, version_floor=0, held=None)
+        return replace(self, round=round_, version_floor=0, accepted=None)
 
-    def holding(self, message: Round) -> RoundState:
+    def accepting(self, message: Round) -> RoundState:
         """Return the state after `message` was accepted."""
-        return replace(self, held=message)
+        return replace(self, accepted=message)
 
     def refused(self, code: Refusal, message: str) -> Refused:
         return Refused(code, message, self.round, self.version)
@@ -171,7 +171,7 @@ def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
         or fence(state, message.round)
         or _sender(state, caller, rule.sender)
         or _receiver(state, caller, rule.receiver)
-        or _speaks_for_itself(state, caller, message)
+        or _check_sender(state, caller, message)
     )
 
 
@@ -239,9 +239,9 @@ def refuse_copy(state: RoundState, caller: Caller, round_: RestartRound) -> Refu
     member = state.member_of_pod(caller.pod)
     if member is None:
         return _not_member(state, caller)
-    held = state.held
-    assigned = held is not None and any(
-        c.source == member.worker and c.target == state.worker for c in held.copies
+    accepted = state.accepted
+    assigned = accepted is not None and any(
+        c.source == member.worker and c.target == state.worker for c in accepted.copies
     )
     if not assigned:
         return state.refused(
@@ -265,17 +265,17 @@ def refuse_rendezvous(state: RoundState, caller: Caller, round_: RestartRound) -
     refused = fence(state, round_) or refuse_reader(state, caller)
     if refused is not None:
         return refused
-    if state.held is not None and state.held.store_host != state.worker:
+    if state.accepted is not None and state.accepted.store_host != state.worker:
         return state.refused(
             Refusal.NOT_FOUND,
             f"worker {state.worker} does not host the store of round {round_}: "
-            f"worker {state.held.store_host} does",
+            f"worker {state.accepted.store_host} does",
         )
     return None
 
 
 def _sealed(state: RoundState) -> Refused | None:
-    if state.held is not None:
+    if state.accepted is not None:
         return None
     return state.refused(
         Refusal.SEALED,
@@ -300,7 +300,7 @@ def _round_message(state: RoundState, message: Round) -> Refused | None:
             Refusal.NOT_SEALED,
             f"ROUND {message.round} without SEAL: worker {state.worker} is in round {state.round}",
         )
-    newest = state.version if state.held is not None else state.version_floor - 1
+    newest = state.version if state.accepted is not None else state.version_floor - 1
     if message.version <= newest:
         return state.refused(
             Refusal.NOT_NEWER,
@@ -322,7 +322,7 @@ def _not_member(state: RoundState, caller: Caller) -> Refused:
 
 
 def _not_coordinator(state: RoundState) -> Refused:
-    named = "none" if state.held is None else f"worker {state.held.coordinator}"
+    named = "none" if state.accepted is None else f"worker {state.accepted.coordinator}"
     return state.refused(
         Refusal.NOT_COORDINATOR,
         f"worker {state.worker} is not the coordinator of round {state.round}: {named} is",
@@ -331,7 +331,11 @@ def _not_coordinator(state: RoundState) -> Refused:
 
 def _is_coordinator_pod(state: RoundState, caller: Caller) -> bool:
     member = state.member_of_pod(caller.pod)
-    return member is not None and state.held is not None and member.worker == state.held.coordinator
+    return (
+        member is not None
+        and state.accepted is not None
+        and member.worker == state.accepted.coordinator
+    )
 
 
 def _sender(state: RoundState, caller: Caller, sender: From) -> Refused | None:
@@ -360,7 +364,7 @@ def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None
             return None if accepts else _not_coordinator(state)
 
 
-def _speaks_for_itself(state: RoundState, caller: Caller, message: Any) -> Refused | None:
+def _check_sender(state: RoundState, caller: Caller, message: Any) -> Refused | None:
     """Return why a message is refused that a member sends for another worker or for ranks it does not run."""
     if not isinstance(message, Prepared | Buffered | Replicated | Uploaded | WorkerReport):
         return None

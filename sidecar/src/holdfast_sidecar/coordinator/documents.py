@@ -62,9 +62,9 @@ class Builder:
         if found != layout:
             raise CorruptionError(f"rank layout {layout}: the document's digest is {found}")
         parse_rank_layout(document)
-        held = sum(map(len, self._rank_layouts.values())) + len(document)
-        while held > _MAX_RANK_LAYOUTS_BYTES and self._rank_layouts:
-            held -= len(self._rank_layouts.pop(next(iter(self._rank_layouts))))
+        total_bytes = sum(map(len, self._rank_layouts.values())) + len(document)
+        while total_bytes > _MAX_RANK_LAYOUTS_BYTES and self._rank_layouts:
+            total_bytes -= len(self._rank_layouts.pop(next(iter(self._rank_layouts))))
         self._rank_layouts[layout] = document
 
     def build(self, entry: StepEntry) -> Built:

@@ -62,7 +62,7 @@ class Uploads:
         self._compress = message.policy.compresses_uploads
         self._round = message.round
         self._after: Step | None = None
-        self._owed: Step | None = None
+        self._overdue: Step | None = None
         """The oldest step that was due by the interval and was dropped before it was local."""
         self._gave_up = False
         self._persist_request: PersistRequest | None = None
@@ -88,7 +88,9 @@ class Uploads:
         would be stored while the steps that become local are not those of the interval.
         """
         due = [s for s in steps if self._every is not None and s % self._every == 0]
-        self._owed = min([*due, *([] if self._owed is None else [self._owed])], default=None)
+        self._overdue = min(
+            [*due, *([] if self._overdue is None else [self._overdue])], default=None
+        )
 
     def committed(self, step: Step) -> None:
         """Queue a step that has become local, if it is due."""
@@ -128,8 +130,8 @@ class Uploads:
         if self._after is not None and step > self._after:
             self._after = None
             return True
-        if self._owed is not None and step > self._owed:
-            self._owed = None
+        if self._overdue is not None and step > self._overdue:
+            self._overdue = None
             return True
         return self._every is not None and step % self._every == 0
 

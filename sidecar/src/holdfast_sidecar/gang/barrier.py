@@ -28,18 +28,16 @@ class Facts:
 def open_barrier(facts: Facts) -> Run | str:
     """Return `Run` for the launcher, or a message that names what is still missing."""
     state = facts.state
-    held = state.held
-    if held is None:
+    accepted = state.accepted
+    if accepted is None:
         return f"no ROUND for round {state.round} yet"
     if not facts.restored:
         return "the shards of the restore point are not on the node yet"
-    waiting = [m.worker for m in held.members if not m.address]
-    if waiting or len(held.members) < held.workers:
+    waiting = [m.worker for m in accepted.members if not m.address]
+    if waiting or len(accepted.members) < accepted.workers:
         return f"workers without an address: {waiting or 'not all workers are members yet'}"
     if facts.store_address is None:
-        return (
-            f"the address of the gang's store is unknown so far (worker {held.store_host} hosts it)"
-        )
+        return f"the address of the gang's store is unknown so far (worker {accepted.store_host} hosts it)"
     if not facts.launcher_connected:
         return "the launcher is not connected"
     if facts.running_round is not None:
@@ -49,7 +47,7 @@ def open_barrier(facts: Facts) -> Run | str:
     host, _, port = facts.store_address.address.rpartition(":")
     return Run(
         round=state.round,
-        restore_point=held.restore_point,
+        restore_point=accepted.restore_point,
         world_size=state.world_size,
         first_rank=Rank(state.own_ranks.start),
         procs_per_worker=state.procs_per_worker,
@@ -57,5 +55,5 @@ def open_barrier(facts: Facts) -> Run | str:
         master_address=host,
         master_port=int(port),
         store_secret=facts.store_address.secret,
-        policy=held.policy,
+        policy=accepted.policy,
     )

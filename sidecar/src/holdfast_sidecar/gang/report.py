@@ -84,9 +84,9 @@ def _tiers(rank: Rank, state: RoundState, sources: Sources) -> RankTiers:
     targets = set(state.copy_targets())
     own = [s for s in sources.flow.shards() if s.ref.rank == rank]
     restored = sources.rehydrator.restored
-    held = [s.ref.step for s in own]
+    steps = [s.ref.step for s in own]
     if restored is not None and rank in restored.refs:
-        held.append(restored.refs[rank].step)
+        steps.append(restored.refs[rank].step)
     return RankTiers(
         rank,
         memory=_newest(
@@ -95,7 +95,7 @@ def _tiers(rank: Rank, state: RoundState, sources: Sources) -> RankTiers:
                 *sources.stager.buffered_steps(rank),
             ]
         ),
-        node=_newest(held),
+        node=_newest(steps),
         peer=_newest([s.ref.step for s in own if targets and targets <= s.copied]),
         object=_newest([s.ref.step for s in own if s.uploaded]),
         restored_from=_source(rank, sources),
@@ -148,9 +148,11 @@ class Reporter:
         (`Flow.unacknowledged`).
         """
         state, answered_by = self._current(), self._answered_by
-        if state.held is None or answered_by is None:
+        if state.accepted is None or answered_by is None:
             return ""
-        return answered_by[2] if answered_by[:2] == (state.round, state.held.coordinator) else ""
+        return (
+            answered_by[2] if answered_by[:2] == (state.round, state.accepted.coordinator) else ""
+        )
 
     def changed(self) -> None:
         """Send a report soon, and without the minimum interval if a rank has died."""
@@ -168,14 +170,14 @@ class Reporter:
             beat = not self._changed.is_set()
             self._changed.clear()
             state = self._current()
-            if state.held is None:
+            if state.accepted is None:
                 continue
             report = compose(state, self._sources, self._instance, self._reported_to())
             if report == last and not beat:
                 continue
             self._urgent.clear()
             try:
-                reply = await self._peers.call(state.held.coordinator, report, Ok)
+                reply = await self._peers.call(state.accepted.coordinator, report, Ok)
             except HoldfastError as error:
                 changes.log("report", str(error), round=state.round)
                 self._changed.set()
@@ -184,14 +186,14 @@ class Reporter:
             backoff.reset()
             changes.healthy("report")
             last = report
-            self._note_coordinator(state.held.coordinator, reply)
+            self._note_coordinator(state.accepted.coordinator, reply)
             if not report.dead:
                 await _wait(self._urgent, settings.report_interval_seconds)
 
     def _note_coordinator(self, coordinator: Worker, reply: Ok) -> None:
         """Record the coordinator that replied. If it is a new one or has restarted, send it everything."""
         state = self._current()
-        if state.held is None or (state.round, state.held.coordinator) != (
+        if state.accepted is None or (state.round, state.accepted.coordinator) != (
             reply.round,
             coordinator,
         ):

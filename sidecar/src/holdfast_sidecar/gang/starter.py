@@ -66,9 +66,9 @@ class Starter:
     def begin(self) -> None:
         """Begin a new round after its ROUND was accepted: host the TCPStore here, or ask for its address."""
         state = self._current()
-        if state.held is None:
+        if state.accepted is None:
             return
-        if state.held.store_host == state.worker:
+        if state.accepted.store_host == state.worker:
             self._connections.push_launcher(HostStore(state.round))
         else:
             self._tasks.spawn(self._ask_for_store(state.round), "rendezvous")
@@ -106,7 +106,7 @@ class Starter:
     def evaluate(self) -> None:
         """Send Run to the launcher if the barrier is open and Run was not sent yet."""
         state = self._current()
-        if state.held is None or self._gang.running_round == state.round:
+        if state.accepted is None or self._gang.running_round == state.round:
             return
         run = open_barrier(
             Facts(
@@ -119,7 +119,7 @@ class Starter:
             )
         )
         if not isinstance(run, Run):
-            self._waiting.log("barrier", run, calm=True, round=state.round)
+            self._waiting.log("barrier", run, as_info=True, round=state.round)
             return
         if self._connections.push_launcher(run):
             logs.info("barrier open", round=state.round, step=run.restore_point.step)
@@ -140,7 +140,7 @@ class Starter:
         self._last_round = hello.last_round
         if hello.round is not None and hello.round < state.round:
             self._connections.push_launcher(End(state.round))
-        if state.held is not None and state.held.store_host == state.worker:
+        if state.accepted is not None and state.accepted.store_host == state.worker:
             self._connections.push_launcher(HostStore(state.round))
         if hello.round == state.round:
             self.barrier_open = True
@@ -157,7 +157,7 @@ class Starter:
         self._ended.set()
         running = self._gang.running_round
         state = self._current()
-        if running is not None and running == state.round and state.held is not None:
+        if running is not None and running == state.round and state.accepted is not None:
             self._watch.spawn(self._lost_unless_back(running), "launcher gone")
         else:
             self._gang.running_round = None
@@ -218,12 +218,12 @@ class Starter:
         """Poll the worker that hosts the store until it returns the address."""
         backoff = self._pod.backoff()
         while True:
-            held = self._current().held
-            if held is None:
+            accepted = self._current().accepted
+            if accepted is None:
                 return
             try:
                 answer = await self._peers.get(
-                    held.store_host,
+                    accepted.store_host,
                     "/v1/rendezvous",
                     Rendezvous,
                     query={"round": str(round_), "timeout": str(int(_POLL_SECONDS))},

@@ -176,7 +176,7 @@ class Sidecar:
 
         The limit on background bytes is lifted. Return False after the time-out.
         """
-        self._background.hurry()
+        self._background.remove_limit()
         clock = self._pod.clock
         deadline = clock.monotonic() + timeout_seconds
         while not self._journeys.saves.idle:
@@ -190,7 +190,7 @@ class Sidecar:
 
         The preStop hook calls this, so the limit on background bytes is lifted.
         """
-        self._background.hurry()
+        self._background.remove_limit()
         return self._journeys.flushed
 
 

@@ -150,9 +150,9 @@ class Control:
             case LevelNotice():
                 return receivers.pruner.level(message)
             case BufferNotice():
-                receivers.pruner.hold(message)
+                receivers.pruner.apply_notice(message)
             case PersistRequest():
-                self._journeys.saves.flow.want(message)
+                self._journeys.saves.flow.request_upload(message)
             case Suspect():
                 receivers.verifier.suspect(message)
             case Certificate():

@@ -13,7 +13,7 @@ from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName
 from holdfast_core.messages.bounds import MAX_LISTED, reply_limit_bytes
 from holdfast_core.messages.codec import dumps
-from holdfast_core.messages.schema import HeldShard, Inventory, ListedManifest
+from holdfast_core.messages.schema import Inventory, ListedManifest, ListedShard
 from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.base import NodeTier, ShardRecord
@@ -44,9 +44,9 @@ class Inventories:
         """Return what this pod has now. The inventory names the round of `state`."""
         uid = self._pod.job_uid
         corrupt = partial(self._metrics.corruption, TierName.NODE)
-        manifests = await self._read.run(held_manifests, self._node, uid, corrupt)
+        manifests = await self._read.run(listed_manifests, self._node, uid, corrupt)
         slots, known = self._pod.settings.slots_dir, dict(self._stager.memory)
-        shards = await self._read.run(held_shards, self._node, uid, slots, known)
+        shards = await self._read.run(listed_shards, self._node, uid, slots, known)
         try:
             self._metrics.free(await self._read.run(self._node.free_bytes))
         except HoldfastError as error:
@@ -84,14 +84,14 @@ def fit(inventory: Inventory) -> Inventory:
     if not first and entries * MOST_ENTRY_BYTES <= limit_bytes:
         return inventory  # The exact size need not be known.
     excess = len(dumps(inventory)) - limit_bytes
-    held: Counter[tuple[Step, RestartRound]] = Counter()
+    shard_bytes: Counter[tuple[Step, RestartRound]] = Counter()
     for shard in inventory.shards:
-        held[shard.step, shard.round] += len(dumps(shard)) + 1  # with the comma after it
+        shard_bytes[shard.step, shard.round] += len(dumps(shard)) + 1  # with the comma after it
     for manifest in inventory.manifests[:first]:
-        excess -= len(dumps(manifest)) + 1 + held[manifest.step, manifest.round]
+        excess -= len(dumps(manifest)) + 1 + shard_bytes[manifest.step, manifest.round]
     while excess > 0 and first < len(inventory.manifests) - 1:
         oldest = inventory.manifests[first]
-        excess -= len(dumps(oldest)) + 1 + held[oldest.step, oldest.round]
+        excess -= len(dumps(oldest)) + 1 + shard_bytes[oldest.step, oldest.round]
         first += 1
     if not first:
         return inventory
@@ -100,7 +100,7 @@ def fit(inventory: Inventory) -> Inventory:
     return replace(inventory, manifests=inventory.manifests[first:], shards=shards)
 
 
-def held_manifests(
+def listed_manifests(
     node: NodeTier, job_uid: JobUid, corrupt: Callable[[], object]
 ) -> tuple[ListedManifest, ...]:
     """Return the manifests of this job on the node tier, in order of step and round. Blocking.
@@ -129,23 +129,23 @@ def held_manifests(
     return tuple(sorted(found, key=lambda m: (m.step, m.round)))
 
 
-def held_shards(
+def listed_shards(
     node: NodeTier, job_uid: JobUid, slots_dir: Path, known: dict[str, ShardRecord]
-) -> tuple[HeldShard, ...]:
+) -> tuple[ListedShard, ...]:
     """Return this job's shards on the node tier and in the slots of this pod. Blocking.
 
     Args:
         known: The digested shard that each slot held last. It counts only if the slot's header still agrees.
     """
     records = [r for r in node.list_shards() if r.header.job_uid == job_uid]
-    shards = [_held(r, TierName.NODE) for r in records]
+    shards = [_listed(r, TierName.NODE) for r in records]
     identities = {
         (r.header.rank, r.header.round, r.header.step, r.header.payload_bytes): r for r in records
     }
     for name in list_slots(slots_dir):
         record = _in_slot(slots_dir, name, known.get(name), identities)
         if record is not None:
-            shards.append(_held(record, TierName.MEMORY))
+            shards.append(_listed(record, TierName.MEMORY))
     return tuple(sorted(shards, key=lambda s: (s.step, s.round, s.rank, s.tier)))
 
 
@@ -175,6 +175,6 @@ def _in_slot(
     return identities.get(identity)
 
 
-def _held(record: ShardRecord, tier: TierName) -> HeldShard:
+def _listed(record: ShardRecord, tier: TierName) -> ListedShard:
     h = record.header
-    return HeldShard(h.step, h.round, h.rank, h.payload_bytes, record.blake3, tier)
+    return ListedShard(h.step, h.round, h.rank, h.payload_bytes, record.blake3, tier)

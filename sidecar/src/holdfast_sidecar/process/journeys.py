@@ -31,7 +31,7 @@ class Journeys:
         """Whether a save or a restore moves bytes, or may begin to."""
         restores = not self.restores.is_here or self.restores.filler.busy
         saves = not self.saves.stager.idle or self.saves.flow.pending > 0
-        return self.current.state.held is None or restores or saves
+        return self.current.state.accepted is None or restores or saves
 
     @property
     def flushed(self) -> bool:

@@ -104,7 +104,7 @@ class Lifecycle:
         self._check(caller, message)
         if message.round > self._pod.state.round:
             logs.info("sealed", round=message.round)
-            self._background.hurry()
+            self._background.remove_limit()
             self._unsettled = self._unsettled or self._pod.state
             self._pod.current.state = self._pod.state.sealed_for(message.round)
             self._saves.stager.seal()
@@ -117,7 +117,7 @@ class Lifecycle:
 
     async def _settle_seal(self, round_: RestartRound) -> None:
         """Carry out steps 2 to 5 of a SEAL. A repeated SEAL runs them again, which is fast if all is done."""
-        if self._pod.state.held is not None or self._pod.state.round != round_:
+        if self._pod.state.accepted is not None or self._pod.state.round != round_:
             return
         await self._record(round_, 0)
         await self._role.end()
@@ -133,7 +133,7 @@ class Lifecycle:
     async def _resume_seal(self, round_: RestartRound) -> None:
         async with self._lock:
             state = self._pod.state
-            if state.held is None and state.round == round_:
+            if state.accepted is None and state.round == round_:
                 await self._settle_writes(round_)
             self._is_settled(round_)
 
@@ -170,8 +170,8 @@ class Lifecycle:
             logs.warning("steps in memory are not written", seconds=settings.seal_seconds)
 
     async def _record(self, round_: RestartRound, version: int) -> None:
-        held = await self._tiers.pools.read.run(self._disk.read_round)
-        if held is not None and held >= (round_, version):
+        recorded = await self._tiers.pools.read.run(self._disk.read_round)
+        if recorded is not None and recorded >= (round_, version):
             return
         await self._tiers.pools.meta.run(self._disk.write_round, round_, version)
 
@@ -186,12 +186,12 @@ class Lifecycle:
         """
         async with self._lock:
             self._check(caller, message)
-            before = self._pod.state.held
+            before = self._pod.state.accepted
             await self._record(message.round, message.version)
             # A SEAL does not wait for the lock: it may have come while the record was written, and a
             # ROUND of the old round must not unseal the new one.
             self._check(caller, message)
-            self._pod.current.state = self._pod.state.holding(message)
+            self._pod.current.state = self._pod.state.accepting(message)
             self._unsettled = None
             self._telemetry.metrics.level(pending=self._saves.flow.pending, round_=message.round)
             if before is None:
@@ -235,7 +235,7 @@ class Lifecycle:
             self._saves.stager.coordinator_changed()
         elif self._role.coordinator is not None:
             self._role.coordinator.update(message)
-        self._restores.rehydrator.kick()
+        self._restores.rehydrator.retry_now()
         self._starter.evaluate()
         self._saves.flow.wake()
         self._changed()

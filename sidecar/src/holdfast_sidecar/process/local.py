@@ -75,7 +75,7 @@ class Local:
                 self._tasks.soon(lambda: self._starter.hello(hello), "launcher hello")
             else:
                 self._tasks.soon(lambda: self._notices.repeat(connection), "rank hello")
-        return HelloReply(state.round, None if state.held is None else state.held.policy)
+        return HelloReply(state.round, None if state.accepted is None else state.accepted.policy)
 
     def gone(self, connection: Connection) -> None:
         hello = connection.hello
@@ -115,7 +115,7 @@ class Local:
             )
         self._expect_round(message)
         self._gang.done = True
-        self._background.hurry()
+        self._background.remove_limit()
         self._changed()
         await self._notices.released()
         if self.state.round != message.round:
@@ -162,15 +162,15 @@ class Local:
 
     def _written(self, outcome: Outcome) -> None:
         """Handle the end of a slot's write: push a failure to the rank, or add the shard to the flow."""
-        held = self.state.held
+        accepted = self.state.accepted
         if outcome.failed is not None:
             self._connections.push_rank(outcome.stage.rank, outcome.failed)
         elif (
             outcome.record is not None
-            and held is not None
+            and accepted is not None
             and outcome.record.header.round == self.state.round
         ):
-            policy = held.policy
+            policy = accepted.policy
             self._background.expect(
                 bytes_each_step(
                     outcome.record.header.payload_bytes * len(self.state.own_ranks),

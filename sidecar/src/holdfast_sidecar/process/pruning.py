@@ -55,7 +55,7 @@ class Pruner:
             self._tasks.spawn(self._until_done(lambda: self._prune(message)), "prune")
         return Ok(message.round)
 
-    def hold(self, message: BufferNotice) -> None:
+    def apply_notice(self, message: BufferNotice) -> None:
         """Notify the ranks of steps at level memory, and begin to delete the steps that are dropped."""
         self._notices.in_memory(message.memory)
         self._drop(frozenset(message.prune), message.chosen)
@@ -63,9 +63,9 @@ class Pruner:
     def _drop(self, steps: frozenset[Step], chosen: Step | None) -> None:
         self._forget(tuple(steps))
         self._saves.stager.choose(chosen)
-        held = self._pod.state.held
-        if steps and held is not None:
-            self._tasks.spawn(self._until_done(lambda: self._delete(held, steps)), "prune")
+        accepted = self._pod.state.accepted
+        if steps and accepted is not None:
+            self._tasks.spawn(self._until_done(lambda: self._delete(accepted, steps)), "prune")
 
     def _forget(self, steps: tuple[Step, ...]) -> None:
         if not steps:
@@ -92,31 +92,31 @@ class Pruner:
 
         Nothing is deleted while sealed. What this round protects is never deleted.
         """
-        held = self._pod.state.held
-        if held is None or held.round != message.round:
+        accepted = self._pod.state.accepted
+        if accepted is None or accepted.round != message.round:
             return
-        await self._delete(held, frozenset(message.prune))
+        await self._delete(accepted, frozenset(message.prune))
         if message.level is not Level.LOCAL:
             await self._tiers.pools.shard.run(
                 delete_orphans,
                 self._tiers.node,
                 self._pod.job_uid,
-                before=held.round,
+                before=accepted.round,
                 below=message.step,
-                protected=protected_steps(held),
+                protected=protected_steps(accepted),
             )
 
-    async def _delete(self, held: Round, steps: frozenset[Step]) -> None:
+    async def _delete(self, accepted: Round, steps: frozenset[Step]) -> None:
         """Delete steps of this round from the node tier, manifests first, and free their slots.
 
         Manifests of steps in memory are deleted in the `meta` pool, so that their slots become free without
         waiting for the shard writes that kept them in memory.
         """
-        if self._is_over(held):
+        if self._is_over(accepted):
             return
         node, pools, stager = self._tiers.node, self._tiers.pools, self._saves.stager
-        going = steps - await self._protected(held, steps)
-        if self._is_over(held):
+        going = steps - await self._protected(accepted, steps)
+        if self._is_over(accepted):
             return
         in_memory = stager.dropped & going
         try:
@@ -124,20 +124,20 @@ class Pruner:
                 await pools.meta.run(delete_manifests, node, self._pod.job_uid, in_memory)
         finally:
             stager.release(steps)
-        if going and not self._is_over(held):
+        if going and not self._is_over(accepted):
             await pools.shard.run(delete_steps, node, self._pod.job_uid, going)
             stager.room.made()
 
-    async def _protected(self, held: Round, steps: frozenset[Step]) -> frozenset[Step]:
+    async def _protected(self, accepted: Round, steps: frozenset[Step]) -> frozenset[Step]:
         """Return the steps that this round protects.
 
         The manifests on the disk are read only if the restore point is among `steps`: the disk may hang.
         """
-        if held.restore_point.step not in steps:
-            return protected_steps(held)
-        return protected_steps(held, await self._tiers.checkpoints(self._pod.job_uid))
+        if accepted.restore_point.step not in steps:
+            return protected_steps(accepted)
+        return protected_steps(accepted, await self._tiers.checkpoints(self._pod.job_uid))
 
-    def _is_over(self, held: Round) -> bool:
+    def _is_over(self, accepted: Round) -> bool:
         """Return whether a newer round was sealed since. Its inventory may list the shards to be deleted."""
         state = self._pod.state
-        return state.held is None or state.round != held.round
+        return state.accepted is None or state.round != accepted.round

@@ -59,10 +59,10 @@ class Fetcher:
     def others(self) -> tuple[Member, ...]:
         """Return all other members, beginning with the targets of this worker's copies."""
         state = self._pod.state
-        if state.held is None:
+        if state.accepted is None:
             return ()
         targets = state.copy_targets()
-        others = [m for m in state.held.members if m.worker != state.worker]
+        others = [m for m in state.accepted.members if m.worker != state.worker]
         return tuple(sorted(others, key=lambda m: (m.worker not in targets, m.worker)))
 
     # ------------------------------------------------------------------ manifest
@@ -201,7 +201,7 @@ class Fetcher:
             try:
                 record = await self._pools.fetch.run(self._members.bulk.fetch, member, ref)
             except CorruptionError:
-                self.accuse(member, ref)
+                self.report_bad_copy(member, ref)
                 raise
             self._metrics.fetched(TierName.PEER, record.file_bytes)
             return TierName.PEER
@@ -246,7 +246,7 @@ class Fetcher:
                 self._metrics.corruption(TierName.OBJECT)
             return None
 
-    def accuse(self, member: Member, ref: ShardRef) -> None:
+    def report_bad_copy(self, member: Member, ref: ShardRef) -> None:
         """Report a bad copy to the member, without waiting. The member verifies its own copy itself."""
         self._tasks.spawn(self._suspect(member, ref), "suspect")
 

@@ -68,12 +68,12 @@ class Rehydrator:
         self._metrics = metrics
         self._on_change = on_change
         self._tasks = Tasks()
-        self._kick = asyncio.Event()
+        self._retry = asyncio.Event()
         self.restored: Restored | None = None
         """What the restore point consists of, once it is on this node."""
         self.seconds: float | None = None
         """How long it took to bring the restore point here."""
-        self._tried = ""
+        self._last_failure = ""
         """Why the restore point is not on this node."""
         self._failed: dict[Rank, str] = {}
         """Why a rank cannot be restored, by rank. An empty text: it can."""
@@ -81,7 +81,7 @@ class Rehydrator:
     @property
     def cannot_restore(self) -> str:
         """The reasons that are reported to the operator; empty if there are none."""
-        return "; ".join(text for text in (self._tried, *self._failed.values()) if text)
+        return "; ".join(text for text in (self._last_failure, *self._failed.values()) if text)
 
     async def reset(self) -> None:
         """Cancel everything of the round that ended."""
@@ -89,16 +89,16 @@ class Rehydrator:
         await self._fetcher.reset()
         self.restored = None
         self.seconds = None
-        self._tried = ""
+        self._last_failure = ""
         self._failed = {}
 
     def begin(self, message: Round) -> None:
-        """Start to bring the restore point here. Call it once a round, and `kick` when members change."""
+        """Start to bring the restore point here. Call it once a round."""
         self._tasks.spawn(self._until_done(message.restore_point), "rehydrate")
 
-    def kick(self) -> None:
-        """Begin the next attempt without waiting for the back-off."""
-        self._kick.set()
+    def retry_now(self) -> None:
+        """Begin the next attempt without waiting for the back-off. Call it when members change."""
+        self._retry.set()
 
     async def refetch(self, rank: Rank, restored: Restored) -> TierName:
         """Fetch a rank's shard again, after the copy on this node was quarantined or is missing.
@@ -161,7 +161,7 @@ class Rehydrator:
         patience = self._pod.patience()
         logged = ""
         while True:
-            self._kick.clear()
+            self._retry.clear()
             source_errors = SourceErrors()
             restored = None
             try:
@@ -170,7 +170,7 @@ class Rehydrator:
                 source_errors.failed("this node", error)
             if restored is not None:
                 self.restored = restored
-                self._tried = ""
+                self._last_failure = ""
                 self.seconds = self._pod.clock.monotonic() - started
                 self._metrics.recovered("rehydrate", self.seconds)
                 logs.info(
@@ -185,11 +185,11 @@ class Rehydrator:
                 logs.warning(
                     "the restore point cannot be read yet", step=point.step, source_errors=text
                 )
-            if text != self._tried and (patience.over or not source_errors.retryable):
-                self._tried = text
+            if text != self._last_failure and (patience.over or not source_errors.retryable):
+                self._last_failure = text
                 self._on_change()
             try:
-                await asyncio.wait_for(self._kick.wait(), patience.next_seconds())
+                await asyncio.wait_for(self._retry.wait(), patience.next_seconds())
             except TimeoutError:
                 continue
 

@@ -84,7 +84,7 @@ class Places:
         """Handle a damaged copy: quarantine the one on this node, or ask the member to verify its own."""
         self._metrics.corruption(place.tier)
         if place.member is not None:
-            self._fetcher.accuse(place.member, ref)
+            self._fetcher.report_bad_copy(place.member, ref)
         elif place.tier is TierName.NODE:
             logs.warning("bad copy in the node tier", rank=ref.rank, error=text)
             await self._pools.meta.run(self._node.quarantine, ref, text)

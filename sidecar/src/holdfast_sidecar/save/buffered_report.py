@@ -57,11 +57,11 @@ class BufferedReporter:
             self._changed.clear()
             state = self._pod.state
             buffered = self._stager.unreported
-            if state.held is None or buffered is None or not self._stager.has_coordinator:
+            if state.accepted is None or buffered is None or not self._stager.has_coordinator:
                 continue
             coordinator_epoch = self._stager.coordinator_epoch
             try:
-                reply = await self._report(state.held, buffered)
+                reply = await self._report(state.accepted, buffered)
             except HoldfastError as error:
                 changes.log("buffered", str(error), round=state.round)
                 self._changed.set()
@@ -77,14 +77,14 @@ class BufferedReporter:
                 if reply.drop:
                     self._on_drop(frozenset(reply.drop))
 
-    async def _report(self, held: Round, buffered: tuple[RankBuffered, ...]) -> BufferedReply:
+    async def _report(self, accepted: Round, buffered: tuple[RankBuffered, ...]) -> BufferedReply:
         """Send BUFFERED, and once more with the layouts that the first reply requests."""
-        message = Buffered(held.round, self._pod.contract.worker, buffered)
-        reply = await self._peers.call(held.coordinator, message, BufferedReply)
+        message = Buffered(accepted.round, self._pod.contract.worker, buffered)
+        reply = await self._peers.call(accepted.coordinator, message, BufferedReply)
         if reply.need_layouts:
             layouts = await self._documents(reply.need_layouts)
             message = Buffered(message.round, message.worker, buffered, layouts)
-            reply = await self._peers.call(held.coordinator, message, BufferedReply)
+            reply = await self._peers.call(accepted.coordinator, message, BufferedReply)
             if reply.need_layouts:
                 raise UnavailableError(f"the coordinator did not store {len(layouts)} layouts")
         return reply

@@ -108,7 +108,7 @@ class Flow:
         self._paused: set[Action] = set()
         self._backoffs: dict[Action, Backoff] = {}
         self._tasks = Tasks()
-        self._wants: dict[tuple[Step, RestartRound], PersistRequest] = {}
+        self._upload_requests: dict[tuple[Step, RestartRound], PersistRequest] = {}
         self._coordinator_epoch = 0
         """Number of coordinator changes. A message that was sent before a change is not recorded as
         acknowledged after it."""
@@ -123,8 +123,8 @@ class Flow:
         known = self._shards.get(shard.key)
         if known is not None and known.ref == shard.ref:
             return
-        wanted = (shard.key.step, shard.key.round) in self._wants
-        self._shards[shard.key] = replace(shard, wanted=wanted)
+        upload_requested = (shard.key.step, shard.key.round) in self._upload_requests
+        self._shards[shard.key] = replace(shard, upload_requested=upload_requested)
         self.wake()
 
     def committed(self, step: Step, round_: RestartRound) -> None:
@@ -134,7 +134,7 @@ class Flow:
                 self._shards[key] = replace(shard, committed=True)
         self.wake()
 
-    def want(self, request: PersistRequest) -> None:
+    def request_upload(self, request: PersistRequest) -> None:
         """Upload the own shards of this committed step.
 
         A shard that is already stored is uploaded again only where `request.whole` is set and the stored
@@ -143,12 +143,12 @@ class Flow:
         """
         if self._uploader is None:
             return
-        self._wants[(request.step, request.step_round)] = request
+        self._upload_requests[(request.step, request.step_round)] = request
         for key, shard in tuple(self._shards.items()):
             if (key.step, key.round) == (request.step, request.step_round):
                 good = shard.uploaded and not (request.whole and shard.stored_as.references)
                 self._shards[key] = replace(
-                    shard, wanted=True, uploaded=good, uploaded_acknowledged=False
+                    shard, upload_requested=True, uploaded=good, uploaded_acknowledged=False
                 )
         self.wake()
 
@@ -167,7 +167,9 @@ class Flow:
     def forget(self, steps: tuple[Step, ...]) -> None:
         """Drop the shards of pruned steps and the requests to upload them."""
         self._shards = {k: s for k, s in self._shards.items() if k.step not in steps}
-        self._wants = {w: r for w, r in self._wants.items() if w[0] not in steps}
+        self._upload_requests = {
+            w: r for w, r in self._upload_requests.items() if w[0] not in steps
+        }
         self._backoffs = {a: b for a, b in self._backoffs.items() if a.key.step not in steps}
         self._on_change()
 
@@ -178,7 +180,7 @@ class Flow:
         self._running.clear()
         self._paused.clear()
         self._backoffs.clear()
-        self._wants.clear()
+        self._upload_requests.clear()
 
     @property
     def idle(self) -> bool:
@@ -206,7 +208,7 @@ class Flow:
     def wake(self) -> None:
         """Start every action that may start now. While the sidecar is sealed, none may."""
         state = self._current()
-        if state.held is None:
+        if state.accepted is None:
             return
         actions = next_actions(self._shards.values(), state.copy_targets())
         ready = [a for a in actions if a not in self._paused]
@@ -230,7 +232,7 @@ class Flow:
                 return
             self._failed(action, error)
         except CorruptionError as error:
-            await self._accused(action, error)
+            await self._handle_corruption(action, error)
         except Exception as error:  # noqa: BLE001 - without a retry the shard would silently stay here
             self._failed(action, error)
         finally:
@@ -261,7 +263,7 @@ class Flow:
         self._shards.pop(action.key, None)
         return True
 
-    async def _accused(self, action: Action, error: CorruptionError) -> None:
+    async def _handle_corruption(self, action: Action, error: CorruptionError) -> None:
         """Handle bytes of an own shard that did not verify at their receiver, or when they were read.
 
         The copy on this node is read again, and is quarantined only if this read finds it damaged. A peer
@@ -295,7 +297,7 @@ class Flow:
             case Verb.PREPARED:
                 await self._send_prepared(shard)
             case Verb.REPLICATED:
-                message = Replicated(*self._speaker(shard), shard.ref.rank, shard.ref.blake3)
+                message = Replicated(*self._sender(shard), shard.ref.rank, shard.ref.blake3)
                 await self._members.control.call(self._coordinator(), message, Ok)
             case Verb.UPLOADED:
                 await self._send_uploaded(shard)
@@ -332,10 +334,10 @@ class Flow:
         )
 
     def _coordinator(self) -> Worker:
-        held = self._current().held
-        if held is None:
+        accepted = self._current().accepted
+        if accepted is None:
             raise UnavailableError("no ROUND has been received: the coordinator is unknown")
-        return held.coordinator
+        return accepted.coordinator
 
     async def _send_prepared(self, shard: OwnShard) -> None:
         """Send PREPARED, with the rank's layout if the coordinator requests it.
@@ -363,7 +365,7 @@ class Flow:
 
     async def _send_uploaded(self, shard: OwnShard) -> None:
         message = Uploaded(
-            *self._speaker(shard),
+            *self._sender(shard),
             shard.ref.rank,
             shard.ref.blake3,
             shard.stored_as.base,
@@ -371,7 +373,7 @@ class Flow:
         )
         await self._members.control.call(self._coordinator(), message, Ok)
 
-    def _speaker(self, shard: OwnShard) -> tuple[RestartRound, Step, Worker]:
+    def _sender(self, shard: OwnShard) -> tuple[RestartRound, Step, Worker]:
         """Return the fields that every message about a shard begins with: round, step and sender."""
         return self._current().round, shard.ref.step, self._pod.contract.worker
 
@@ -394,9 +396,12 @@ class Flow:
         started = self._pod.clock.monotonic()
         if self._uploader is None:
             raise UnavailableError("this job has no object store")
-        request = self._wants.get((shard.key.step, shard.key.round))
+        request = self._upload_requests.get((shard.key.step, shard.key.round))
         stored_as = await self._tiers.pools.store.run(self._uploader.upload, shard.ref, request)
-        if self._wants.get((shard.key.step, shard.key.round)) != request and stored_as.references:
+        if (
+            self._upload_requests.get((shard.key.step, shard.key.round)) != request
+            and stored_as.references
+        ):
             return  # the request has changed meanwhile: upload again as the newer one requires
         self._metrics.stored(
             TierName.OBJECT, shard.info.payload_bytes, self._pod.clock.monotonic() - started

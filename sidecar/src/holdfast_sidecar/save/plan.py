@@ -56,7 +56,7 @@ class OwnShard:
     """Workers that have acknowledged a durable copy."""
     replicated_acknowledged: bool = False
     """Whether the current coordinator has acknowledged REPLICATED."""
-    wanted: bool = False
+    upload_requested: bool = False
     """Whether the coordinator has requested the upload."""
     uploaded: bool = False
     stored_as: StoredAs = StoredAs()
@@ -81,11 +81,11 @@ class OwnShard:
 class Verb(StrEnum):
     """Kind of an action on an own shard."""
 
-    PREPARED = "tell prepared"
+    PREPARED = "send PREPARED"
     COPY = "copy"
-    REPLICATED = "tell replicated"
+    REPLICATED = "send REPLICATED"
     UPLOAD = "upload"
-    UPLOADED = "tell uploaded"
+    UPLOADED = "send UPLOADED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def next_actions(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> tup
             and not shard.replicated_acknowledged
         ):
             actions.append(Action(Verb.REPLICATED, shard.key))
-        if shard.wanted and not shard.uploaded:
+        if shard.upload_requested and not shard.uploaded:
             actions.append(Action(Verb.UPLOAD, shard.key))
         if shard.uploaded and not shard.uploaded_acknowledged:
             actions.append(Action(Verb.UPLOADED, shard.key))

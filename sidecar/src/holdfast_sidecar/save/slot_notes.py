@@ -69,7 +69,7 @@ def _name(slot: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class LeftSlot:
     """A slot that an earlier sidecar process owned, of a step whose manifest is on this node."""
 
     stage: Stage
@@ -104,13 +104,13 @@ def left_in_memory(
     manifests: frozenset[CheckpointId],
     *,
     known: Container[str],
-) -> tuple[Left, ...]:
+) -> tuple[LeftSlot, ...]:
     """Return the slots of committed steps that an earlier sidecar process owned, except the `known` ones.
 
     A seal needs them where this process has received no ROUND, so that `Stager.recover` has not run. A
     slot that cannot be read is logged and left out.
     """
-    found: list[Left] = []
+    found: list[LeftSlot] = []
     for name in list_slots(slots_dir):
         if name in known:
             continue
@@ -126,7 +126,7 @@ def left_in_memory(
             checkpoint = CheckpointId(stage.step, stage.round)
             document = node.get_manifest(job_uid, checkpoint)
             manifest = parse_manifest_of(document, job_uid, checkpoint)
-            found.append(Left(stage, manifest.world_size))
+            found.append(LeftSlot(stage, manifest.world_size))
         except (HoldfastError, OSError) as error:
             logs.warning(
                 "a slot was not written when its round was sealed", slot=name, error=str(error)

@@ -409,7 +409,7 @@ class Stager:
         return owned is not None and owned.stage == message
 
     def _may_buffer(self, state: RoundState) -> bool:
-        return state.held is not None and state.held.policy.memory_level_enabled
+        return state.accepted is not None and state.accepted.policy.memory_level_enabled
 
     def _take(
         self, slot: SlotFile, message: Stage, state: RoundState, *, pending_write: bool

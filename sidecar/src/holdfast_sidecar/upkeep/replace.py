@@ -52,7 +52,7 @@ class Replacer:
 
         While the sidecar is sealed nothing is tried, because the members of the round are not known.
         """
-        if self._current().held is None:
+        if self._current().accepted is None:
             return
         for name in tuple(self._manifests):
             if await self._manifest(*name):

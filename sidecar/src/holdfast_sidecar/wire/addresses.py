@@ -74,10 +74,13 @@ class MemberAddresses:
         self._known: tuple[Round | None, frozenset[str]] = None, frozenset()
 
     def __call__(self) -> frozenset[str]:
-        held = self._current().held
-        if held is not self._known[0]:
-            members = () if held is None else held.members
-            self._known = held, frozenset(h for m in members if (h := _host(m.address)) is not None)
+        accepted = self._current().accepted
+        if accepted is not self._known[0]:
+            members = () if accepted is None else accepted.members
+            self._known = (
+                accepted,
+                frozenset(h for m in members if (h := _host(m.address)) is not None),
+            )
         return self._known[1]
 
 

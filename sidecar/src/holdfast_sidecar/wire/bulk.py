@@ -214,4 +214,4 @@ def _options(state: RoundState) -> BulkOptions:
 
 def plain_copies(state: RoundState) -> bool:
     """Return whether payloads may travel outside TLS: there is a current ROUND, and its policy allows it."""
-    return state.held is not None and state.held.policy.plain_copies
+    return state.accepted is not None and state.accepted.policy.plain_copies

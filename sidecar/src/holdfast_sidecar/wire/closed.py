@@ -14,8 +14,8 @@ class ClosedConnections:
         """Create the record. `counted` is called with the port and the reason of each connection."""
         self._port = port
         self._counted = counted
-        self._seldom = logs.Seldom()
+        self._log = logs.RateLimited()
 
     def __call__(self, reason: str, message: str) -> None:
         self._counted(self._port, reason)
-        self._seldom.warning(reason, message, port=self._port)
+        self._log.warning(reason, message, port=self._port)

@@ -47,7 +47,7 @@ _LARGE_FRAMES_BYTES = 8 << 20
 _HELLO_BYTES = 4 << 10
 
 
-_PLACES = Places(strangers=64, strangers_per_address=64, known=256, known_per_name=8)
+_PLACES = Places(unauthenticated=64, unauthenticated_per_address=64, known=256, known_per_name=8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ _OFF_LOOP_BYTES = 256 << 10
 _IDLE_SECONDS = 30.0
 """Time-out between two requests of a connection, and for the head of a request."""
 _PLAIN_IDLE_SECONDS = 5.0
-_PLAIN_PLACES = Places(strangers=32, strangers_per_address=16)
+_PLAIN_PLACES = Places(unauthenticated=32, unauthenticated_per_address=16)
 _RENDER_SECONDS = 0.2
 """Least time between two renderings of /metrics, which anyone may request at any rate. Requests that arrive
 meanwhile share the next rendering."""
@@ -123,7 +123,7 @@ class ControlServer:
         """Create the server; `start` begins to serve.
 
         Args:
-            expected: Returns the addresses of members, whose connections strangers cannot displace.
+            expected: Returns the addresses of members, whose connections other callers cannot displace.
             dropped: Called with the port's name and the reason for each connection that the server closes
                 before its end.
         """

@@ -12,7 +12,7 @@ import sys
 _PARENT = "holdfast"
 
 
-def say(logger: logging.Logger, message: str, *args: object) -> None:
+def show_notice(logger: logging.Logger, message: str, *args: object) -> None:
     """Log at INFO, or write the line to standard error where INFO is not shown.
 
     A script turns these lines off with `logging.getLogger("holdfast").setLevel(logging.WARNING)`. Call

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.base.layouts import LayoutFiles
-from holdfast.base.notices import say
+from holdfast.base.notices import show_notice
 from holdfast.base.settings import RankSettings
 from holdfast.connection.session import Session
 from holdfast.directory.in_place import InPlace, read_in_place
@@ -129,7 +129,7 @@ class Restorer:
             logger.warning("not restored: %s", line)
         # Logged on every rank: each reads its own copy, and one slow tier delays all ranks.
         logger.info("rank %d restored step %d from %s", self._settings.rank, found.step, found.tier)
-        self.tell(
+        self.notify_user(
             "restored step %d from %s", found.step, self._place.describe(found.step, found.tier)
         )
         return skipped
@@ -143,10 +143,10 @@ class Restorer:
         self._place.roll_back(self._session, step)
         self._start_again()
 
-    def tell(self, message: str, *args: object) -> None:
+    def notify_user(self, message: str, *args: object) -> None:
         """Show a notice to the user, on rank 0 only."""
         if self._settings.rank == 0:
-            say(logger, message, *args)
+            show_notice(logger, message, *args)
 
     def _start_again(self) -> None:
         """Start a new round. It gets new slots, because those of the old round may still be read."""

@@ -67,7 +67,7 @@ class Saves:
     def save_left(self, step: Step, state: Mapping[str, Any]) -> None:
         """Save the last step of a loop that was left early, and hold that save."""
         self._left = SaveHandle(step, self._session.current_round)
-        self._session.hold_back(self._left)
+        self._session.defer(self._left)
         try:
             self._place.take_for_training()
             self._start(self._left, state, _LEAVE_WAIT_SECONDS)
@@ -84,7 +84,7 @@ class Saves:
         error = self.take_left_error()
         if self._left is not None:
             self._left = None
-            self._session.hand_over_held()
+            self._session.hand_over_deferred()
         if error is not None:
             raise error
 
@@ -97,7 +97,7 @@ class Saves:
         """Drop the held save."""
         if self._left is not None:
             self._left = self._left_error = self.last = None
-            self._session.drop_held(f"dropped: {why}")
+            self._session.drop_deferred(f"dropped: {why}")
 
     def roll_back(self) -> None:
         """Forget the saves of the steps that the ranks repeat."""

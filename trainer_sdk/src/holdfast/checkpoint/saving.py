@@ -128,7 +128,7 @@ class Saver:
     def wait_staged(self) -> None:
         """Make later work on the current stream wait for the device's copies of all saves so far."""
         if self._copies is not None:
-            self._copies.hold_back()
+            self._copies.block_later_work()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until every save is handed over or has failed. Return False at the time-out.

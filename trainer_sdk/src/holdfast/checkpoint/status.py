@@ -36,7 +36,7 @@ class SaveStatus:
         self._where_to_look = where_to_look
         self._raises = raises
         self._outcomes = Outcomes()
-        self._said_failure = ""
+        self._logged_failure = ""
 
     @property
     def last_committed(self) -> Step | None:
@@ -79,8 +79,8 @@ class SaveStatus:
             if isinstance(error, HoldfastError | OSError):
                 raise error
             raise SaveFailedError(f"save of step {step}: {reason}") from error
-        if isinstance(error, CapacityError) or reason != self._said_failure:
-            self._said_failure = reason
+        if isinstance(error, CapacityError) or reason != self._logged_failure:
+            self._logged_failure = reason
             logger.warning("save of step %d failed, training continues: %s", step, reason)
 
     def count_older_failures(self) -> None:

@@ -45,7 +45,7 @@ class LinkEvents(Protocol):
         """Return the Hello for a new connection."""
         ...
 
-    def greeted(self, reply: HelloReply) -> None:
+    def hello_accepted(self, reply: HelloReply) -> None:
         """Handle the reply to Hello. No request can be sent on this connection before this returns."""
         ...
 
@@ -231,7 +231,7 @@ class Link:
 
     def _serve(self, connection: socket.socket) -> None:
         decoder = FrameDecoder()
-        early = self._greet(connection, decoder)
+        early = self._exchange_hello(connection, decoder)
         connection.setblocking(False)
         for frame in early:
             self._handle(frame)
@@ -254,7 +254,7 @@ class Link:
                     elif mask & selectors.EVENT_READ and not self._receive(connection, decoder):
                         return
 
-    def _greet(self, connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
+    def _exchange_hello(self, connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
         """Send Hello and wait for its reply. Return the other frames that arrived with it."""
         connection.settimeout(self._hello_seconds)
         connection.sendall(write_frame(self._events.hello(), 1 << 40))
@@ -274,7 +274,7 @@ class Link:
                     if not isinstance(reply, HelloReply):
                         raise FormatError(f"Hello was answered with {type(reply).__name__}")
                     # A thread in `wait_connected` reads the round as soon as `_ready` is set.
-                    self._events.greeted(reply)
+                    self._events.hello_accepted(reply)
                     with self._lock:
                         self._ready.set()
                     self._events.connected()

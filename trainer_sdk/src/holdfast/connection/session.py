@@ -94,12 +94,12 @@ class Session:
         self._saves: dict[tuple[int, int], list[_Staged]] = {}
         """The saves of each step and round, oldest first. A step may be saved more than once."""
         self._tokens: set[str] = set()
-        self._save_wanted = False
-        self._stop_wanted = False
+        self._save_requested = False
+        self._stop_requested = False
         self._is_interrupted = False
         self._loss_logged = False
-        self._held_back: SaveHandle | None = None
-        self._held: _Staged | None = None
+        self._deferred_handle: SaveHandle | None = None
+        self._deferred: _Staged | None = None
         self._progress: Progress | None = None
         """The newest progress. It is sent after a reconnect, because a restarted sidecar has no record."""
         self.losses = 0
@@ -107,7 +107,7 @@ class Session:
         self.lost_because = ""
         self.round = round_
         self.policy: Policy | None = None
-        self.greeting_error: HoldfastError | None = None
+        self.hello_error: HoldfastError | None = None
         self._link: Link | None = None
         self._is_open = False
 
@@ -164,10 +164,10 @@ class Session:
             self.round,
         )
 
-    def greeted(self, reply: HelloReply) -> None:
+    def hello_accepted(self, reply: HelloReply) -> None:
         with self._lock:
             self.losses = 0
-            self.greeting_error = None
+            self.hello_error = None
             if self.round is None:
                 self.round = reply.round
             self.policy = reply.policy or self.policy
@@ -205,65 +205,68 @@ class Session:
         )
 
     def refused(self, error: HoldfastError) -> None:
-        was_connected, logged_before = self.policy is not None, str(self.greeting_error)
-        self.greeting_error = error
+        was_connected, logged_before = self.policy is not None, str(self.hello_error)
+        self.hello_error = error
         if was_connected and str(error) != logged_before:
             logger.warning("%s cannot serve this rank: %s", self.peer, error)
 
     def push(self, message: Any) -> None:
         match message:
             case LevelReached():
-                for save in self._meant(message.step, message.round):
+                for save in self._saves_of(message.step, message.round):
                     save.handle.reach(message.level)
                 self._settled()
             case SaveFailed():
-                for save in self._meant(message.step, message.round):
+                for save in self._saves_of(message.step, message.round):
                     save.handle.overtaken |= message.reason == OVERTAKEN
                     save.handle.fail(message.level, f"{message.reason}: {message.message}")
                 self._settled()
             case SaveRequested():
-                self._want(message.token, stop=False)
+                self._note_request(message.token, stop=False)
             case StopRequested():
-                self._want(message.token, stop=True)
+                self._note_request(message.token, stop=True)
             case _:
                 logger.warning("ignored a message that is not for ranks: %s", message)
 
     # ------------------------------------------------------------------ the training thread
 
     def stage(self, stage: Stage, slot: Slot, handle: SaveHandle) -> None:
-        """Hand over a FULL slot, or keep it if `hold_back` was called for this save.
+        """Hand over a FULL slot, or keep it if `defer` was called for this save.
 
         If the other side refuses it, the handle reports the failure and the slot is FREE again.
         """
         save = _Staged(stage, slot, handle)
         with self._lock:
             dropped = handle.settled
-            kept = not dropped and handle is self._held_back
+            kept = not dropped and handle is self._deferred_handle
             if kept:
-                self._held = save
+                self._deferred = save
         if dropped:
             slot.abandon()
         elif not kept:
             self._take(save)
 
-    def hold_back(self, handle: SaveHandle) -> None:
-        """Keep the slot of this save until `hand_over_held` or `drop_held`. Only one save is held."""
-        with self._lock:
-            self._held_back = handle
+    def defer(self, handle: SaveHandle) -> None:
+        """Keep the slot of this save until `hand_over_deferred` or `drop_deferred`.
 
-    def hand_over_held(self) -> None:
-        """Hand over the save that was held back."""
+        Only one save can be deferred.
+        """
         with self._lock:
-            save = self._held
-            self._held_back, self._held = None, None
+            self._deferred_handle = handle
+
+    def hand_over_deferred(self) -> None:
+        """Hand over the deferred save."""
+        with self._lock:
+            save = self._deferred
+            self._deferred_handle, self._deferred = None, None
         if save is not None:
             self._take(save)
 
-    def drop_held(self, why: str) -> None:
-        """Drop the save that was held back and free its slot. It counts as overtaken, not as failed."""
+    def drop_deferred(self, why: str) -> None:
+        """Drop the deferred save and free its slot. It counts as overtaken, not as failed."""
         with self._lock:
-            handle, save = self._held_back, self._held
-            self._held_back, self._held = None, None
+            handle, save = self._deferred_handle, self._deferred
+            self._deferred_handle, self._deferred = None, None
         if handle is not None:
             handle.overtaken = True
             handle.fail(Level.LOCAL, why)
@@ -282,16 +285,16 @@ class Session:
     def take_save_request(self) -> bool:
         """Return whether a save was requested, and clear the request."""
         with self._lock:
-            wanted, self._save_wanted = self._save_wanted, False
-            return wanted
+            requested, self._save_requested = self._save_requested, False
+            return requested
 
     @property
-    def stop_wanted(self) -> bool:
-        return self._stop_wanted or self._is_interrupted
+    def stop_requested(self) -> bool:
+        return self._stop_requested or self._is_interrupted
 
-    def want_stop(self) -> None:
+    def request_stop(self) -> None:
         """Record a request to stop. A signal handler calls this, so it must not acquire a lock."""
-        self._stop_wanted = True
+        self._stop_requested = True
 
     def interrupt(self) -> None:
         """Record a request to stop by Ctrl-C, which lasts until `forget_interrupt`."""
@@ -300,7 +303,7 @@ class Session:
     def forget_interrupt(self) -> bool:
         """Clear the request of `interrupt`. Return False if another request to stop remains."""
         self._is_interrupted = False
-        return not self._stop_wanted
+        return not self._stop_requested
 
     def wait_acknowledged(self, timeout_seconds: float, repeated_seconds: float = 0.0) -> bool:
         """Wait until every save is acknowledged or settled. Return False at the time-out.
@@ -333,7 +336,7 @@ class Session:
             )
             return self._all_settled()
 
-    def was_taken(self, handle: SaveHandle) -> bool:
+    def was_acknowledged(self, handle: SaveHandle) -> bool:
         """Return whether the other side has acknowledged this save."""
         with self._lock:
             return any(s.handle is handle and s.acknowledged for s in self._all())
@@ -360,7 +363,7 @@ class Session:
         with self._lock:
             return [save for same in self._saves.values() for save in same]
 
-    def _meant(self, step: int, round_: int) -> list[_Staged]:
+    def _saves_of(self, step: int, round_: int) -> list[_Staged]:
         """Return the saves that a message about this step means.
 
         These are the saves whose bytes are those of the step's shard. A save that failed before a later one
@@ -387,7 +390,7 @@ class Session:
         key = save.stage.step, save.stage.round
         with self._lock:
             replaced = [other for other in self._saves.get(key, []) if other.handle.overtaken]
-        for other in (*self._meant(*key), *replaced):
+        for other in (*self._saves_of(*key), *replaced):
             save.handle.adopt(other.handle)
 
     def _forget_old(self) -> None:
@@ -440,15 +443,15 @@ class Session:
         with self._lock:
             self._lock.notify_all()
 
-    def _want(self, token: str, *, stop: bool) -> None:
+    def _note_request(self, token: str, *, stop: bool) -> None:
         with self._lock:
             if token in self._tokens:
                 return
             self._tokens.add(token)
             if stop:
-                self._stop_wanted = True
+                self._stop_requested = True
             else:
-                self._save_wanted = True
+                self._save_requested = True
 
 
 def _state_of(save: _Staged) -> SlotState | None:

@@ -19,7 +19,7 @@ from holdfast_core.node.tier import DiskNodeTier, manifests_in
 JOB_UID = JobUid("standalone")
 """Job UID in every directory. A directory holds one job's checkpoints, and no cluster assigns a UID."""
 
-_LOOKS = 100
+_MAX_ATTEMPTS = 100
 """Number of attempts to choose while another run changes the directory."""
 
 
@@ -81,14 +81,14 @@ def choose(tier: DiskNodeTier, rejected: Collection[CheckpointId] = ()) -> Choic
     Raises CorruptionError when there are checkpoints and none can be read, so that a run never silently
     starts from the beginning. Raises UnavailableError when the list changes in every attempt.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_ATTEMPTS):
         listed = candidates(tier)
         choice, reasons = _first_that_loads(tier, listed, rejected)
         if not reasons or candidates(tier) == listed:
             break
     else:
         raise UnavailableError(
-            f"the checkpoints changed {_LOOKS} times while they were read: another run saves and "
+            f"the checkpoints changed {_MAX_ATTEMPTS} times while they were read: another run saves and "
             "prunes here faster than they can be read. Keep more of them, or try again"
         )
     if choice is None and reasons:

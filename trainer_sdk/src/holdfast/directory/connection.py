@@ -16,7 +16,7 @@ from holdfast_core.messages.socket_frames import receive_frame, send_frame
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_WORDS = 2000
+_MAX_REASON_CHARACTERS = 2000
 
 
 def describe(error: BaseException) -> str:
@@ -25,7 +25,7 @@ def describe(error: BaseException) -> str:
     The text starts with the type, except for errors of Holdfast, which explain themselves.
     """
     text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
-    return text[:_LONGEST_WORDS]
+    return text[:_MAX_REASON_CHARACTERS]
 
 
 class Service(Protocol):

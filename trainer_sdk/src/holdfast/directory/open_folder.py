@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 from holdfast.directory.choice import Choice, choose, load_choice, next_round
 from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
-from holdfast.directory.presence import Presence, expect_not_unmounted, says_gone
+from holdfast.directory.presence import Presence, expect_not_unmounted, is_directory_gone
 from holdfast.directory.rounds import claim_round, has_rounds, keep_round
 from holdfast_core.errors import (
     CapacityError,
@@ -117,7 +117,7 @@ class OpenFolder:
 
     def is_lost_by(self, error: BaseException) -> bool:
         """Return whether a write failed with this error because the folder was deleted or unmounted."""
-        return says_gone(error) or self._is_lost()
+        return is_directory_gone(error) or self._is_lost()
 
     def write(
         self, wanted: CheckpointId, call: Callable[[], T], deleted: Callable[[CheckpointId], None]

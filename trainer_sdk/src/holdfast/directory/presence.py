@@ -57,7 +57,7 @@ class Presence:
             return error.errno in _GONE
 
 
-def says_gone(error: BaseException) -> bool:
+def is_directory_gone(error: BaseException) -> bool:
     """Return whether a write failed because the folder, or a directory in it, does not exist."""
     cause: BaseException | None = error
     while cause is not None:

@@ -27,17 +27,19 @@ def claim_round(directory: Path, at_least: RestartRound, run_id: str) -> Restart
     """
     make_directories(directory)
     while True:
-        round_ = RestartRound(max(at_least, *(taken + 1 for taken in _taken(directory)), 0))
+        round_ = RestartRound(
+            max(at_least, *(reserved + 1 for reserved in _reserved(directory)), 0)
+        )
         failpoint("directory.before_round")
         if not _create(_path(directory, round_), run_id):
             continue
         fsync_directory(directory)
-        taken = _taken(directory)
+        reserved = _reserved(directory)
         # Between the listing and the creation, another run may have reserved this round and a higher one,
         # and have removed the file of this round.
-        if max(taken) > round_:
+        if max(reserved) > round_:
             continue
-        for older in taken:
+        for older in reserved:
             if older < round_:
                 # An old file does no harm, and the next run removes it.
                 with contextlib.suppress(OSError):
@@ -48,16 +50,16 @@ def claim_round(directory: Path, at_least: RestartRound, run_id: str) -> Restart
 def keep_round(directory: Path, round_: RestartRound, run_id: str) -> None:
     """Reserve this run's round again if the folder was deleted and holds no reservation."""
     make_directories(directory)
-    if not _taken(directory):
+    if not _reserved(directory):
         _create(_path(directory, round_), run_id)
 
 
 def has_rounds(directory: Path) -> bool:
     """Return whether a run has ever reserved a round in this folder."""
-    return directory.is_dir() and bool(_taken(directory))
+    return directory.is_dir() and bool(_reserved(directory))
 
 
-def _taken(directory: Path) -> list[RestartRound]:
+def _reserved(directory: Path) -> list[RestartRound]:
     matches = (_NAME.fullmatch(path.name) for path in directory.iterdir())
     return [RestartRound(int(match.group(1))) for match in matches if match is not None]
 

@@ -160,7 +160,7 @@ class SaveWorker:
 
     def write_out(self) -> None:
         """Wait until every staged save is durable on this rank or has failed."""
-        self._background.hurry()
+        self._background.remove_limit()
         with self._lock:
             self._lock.wait_for(lambda: not self._queue and self._current is None)
 

@@ -23,7 +23,7 @@ from holdfast.connection.session import Session
 from holdfast.gang.store import GangStore
 from holdfast_core.ids import Rank
 
-_STOP_WANTED = "stop-wanted"
+_STOP_REQUESTED = "stop-wanted"
 _FULL = "full"
 _SAVE = "save"
 _STOP = "stop"
@@ -71,7 +71,7 @@ class StepAgreement:
         """Return the verdict for `step`, and publish this rank's requests for the next step."""
         if self._store is None:
             save = self._session.take_save_request()
-            return Verdict(save, self._session.stop_wanted)
+            return Verdict(save, self._session.stop_requested)
         word = self._store.read(self._at(step))
         if word != _STOP:
             self._exchange_requests(self._store, step + 1)
@@ -93,14 +93,14 @@ class StepAgreement:
 
     def _exchange_requests(self, store: GangStore, step: int) -> None:
         if self._rank != 0:
-            if self._session.stop_wanted and not self._published_stop:
+            if self._session.stop_requested and not self._published_stop:
                 self._published_stop = True
-                store.publish(_STOP_WANTED, "1")
+                store.publish(_STOP_REQUESTED, "1")
             return
         save = self._session.take_save_request()
         if self._posted_stop:
             return
-        stop = self._session.stop_wanted or store.read(_STOP_WANTED) is not None
+        stop = self._session.stop_requested or store.read(_STOP_REQUESTED) is not None
         if save or stop:
             store.publish(self._at(step), _STOP if stop else _SAVE)
             self._posted_stop = stop

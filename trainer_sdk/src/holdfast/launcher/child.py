@@ -45,7 +45,7 @@ def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
     _wire_streams(stdout, stderr)
     _name_process(RANK_PROCESS_NAME)
     apply_environment(request.env)
-    _as_if_freshly_started()
+    _reset_inherited_state()
     kind = CommandKind(request.kind)
     if kind is CommandKind.EXEC:
         return _execute(request.argv)
@@ -99,7 +99,7 @@ def _wire_streams(stdout: int, stderr: int) -> None:
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _as_if_freshly_started() -> None:
+def _reset_inherited_state() -> None:
     """Reset signal handlers, and seed the generators that would be the same in all forked ranks."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(

@@ -160,7 +160,7 @@ class FolderPlace:
 
     def reason_to_give_up(self, session: Session, waited_seconds: float) -> HoldfastError | None:
         """Return why the persister cannot be expected to answer. A folder's disk may be slow."""
-        refusal = session.greeting_error
+        refusal = session.hello_error
         if isinstance(refusal, RefusedError) and refusal.code == Refusal.BUSY:
             return UnavailableError(f"{self._root}: {refusal}")
         if refusal is not None:

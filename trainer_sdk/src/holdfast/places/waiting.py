@@ -13,7 +13,7 @@ from holdfast_core.ids import RestartRound
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
-_SAY_AFTER_SECONDS = 15.0
+_LOG_AFTER_SECONDS = 15.0
 
 
 def wait_connected(session: Session, place: Place) -> RestartRound:
@@ -25,13 +25,13 @@ def wait_connected(session: Session, place: Place) -> RestartRound:
         HoldfastError: The place knows that no connection can be expected.
     """
     began = time.monotonic()
-    say_at = began + _SAY_AFTER_SECONDS
+    log_at = began + _LOG_AFTER_SECONDS
     while not session.wait_connected(_POLL_SECONDS):
-        if time.monotonic() >= say_at:
+        if time.monotonic() >= log_at:
             logger.warning("still waiting for a reply of %s", place.traits.peer)
-            say_at = math.inf
+            log_at = math.inf
         error = place.reason_to_give_up(session, time.monotonic() - began)
         if error is not None:
             session.close()
-            raise error from session.greeting_error
+            raise error from session.hello_error
     return session.current_round

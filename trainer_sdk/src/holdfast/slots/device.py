@@ -23,7 +23,7 @@ _REGISTER_PORTABLE = 1
 class Mark(Protocol):
     """Marks the end of some copies. Thread-safe."""
 
-    def hold_back(self) -> None:
+    def block_later_work(self) -> None:
         """Make later work on the calling thread's current streams wait for the copies.
 
         This does not block the host. Raises DeviceError.
@@ -78,7 +78,7 @@ class _CudaMark:
     events: tuple[tuple[Any, Any], ...]
     """Each device, and the event recorded after the copies from it."""
 
-    def hold_back(self) -> None:
+    def block_later_work(self) -> None:
         with _translated("making the current stream wait for the copies of a save"):
             for device, event in self.events:
                 _cuda().current_stream(device).wait_event(event)

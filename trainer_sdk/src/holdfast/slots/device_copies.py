@@ -8,7 +8,7 @@ seen a step of it since the last save, because replayed graphs and compiled step
 
 The copies of a save:
  1. The training thread calls `enqueue` at the end of `save`.
- 2. An optimizer's step or `wait_staged` calls `hold_back`.
+ 2. An optimizer's step or `wait_staged` calls `block_later_work`.
  3. This module's thread waits for the device, then calls `done`, or `failed` with the reason.
 """
 
@@ -40,7 +40,7 @@ class PendingCopies:
     beside: list[tuple[DeviceCopy, Any, int]] = field(default_factory=list)
     """Copies in parallel with training. Each has the optimizer that writes its tensor, and the count of
     writes to the tensor when the copy was enqueued."""
-    is_held_back: bool = False
+    blocks_later_work: bool = False
     failure: str | None = None
 
 
@@ -100,7 +100,7 @@ class DeviceCopies:
         try:
             if at_once:
                 pending.marks.append(self.device.enqueue(at_once))
-                pending.marks[0].hold_back()
+                pending.marks[0].block_later_work()
             if pending.beside:
                 pending.marks.append(self.device.enqueue([copy for copy, _, _ in pending.beside]))
         except BaseException:
@@ -140,19 +140,19 @@ class DeviceCopies:
 
         self._to_finish.put(finish)
 
-    def hold_back(self) -> None:
+    def block_later_work(self) -> None:
         """Make later work on the current stream wait for all pending copies.
 
         This does not block the host and does not raise: if it fails for a copy, that copy's save fails.
         """
         with self._changed:
             for pending in self._pending:
-                if not pending.is_held_back:
+                if not pending.blocks_later_work:
                     pending.failure = pending.failure or self._written(pending)
-                    pending.is_held_back = True
+                    pending.blocks_later_work = True
                 try:
                     for mark in pending.marks:
-                        mark.hold_back()
+                        mark.block_later_work()
                 except DeviceError as error:
                     pending.failure = pending.failure or str(error)
 
@@ -178,7 +178,7 @@ class DeviceCopies:
             return
         with self._changed:
             self._seen.add(optimizer)
-        self.hold_back()
+        self.block_later_work()
 
     def _run(self) -> None:
         while (finish := self._to_finish.get()) is not None:
@@ -195,12 +195,12 @@ class DeviceCopies:
         except DeviceError as error:
             return str(error)
         with self._changed:
-            if pending.failure is None and not pending.is_held_back:
+            if pending.failure is None and not pending.blocks_later_work:
                 pending.failure = self._written(pending)
             return pending.failure
 
     def _written(self, pending: PendingCopies) -> str | None:
-        """Return an error if a tensor was written before `hold_back`, so that its copy may be torn.
+        """Return an error if a tensor was written before `block_later_work`, so that its copy may be torn.
 
         Its optimizer is not trusted any more.
         """

@@ -262,7 +262,7 @@ class SlotRing:
     def _ensure(self, capacity_bytes: int, round_: RestartRound, *, to_fill: bool) -> None:
         capacity_bytes = _whole_pages(capacity_bytes)
         if self.has_lost():
-            self._let_go_of_lost()
+            self._close_lost()
         if len(self._slots) == self._count and self.capacity_bytes >= capacity_bytes:
             if not to_fill and self._toucher is None:
                 self._join()
@@ -299,7 +299,7 @@ class SlotRing:
         """Return whether `ensure` has to create lost slots again. No device may copy into them then."""
         return any(slot.is_lost() for slot in self._slots)
 
-    def _let_go_of_lost(self) -> None:
+    def _close_lost(self) -> None:
         """Close the lost slots. Readers keep the files that they have open.
 
         Raises VolumeFullError where another process holds the directory by now: two processes that shared

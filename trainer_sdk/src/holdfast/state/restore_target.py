@@ -101,7 +101,7 @@ class RestoreTarget:
             )
         boxes: dict[str, Box] = {}
         for fqn, tensor in source.tensors.items():
-            if self._wants(fqn, tensor, home):
+            if self._needs(fqn, tensor, home):
                 whole = Box((0,) * len(tensor.shape), tensor.shape)
                 boxes[fqn] = self._box(fqn, tensor.dtype, tensor.shape) or whole
         places = {
@@ -172,7 +172,7 @@ class RestoreTarget:
         whole, offsets = placement(parameter, fqn)
         return Box(offsets, tuple(local_part(parameter).shape)) if whole == shape else None
 
-    def _wants(self, fqn: str, tensor: TensorLayout, home: Rank) -> bool:
+    def _needs(self, fqn: str, tensor: TensorLayout, home: Rank) -> bool:
         found = _RANK_LOCAL.search(fqn)
         if found is not None and {str(s.rank) for s in tensor.slices} == {found[1]}:
             return found[1] == str(home)

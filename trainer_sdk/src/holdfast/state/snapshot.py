@@ -23,7 +23,7 @@ from holdfast.state.tensors import (
     place_of,
     view_stored,
 )
-from holdfast.state.tree import STATE, Decoder, Encoder, HeldStates
+from holdfast.state.tree import STATE, Decoder, Encoder, StateDictCache
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.payload import (
@@ -108,15 +108,15 @@ class Snapshots:
 
     def take(self, state: Mapping[str, Any]) -> Snapshot:
         """Read the state without copying its tensors. Raises what `take_snapshot` raises."""
-        held = HeldStates()
+        state_dicts = StateDictCache()
         if self._template is not None and self._last is not None:
-            found = self._template.retake(state, held)
+            found = self._template.collect(state, state_dicts)
             if found is not None:
                 keys = tuple(sorted(state))
                 return Snapshot(
                     found.leaves, found.objects, keys, self._last, found.modules, found.optimizers
                 )
-        encoder = Encoder(self._rank, held=held)
+        encoder = Encoder(self._rank, state_dicts=state_dicts)
         snapshot = _encode(state, encoder)
         before, self._last, self._template = self._last, snapshot.signature, None
         # A template is made when a structure is met twice: a state that always changes needs none.

@@ -7,7 +7,7 @@ in the same places now, and encodes again only the values that contain no tensor
 
 Everything that the encoder's result depends on is compared: the types and keys of containers, the identity
 of modules and optimizers, and for each tensor its type, dtype, shape, strides, offset, device, layout and the
-size of its storage. If anything differs, `retake` returns None and the state is encoded again in full.
+size of its storage. If anything differs, `collect` returns None and the state is encoded again in full.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.state.tensors import Leaf, is_distributed, is_tensor
-from holdfast.state.tree import Encoder, HeldStates, is_stateful, unwrap
+from holdfast.state.tree import Encoder, StateDictCache, is_stateful, unwrap
 from holdfast_core.format.canonical import dumps_canonical
 
 _MARSHAL_VERSION = 2
@@ -42,7 +42,7 @@ class _ChangedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Retaken:
+class StateContents:
     """What a snapshot consists of, taken with a template."""
 
     leaves: tuple[Leaf, ...]
@@ -56,7 +56,7 @@ class Retaken:
 class _Walk:
     """One walk over a state: what it has collected so far."""
 
-    held: HeldStates
+    state_dicts: StateDictCache
     sources: list[tuple[Any, Any]]
     """The local tensor or array of each leaf, and its DTensor or None."""
     texts: list[bytes]
@@ -78,14 +78,16 @@ class Template:
         """Each leaf without its data, and the position of its optimizer among those of the state."""
         self._text = text
 
-    def retake(self, state: Mapping[str, Any], held: HeldStates) -> Retaken | None:
+    def collect(
+        self, state: Mapping[str, Any], state_dicts: StateDictCache
+    ) -> StateContents | None:
         """Return the state's present contents, or None if its structure has changed.
 
-        `held` receives the results of the state_dict calls, so that an encoder need not repeat them.
+        `state_dicts` receives the results of the state_dict calls, so that an encoder need not repeat them.
 
         Raises what `Encoder.encode` raises for a value that cannot be saved, and StateDictError.
         """
-        walk = _Walk(held, [], [], [], [])
+        walk = _Walk(state_dicts, [], [], [], [])
         try:
             self._root(state, walk)
         except _ChangedError:
@@ -95,7 +97,7 @@ class Template:
             for (leaf, owner), (source, whole) in zip(self._leaves, walk.sources, strict=True)
         )
         objects = self._text.fill(walk.texts)
-        return Retaken(leaves, objects, tuple(walk.modules), tuple(walk.optimizers))
+        return StateContents(leaves, objects, tuple(walk.modules), tuple(walk.optimizers))
 
 
 def make_template(state: Mapping[str, Any], encoder: Encoder) -> Template | None:
@@ -151,7 +153,9 @@ class _Builder:
         """Return the state's text. Returns None if a value without tensors has the path of another value."""
         if self._is_ambiguous:
             return None
-        marked = Encoder(self._encoder.rank, held=self._encoder.held, marks=self._marks)
+        marked = Encoder(
+            self._encoder.rank, state_dicts=self._encoder.state_dicts, marks=self._marks
+        )
         parts = _MARK.split(marked.encode_state(state))
         numbers = {mark: number for number, mark in enumerate(self._marks.values())}
         order = tuple(numbers[f"$mark-{part.decode()}"] for part in parts[1::2])
@@ -205,7 +209,7 @@ class _Builder:
             if found is None or found != fingerprint:
                 encoder = Encoder(rank)
                 encoded = encoder.encode(value, path, depth)
-                if encoder.leaves or encoder.held:
+                if encoder.leaves or encoder.state_dicts:
                     raise _ChangedError
                 text = dumps_canonical(encoded)
                 fingerprint = found if _is_pure(value) else None
@@ -215,7 +219,7 @@ class _Builder:
 
     def _object(self, value: Any, path: str, depth: int) -> _Node | None:
         inner = unwrap(value)
-        content = self._encoder.held.call(inner, path)
+        content = self._encoder.state_dicts.call(inner, path)
         kind, is_module = type(value), any(one is inner for _, one in self._encoder.modules)
         is_optimizer = any(one is value for one in self._encoder.optimizers)
         if is_module and isinstance(content, dict):
@@ -236,7 +240,7 @@ class _Builder:
                 walk.modules.append((path, unwrap(value)))
             if is_optimizer:
                 walk.optimizers.append(value)
-            child(walk.held.call(unwrap(value), path), walk)
+            child(walk.state_dicts.call(unwrap(value), path), walk)
 
         return stateful
 

@@ -93,7 +93,7 @@ def _state_dict_of(value: Any, path: str) -> Any:
         ) from error
 
 
-class HeldStates:
+class StateDictCache:
     """Results of the state_dict calls of one snapshot. An object that is encoded twice is called once."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Encoder:
     """
 
     rank: int = 0
-    held: HeldStates = field(default_factory=HeldStates)
+    state_dicts: StateDictCache = field(default_factory=StateDictCache)
     marks: Mapping[str, str] = field(default_factory=dict)
     """Texts to encode in place of the values at these paths; see `template.Template`."""
     leaves: list[Leaf] = field(default_factory=list)
@@ -225,11 +225,15 @@ class Encoder:
             # Its param_groups are not owned: a schedule writes a learning rate that is a tensor.
             self._optimizer, self._owned = value, f"{path}.state."
         try:
-            held = self.held.call(plain, path)
-            if torch is not None and isinstance(plain, torch.nn.Module) and isinstance(held, dict):
+            content = self.state_dicts.call(plain, path)
+            if (
+                torch is not None
+                and isinstance(plain, torch.nn.Module)
+                and isinstance(content, dict)
+            ):
                 # The type is OrderedDict, but a module can be loaded from any dict.
-                return self._dict(held, path, depth + 1)
-            encoded = self.encode(held, path, depth + 1)
+                return self._dict(content, path, depth + 1)
+            encoded = self.encode(content, path, depth + 1)
             return {"$optimizer": [kind_of(plain), encoded]} if steps else encoded
         finally:
             self._rank_local, self._optimizer, self._owned = before

@@ -22,9 +22,9 @@ from holdfast_core.errors import (
 )
 from holdfast_core.store.s3.redact import redact
 
-MAX_WORDS = 300
+MAX_TEXT_CHARACTERS = 300
 """Longest text of a server that is shown, in characters."""
-_CLEANED_WORDS = 4 * MAX_WORDS
+_CLEANED_CHARACTERS = 4 * MAX_TEXT_CHARACTERS
 """Longest text of a server that is redacted, in characters; the rest is dropped first."""
 MAX_ELEMENTS = 200_000
 """Limit of XML elements. A list of 10,000 parts, which some servers send as one page, has 60,000."""
@@ -138,7 +138,7 @@ def parse_failure(status: int, body: bytes, request: str, secrets: tuple[str, ..
     if root is not None and local_name(root) == "Error":
         code, message = child_text(root, "Code"), child_text(root, "Message")
     elif body:
-        message = body[:_CLEANED_WORDS].decode("utf-8", "replace")
+        message = body[:_CLEANED_CHARACTERS].decode("utf-8", "replace")
     return S3Failure(status, clean(code, secrets), clean(message, secrets), request)
 
 
@@ -208,5 +208,5 @@ def child_text(element: ElementTree.Element, name: str) -> str:
 def clean(text: str, secrets: tuple[str, ...]) -> str:
     """Return a server's text as one line of at most MAX_WORDS characters without credentials."""
     # Redact before cutting to MAX_WORDS, because a secret that the cut divides would not be recognized.
-    shown = redact(text[:_CLEANED_WORDS], secrets)
-    return re.sub(r"[\x00-\x20\x7f]+", " ", shown).strip()[:MAX_WORDS]
+    shown = redact(text[:_CLEANED_CHARACTERS], secrets)
+    return re.sub(r"[\x00-\x20\x7f]+", " ", shown).strip()[:MAX_TEXT_CHARACTERS]

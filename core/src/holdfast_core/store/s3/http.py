@@ -176,7 +176,7 @@ class HttpPool:
         self._timeouts = timeouts or Timeouts()
         self._max_idle = max_idle
         self._clock = clock or SystemClock()
-        self._sent = sent or _nobody
+        self._sent = sent or _ignore_progress
         self._idle: deque[http.client.HTTPConnection] = deque()
         self._lock = threading.Lock()
         self._tls: tuple[tuple[int, int] | None, ssl.SSLContext] | None = None
@@ -340,7 +340,7 @@ def _is_quiet(sock: socket.socket | None) -> bool:
     return not poller.poll(0)
 
 
-def _nobody(_count: int) -> None:
+def _ignore_progress(_count: int) -> None:
     """Do nothing: the default of `sent`."""
 
 

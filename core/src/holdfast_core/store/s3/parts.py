@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 MIN_PART_BYTES = 5 << 20
 MAX_PARTS = 10_000
-MAX_HELD_BYTES = 48 << 20
+MAX_BUFFERED_BYTES = 48 << 20
 """Memory limit of an upload whose parts are made while they are sent: the parts that are being made,
 wait, or are being sent. A download has the same limit (download.shard.MAX_AHEAD_BYTES)."""
 _BEING_MADE = 2
@@ -38,6 +38,6 @@ def part_sizes(size_limit: int, part_bytes: int, at_once: int, *, in_memory: boo
     least = -(-size_limit // (MAX_PARTS - 1) // _MIB) * _MIB
     if not in_memory:
         return PartSizes(max(MIN_PART_BYTES, least, part_bytes), at_once)
-    fitting = MAX_HELD_BYTES // (at_once + _BEING_MADE) // _MIB * _MIB
+    fitting = MAX_BUFFERED_BYTES // (at_once + _BEING_MADE) // _MIB * _MIB
     chosen = max(MIN_PART_BYTES, least, min(part_bytes, fitting))
-    return PartSizes(chosen, max(1, min(at_once, MAX_HELD_BYTES // chosen - _BEING_MADE)))
+    return PartSizes(chosen, max(1, min(at_once, MAX_BUFFERED_BYTES // chosen - _BEING_MADE)))

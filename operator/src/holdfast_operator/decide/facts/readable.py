@@ -57,7 +57,7 @@ def is_survivor(member: MemberState, world: World) -> bool:
     return member.birth_round < world.round
 
 
-def may_hold(member: MemberState, world: World) -> bool:
+def may_store_shards(member: MemberState, world: World) -> bool:
     """Return whether the member is a survivor that runs and has not answered, so it may hold any step.
 
     A pod without an address never started and holds nothing.
@@ -209,7 +209,7 @@ def silent_can_be_lost(world: World, without: Collection[Worker]) -> bool:
     Their pods run on healthy nodes. What they hold is readable again when the network recovers, so no part of
     it may be given up.
     """
-    if _hold_nothing(world, without):
+    if _store_nothing(world, without):
         return True
     answered = _answered(world, without)
     if world.status.restore_point is not None:
@@ -231,7 +231,7 @@ def lost_can_be_given_up(world: World, without: Collection[Worker]) -> bool:
     must stay: several nodes also look lost when the control plane is cut off from them, and then their data
     is readable again when the connection returns.
     """
-    if _hold_nothing(world, without) or world.last_persisted is not None:
+    if _store_nothing(world, without) or world.last_persisted is not None:
         return True
     answered = _answered(world, without)
     if world.status.restore_point is None:
@@ -302,7 +302,7 @@ def _best(world: World, answered: list[MemberState]) -> CheckpointId | None:
     return next((c.id for c in candidates(world, answered) if is_complete(c, known)), None)
 
 
-def _hold_nothing(world: World, without: Collection[Worker]) -> bool:
+def _store_nothing(world: World, without: Collection[Worker]) -> bool:
     """Return whether the pods of these members have never saved a checkpoint.
 
     That is so if the job has never trained, for pods that never had an address, and, until the restore point

@@ -11,7 +11,7 @@ from holdfast_operator.decide.report.status import Note, set_condition
 from holdfast_operator.model.job import JobMemory, Now, PodPhase, Reachable
 from holdfast_operator.model.reasons import Reason
 
-SAID_AFTER_SECONDS = 30.0
+REPORTED_AFTER_SECONDS = 30.0
 """Time without an answer after which the condition reports a sidecar. The restart of a sidecar container
 takes less time, and is not reported."""
 NAMED_PODS = 8
@@ -77,7 +77,7 @@ def _is_silent(member: MemberState, now: Now) -> bool:
         _may_answer(member)
         and sidecar is not None
         and sidecar.reachable is Reachable.NO
-        and seconds_since(sidecar.unreachable_since, now) >= SAID_AFTER_SECONDS
+        and seconds_since(sidecar.unreachable_since, now) >= REPORTED_AFTER_SECONDS
     )
 
 
@@ -92,8 +92,8 @@ def _text(world: World, silent: list[MemberState], since: str) -> str:
     listed = ", ".join(names[:NAMED_PODS])
     if len(names) > NAMED_PODS:
         listed += f" and {len(names) - NAMED_PODS} more"
-    tried = next((m.sidecar.unreachable_because for m in silent if m.sidecar is not None), "")
-    found = f": {tried}" if tried else ""
+    because = next((m.sidecar.unreachable_because for m in silent if m.sidecar is not None), "")
+    found = f": {because}" if because else ""
     return (
         f"{len(silent)} of {len(world.members)} sidecars have not answered the operator since "
         f"{since}{found}. For this reason alone the operator deletes no pod and begins no round, "
