@@ -213,7 +213,7 @@ def test_a_persister_that_cannot_be_run_at_all(
 def test_a_slow_persister_is_waited_for_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "_SAY_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(waiting, "_LOG_AFTER_SECONDS", 0.3)
     slow = tmp_path / "slow-python"
     slow.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)

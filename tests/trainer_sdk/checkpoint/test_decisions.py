@@ -29,7 +29,7 @@ class Training:
     def __init__(self, slots_dir: Path, policy: Policy, rank: int = 0) -> None:
         self.store = DictStore()
         session = Session(JOB_UID, Rank(rank), ROUND)
-        session.greeted(HelloReply(ROUND, policy))
+        session.hello_accepted(HelloReply(ROUND, policy))
         self.ring = SlotRing(slots_dir, Rank(rank), policy.slots)
         self.ring.ensure(4096, ROUND)
         self.status = SaveStatus(

@@ -71,7 +71,7 @@ class Events:
         self._called("hello")
         return Hello(PROTOCOL_VERSION, JobUid("job"), LocalRole.RANK, Rank(0), None)
 
-    def greeted(self, reply: HelloReply) -> None:
+    def hello_accepted(self, reply: HelloReply) -> None:
         assert self.link is not None
         self.was_ready.append(self.link.is_connected)
         self._called("hello_accepted")

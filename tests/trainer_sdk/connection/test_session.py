@@ -86,7 +86,7 @@ def test_only_the_save_that_is_in_the_slot_is_handed_over_again(slot: Slot) -> N
     session = session_with(link)
     save(session, slot, 1)
     save(session, slot, 2)
-    session.greeted(HelloReply(ROUND))
+    session.hello_accepted(HelloReply(ROUND))
     session.connected()
     assert link.steps == [1, 2, 2]
 
@@ -125,7 +125,7 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
     link.sent[0][1].set_result(Staged(Step(1)))
     sidecars = SlotFile.open(tmp_path, slot.name)
     sidecars.set_state(SlotState.OWNED)
-    session.greeted(HelloReply(ROUND))
+    session.hello_accepted(HelloReply(ROUND))
     session.connected()
     assert link.steps == [1, 1]
     link.sent[1][1].set_exception(RefusedError(Refusal.SEALED, "waits for its ROUND"))
@@ -142,7 +142,7 @@ def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) 
     ring, link, session = handing_over(tmp_path, 2)
     for slot in ring.slots:
         save(session, slot, 10)
-    session.greeted(HelloReply(ROUND))
+    session.hello_accepted(HelloReply(ROUND))
     session.connected()
     names = [message.slot for message, _ in link.sent]
     assert names == [slot.name for slot in ring.slots] * 2
@@ -221,7 +221,7 @@ def test_a_repeated_save_whose_slot_was_freed_while_the_connection_was_away_is_t
     link.sent[1][1].set_exception(UnavailableError("the connection ended"))
     # The sidecar frees the slot when its bytes equal those of the first save.
     ring.slots[1].abandon()
-    session.greeted(HelloReply(ROUND))
+    session.hello_accepted(HelloReply(ROUND))
     session.connected()
     assert first.durable
     assert second.durable

@@ -328,14 +328,14 @@ class BufferPool:
         self.limit_bytes = limit_bytes
         self._keep = keep
         self._free: list[memoryview] = []
-        self._taken = 0
+        self._in_use = 0
         self._lock = threading.Lock()
 
     @property
     def allocated_bytes(self) -> int:
         """Memory of all buffers, both in use and kept."""
         with self._lock:
-            return (self._taken + len(self._free)) * self.size_bytes
+            return (self._in_use + len(self._free)) * self.size_bytes
 
     def take(self) -> AbstractContextManager[memoryview]:
         return self._lend(None)
@@ -347,12 +347,12 @@ class BufferPool:
     @contextmanager
     def _lend(self, limit_bytes: int | None) -> Iterator[memoryview]:
         with self._lock:
-            if limit_bytes is not None and (self._taken + 1) * self.size_bytes > limit_bytes:
+            if limit_bytes is not None and (self._in_use + 1) * self.size_bytes > limit_bytes:
                 raise UnavailableError(
-                    f"{self._taken} buffers of {self.size_bytes} bytes are in use, the limit is "
+                    f"{self._in_use} buffers of {self.size_bytes} bytes are in use, the limit is "
                     f"{limit_bytes} bytes: too many transfers run at the same time, try again"
                 )
-            self._taken += 1
+            self._in_use += 1
             buffer = self._free.pop() if self._free else None
         try:
             if buffer is None:
@@ -360,6 +360,6 @@ class BufferPool:
             yield buffer
         finally:
             with self._lock:
-                self._taken -= 1
+                self._in_use -= 1
                 if buffer is not None and len(self._free) < self._keep:
                     self._free.append(buffer)

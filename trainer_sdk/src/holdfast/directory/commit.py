@@ -149,19 +149,19 @@ class Committer:
            cannot complete it while the disk is full for them, too.
         """
         with self._one_at_a_time():
-            held = self._held()
+            committed = self._committed()
             orphans = [
                 record
                 for record in self.tier.list_shards()
                 if self._is_own(record, leader=0 in self.own_ranks)
-                and record.checkpoint not in held
+                and record.checkpoint not in committed
                 and _order(record.checkpoint) < _order(wanted)
             ]
             orphans.sort(key=lambda record: _order(record.checkpoint))
-            if held and orphans and _order(orphans[0].checkpoint) < _order(held[-1]):
+            if committed and orphans and _order(orphans[0].checkpoint) < _order(committed[-1]):
                 return self._drop(orphans[0])
-            has_own = any(checkpoint.round == wanted.round for checkpoint in held)
-            for checkpoint in held[:-1]:
+            has_own = any(checkpoint.round == wanted.round for checkpoint in committed)
+            for checkpoint in committed[:-1]:
                 if has_own or checkpoint != protected:
                     self.tier.delete_checkpoint(JOB_UID, checkpoint)
                     return checkpoint
@@ -173,7 +173,7 @@ class Committer:
         self._delete(record)
         return record.checkpoint
 
-    def _held(self) -> list[CheckpointId]:
+    def _committed(self) -> list[CheckpointId]:
         """Return the committed checkpoints, oldest first."""
         return sorted((c for uid, c in self.tier.list_manifests() if uid == JOB_UID), key=_order)
 
@@ -201,16 +201,16 @@ class Committer:
             os.close(descriptor)
 
     def _prune(self, newest: CheckpointId, protected: CheckpointId | None, leader: bool) -> None:
-        held = self._held()
+        committed = self._committed()
         if leader:
-            extra = held[: -self.keep_last] if self.keep_last else []
+            extra = committed[: -self.keep_last] if self.keep_last else []
             for checkpoint in extra:
                 # The restore point of this run stays, to which a restart can return.
                 if checkpoint not in (newest, protected):
                     self.tier.delete_checkpoint(JOB_UID, checkpoint)
-                    held.remove(checkpoint)
+                    committed.remove(checkpoint)
             self._drop_old_records(newest)
-        known = set(held)
+        known = set(committed)
         for record in self.tier.list_shards():
             checkpoint = record.checkpoint
             older = _order(checkpoint) < _order(newest)

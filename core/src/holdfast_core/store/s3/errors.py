@@ -206,7 +206,7 @@ def child_text(element: ElementTree.Element, name: str) -> str:
 
 
 def clean(text: str, secrets: tuple[str, ...]) -> str:
-    """Return a server's text as one line of at most MAX_WORDS characters without credentials."""
-    # Redact before cutting to MAX_WORDS, because a secret that the cut divides would not be recognized.
+    """Return a server's text as one line of at most MAX_TEXT_CHARACTERS characters without credentials."""
+    # Redact before cutting, because a secret that the cut divides would not be recognized.
     shown = redact(text[:_CLEANED_CHARACTERS], secrets)
     return re.sub(r"[\x00-\x20\x7f]+", " ", shown).strip()[:MAX_TEXT_CHARACTERS]

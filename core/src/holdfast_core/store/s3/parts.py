@@ -26,7 +26,7 @@ def part_sizes(size_limit: int, part_bytes: int, at_once: int, *, in_memory: boo
     """Return the part length and the number of concurrent parts for an upload.
 
     Parts are longer than `part_bytes` if the object would have more than 10,000 of them. If the parts are
-    made in memory, both values are reduced where the upload would hold more than MAX_HELD_BYTES; only an
+    made in memory, both values are reduced where the upload would hold more than MAX_BUFFERED_BYTES; only an
     object of more than 10,000 such parts may hold more.
 
     Args:

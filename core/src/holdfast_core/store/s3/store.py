@@ -45,7 +45,7 @@ class S3ObjectStore:
     Other requests run on the caller's thread.
 
     Memory: an upload holds at most 1 MiB per part in flight, because the bytes go from their file to the
-    socket. An upload whose parts are made while they are sent holds at most s3.parts.MAX_HELD_BYTES.
+    socket. An upload whose parts are made while they are sent holds at most s3.parts.MAX_BUFFERED_BYTES.
 
     `close` ends all waits between attempts immediately. A request in progress ends at its time-out at
     the latest. A transfer that needs further requests raises UnavailableError.
