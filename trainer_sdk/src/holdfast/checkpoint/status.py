@@ -37,6 +37,7 @@ class SaveStatus:
         self._raises = raises
         self._outcomes = Outcomes()
         self._logged_failure = ""
+        self._logged_skip = ""
 
     @property
     def last_committed(self) -> Step | None:
@@ -53,15 +54,16 @@ class SaveStatus:
 
     def left_out(self, step: Step) -> None:
         """Count a save that all ranks left out."""
-        self._count_skipped()
+        self._count_skipped(
+            step, "a rank's slots are still being written, so that all ranks skip it"
+        )
         self._watch_commits()
-        logger.info("save of step %d left out: a rank's slots are still being written", step)
 
     def no_slot(self, handle: SaveHandle) -> None:
         """Count a save that this rank skipped, and fail its handle."""
-        self._count_skipped()
-        handle.fail(Level.LOCAL, "skipped: every slot is still being written")
-        logger.info("save of step %d skipped: every slot is still being written", handle.step)
+        reason = "every slot is still being written"
+        self._count_skipped(handle.step, reason)
+        handle.fail(Level.LOCAL, f"skipped: {reason}")
 
     def ended(self, step: Step, blocked_seconds: float) -> None:
         """Report that a save has returned to training, after `blocked_seconds`."""
@@ -117,9 +119,18 @@ class SaveStatus:
         logger.warning("%s", error)
         return error
 
-    def _count_skipped(self) -> None:
+    def _count_skipped(self, step: Step, reason: str) -> None:
+        """Count a skipped save, and log its reason unless that of the skip before was the same."""
         self.skipped += 1
         self.progress.skipped()
+        if reason != self._logged_skip:
+            self._logged_skip = reason
+            logger.info(
+                "save of step %d skipped: %s; later saves that are skipped for this reason are counted "
+                "in saves_skipped",
+                step,
+                reason,
+            )
 
     def _watch_commits(self) -> None:
         watch, now = self._outcomes.watch, time.monotonic()

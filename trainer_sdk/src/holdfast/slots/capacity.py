@@ -43,10 +43,10 @@ class SlotAdvice:
 
 IN_A_POD = SlotAdvice(
     place="shared memory volume",
-    volume="raise its size: the sizeLimit of the memory volume, which Holdfast derives from "
-    "spec.checkpoint.memory and the trainer's memory limit; or lower spec.checkpoint.memory.slots",
-    memory="raise resources.limits.memory of the trainer: slots are charged to it; or lower "
-    "spec.checkpoint.memory.slots",
+    volume="raise spec.checkpoint.memory.sizeLimit, or, where it is not set, the trainer's "
+    "resources.limits.memory; or lower spec.checkpoint.memory.slots (1 keeps one copy of the state)",
+    memory="raise resources.limits.memory of the trainer, to which slots are charged; or lower "
+    "spec.checkpoint.memory.slots (1 keeps one copy of the state)",
 )
 IN_A_FOLDER = SlotAdvice(
     place="file system",
@@ -105,10 +105,13 @@ def reserved_bytes(directory: Path) -> int:
 
 def require_room(
     directory: Path, needed_bytes: int, slots: int, advice: SlotAdvice = IN_A_POD
-) -> None:
+) -> str:
     """Raise CapacityError if `needed_bytes` more do not fit, or VolumeFullError if the volume is too small.
 
     The error names the needed and the available bytes, and what to change.
+
+    Returns:
+        What the limits leave after that, as a text for the log.
     """
     pending = reserved_bytes(directory)
 
@@ -125,6 +128,10 @@ def require_room(
     memory = memory_room(advice=advice)
     if memory is not None and needed_bytes + pending > memory.available_bytes:
         raise CapacityError(text(memory))
+    rooms = (volume,) if memory is None else (volume, memory)
+    return ", ".join(
+        f"{room.limit} has {room.available_bytes - needed_bytes - pending} more" for room in rooms
+    )
 
 
 @contextlib.contextmanager

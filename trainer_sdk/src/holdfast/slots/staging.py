@@ -286,7 +286,16 @@ class SlotRing:
                     self._path(index).unlink(missing_ok=True)
                 if missing:
                     size = len(missing) * (HEADER_BYTES + capacity_bytes)
-                    require_room(self.directory, size, self._count, self._advice)
+                    left = require_room(self.directory, size, self._count, self._advice)
+                    logger.info(
+                        "rank %d: %d slots of %d bytes each in %s take %d bytes of memory; %s",
+                        self._rank,
+                        self._count,
+                        capacity_bytes,
+                        self.directory,
+                        self._count * (HEADER_BYTES + capacity_bytes),
+                        left,
+                    )
                 descriptors = {index: self._create(index, capacity_bytes) for index in missing}
             for index, descriptor in descriptors.items():
                 kept[index] = self._open(index, descriptor)
