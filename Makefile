@@ -137,6 +137,10 @@ test-gpu: sync ## the tests of staging on a real GPU; fails where there is none
 bench-gpu: sync ## what a save costs a training on a GPU, beside torch DCP, into benchmarks/results/gpu.json
 	$(PY) -m benchmarks.gpu
 
+.PHONY: bench-ranks
+bench-ranks: sync ## a real coordinator with played members, 64 to 4096 workers, into benchmarks/results/ranks.{json,md,png}
+	$(PY) -m benchmarks.ranks $(BENCH)
+
 .PHONY: clean
 clean: ## remove build outputs of this checkout (the test bed's cache stays)
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -25,6 +25,8 @@ class SidecarProcess:
 
     contract: SidecarContract
     log: Path
+    module: str = "holdfast_sidecar"
+    """Module that runs the sidecar."""
     process: subprocess.Popen[bytes] | None = None
     launches: int = 0
 
@@ -42,7 +44,7 @@ class SidecarProcess:
         (self.node / PORTS_FILE).unlink(missing_ok=True)
         self.launches += 1
         failing = VARIABLE in (extra or {})
-        module = "tests.support.sidecar.failing" if failing else "holdfast_sidecar"
+        module = "tests.support.sidecar.failing" if failing else self.module
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module],

@@ -1,0 +1,302 @@
+"""The played members of a gang, in one process: `python -m benchmarks.ranks.members <folder>`.
+
+The folder has `gang.json` (see `Gang`) and a certificate for each member. Commands are lines of JSON on the
+standard input; each is answered by one line when all members are through with it:
+
+    {"do": "round", "round": 0, "version": 1, "coordinator": [address, port]}
+    {"do": "replace", "round": 1, "workers": [7]}
+    {"do": "report", "step": 5}
+    {"do": "commit", "step": 5}
+    {"do": "manifest", "worker": 7, "step": 5, "round": 0}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import resource
+import ssl
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.ranks.gang import Gang, address_of, layout_text, pod_name
+from benchmarks.ranks.http import Client, Served
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.schema import (
+    BufferNotice,
+    Inventory,
+    LevelNotice,
+    ListedManifest,
+    ListedShard,
+    ManifestDocument,
+    Ok,
+    Prepared,
+    PreparedReply,
+    RankProgress,
+    RankSaves,
+    RankTiers,
+    Replicated,
+    ShardInfo,
+    WorkerReport,
+)
+from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
+
+T = TypeVar("T")
+
+_STEP = re.compile(rb'"step":(\d+)')
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.2, 10.0
+"""Pauses between two attempts to send a message. They are those of a sidecar (base/settings.py)."""
+_TRIES = 40
+_NAMED = "played_name"
+"""Attribute of an SSLObject: the server name that the caller asked for, which says whom it means."""
+
+
+@dataclass(slots=True)
+class Now:
+    """The round that all played members are in."""
+
+    round: RestartRound
+    version: int
+    where: tuple[str, int]
+    """Address and control port of the coordinator."""
+
+
+class PlayedMember:
+    """One worker: what its sidecar would send and answer, with one rank."""
+
+    def __init__(self, gang: Gang, worker: int, birth_round: int, now: Now) -> None:
+        self._gang = gang
+        self._now = now
+        self.worker = Worker(worker)
+        self.rank = Rank(worker)
+        self.pod = pod_name(worker, birth_round)
+        self._layout = layout_text(worker)
+        self._digest = digest_of(self._layout.encode())
+        files = TlsFiles.in_directory(gang.certificates(self.pod))
+        self.server = server_context(files)
+        self._client = Client(client_context(files), address_of(worker))
+        self._instance = f"{self.pod}-instance"
+        self._coordinator = ""
+        self._held: dict[Step, Digest] = {}
+        self._replicating: dict[Step, asyncio.Task[None]] = {}
+        self._levels: dict[Step, set[Level]] = {}
+        self._reached: dict[tuple[Step, Level], asyncio.Event] = {}
+
+    def shard(self, step: Step) -> ShardInfo:
+        digest = digest_of(f"shard {self.rank} {step}".encode())
+        return ShardInfo(self.rank, self._gang.payload_bytes, digest, digest)
+
+    # ------------------------------------------------------------------ what it sends
+
+    async def send(self, message: Any, reply: type[T]) -> T:
+        """Send a message to the coordinator until it is accepted, and return the reply."""
+        head = (
+            f"POST {PATHS[type(message)]} HTTP/1.1\r\n{ROUND_HEADER}: {message.round}\r\n"
+            "Content-Type: application/json"
+        )
+        return loads(reply, await self._request(head, dumps(message)))
+
+    async def get_manifest(self, step: Step, round_: RestartRound) -> ManifestDocument:
+        head = f"GET /v1/manifest?step={step}&round={round_} HTTP/1.1"
+        return loads(ManifestDocument, await self._request(head, b""))
+
+    async def _request(self, head: str, body: bytes) -> bytes:
+        name = self._gang.server_name(self._gang.coordinator_pod)
+        for attempt in range(_TRIES):
+            try:
+                status, reply = await self._client.request(self._now.where, name, head, body)
+            except OSError:
+                status, reply = 0, b"the connection was closed"
+            if status == 200:
+                return reply
+            pause = min(_LAST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2**attempt)
+            await asyncio.sleep(random.uniform(pause / 2, pause))
+        raise SystemExit(f"worker {self.worker}: {head}: {reply[:500]!r}")
+
+    async def report(self, step: Step | None) -> None:
+        saved = None if step is None else RankSaves(self.rank, step)
+        report = WorkerReport(
+            round=self._now.round,
+            worker=self.worker,
+            progress=() if step is None else (RankProgress(self.rank, step, {"loss": 1.5}),),
+            tiers=(RankTiers(self.rank, memory=step, node=step, peer=step),),
+            rehydrate_seconds=1.0,
+            barrier_open=True,
+            saves=() if saved is None else (saved,),
+            reported_to=self._coordinator,
+            instance=self._instance,
+        )
+        self._coordinator = (await self.send(report, Ok)).instance
+
+    async def commit(self, step: Step) -> None:
+        """Prepare a step, and wait until the coordinator has sent its level REPLICATED."""
+        shard = self.shard(step)
+        self._held[step] = shard.blake3
+        message = Prepared(self._now.round, step, self.worker, shard, self._digest)
+        reply = await self.send(message, PreparedReply)
+        if reply.need_layout:
+            message = Prepared(
+                self._now.round, step, self.worker, shard, self._digest, self._layout
+            )
+            await self.send(message, PreparedReply)
+        await self.level(step, Level.REPLICATED)
+
+    async def level(self, step: Step, level: Level) -> None:
+        if level not in self._levels.get(step, ()):
+            await self._reached.setdefault((step, level), asyncio.Event()).wait()
+
+    async def _replicate(self, step: Step) -> None:
+        shard = self.shard(step)
+        message = Replicated(self._now.round, step, self.worker, self.rank, shard.blake3)
+        await self.send(message, Ok)
+
+    def close(self) -> None:
+        self._client.close()
+
+    # ------------------------------------------------------------------ what it answers
+
+    def answer(self, path: str, body: bytes) -> bytes:
+        match path.partition("?")[0]:
+            case "/v1/manifest":
+                # The document is not parsed: each member does that on a machine of its own.
+                found = _STEP.search(body[:200])
+                assert found is not None
+                step = Step(int(found.group(1)))
+                self._replicating[step] = asyncio.create_task(self._replicate(step))
+            case "/v1/level":
+                self._notice(loads(LevelNotice, body))
+            case "/v1/buffer-notice":
+                self._prune(loads(BufferNotice, body).prune)
+            case "/v1/inventory":
+                return dumps(self._inventory())
+            case other:
+                raise SystemExit(f"worker {self.worker} was sent {other}")
+        return dumps(Ok(self._now.round))
+
+    def _notice(self, notice: LevelNotice) -> None:
+        self._levels.setdefault(notice.step, set()).add(notice.level)
+        waiting = self._reached.pop((notice.step, notice.level), None)
+        if waiting is not None:
+            waiting.set()
+        self._prune(notice.prune)
+
+    def _prune(self, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            self._held.pop(step, None)
+            self._levels.pop(step, None)
+            self._replicating.pop(step, None)
+
+    def _inventory(self) -> Inventory:
+        ranks = self._gang.workers
+        shards = tuple(
+            ListedShard(
+                step, self._now.round, self.rank, self._gang.payload_bytes, digest, TierName.NODE
+            )
+            for step, digest in self._held.items()
+        )
+        manifests = tuple(
+            ListedManifest(step, self._now.round, digest, ranks)
+            for step, digest in self._held.items()
+        )
+        # Manifests of this round come from the real sidecars: the digests of these are not theirs.
+        older = tuple(m for m in manifests if m.round < self._now.round)
+        return Inventory(self.worker, self.pod, self._now.round, self._now.version, older, shards)
+
+
+class Played:
+    """All played members, and the port on which they answer."""
+
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+        self._now = Now(RestartRound(0), 0, ("", 0))
+        self._members: dict[int, PlayedMember] = {}
+        self._names: dict[str, PlayedMember] = {}
+
+    async def start(self) -> None:
+        context = next(iter(self._members.values())).server
+        context.sni_callback = self._chosen
+        for member in self._members.values():
+            member.server.sni_callback = self._chosen
+        loop = asyncio.get_running_loop()
+        await loop.create_server(
+            lambda: Served(self._answer, lambda found: str(vars(found)[_NAMED])),
+            "0.0.0.0",
+            self._gang.port,
+            ssl=context,
+            backlog=4096,
+            ssl_handshake_timeout=120,
+        )
+
+    def _chosen(self, found: ssl.SSLObject, name: str, _: ssl.SSLContext) -> None:
+        found.context = self._names[name].server
+        setattr(found, _NAMED, name)
+
+    def _answer(self, name: str, method: str, path: str, body: bytes) -> bytes:
+        return self._names[name].answer(path, body)
+
+    def add(self, worker: int, birth_round: int) -> None:
+        if worker in self._members:
+            self._members[worker].close()
+        member = PlayedMember(self._gang, worker, birth_round, self._now)
+        self._members[worker] = member
+        self._names[self._gang.server_name(member.pod)] = member
+
+    async def do(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Carry a command out in all members, and return what is known about it."""
+        members = list(self._members.values())
+        step = Step(command.get("step", 0))
+        began = time.monotonic()
+        extra: dict[str, Any] = {}
+        match command["do"]:
+            case "round":
+                self._now.round = RestartRound(command["round"])
+                self._now.version = command["version"]
+                self._now.where = (command["coordinator"][0], command["coordinator"][1])
+                await asyncio.gather(*(m.report(None) for m in members))
+            case "replace":
+                for worker in command["workers"]:
+                    self.add(worker, command["round"])
+            case "report":
+                await asyncio.gather(*(m.report(step) for m in members))
+            case "commit":
+                commits = asyncio.gather(*(m.commit(step) for m in members))
+                await asyncio.gather(*(m.level(step, Level.LOCAL) for m in members))
+                extra["local_seconds"] = time.monotonic() - began
+                await commits
+            case "manifest":
+                found = await self._members[command["worker"]].get_manifest(
+                    step, RestartRound(command["round"])
+                )
+                extra["bytes"] = len(dumps(found))
+            case other:
+                raise SystemExit(f"unknown command {other}")
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "wall_seconds": time.monotonic() - began,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            **extra,
+        }
+
+
+async def _serve(folder: Path) -> None:
+    gang = Gang.read(folder)
+    played = Played(gang)
+    for worker in gang.played:
+        played.add(worker, 0)
+    await played.start()
+    print(json.dumps({"ready": True}), flush=True)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        print(json.dumps(await played.do(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(Path(sys.argv[1])))
