@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 JobUid = NewType("JobUid", str)
 """metadata.uid of a TrainingJob."""
@@ -88,16 +88,11 @@ class ShardRef:
         return CheckpointId(self.step, self.round)
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """Half-open byte range: start <= position < stop."""
 
     start: int
     stop: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
-            raise ValueError(f"byte range [{self.start}, {self.stop}) is not ordered")
 
     @property
     def length_bytes(self) -> int:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import dumps_canonical, loads_canonical, loads_strict
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice, parse_rank_layout
+from holdfast_core.ids import ByteRange, Rank
 
 JSON = st.recursive(
     st.none()
@@ -81,3 +85,96 @@ def test_other_spellings_are_refused(data: bytes) -> None:
 def test_size_is_bounded() -> None:
     with pytest.raises(FormatError, match="at most 3"):
         loads_strict(b'"ab"', "doc", limit_bytes=3)
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
+    lambda name: "\0" not in name
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> RankLayout:
+    """Draw a layout with any names, in any order."""
+    tensors: dict[str, TensorSlice] = {}
+    position = draw(st.integers(0, 2**40))
+    for name in draw(st.lists(NAMES, max_size=6, unique=True)):
+        lengths = tuple(draw(st.lists(st.integers(0, 2**16), max_size=2)))
+        offsets = tuple(draw(st.integers(0, 2**40)) for _ in lengths)
+        shape = tuple(o + n for o, n in zip(offsets, lengths, strict=True))
+        stop = position + 4 * math.prod(lengths)
+        tensors[name] = TensorSlice("F32", shape, offsets, lengths, ByteRange(position, stop))
+        position = stop
+    objects = {
+        name: ByteRange(position, position + 9) for name in draw(st.lists(NAMES, max_size=3))
+    }
+    return RankLayout(Rank(draw(st.integers(0, 10**6 - 1))), tensors, objects, position + 9)
+
+
+def reference(layout: RankLayout) -> Any:
+    """Return the JSON value of a layout as docs/format.md describes it."""
+    return {
+        "formatVersion": 1,
+        "rank": layout.rank,
+        "payloadBytes": layout.payload_bytes,
+        "tensors": {
+            name: {
+                "dtype": item.dtype,
+                "shape": list(item.shape),
+                "offsets": list(item.offsets),
+                "lengths": list(item.lengths),
+                "byteRange": list(item.byte_range),
+            }
+            for name, item in layout.tensors.items()
+        },
+        "objects": {name: {"byteRange": list(place)} for name, place in layout.objects.items()},
+    }
+
+
+@given(layouts())
+def test_layouts_have_the_bytes_that_the_general_encoder_writes(layout: RankLayout) -> None:
+    document = layout.to_bytes()
+    assert document == dumps_canonical(reference(layout))
+    assert parse_rank_layout(document) == layout
+
+
+@given(layouts(), st.data())
+def test_layouts_in_any_other_spelling_are_refused(layout: RankLayout, data: st.DataObject) -> None:
+    document = layout.to_bytes()
+    value = reference(layout)
+    other = data.draw(
+        st.sampled_from(
+            [
+                json.dumps(value, sort_keys=True, ensure_ascii=False).encode(),
+                json.dumps(value, separators=(",", ":"), sort_keys=True).encode(),
+                json.dumps(
+                    dict(reversed(value.items())), separators=(",", ":"), ensure_ascii=False
+                ).encode(),
+                document.replace(b'"formatVersion":1', b'"formatVersion":1.0'),
+                document.replace(b'"formatVersion":1', b'"formatVersion":1,"formatVersion":1'),
+                document.replace(b'"rank":', b'"rank":0,"rank":'),
+                document.replace(b'"objects":{', b'"objects":{"a":{"byteRange":[0,0]},'),
+                b" " + document,
+                document + b"\n",
+                b"\xef\xbb\xbf" + document,
+            ]
+        )
+    )
+    if other != document and json.loads(other.decode("utf-8-sig")) == value:
+        with pytest.raises(FormatError, match="layout of a rank"):
+            parse_rank_layout(other)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"null", b"NaN", b"\xff", b"[" * 100_000, b"{" * 100_000, b'{"rank":NaN}'],
+    ids=["empty", "list", "null", "nan", "utf8", "deep list", "deep object", "nan inside"],
+)
+def test_hostile_layouts_are_refused(data: bytes) -> None:
+    with pytest.raises(FormatError, match="layout of a rank"):
+        parse_rank_layout(data)
+
+
+def test_a_name_that_is_not_unicode_is_refused() -> None:
+    layout = RankLayout(Rank(0), {}, {"\ud800": ByteRange(0, 1)}, 1)
+    with pytest.raises(FormatError, match="canonical JSON"):
+        layout.to_bytes()

@@ -67,7 +67,14 @@ def test_layouts_that_contradict_each_other(documents: list[bytes], text: str) -
         (lambda m: m["tensors"]["weight"].update(offsets=[0]), "differ in their dimensions"),
         (lambda m: m["tensors"]["weight"].update(lengths=[1, 3]), "24 bytes, expected 12"),
         (lambda m: m["tensors"]["weight"].update(byteRange=[24, 0]), "not a byte range"),
-        (lambda m: m["tensors"]["weight"].update(byteRange=[0, 2**63]), "not within"),
+        (lambda m: m["tensors"]["weight"].update(byteRange=[0, 2**63]), "expected 24"),
+        (lambda m: m["tensors"]["weight"].update(byteRange=[-24, 0]), "not a byte range"),
+        (lambda m: m["tensors"]["weight"].update(byteRange=[0, 8, 24]), r"\.byteRange: .*length 2"),
+        (lambda m: m["tensors"]["weight"].update(shape=[8.0, 3]), r"\.shape\[0\]: .*`int`"),
+        (lambda m: m["tensors"]["weight"].update(extra=1), "unknown field"),
+        (lambda m: m["tensors"]["weight"].pop("shape"), "required field `shape`"),
+        (lambda m: m["objects"]["rng"].update(byteRange=[5, 4]), "not a byte range"),
+        (lambda m: m.update(payloadBytes=2**51), "payloadBytes"),
         (lambda m: m["tensors"]["weight"].update(shape=[2**63 - 1, 3]), "dimension"),
         (
             lambda m: m["tensors"]["step"].update(
@@ -81,7 +88,11 @@ def test_layouts_that_contradict_each_other(documents: list[bytes], text: str) -
         (lambda m: m["tensors"].update({"": m["tensors"]["weight"]}), "characters"),
         (lambda m: m["tensors"].update({"a\0": m["tensors"]["weight"]}), "NUL"),
         (lambda m: m.update(rank=-1), "rank"),
-        (lambda m: m.update(tensors=[]), "expected an object"),
+        (lambda m: m.update(rank=10**6), "rank"),
+        (lambda m: m.update(tensors=[]), r"tensors: Expected `object`"),
+        (lambda m: m.update(formatVersion=2, more=1), "version 2 is not supported"),
+        (lambda m: m.update(formatVersion=2), "version 2 is not supported"),
+        (lambda m: m.update(formatVersion="1"), "formatVersion: expected a whole number"),
     ],
 )
 def test_every_contradiction_of_a_rank_is_refused(

@@ -3,17 +3,95 @@
 Keys are sorted by code point, there is no whitespace, text is unescaped UTF-8, integers are exact, and
 NaN and infinities are refused. The parser is strict: duplicate keys, NaN, infinities, a byte-order mark
 and too deep nesting raise FormatError.
+
+Layouts and manifests are large and contain no floats. They have a type each and are encoded and decoded by
+msgspec, which is about twenty times faster than the standard library (ADR 0064). All other values are
+encoded by the standard library, because msgspec spells some floats differently.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
 
 from holdfast_core.errors import FormatError
+from holdfast_core.format.checks import expect_version
 
 MAX_DOCUMENT_BYTES = 64 << 20
 """Maximum length of a layout or manifest."""
+
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
+S = TypeVar("S", bound="Versioned")
+
+
+class Versioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Base of the documents that have a type. No field of such a document may be a float."""
+
+    format_version: int
+
+
+class _AnyVersion(msgspec.Struct, rename="camel"):
+    """The version of a document whose other fields are not known."""
+
+    format_version: Any = None
+
+
+def encode_document(document: Versioned) -> bytes:
+    """Encode a document canonically. Raises FormatError for text that is not Unicode."""
+    try:
+        data = _ENCODER.encode(document)
+    except (UnicodeError, msgspec.MsgspecError) as error:
+        raise FormatError(f"canonical JSON: cannot be written: {error}") from error
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise FormatError(
+            f"canonical JSON: {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are accepted"
+        )
+    return data
+
+
+def decode_document(decoder: msgspec.json.Decoder[S], data: bytes, what: str, version: int) -> S:
+    """Parse a canonical document.
+
+    Args:
+        decoder: Decoder of the document's type.
+        data: The document.
+        what: Name of the document in errors.
+        version: The version that this release reads.
+
+    Raises:
+        UnknownVersionError: The document has another version. It is compared first, because a newer version
+            may have other fields.
+        FormatError: The document is too long, not of the type, or in another spelling than the canonical
+            one. The message has the path of the wrong value.
+    """
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise FormatError(f"{what}: {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are accepted")
+    try:
+        document = decoder.decode(data)
+    except (UnicodeError, msgspec.MsgspecError, RecursionError) as error:
+        _check_version(data, what, version)
+        text, _, path = str(error).partition(" - at `$")
+        raise FormatError(f"{what}{path.rstrip('`')}: {text}") from error
+    if document.format_version != version:
+        _check_version(data, what, version)
+    if _ENCODER.encode(document) != data:
+        raise FormatError(
+            f"{what}: not in canonical form (sorted keys, no whitespace, no duplicate keys)"
+        )
+    return document
+
+
+def _check_version(data: bytes, what: str, version: int) -> None:
+    """Raise UnknownVersionError if the document is an object with another version."""
+    try:
+        found = msgspec.json.decode(data, type=_AnyVersion).format_version
+    except (UnicodeError, msgspec.MsgspecError, RecursionError):
+        return  # the document is no object, which the caller reports
+    if found is not None:
+        expect_version(found, f"{what}.formatVersion", version)
 
 
 def dumps_canonical(value: Any) -> bytes:

@@ -23,18 +23,14 @@ from holdfast_core.format.checks import (
     expect_text,
 )
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes
+from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes, tensor_bytes
 from holdfast_core.format.manifest import MAX_SHARDS
 from holdfast_core.format.rank_layout import (
     RankLayout,
     TensorSlice,
     check_fqn,
-    check_ranges,
-    check_slice,
     expect_shape,
     parse_rank_layout,
-    range_json,
-    slice_json,
 )
 from holdfast_core.ids import ByteRange, Digest, Rank
 
@@ -289,4 +285,61 @@ def _tensor_json(tensor: TensorLayout) -> dict[str, Any]:
             }
             for item in tensor.slices
         ],
+    }
+
+
+def check_slice(item: TensorSlice, path: str) -> TensorSlice:
+    """Return `item`. Raises FormatError if its fields contradict each other.
+
+    The dimensions must agree, the box must lie within the shape, and the byte range must be as long as
+    the box.
+    """
+    element_bytes(item.dtype, f"{path}.dtype")
+    if not len(item.shape) == len(item.offsets) == len(item.lengths):
+        raise FormatError(f"{path}: shape, offsets and lengths differ in their dimensions")
+    for axis, (size, offset, length) in enumerate(
+        zip(item.shape, item.offsets, item.lengths, strict=True)
+    ):
+        if offset + length > size:
+            raise FormatError(
+                f"{path}: axis {axis} has the range {offset}..{offset + length} of a dimension of "
+                f"{size}"
+            )
+    expected = tensor_bytes(item.dtype, item.lengths, path)
+    if item.byte_range.length_bytes != expected:
+        raise FormatError(
+            f"{path}.byteRange: {item.byte_range.length_bytes} bytes, expected {expected} "
+            f"for {item.dtype} {list(item.lengths)}"
+        )
+    return item
+
+
+def check_ranges(
+    exclusive: Iterable[ByteRange], shared: Iterable[ByteRange], payload_bytes: int, path: str
+) -> None:
+    """Raise FormatError if two ranges overlap or one does not lie within the payload.
+
+    `exclusive` are the ranges of tensors; `shared` are the distinct ranges of objects.
+    """
+    end = 0
+    for item in sorted(
+        (r for r in (*exclusive, *shared) if r.length_bytes), key=lambda r: (r.start, r.stop)
+    ):
+        if item.start < end:
+            raise FormatError(f"{path}: byte ranges overlap at {item.start}")
+        end = item.stop
+    if end > payload_bytes:
+        raise FormatError(f"{path}: byte range ends at {end} of a payload of {payload_bytes}")
+
+
+def range_json(item: ByteRange) -> list[int]:
+    return [item.start, item.stop]
+
+
+def slice_json(item: TensorSlice) -> dict[str, Any]:
+    """Return the JSON of the fields of a slice that differ by rank."""
+    return {
+        "offsets": list(item.offsets),
+        "lengths": list(item.lengths),
+        "byteRange": range_json(item.byte_range),
     }

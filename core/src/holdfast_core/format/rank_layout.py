@@ -1,38 +1,38 @@
-"""The layout of one rank: which slice of which tensor its payload holds, and where. The rank writes it."""
+"""The layout of one rank: which slice of which tensor its payload holds, and where. The rank writes it.
+
+The manifest names the layouts of all ranks by their digests. No document describes more than one rank.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from holdfast_core.errors import FormatError
-from holdfast_core.format.canonical import dumps_canonical, loads_canonical
-from holdfast_core.format.checks import (
-    expect_document,
-    expect_int,
-    expect_ints,
-    expect_map,
-    expect_object,
-    expect_range,
-    expect_text,
-)
-from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes, tensor_bytes
+from holdfast_core.format.canonical import Versioned, decode_document, encode_document
+from holdfast_core.format.checks import expect_ints
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes
 from holdfast_core.format.keys import MAX_RANK
-from holdfast_core.ids import ByteRange, Rank
+from holdfast_core.ids import ByteRange, Digest, Rank
 
 FORMAT_VERSION = 1
 MAX_FQN = 4096
 MAX_DIMENSIONS = 64
 MAX_DIMENSION = 1 << 50
 
-_FIELDS = frozenset({"formatVersion", "rank", "tensors", "objects", "payloadBytes"})
-_TENSOR_FIELDS = frozenset({"dtype", "shape", "offsets", "lengths", "byteRange"})
-_OBJECT_FIELDS = frozenset({"byteRange"})
+_WHAT = "layout of a rank"
+_RANK_LOCAL = re.compile(r"@rank(\d+)(~\d+)?\Z")
+"""End of the name that the SDK gives to a tensor that belongs to one rank only."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
+class TensorSlice(
+    msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, rename="camel"
+):
     """A box of a tensor: in each dimension of `shape`, `lengths` elements from `offsets` on."""
 
     dtype: str
@@ -41,6 +41,37 @@ class TensorSlice:
     lengths: tuple[int, ...]
     byte_range: ByteRange
     """Bytes of the box within the rank's payload."""
+
+
+class _Place(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, rename="camel"):
+    byte_range: ByteRange
+
+
+class _Document(Versioned, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    rank: int
+    tensors: dict[str, TensorSlice]
+    objects: dict[str, _Place]
+    payload_bytes: int
+
+
+_DECODER = msgspec.json.Decoder(_Document)
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutDigests:
+    """What a rank's layout has in common with those of other ranks, without the layouts themselves.
+
+    Tensors that belong to one rank only, and objects, count for `layout` alone.
+    """
+
+    layout: Digest
+    """Digest of the document."""
+    tensors: Digest
+    """Digest of the names, dtypes and global shapes of the tensors."""
+    boxes: Digest
+    """Digest of the tensors with their boxes and byte ranges. Ranks that have it in common hold the same
+    tensors at the same bytes of their payloads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +86,16 @@ class RankLayout:
 
     def to_bytes(self) -> bytes:
         """Return the canonical document. Raises FormatError if `parse_rank_layout` would refuse it."""
-        data = dumps_canonical(
-            {
-                "formatVersion": FORMAT_VERSION,
-                "rank": self.rank,
-                "tensors": {fqn: _tensor_json(t) for fqn, t in self.tensors.items()},
-                "objects": {fqn: {"byteRange": range_json(r)} for fqn, r in self.objects.items()},
-                "payloadBytes": self.payload_bytes,
-            }
+        _check(self)
+        return encode_document(
+            _Document(
+                format_version=FORMAT_VERSION,
+                rank=self.rank,
+                tensors=self.tensors,
+                objects={fqn: _Place(place) for fqn, place in self.objects.items()},
+                payload_bytes=self.payload_bytes,
+            )
         )
-        parse_rank_layout(data)
-        return data
 
 
 def parse_rank_layout(document: bytes) -> RankLayout:
@@ -73,37 +103,33 @@ def parse_rank_layout(document: bytes) -> RankLayout:
 
     Raises FormatError with the path of the wrong value.
     """
-    what = "layout of a rank"
-    root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
-    payload_bytes = expect_int(root["payloadBytes"], f"{what}.payloadBytes", high=MAX_TENSOR_BYTES)
-    tensors: dict[str, TensorSlice] = {}
-    for fqn, value in expect_map(root["tensors"], f"{what}.tensors").items():
-        path = f"{what}.tensors[{fqn[:200]!r}]"
-        entry = expect_object(value, path, _TENSOR_FIELDS)
-        tensors[check_fqn(fqn, path)] = check_slice(
-            TensorSlice(
-                dtype=expect_text(entry["dtype"], f"{path}.dtype", limit=40),
-                shape=expect_shape(entry["shape"], f"{path}.shape"),
-                offsets=expect_shape(entry["offsets"], f"{path}.offsets"),
-                lengths=expect_shape(entry["lengths"], f"{path}.lengths"),
-                byte_range=expect_range(entry["byteRange"], f"{path}.byteRange"),
-            ),
-            path,
-        )
-    objects: dict[str, ByteRange] = {}
-    for fqn, value in expect_map(root["objects"], f"{what}.objects").items():
-        path = f"{what}.objects[{fqn[:200]!r}]"
-        entry = expect_object(value, path, _OBJECT_FIELDS)
-        objects[check_fqn(fqn, path)] = expect_range(entry["byteRange"], f"{path}.byteRange")
-    check_ranges(
-        [t.byte_range for t in tensors.values()], set(objects.values()), payload_bytes, what
+    found = decode_document(_DECODER, document, _WHAT, FORMAT_VERSION)
+    layout = RankLayout(
+        Rank(found.rank),
+        found.tensors,
+        {fqn: place.byte_range for fqn, place in found.objects.items()},
+        found.payload_bytes,
     )
-    return RankLayout(
-        rank=Rank(expect_int(root["rank"], f"{what}.rank", high=MAX_RANK)),
-        tensors=tensors,
-        objects=objects,
-        payload_bytes=payload_bytes,
+    _check(layout)
+    return layout
+
+
+def layout_digests(document: bytes) -> LayoutDigests:
+    """Return the digests of a layout document. Raises FormatError if it is not valid."""
+    layout = parse_rank_layout(document)
+    shared = {fqn: item for fqn, item in layout.tensors.items() if owner_of(fqn) is None}
+    names = sorted((fqn, item.dtype, item.shape) for fqn, item in shared.items())
+    # A rank without tensors of the gang has nothing in common with another one.
+    boxes: object = shared or layout.rank
+    return LayoutDigests(
+        digest_of(document), digest_of(_ENCODER.encode(names)), digest_of(_ENCODER.encode(boxes))
     )
+
+
+def owner_of(fqn: str) -> Rank | None:
+    """Return the rank that a tensor belongs to, by its name. None if it belongs to the gang."""
+    found = _RANK_LOCAL.search(fqn)
+    return None if found is None else Rank(int(found[1]))
 
 
 def check_fqn(fqn: str, path: str) -> str:
@@ -120,62 +146,67 @@ def expect_shape(value: Any, path: str) -> tuple[int, ...]:
     return numbers
 
 
-def check_slice(item: TensorSlice, path: str) -> TensorSlice:
-    """Return `item`. Raises FormatError if its fields contradict each other.
-
-    The dimensions must agree, the box must lie within the shape, and the byte range must be as long as
-    the box.
-    """
-    element_bytes(item.dtype, f"{path}.dtype")
-    if not len(item.shape) == len(item.offsets) == len(item.lengths):
-        raise FormatError(f"{path}: shape, offsets and lengths differ in their dimensions")
-    for axis, (size, offset, length) in enumerate(
-        zip(item.shape, item.offsets, item.lengths, strict=True)
-    ):
-        if offset + length > size:
-            raise FormatError(
-                f"{path}: axis {axis} has the range {offset}..{offset + length} of a dimension of "
-                f"{size}"
-            )
-    expected = tensor_bytes(item.dtype, item.lengths, path)
-    if item.byte_range.length_bytes != expected:
+def _check(layout: RankLayout) -> None:
+    """Raise FormatError if fields of the layout contradict each other or are out of bounds."""
+    if not 0 <= layout.rank <= MAX_RANK:
+        raise FormatError(f"{_WHAT}.rank: {layout.rank} is not within 0..{MAX_RANK}")
+    if not 0 <= layout.payload_bytes <= MAX_TENSOR_BYTES:
         raise FormatError(
-            f"{path}.byteRange: {item.byte_range.length_bytes} bytes, expected {expected} "
-            f"for {item.dtype} {list(item.lengths)}"
+            f"{_WHAT}.payloadBytes: {layout.payload_bytes} is not within 0..{MAX_TENSOR_BYTES}"
         )
-    return item
+    for names in (layout.tensors, layout.objects):
+        for fqn in names:
+            check_fqn(fqn, _WHAT)
+    for fqn, item in layout.tensors.items():
+        if (problem := _contradiction(item)) is not None:
+            raise FormatError(f"{_WHAT}.tensors[{fqn[:200]!r}]{problem}")
+    for fqn, (start, stop) in layout.objects.items():
+        if not 0 <= start <= stop:
+            raise FormatError(
+                f"{_WHAT}.objects[{fqn[:200]!r}].byteRange: {[start, stop]} is not a byte range "
+                "[start, stop)"
+            )
+    _check_ranges(layout)
 
 
-def check_ranges(
-    exclusive: Iterable[ByteRange], shared: Iterable[ByteRange], payload_bytes: int, path: str
-) -> None:
+def _contradiction(item: TensorSlice) -> str | None:
+    """Return the path and the text of a contradiction between the fields of a slice."""
+    size = element_bytes(item.dtype, f"{_WHAT}.dtype")
+    shape, offsets, lengths = item.shape, item.offsets, item.lengths
+    if not len(shape) == len(offsets) == len(lengths) <= MAX_DIMENSIONS:
+        return f": shape, offsets and lengths differ in their dimensions, or have over {MAX_DIMENSIONS}"
+    for axis, (whole, offset, length) in enumerate(zip(shape, offsets, lengths, strict=True)):
+        if not 0 <= offset <= offset + length <= whole <= MAX_DIMENSION:
+            return (
+                f": axis {axis} has the range {offset}..{offset + length} of a dimension of {whole}, "
+                f"at most {MAX_DIMENSION} is accepted"
+            )
+        size *= length
+    start, stop = item.byte_range
+    if not 0 <= start <= stop:
+        return f".byteRange: {[start, stop]} is not a byte range [start, stop)"
+    if stop - start != size or size > MAX_TENSOR_BYTES:
+        return (
+            f".byteRange: {stop - start} bytes, expected {size} for {item.dtype} {list(lengths)}, "
+            f"at most {MAX_TENSOR_BYTES}"
+        )
+    return None
+
+
+def _check_ranges(layout: RankLayout) -> None:
     """Raise FormatError if two ranges overlap or one does not lie within the payload.
 
-    `exclusive` are the ranges of tensors; `shared` are the distinct ranges of objects.
+    The ranges of tensors are exclusive. Objects may share one range.
     """
     end = 0
-    for item in sorted(
-        (r for r in (*exclusive, *shared) if r.length_bytes), key=lambda r: (r.start, r.stop)
-    ):
-        if item.start < end:
-            raise FormatError(f"{path}: byte ranges overlap at {item.start}")
-        end = item.stop
-    if end > payload_bytes:
-        raise FormatError(f"{path}: byte range ends at {end} of a payload of {payload_bytes}")
-
-
-def range_json(item: ByteRange) -> list[int]:
-    return [item.start, item.stop]
-
-
-def slice_json(item: TensorSlice) -> dict[str, Any]:
-    """Return the JSON of the fields of a slice that differ by rank."""
-    return {
-        "offsets": list(item.offsets),
-        "lengths": list(item.lengths),
-        "byteRange": range_json(item.byte_range),
-    }
-
-
-def _tensor_json(item: TensorSlice) -> dict[str, Any]:
-    return {"dtype": item.dtype, "shape": list(item.shape), **slice_json(item)}
+    ranges: Iterable[ByteRange] = (item.byte_range for item in layout.tensors.values())
+    for start, stop in sorted([*ranges, *set(layout.objects.values())]):
+        if start == stop:
+            continue
+        if start < end:
+            raise FormatError(f"{_WHAT}: byte ranges overlap at {start}")
+        end = stop
+    if end > layout.payload_bytes:
+        raise FormatError(
+            f"{_WHAT}: byte range ends at {end} of a payload of {layout.payload_bytes}"
+        )
