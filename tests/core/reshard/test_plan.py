@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -279,7 +280,7 @@ def test_a_wanted_layout_must_be_one_of_a_payload() -> None:
     assert payload_plan(good).total_bytes == good.payload_bytes
     item = good.tensors["w"]
     start, stop = item.byte_range.start, item.byte_range.stop
-    moved = replace(item, byte_range=ByteRange(start + 4, stop + 4))
+    moved = msgspec.structs.replace(item, byte_range=ByteRange(start + 4, stop + 4))
     with pytest.raises(FormatError, match="byte ranges are not those of a payload"):
         payload_plan(replace(good, tensors={**good.tensors, "w": moved}))
     with pytest.raises(FormatError, match="expected objects in 1 place, found 2"):

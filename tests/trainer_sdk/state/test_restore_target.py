@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import distributed as dist
@@ -211,7 +212,7 @@ def test_optimizer_state_of_an_unknown_cut_is_refused(world: None) -> None:
         optimizer.state[weight] = {"factor": cut((4,), (2,), mesh, [Shard(0)])}
         document = parse_rank_layout(layout_of({"optim": optimizer}, 0))
         item = document.tensors["optim.state.0.factor"]
-        tensors = {"optim.state.0.factor": replace(item, offsets=(2 * rank,))}
+        tensors = {"optim.state.0.factor": msgspec.structs.replace(item, offsets=(2 * rank,))}
         documents.append(replace(document, rank=Rank(rank), tensors=tensors).to_bytes())
     source = merge_layouts(documents)
     fresh = {"optim": torch.optim.SGD([weight])}
