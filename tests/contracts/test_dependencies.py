@@ -90,7 +90,7 @@ def test_what_is_declared_is_imported(member: str) -> None:
 
 
 def test_a_training_script_needs_no_store_no_server_and_no_cluster() -> None:
-    assert third_party("trainer_sdk") == {"blake3", "crc32c", "numpy", "torch"}
+    assert third_party("trainer_sdk") == {"blake3", "crc32c", "msgspec", "numpy", "torch"}
 
 
 def test_each_dependency_has_a_reason() -> None:
