@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[Callable[[Object], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_api_server_refuses_with_field_value_and_remedy(installed, namespace, case):
+def test_the_api_server_refuses_with_field_value_and_remedy(installed, namespace, case):
     spoil, texts = REFUSED[case]
     manifest = job_manifest("refused", namespace, Training(workers=2))
     spoil(manifest)
@@ -183,7 +183,7 @@ def test_api_server_refuses_with_field_value_and_remedy(installed, namespace, ca
     assert_contains(json.loads(refused.value.body)["message"], *texts)
 
 
-def test_misspelt_field_is_refused_as_kubectl_asks(installed, namespace):
+def test_a_misspelt_field_is_refused_under_strict_validation(installed, namespace):
     manifest = job_manifest("misspelt", namespace, Training(workers=2))
     manifest["spec"]["checkpoint"]["intervall"] = {"steps": 10}
     with pytest.raises(ApiException) as refused:
@@ -285,7 +285,7 @@ def test_a_store_that_does_not_work_reports_why_on_itself_and_on_its_job(
     assert job.pods() == [], "no pod waits for a store that does not work"
 
 
-def test_missing_secret_created_later_is_enough(installed, namespace):
+def test_a_missing_secret_may_be_created_later(installed, namespace):
     name = "secret-late"
     ref = {"name": f"keys-of-{name}"}
     installed.create(store_manifest(namespace, name, credentialsSecretRef=ref))
@@ -297,7 +297,7 @@ def test_missing_secret_created_later_is_enough(installed, namespace):
     _wait_store(installed, name, "True", 90)
 
 
-def test_missing_store_created_later_is_enough(installed, namespace, submit):
+def test_a_missing_store_may_be_created_later(installed, namespace, submit):
     manifest = job_manifest("store-late", namespace, ALONE, copies=0)
     manifest["spec"]["checkpoint"]["object"]["storeRef"]["name"] = "late"
     job = submit(manifest)
@@ -315,7 +315,7 @@ def test_missing_store_created_later_is_enough(installed, namespace, submit):
 # --------------------------------------------------------------------------- restoreFrom
 
 
-def test_restore_from_a_checkpoint_that_is_not_there(installed, namespace, submit):
+def test_a_job_that_restores_from_an_absent_checkpoint_is_refused(installed, namespace, submit):
     manifest = job_manifest("from-nowhere", namespace, ALONE, copies=0, restore_from="gone-s20-r0")
     job = submit(manifest)
     found = job.wait_condition("Accepted", "False", 60)
@@ -341,7 +341,7 @@ def one_rank_checkpoint(installed, namespace) -> Iterator[str]:
     first.delete()
 
 
-def test_restore_from_another_world_size(installed, namespace, submit, one_rank_checkpoint):
+def test_a_job_restores_from_another_world_size(installed, namespace, submit, one_rank_checkpoint):
     name = one_rank_checkpoint
     two = Training(workers=2, steps=40, layers=1, width=32)
     job = submit(job_manifest("two-ranks", namespace, two, restore_from=name))
@@ -349,7 +349,9 @@ def test_restore_from_another_world_size(installed, namespace, submit, one_rank_
     assert job.status["restorePoint"]["step"] == 20, "it is not bad input: two ranks take over"
 
 
-def test_restore_from_other_shapes(installed, namespace, submit, one_rank_checkpoint):
+def test_a_job_that_restores_from_other_shapes_fails_and_names_them(
+    installed, namespace, submit, one_rank_checkpoint
+):
     wider = Training(workers=1, steps=20, layers=1, width=48)
     manifest = job_manifest(
         "other-shapes", namespace, wider, copies=0, restore_from=one_rank_checkpoint
@@ -366,7 +368,7 @@ def test_restore_from_other_shapes(installed, namespace, submit, one_rank_checkp
 # --------------------------------------------------------------------------- pods that do not start
 
 
-def test_image_that_cannot_be_pulled(installed, namespace, submit):
+def test_an_image_that_cannot_be_pulled_is_reported(installed, namespace, submit):
     image = "registry.invalid/nobody/nothing:1"
     manifest = job_manifest("no-image", namespace, ALONE, **ONE_WORKER)
     trainer(manifest)["image"] = image
@@ -378,7 +380,7 @@ def test_image_that_cannot_be_pulled(installed, namespace, submit):
     job.wait("no pods", lambda: not job.pods(), 60)
 
 
-def test_image_without_the_launcher(installed, namespace, submit):
+def test_an_image_without_the_launcher_is_reported(installed, namespace, submit):
     """The kubelet retries. The job waits, reports the message, and does not use up restarts."""
     manifest = job_manifest("no-launcher", namespace, ALONE, **ONE_WORKER)
     trainer(manifest)["image"] = "holdfast/operator:dev"
@@ -426,7 +428,7 @@ def test_too_little_shared_memory_is_reported_before_the_first_step(installed, n
     assert not job.status.get("step"), "not one step was trained for nothing"
 
 
-def test_too_small_node_volume_does_not_stop_training(installed, namespace, submit):
+def test_a_node_volume_that_is_too_small_does_not_stop_training(installed, namespace, submit):
     manifest = job_manifest("small-volume", namespace, BALLAST, **ONE_WORKER)
     manifest["spec"]["checkpoint"]["node"]["volume"]["emptyDir"]["sizeLimit"] = "8Mi"
     job = submit(manifest)
@@ -452,7 +454,7 @@ with holdfast.Checkpointer() as ckpt:
 """
 
 
-def test_state_that_cannot_be_saved_names_its_path(installed, namespace, submit):
+def test_a_state_that_cannot_be_saved_is_reported_with_its_path(installed, namespace, submit):
     installed.core.create_namespaced_config_map(
         namespace, {"metadata": {"name": "script"}, "data": {"unsavable.py": UNSAVABLE}}
     )
@@ -472,6 +474,6 @@ def test_state_that_cannot_be_saved_names_its_path(installed, namespace, submit)
 # --------------------------------------------------------------------------- other jobs
 
 
-def test_the_good_store_and_a_good_job_are_untouched(installed, namespace, submit):
+def test_a_good_store_and_a_good_job_are_not_affected(installed, namespace, submit):
     assert is_true(installed.get("CheckpointStore", namespace, STORE_NAME), "Available")
     submit(job_manifest("good", namespace, ALONE, copies=0)).wait_complete(120)

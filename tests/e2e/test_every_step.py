@@ -13,7 +13,7 @@ SLOW_BYTES_PER_SECOND = 200_000
 """Writing a shard takes some seconds, and a step takes half a second."""
 
 
-def test_slow_disk_keeps_the_newest_step_in_memory(scenario):
+def test_a_slow_disk_keeps_the_newest_step_in_memory(scenario):
     training = replace(SHORT, sleep_per_step=0.5)  # long enough for a status that is up to 10 s old
     job = scenario.start(training, interval=1, slots=3, object_every=None)
     job.wait_step(10)

@@ -67,7 +67,7 @@ def finalizers(kube: Kube, namespace: str) -> dict[str, list[str]]:
     }
 
 
-def test_upgrade_leaves_a_running_job_alone(scenario, installed):
+def test_an_upgrade_does_not_affect_a_running_job(scenario, installed):
     job = scenario.start(LONG, name="under-upgrade")
     job.wait_round(0)
     step = job.wait_step(15)
@@ -91,7 +91,7 @@ def test_upgrade_leaves_a_running_job_alone(scenario, installed):
     job.delete()
 
 
-def test_operator_pod_is_admitted_by_restricted(installed):
+def test_the_restricted_policy_admits_the_operator_pod(installed):
     """The operator's pod spec is created again in a namespace that enforces `restricted`."""
     space = "e2e-restricted"
     installed.ensure_namespace(space)
@@ -116,7 +116,7 @@ def test_operator_pod_is_admitted_by_restricted(installed):
         installed.delete_namespace(space)
 
 
-def test_notes_print_commands_that_work(installed):
+def test_the_notes_print_commands_that_work(installed):
     notes = install.helm("get", "notes", install.RELEASE)
     commands = [w.strip() for w in notes.splitlines() if w.strip().startswith("kubectl ")]
     printed = "\n".join(commands)
@@ -132,12 +132,12 @@ def test_notes_print_commands_that_work(installed):
     }
 
 
-def test_misspelt_value_is_refused(installed):
+def test_a_misspelt_value_is_refused(installed):
     with pytest.raises(AssertionError, match="logLevell"):
         upgrade("--dry-run=client", "--set-string", "operator.logLevell=debug")
 
 
-def test_uninstall_hangs_nothing_and_install_goes_on_from_there(scenario, kube):
+def test_a_reinstalled_operator_takes_over_the_jobs_of_the_one_before(scenario, kube):
     job = scenario.start(LONG, name="orphan")
     doomed = scenario.start(LONG, name="doomed")
     for each in (job, doomed):

@@ -20,7 +20,7 @@ node, because it is the only one without another worker.
 """
 
 
-def test_killed_node_costs_one_round(scenario, nodes_back):
+def test_a_killed_node_costs_one_round(scenario, nodes_back):
     job = scenario.start(ON_EVERY_NODE)
     job.wait_step(25)
     nodes = {worker: job.node_of(worker) for worker in range(ON_EVERY_NODE.workers)}
@@ -36,7 +36,7 @@ def test_killed_node_costs_one_round(scenario, nodes_back):
     assert {r["reason"] for r in recoveries if r} == {"NodeLost"}
 
 
-def test_paused_node_is_replaced_and_cannot_harm_when_it_returns(scenario, nodes_back):
+def test_a_paused_node_is_replaced_and_does_no_harm_when_it_returns(scenario, nodes_back):
     job = scenario.start()
     job.wait_step(25)
     node = job.node_of(1)
@@ -46,7 +46,7 @@ def test_paused_node_is_replaced_and_cannot_harm_when_it_returns(scenario, nodes
     scenario.finish_and_judge(job)
 
 
-def test_survivor_that_answers_late(scenario, nodes_back):
+def test_the_choice_waits_for_a_survivor_that_answers_late(scenario, nodes_back):
     """One survivor is frozen while another pod is lost.
 
     The operator must treat its inventory as unknown, not as empty.

@@ -26,7 +26,7 @@ def _served_by(job) -> dict[int, str]:
         return metrics.gang(job, job.status, pool).restored
 
 
-def test_deleted_pod_is_rehydrated_from_a_peer(scenario):
+def test_a_deleted_pod_is_rehydrated_from_a_peer(scenario):
     job = scenario.start()
     job.wait_step(25)
     scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=1)
@@ -36,7 +36,7 @@ def test_deleted_pod_is_rehydrated_from_a_peer(scenario):
     scenario.finish_and_judge(job)
 
 
-def test_all_pods_deleted_restores_the_newest_persisted_step(scenario):
+def test_after_the_loss_of_all_pods_the_newest_persisted_step_is_restored(scenario):
     job = scenario.start()
     persisted = job.wait_persisted(20)
     for pod in job.pods():
@@ -48,7 +48,7 @@ def test_all_pods_deleted_restores_the_newest_persisted_step(scenario):
     scenario.finish_and_judge(job)
 
 
-def test_a_step_trained_twice_never_comes_back(scenario):
+def test_a_step_of_a_superseded_history_is_never_restored(scenario):
     """After a restore of an older step, the later steps are trained again and replace the first ones.
 
     The restored checkpoint was compressed for the store.
@@ -73,7 +73,7 @@ def test_a_step_trained_twice_never_comes_back(scenario):
     scenario.finish_and_judge(job)
 
 
-def test_two_jobs_in_two_namespaces(scenario, installed: Kube):
+def test_two_jobs_in_two_namespaces_do_not_affect_each_other(scenario, installed: Kube):
     other = scenario.namespace + "-b"
     prepare_namespace(installed, other)
     try:
@@ -90,7 +90,7 @@ def test_two_jobs_in_two_namespaces(scenario, installed: Kube):
         installed.delete_namespace(other)
 
 
-def test_retained_checkpoint_starts_a_new_job(scenario):
+def test_a_new_job_starts_from_a_retained_checkpoint(scenario):
     job = scenario.start()
     job.wait_persisted(40)
     job.delete()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from testbed import faults
 
 
-def test_trains_to_completion_without_faults(scenario):
+def test_a_job_trains_to_completion_without_faults(scenario):
     job = scenario.start()
     job.wait_complete()
     assert job.status["restartRound"] == 0
@@ -13,7 +13,7 @@ def test_trains_to_completion_without_faults(scenario):
     scenario.finish_and_judge(job)
 
 
-def test_killed_rank_restarts_in_place(scenario):
+def test_a_killed_rank_restarts_in_place(scenario):
     job = scenario.start()
     job.wait_step(25)
     before = {p["metadata"]["uid"] for p in job.pods()}
@@ -24,7 +24,7 @@ def test_killed_rank_restarts_in_place(scenario):
     scenario.finish_and_judge(job)
 
 
-def test_oom_killed_trainer_container_restarts_in_place(scenario):
+def test_an_oom_killed_trainer_container_restarts_in_place(scenario):
     job = scenario.start()
     job.wait_step(25)
     faults.oom_container(scenario.namespace, job.pod_name(1), "trainer")
@@ -32,7 +32,7 @@ def test_oom_killed_trainer_container_restarts_in_place(scenario):
     scenario.finish_and_judge(job)
 
 
-def test_killed_sidecar_does_not_stop_training(scenario):
+def test_a_killed_sidecar_does_not_stop_training(scenario):
     job = scenario.start()
     step = job.wait_step(25)
     faults.kill_process(

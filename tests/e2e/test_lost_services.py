@@ -10,7 +10,7 @@ from testbed.driver.kube import Kube, wait_for
 pytestmark = pytest.mark.alone
 
 
-def test_store_down_during_training_and_back(scenario):
+def test_training_continues_while_the_store_is_down(scenario):
     job = scenario.start()
     job.wait_step(5)
     with faults.store_down():
@@ -22,7 +22,7 @@ def test_store_down_during_training_and_back(scenario):
     scenario.finish_and_judge(job)
 
 
-def test_operator_killed_during_recovery(scenario, installed: Kube):
+def test_a_recovery_continues_after_the_operator_is_killed(scenario, installed: Kube):
     """The operator is killed after CAS 1, after the seal, and after CAS 2. Its successor continues."""
     job = scenario.start()
     phases = {

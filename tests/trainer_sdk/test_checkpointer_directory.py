@@ -49,7 +49,7 @@ def saved(tmp_path: Path, state: dict[str, Any], *steps: int, **options: Any) ->
             ckpt.save(step, state).wait("local", timeout=60)
 
 
-def test_outside_of_a_pod_without_a_folder() -> None:
+def test_outside_of_a_pod_a_folder_is_required() -> None:
     with pytest.raises(ConfigError, match=r'Checkpointer\(dir="ckpt"\)'):
         holdfast.Checkpointer()
 
@@ -75,7 +75,7 @@ def test_saved_bytes_are_those_of_the_step(tmp_path: Path) -> None:
     assert torch.equal(back["t"], expected)
 
 
-def test_no_memory_is_left_behind(tmp_path: Path, memory: Path) -> None:
+def test_close_removes_the_slots(tmp_path: Path, memory: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         ckpt.save(1, {"t": torch.ones(4)}).wait("local", timeout=60)
         assert list(memory.rglob("*.slot"))
@@ -100,7 +100,7 @@ def test_steps_saves_by_interval_and_at_the_end(tmp_path: Path) -> None:
         assert list(ckpt.steps(9, state)) == [7, 8]
 
 
-def test_a_bad_copy_is_passed_over_and_kept_aside(tmp_path: Path) -> None:
+def test_a_bad_copy_is_skipped_and_quarantined(tmp_path: Path) -> None:
     state = {"t": torch.ones(1 << 12)}
     saved(tmp_path, state, 1)
     state["t"].fill_(2)
@@ -115,7 +115,7 @@ def test_a_bad_copy_is_passed_over_and_kept_aside(tmp_path: Path) -> None:
     assert list((tmp_path / "ckpt/tier/quarantine").iterdir())
 
 
-def test_nothing_readable_is_not_a_fresh_start(tmp_path: Path) -> None:
+def test_a_folder_without_a_readable_checkpoint_is_not_a_fresh_start(tmp_path: Path) -> None:
     saved(tmp_path, {"t": torch.ones(1)}, 1)
     for shard in (tmp_path / "ckpt").rglob("*.shard"):
         shard.unlink()
@@ -140,7 +140,7 @@ def test_a_checkpointer_that_could_not_open_is_closed(tmp_path: Path, memory: Pa
         ckpt.restore({"t": torch.ones(1)})
 
 
-def test_mismatch_is_the_callers_error(tmp_path: Path) -> None:
+def test_a_mismatch_is_an_error_only_in_a_strict_restore(tmp_path: Path) -> None:
     saved(tmp_path, {"t": torch.ones(2)}, 1)
     with (
         holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt,
@@ -176,7 +176,7 @@ def test_a_state_that_grows_gets_larger_slots(tmp_path: Path) -> None:
         ckpt.save(1, state).wait(timeout=60)
 
 
-def test_the_persister_may_die(tmp_path: Path) -> None:
+def test_a_killed_persister_is_started_again(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
         for pid in children_of(os.getpid()):
@@ -198,7 +198,7 @@ def test_a_persister_that_cannot_start_is_not_waited_for(
         pass
 
 
-def test_a_persister_that_cannot_be_run_at_all(
+def test_a_persister_that_cannot_be_run_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "_STARTING_SECONDS", 0.0)
@@ -210,7 +210,7 @@ def test_a_persister_that_cannot_be_run_at_all(
         pass
 
 
-def test_a_slow_persister_is_waited_for_and_that_is_said(
+def test_a_slow_persister_is_waited_for_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "_LOG_AFTER_SECONDS", 0.3)
@@ -244,7 +244,7 @@ with holdfast.Checkpointer(dir=folder) as ckpt:
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])
-def test_what_an_ended_run_had_saved_is_waited_for(
+def test_a_start_waits_for_the_saves_of_an_ended_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """Neither of the ended run's last two saves is on the disk when the next run starts."""
@@ -273,7 +273,7 @@ def test_what_an_ended_run_had_saved_is_waited_for(
     assert not (folder / "processes").exists()
 
 
-def test_who_looks_at_a_folder_and_who_trains_in_it(tmp_path: Path, memory: Path) -> None:
+def test_a_reader_and_a_training_do_not_see_each_others_slots(tmp_path: Path, memory: Path) -> None:
     """A reader and a training, both rank 0. Neither sees the steps in the slots of the other."""
     state, seen = {"t": torch.full((1 << 12,), 1.0)}, {"t": torch.zeros(1 << 12)}
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=5) as training:
@@ -292,7 +292,7 @@ def test_who_looks_at_a_folder_and_who_trains_in_it(tmp_path: Path, memory: Path
     assert list(memory.iterdir()) == []
 
 
-def test_memory_of_one_that_was_killed_beside_another_is_found(
+def test_slots_of_a_killed_process_are_found_beside_a_live_one(
     tmp_path: Path, memory: Path
 ) -> None:
     with (
@@ -307,7 +307,7 @@ def test_memory_of_one_that_was_killed_beside_another_is_found(
     assert list(memory.iterdir()) == []
 
 
-def test_one_that_is_dropped_leaves_nothing(tmp_path: Path, memory: Path) -> None:
+def test_an_unreferenced_checkpointer_releases_everything(tmp_path: Path, memory: Path) -> None:
     """A cell of a notebook that runs again drops its first Checkpointer."""
     before = set(children_of(os.getpid()))
     state = {"t": torch.zeros(1 << 12)}
@@ -325,7 +325,7 @@ def test_one_that_is_dropped_leaves_nothing(tmp_path: Path, memory: Path) -> Non
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_one_that_is_closed_stays_closed(tmp_path: Path) -> None:
+def test_a_closed_checkpointer_refuses_a_save(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         ckpt.save(1, {"t": torch.ones(4)})
     with pytest.raises(ConfigError, match="it was closed"):
@@ -346,7 +346,7 @@ def test_sigterm_saves_and_stops(tmp_path: Path) -> None:
         assert ckpt.restore(state) == 4
 
 
-def test_module_level_functions(tmp_path: Path) -> None:
+def test_the_module_level_functions_save_and_restore(tmp_path: Path) -> None:
     program = (
         "import sys, torch, holdfast\n"
         "state = {'t': torch.zeros(2)}\n"
@@ -368,7 +368,7 @@ def test_module_level_functions(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("whom", ["trainer", "persister", "both"])
-def test_kill_at_any_moment(tmp_path: Path, whom: str) -> None:
+def test_a_kill_at_any_moment_loses_no_committed_step(tmp_path: Path, whom: str) -> None:
     """No committed step is lost, and each start restores the exact state of its step (PROGRAM asserts it)."""
     program, folder = tmp_path / "program.py", tmp_path / "ckpt"
     program.write_text(PROGRAM)

@@ -42,7 +42,9 @@ def train(ckpt: holdfast.Checkpointer, state: dict[str, Any], steps: int) -> lis
     return done
 
 
-def test_a_round_and_the_next(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_in_the_next_round(
+    sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {"t": torch.zeros(3)}
     with holdfast.Checkpointer(when_busy="wait") as ckpt:
         assert train(ckpt, state, 5) == [0, 1, 2, 3, 4]
@@ -56,7 +58,7 @@ def test_a_round_and_the_next(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPa
     assert state["t"].tolist() == [8.0] * 3
 
 
-def test_what_a_persister_writes_gives_way_to_copies(
+def test_a_persister_pauses_while_a_rank_copies(
     sidecar: FakeSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake sidecar writes with the code of a folder's persister."""
@@ -98,7 +100,7 @@ def test_a_sidecar_only_fills_memory_that_the_rank_has_touched(
     assert all(found.st_blocks * 512 >= found.st_size > 1 << 20 for found in seen)
 
 
-def test_progress_says_the_step_and_the_numbers(sidecar: FakeSidecar) -> None:
+def test_progress_has_the_step_and_the_metrics(sidecar: FakeSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         train(ckpt, {"t": torch.zeros(1)}, 3)
         last = sidecar.wait_for(Progress, 3)
@@ -107,7 +109,7 @@ def test_progress_says_the_step_and_the_numbers(sidecar: FakeSidecar) -> None:
     assert last.blocked_seconds > 0
 
 
-def test_save_now_and_stop(sidecar: FakeSidecar) -> None:
+def test_requests_to_save_and_to_stop_are_followed(sidecar: FakeSidecar) -> None:
     state = {"t": torch.zeros(1)}
     with holdfast.Checkpointer() as ckpt:
         done = []
@@ -146,7 +148,7 @@ def test_both_slots_busy_skips_and_counts(sidecar: FakeSidecar) -> None:
         ckpt.close(wait=False)  # no process will empty the slots
 
 
-def test_training_goes_on_without_a_sidecar(
+def test_training_continues_without_a_sidecar(
     sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"t": torch.zeros(1)}
@@ -165,7 +167,7 @@ def test_training_goes_on_without_a_sidecar(
         steps.close()
 
 
-def test_what_was_staged_is_staged_again_after_a_crash(sidecar: FakeSidecar) -> None:
+def test_a_staged_save_is_staged_again_after_a_crash(sidecar: FakeSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.ones(1)}
         sidecar.faults.delay_seconds["Stage"] = 3600
@@ -177,7 +179,9 @@ def test_what_was_staged_is_staged_again_after_a_crash(sidecar: FakeSidecar) -> 
         handle.wait(timeout=60)
 
 
-def test_raise_on_a_missing_sidecar(sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_sidecar_is_raised_where_the_script_asks_for_errors(
+    sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
     with holdfast.Checkpointer(on_save_error="raise") as ckpt:
         ckpt.save(1, {"t": torch.zeros(1)}).wait(timeout=60)
         sidecar.die()

@@ -30,7 +30,7 @@ class Moody:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_training_goes_on_and_later_saves_succeed(tmp_path: Path, error: type[Exception]) -> None:
+def test_training_continues_and_later_saves_succeed(tmp_path: Path, error: type[Exception]) -> None:
     moody = Moody()
     state: dict[str, Any] = {"t": torch.zeros(4), "data": moody}
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=1, when_busy="wait") as ckpt:
@@ -67,7 +67,7 @@ def test_an_exception_of_any_kind_and_place_costs_one_save(
     assert committed_step(tmp_path / "ckpt") == 3
 
 
-def test_a_state_dict_that_raises_before_the_first_step(tmp_path: Path) -> None:
+def test_a_state_dict_may_raise_before_the_first_step(tmp_path: Path) -> None:
     moody = Moody()
     moody.error = RuntimeError
     state: dict[str, Any] = {"t": torch.zeros(4), "data": moody}
@@ -78,7 +78,7 @@ def test_a_state_dict_that_raises_before_the_first_step(tmp_path: Path) -> None:
     assert committed_step(tmp_path / "ckpt") == 4
 
 
-def test_the_handle_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_handle_has_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     moody = Moody()
     moody.error = KeyError
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
@@ -91,7 +91,9 @@ def test_the_handle_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_it_is_raised_if_that_was_asked_for(tmp_path: Path, error: type[Exception]) -> None:
+def test_the_error_is_raised_where_the_script_asks_for_errors(
+    tmp_path: Path, error: type[Exception]
+) -> None:
     moody = Moody()
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", on_save_error="raise") as ckpt:
         moody.error = error
@@ -120,7 +122,9 @@ def test_freed_memory_is_a_failed_save(tmp_path: Path) -> None:
         pytest.param(torch.empty(2, dtype=torch.uint4), id="uint4"),
     ],
 )
-def test_what_cannot_be_saved_is_named_at_the_first_save(tmp_path: Path, value: Any) -> None:
+def test_a_value_that_cannot_be_saved_is_named_at_the_first_save(
+    tmp_path: Path, value: Any
+) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         assert "model.x: " in (ckpt.save(1, {"model": {"x": value}}).failure or "")
         assert ckpt.saves_failed == 1

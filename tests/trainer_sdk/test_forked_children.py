@@ -45,7 +45,7 @@ def living_child() -> Iterator[Any]:
         child.join()
 
 
-def test_close_does_not_wait_for_a_child_that_lives(
+def test_close_does_not_wait_for_a_live_child(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
@@ -60,7 +60,7 @@ def test_close_does_not_wait_for_a_child_that_lives(
     assert committed_step(tmp_path / "ckpt") == 1
 
 
-def test_close_with_the_workers_of_a_data_loader(tmp_path: Path, memory: Path) -> None:
+def test_close_does_not_wait_for_the_workers_of_a_data_loader(tmp_path: Path, memory: Path) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(64.0))
     loader = torch.utils.data.DataLoader(
         data, batch_size=2, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
@@ -163,7 +163,7 @@ def test_a_child_that_leaves_the_block_closes_nothing(
     assert committed_step(tmp_path / "ckpt") == 2
 
 
-def test_a_child_that_fails_leaves_the_loop_of_its_parent_alone(tmp_path: Path) -> None:
+def test_a_failing_child_does_not_affect_the_loop_of_its_parent(tmp_path: Path) -> None:
     """The slot with the state in which a loop was left is in memory that parent and child share."""
     state = {"t": torch.zeros(4)}
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=100) as ckpt:

@@ -13,7 +13,7 @@ FORBIDDEN = ("torch", "kubernetes", "kopf", "minio", "aiohttp", "pydantic")
 @pytest.mark.parametrize(
     "module", ["holdfast", "holdfast.__main__", "holdfast.directory.persister"]
 )
-def test_import_pulls_in_nothing_heavy(module: str) -> None:
+def test_an_import_loads_no_large_package(module: str) -> None:
     program = f"import {module}, sys; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
     done = subprocess.run(
         [sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True
@@ -21,7 +21,7 @@ def test_import_pulls_in_nothing_heavy(module: str) -> None:
     assert not set(FORBIDDEN) & set(done.stdout.split())
 
 
-def test_version_command() -> None:
+def test_the_version_command_prints_the_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "holdfast", "version"], capture_output=True, text=True, check=True
     )

@@ -71,7 +71,7 @@ def damage(root: Path, step: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_no_slot_is_filled(tmp_path: Path, memory: Path, replies: list[Any]) -> None:
+def test_a_restore_in_place_fills_no_slot(tmp_path: Path, memory: Path, replies: list[Any]) -> None:
     save(tmp_path / "ckpt", 1)
     state = state_of(0)
     place = state["t"].data_ptr()
@@ -86,7 +86,7 @@ def test_no_slot_is_filled(tmp_path: Path, memory: Path, replies: list[Any]) -> 
     assert state["t"].data_ptr() == place
 
 
-def test_a_bad_copy_is_put_aside_and_an_older_one_lies_over_it(
+def test_a_bad_copy_is_quarantined_and_an_older_one_overwrites_it(
     tmp_path: Path, replies: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path / "ckpt", 1, 2)
@@ -102,7 +102,9 @@ def test_a_bad_copy_is_put_aside_and_an_older_one_lies_over_it(
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_older_one_must_cover_what_the_bad_one_left(tmp_path: Path, strict: bool) -> None:
+def test_an_older_checkpoint_must_overwrite_all_that_a_bad_one_wrote(
+    tmp_path: Path, strict: bool
+) -> None:
     """Otherwise the state would keep parts of the damaged checkpoint."""
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=10) as ckpt:
         ckpt.save(1, {"n": 1}).wait(timeout=60)
@@ -115,7 +117,9 @@ def test_an_older_one_must_cover_what_the_bad_one_left(tmp_path: Path, strict: b
         ckpt.restore(state_of(0))
 
 
-def test_a_state_of_its_own_code_comes_by_a_slot(tmp_path: Path, replies: list[Any]) -> None:
+def test_a_state_with_its_own_loading_code_is_restored_through_a_slot(
+    tmp_path: Path, replies: list[Any]
+) -> None:
     class Counts(torch.nn.Linear):
         def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
             self.before = self.weight.detach().clone()
@@ -133,7 +137,7 @@ def test_a_state_of_its_own_code_comes_by_a_slot(tmp_path: Path, replies: list[A
     assert [type(reply) for reply in replies] == [Filled]
 
 
-def test_restoring_twice(tmp_path: Path) -> None:
+def test_a_state_can_be_restored_twice(tmp_path: Path) -> None:
     """A successful load before does not count as the rest of a failed one."""
     save(tmp_path / "ckpt", 1)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", strict=False) as ckpt:
@@ -152,7 +156,7 @@ def test_no_good_copy_is_an_error(tmp_path: Path) -> None:
         ckpt.restore(state_of(0))
 
 
-def test_a_file_that_cannot_be_read_here_comes_by_a_slot(
+def test_a_file_that_the_rank_cannot_read_is_restored_through_a_slot(
     tmp_path: Path, replies: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "ckpt", 1)
@@ -168,7 +172,7 @@ def test_a_file_that_cannot_be_read_here_comes_by_a_slot(
     assert [type(reply) for reply in replies] == [ShardFile, Filled]
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path, replies: list[Any]) -> None:
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path, replies: list[Any]) -> None:
     save(tmp_path / "ckpt", 1)
     state = {**state_of(0), "more": torch.zeros(3)}
     with (
@@ -180,7 +184,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, replies: list[Any]) -
     assert [type(reply) for reply in replies] == [ShardFile, Filled]
 
 
-def test_what_does_not_fit_may_be_left_alone(tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_may_be_skipped(tmp_path: Path) -> None:
     save(tmp_path / "ckpt", 1)
     state = {"t": torch.zeros(ELEMENTS), "n": torch.zeros(3)}
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", strict=False) as ckpt:
@@ -190,7 +194,7 @@ def test_what_does_not_fit_may_be_left_alone(tmp_path: Path) -> None:
     assert not state["n"].any()
 
 
-def test_memory_comes_first(
+def test_a_shard_in_memory_is_used_before_the_disk(
     tmp_path: Path, memory: Path, replies: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A slot that already contains the shard is used before the disk."""
@@ -206,7 +210,7 @@ def test_memory_comes_first(
 
 
 @pytest.mark.parametrize("where", [0, 0.3, 0.9], ids=["header", "first half", "second half"])
-def test_memory_that_is_not_the_shard_any_more(
+def test_a_slot_that_no_longer_has_the_shard_is_not_used(
     tmp_path: Path,
     memory: Path,
     replies: list[Any],
@@ -227,7 +231,7 @@ def test_memory_that_is_not_the_shard_any_more(
     assert "restored step 1 from node" in caplog.text
 
 
-def test_memory_serves_where_the_file_is_gone(
+def test_a_shard_in_memory_is_used_where_the_file_is_missing(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

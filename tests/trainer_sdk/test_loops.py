@@ -65,7 +65,7 @@ def test_restore_sees_the_saves_of_this_process(folder: Path) -> None:
     assert restored(folder) == (3, 3)
 
 
-def test_what_is_saved_after_a_roll_back_replaces_later_steps(folder: Path) -> None:
+def test_saves_after_a_roll_back_replace_later_steps(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
         for step in (1, 2, 3, 4):
@@ -81,7 +81,7 @@ def test_what_is_saved_after_a_roll_back_replaces_later_steps(folder: Path) -> N
     assert restored(folder) == (3, 12)
 
 
-def test_rolling_back_again_and_again(folder: Path) -> None:
+def test_a_script_can_roll_back_repeatedly(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder) as ckpt:
         for lap in range(3):
@@ -92,7 +92,7 @@ def test_rolling_back_again_and_again(folder: Path) -> None:
             assert training.done == lap + 1
 
 
-def test_a_step_that_the_folder_does_not_have(folder: Path) -> None:
+def test_a_restore_of_an_absent_step_is_refused(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder) as ckpt:
         ckpt.save(1, training.state).wait(timeout=60)
@@ -118,7 +118,7 @@ def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> 
         assert training.done == 3
 
 
-def test_a_save_before_the_first_restore_is_no_history(folder: Path) -> None:
+def test_a_save_before_the_first_restore_does_not_count_as_trained(folder: Path) -> None:
     """A script that saves step 0 at each start must continue where the last run ended."""
     for total, expected in ((3, [0, 1, 2]), (5, [3, 4])):
         training = Training()
@@ -129,7 +129,7 @@ def test_a_save_before_the_first_restore_is_no_history(folder: Path) -> None:
     assert restored(folder) == (5, 5)
 
 
-def test_an_older_step_of_an_earlier_run(folder: Path) -> None:
+def test_an_older_step_of_an_earlier_run_can_be_restored(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=1, when_busy="wait") as ckpt:
         for _ in ckpt.steps(3, training.state):
@@ -139,7 +139,7 @@ def test_an_older_step_of_an_earlier_run(folder: Path) -> None:
         assert training.done == 2
 
 
-def test_a_loss_spike_inside_of_the_loop(folder: Path) -> None:
+def test_a_script_can_roll_back_after_a_loss_spike(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
         for index in ckpt.steps(9, training.state):
@@ -158,7 +158,7 @@ def lap(ckpt: holdfast.Checkpointer, training: Training, total: int) -> Iterator
         yield index
 
 
-def test_a_restore_inside_of_the_loop_does_not_go_on_under_wrong_numbers(folder: Path) -> None:
+def test_a_loop_ends_when_a_restore_inside_of_it_changes_the_step(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
         with pytest.raises(ConfigError, match="call steps again"):
@@ -170,7 +170,7 @@ def test_a_restore_inside_of_the_loop_does_not_go_on_under_wrong_numbers(folder:
     assert restored(folder) == (9, 9)
 
 
-def test_a_second_loop_while_the_first_is_open(folder: Path) -> None:
+def test_a_second_loop_ends_the_first(folder: Path) -> None:
     """The generator of the first loop is referenced, so Python has not closed it."""
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
@@ -217,7 +217,7 @@ def test_ranks_roll_back_together(tmp_path: Path) -> None:
     assert committed_step(tmp_path / "ckpt") == 9
 
 
-def test_a_save_that_was_left_out_is_made_after_a_roll_back(tmp_path: Path) -> None:
+def test_a_skipped_save_is_made_after_a_roll_back(tmp_path: Path) -> None:
     """All ranks leave step 4 out because their one slot is still being written. They do step 4 again after
     a roll back, when the slot is free."""
     written = tmp_path / "written"
@@ -261,7 +261,7 @@ def test_a_save_that_was_left_out_is_made_after_a_roll_back(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------- continuing
 
 
-def test_a_second_loop_goes_on(folder: Path) -> None:
+def test_a_second_loop_continues_where_the_first_ended(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
         assert list(lap(ckpt, training, 3)) == [0, 1, 2]
@@ -275,7 +275,7 @@ def test_a_second_loop_goes_on(folder: Path) -> None:
     assert restored(folder) == (7, 17)
 
 
-def test_a_loop_after_steps_by_hand(folder: Path) -> None:
+def test_a_loop_continues_after_steps_by_hand(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
         for step in (1, 2, 3):
@@ -288,7 +288,7 @@ def test_a_loop_after_steps_by_hand(folder: Path) -> None:
     assert restored(folder) == (6, 6)
 
 
-def test_a_loop_after_steps_by_hand_restores_where_it_can(folder: Path) -> None:
+def test_a_loop_after_steps_by_hand_restores_an_existing_checkpoint(folder: Path) -> None:
     """The second run of the script repeats its own steps before it restores."""
     for total, expected in ((5, [3, 4]), (7, [5, 6])):
         training = Training()
@@ -300,7 +300,7 @@ def test_a_loop_after_steps_by_hand_restores_where_it_can(folder: Path) -> None:
         assert restored(folder) == (total, total)
 
 
-def test_steps_by_hand_on_another_model_are_not_gone_on_with(folder: Path) -> None:
+def test_a_loop_does_not_continue_steps_by_hand_on_another_model(folder: Path) -> None:
     first, second = Training(), Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         first.step()
@@ -334,7 +334,7 @@ def test_a_loop_after_a_restore_restores_the_generators_again(folder: Path) -> N
 # ------------------------------------------------------------------------------- leaving early
 
 
-def test_break_after_the_step(folder: Path) -> None:
+def test_a_break_after_a_step_saves_that_step(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         for index in ckpt.steps(9, training.state):
@@ -344,7 +344,7 @@ def test_break_after_the_step(folder: Path) -> None:
     assert restored(folder) == (4, 4)
 
 
-def test_break_before_the_step(folder: Path) -> None:
+def test_a_break_before_a_step_saves_the_step_before(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         for index in ckpt.steps(9, training.state):
@@ -354,7 +354,7 @@ def test_break_before_the_step(folder: Path) -> None:
     assert restored(folder) == (3, 3)
 
 
-def test_a_loader_that_ends_first(folder: Path) -> None:
+def test_a_loader_that_ends_first_ends_with_a_save(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         for _ in zip(ckpt.steps(9, training.state), range(3), strict=False):
@@ -362,7 +362,7 @@ def test_a_loader_that_ends_first(folder: Path) -> None:
     assert restored(folder) == (3, 3)
 
 
-def test_return_and_a_loop_that_is_still_referred_to(folder: Path) -> None:
+def test_a_return_from_a_referenced_loop_saves_at_close(folder: Path) -> None:
     training = Training()
 
     def train(ckpt: holdfast.Checkpointer) -> Any:
@@ -378,7 +378,7 @@ def test_return_and_a_loop_that_is_still_referred_to(folder: Path) -> None:
     loop.close()
 
 
-def test_the_state_is_that_of_the_moment_it_was_left(folder: Path) -> None:
+def test_the_save_at_a_break_has_the_state_of_that_moment(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         for index in ckpt.steps(9, training.state):
@@ -390,7 +390,7 @@ def test_the_state_is_that_of_the_moment_it_was_left(folder: Path) -> None:
     assert restored(folder) == (4, 4)
 
 
-def test_the_script_saves_the_same_step_itself(folder: Path) -> None:
+def test_a_save_by_the_script_replaces_the_loops_save_of_the_same_step(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         for index in ckpt.steps(9, training.state):
@@ -404,7 +404,7 @@ def test_the_script_saves_the_same_step_itself(folder: Path) -> None:
     assert restored(folder) == (4, 104)
 
 
-def test_break_and_go_on(folder: Path) -> None:
+def test_a_loop_after_a_break_continues(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         for index in ckpt.steps(9, training.state):
@@ -430,7 +430,7 @@ def test_an_exception_saves_nothing_of_the_step_it_left(
     assert restored(folder) == (2, 2)
 
 
-def test_a_clean_exit_is_a_decision_of_the_script(folder: Path) -> None:
+def test_a_clean_exit_inside_of_the_loop_saves(folder: Path) -> None:
     training = Training()
     ckpt = holdfast.Checkpointer(dir=folder, interval_steps=100)
     with pytest.raises(SystemExit), ckpt:
@@ -454,7 +454,7 @@ def test_ctrl_c_saves_after_the_step_that_runs(folder: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_after_ctrl_c_the_same_process_may_go_on(folder: Path) -> None:
+def test_the_same_process_may_continue_after_ctrl_c(folder: Path) -> None:
     """In a notebook, the next cell may run the loop again."""
     training = Training()
     ckpt = holdfast.Checkpointer(dir=folder, interval_steps=100)
@@ -482,7 +482,7 @@ def test_a_second_ctrl_c_does_not_wait(folder: Path) -> None:
     assert restored(folder) == (2, 2)
 
 
-def test_ctrl_c_outside_of_a_loop_is_python_s(folder: Path) -> None:
+def test_python_handles_ctrl_c_outside_of_a_loop(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         list(lap(ckpt, training, 2))
@@ -539,7 +539,7 @@ def test_a_second_ctrl_c_in_a_save_does_not_wait(folder: Path) -> None:
         pytest.param(np.uint8(5), id="uint8"),
     ],
 )
-def test_integers_of_every_kind(folder: Path, step: Any) -> None:
+def test_an_integer_of_every_kind_is_a_step(folder: Path, step: Any) -> None:
     with holdfast.Checkpointer(dir=folder, interval_steps=5) as ckpt:
         assert ckpt.should_save(step)
         handle = ckpt.save(step, {"t": torch.ones(4)})
@@ -551,7 +551,7 @@ def test_integers_of_every_kind(folder: Path, step: Any) -> None:
 @pytest.mark.parametrize(
     "step", [-1, 2.0, 10**13, "5", None, True, torch.tensor(2.0), np.float32(1), torch.ones(2)]
 )
-def test_what_is_no_step_takes_no_slot(folder: Path, step: Any) -> None:
+def test_a_value_that_is_not_a_step_takes_no_slot(folder: Path, step: Any) -> None:
     with holdfast.Checkpointer(dir=folder, slots=2) as ckpt:
         for _ in range(3):
             with pytest.raises(ConfigError, match=r"save\(step\): expected"):

@@ -39,7 +39,7 @@ def run(folder: Path, total: int, before: str = "", **environment: str) -> list[
     return done.stderr.splitlines()
 
 
-def test_a_script_that_configured_nothing(tmp_path: Path) -> None:
+def test_notices_appear_without_a_logging_configuration(tmp_path: Path) -> None:
     assert run(tmp_path, 4) == ["[holdfast] nothing to restore from ckpt: starting at step 0"]
     assert run(tmp_path, 6) == ["[holdfast] restored step 4 from ckpt (1 older exists)"]
     assert run(tmp_path, 6) == [
@@ -56,7 +56,9 @@ def test_a_script_that_configured_nothing(tmp_path: Path) -> None:
         pytest.param("import logging; logging.getLogger('holdfast').setLevel(30)", 0, id="off"),
     ],
 )
-def test_a_script_that_configured_logging(tmp_path: Path, before: str, lines: int) -> None:
+def test_notices_follow_the_logging_configuration_of_the_script(
+    tmp_path: Path, before: str, lines: int
+) -> None:
     said = run(tmp_path, 2, before)
     assert sum("nothing to restore" in line for line in said) == lines
 
@@ -68,7 +70,7 @@ def loader(generator: torch.Generator | None = None) -> DataLoader[tuple[torch.T
 
 @pytest.mark.parametrize("made", ["late", "before_rng", "own generator", "none"])
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_an_iterator_that_is_made_late_is_warned_of(
+def test_an_iterator_that_is_created_late_causes_a_warning(
     tmp_path: Path, made: str, by_hand: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"t": torch.zeros(1), "rng": holdfast.RNG()}

@@ -136,7 +136,7 @@ def test_a_layout_that_was_removed_fails_its_save_alone(tmp_path: Path) -> None:
     assert writer.outcome(2) == "committed"
 
 
-def test_the_status_of_the_writer_says_that_a_save_failed(tmp_path: Path) -> None:
+def test_the_exit_status_of_the_persister_shows_a_failed_save(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     with failpoints("directory.write_shard=raise:MemoryError"):
         writer.stage(1)
@@ -164,7 +164,7 @@ def writer_of_this_process() -> int:
     "where",
     ["node.before_fsync", "node.after_rename", "directory.slot_freed", "directory.before_commit"],
 )
-def test_a_killed_writer_costs_no_save(
+def test_a_killed_persister_loses_no_save(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, go: Path, where: str
 ) -> None:
     """The writer waits at `where` when it is killed. The next writer completes its save."""
@@ -325,7 +325,7 @@ def test_an_exception_of_the_script_is_not_hidden_by_a_failed_save(
     assert ckpt.saves_failed == 1
 
 
-def test_in_a_pod_only_what_the_sidecar_did_not_take_has_failed(
+def test_in_a_pod_only_saves_that_the_sidecar_did_not_acknowledge_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeSidecar(tmp_path / "shared", tmp_path / "node") as sidecar:

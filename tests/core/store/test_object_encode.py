@@ -33,7 +33,7 @@ def pack_of(reader: DiskShardReader) -> CompressedPack:
 
 
 @pytest.mark.parametrize("part_bytes", [7000, 30_000, 60_000, 1 << 30])
-def test_parts_are_the_object(tmp_path: Path, part_bytes: int) -> None:
+def test_the_parts_make_up_the_object(tmp_path: Path, part_bytes: int) -> None:
     with write_shard(tmp_path, shard_header(len(DATA), chunk_bytes=CHUNK), DATA) as reader:
         pack = pack_of(reader)
         parts = list(pack.parts(part_bytes))
@@ -61,7 +61,7 @@ def some_payloads() -> st.SearchStrategy[bytes]:
 
 
 @given(some_payloads(), st.integers(500, 20_000), st.data())
-def test_every_chunk_comes_back_by_its_index(
+def test_every_chunk_is_read_by_its_index(
     data: bytes, part_bytes: int, choose: st.DataObject
 ) -> None:
     """This holds for any payload, with any widths, in parts of any length."""
@@ -93,7 +93,7 @@ def test_every_chunk_comes_back_by_its_index(
     assert came_back == data
 
 
-def test_a_chunk_that_went_bad_on_the_node_is_not_compressed(tmp_path: Path) -> None:
+def test_a_chunk_that_was_damaged_on_the_node_is_not_compressed(tmp_path: Path) -> None:
     with write_shard(tmp_path, shard_header(len(DATA), chunk_bytes=CHUNK), DATA) as reader:
         flip_bit(next(tmp_path.iterdir()), 4096 + 3 * CHUNK)
         with pytest.raises(CorruptionError, match="chunk 3"):
@@ -116,7 +116,7 @@ def test_memory_is_bounded_and_parts_are_few_enough(
     assert held <= MAX_BUFFERED_BYTES or (sizes.at_once == 1 and payload_bytes > 150 << 30)
 
 
-def test_what_a_usual_upload_holds() -> None:
+def test_a_usual_upload_buffers_four_parts() -> None:
     sizes = part_sizes(16 << 30, 32 * MIB, 4, in_memory=True)
     assert (sizes.part_bytes, sizes.at_once) == (8 * MIB, 4)
 

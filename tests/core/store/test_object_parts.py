@@ -62,7 +62,9 @@ def test_whole_chunks_are_not_read_again(tmp_path: Path) -> None:
 
 
 @given(before=st.binary(max_size=50), between=st.binary(max_size=50), after=st.binary(max_size=50))
-def test_the_checksum_between_two_known_ones(before: bytes, between: bytes, after: bytes) -> None:
+def test_the_checksum_between_two_known_ones_is_computed(
+    before: bytes, between: bytes, after: bytes
+) -> None:
     whole = crc32c(before + between + after)
     known = crc32c(before), len(between), crc32c(after), len(after)
     assert crc_between(whole, *known) == crc32c(between)
@@ -99,7 +101,7 @@ def _bytes_read() -> int:
     return int(lines["rchar"])
 
 
-def test_a_file_that_is_too_short_is_said(tmp_path: Path) -> None:
+def test_a_file_that_is_too_short_is_an_error(tmp_path: Path) -> None:
     reader, path = open_shard(tmp_path, 4 * 65_536)
     os.truncate(path, 4096 + 10_000)
     with pytest.raises(CorruptionError, match=r"ends at byte \d+, expected 270336 bytes"):

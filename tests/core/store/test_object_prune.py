@@ -25,16 +25,18 @@ CASES = {
 
 
 @pytest.mark.parametrize(("checkpoint", "expected"), CASES.values(), ids=CASES.keys())
-def test_dead(checkpoint: CheckpointId, expected: bool) -> None:
+def test_a_checkpoint_is_dead_only_if_it_can_never_get_a_manifest(
+    checkpoint: CheckpointId, expected: bool
+) -> None:
     found = dead({checkpoint}, MANIFESTS, {at(28)}, RestartRound(2))
     assert found == ({checkpoint} if expected else set())
 
 
-def test_before_anything_of_the_round_exists_nothing_of_it_is_dead() -> None:
+def test_no_checkpoint_of_a_round_without_manifests_is_dead() -> None:
     assert dead({at(1), at(1, 1)}, {at(9, 1)}, (), RestartRound(2)) == {at(1, 1)}
 
 
-def test_needed_by_anybody_whose_word_counts() -> None:
+def test_a_checkpoint_is_needed_by_references_that_are_not_ignored() -> None:
     said = {
         at(30): References(at(30), {at(10): 1, at(20): 1}),
         at(25): References(at(25), {at(5): 1}),

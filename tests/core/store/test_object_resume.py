@@ -26,7 +26,7 @@ SECOND = UploadedPart(2, 100, 0xBB, '"two"')
     ],
     ids=["the-part", "other-bytes", "no-checksum", "cut", "no-etag"],
 )
-def test_kept(listed: UploadedPart, kept: bool) -> None:
+def test_only_an_equal_part_is_kept(listed: UploadedPart, kept: bool) -> None:
     assert is_part(PART, listed) is kept
 
 

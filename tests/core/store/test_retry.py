@@ -52,7 +52,7 @@ def test_waits_double_up_to_the_cap() -> None:
 @pytest.mark.parametrize(
     "error", [AccessDeniedError("403"), NotFoundError("404")], ids=["denied", "absent"]
 )
-def test_what_is_not_retryable_is_raised_at_once(error: HoldfastError) -> None:
+def test_an_error_that_is_not_retryable_is_raised_at_once(error: HoldfastError) -> None:
     waits: list[float] = []
     operation = Flaky([error])
     with pytest.raises(type(error)) as caught:
@@ -61,7 +61,7 @@ def test_what_is_not_retryable_is_raised_at_once(error: HoldfastError) -> None:
     assert (operation.calls, waits) == (1, [])
 
 
-def test_attempts_are_limited_and_the_last_words_are_kept() -> None:
+def test_attempts_are_limited_and_the_last_error_is_raised() -> None:
     operation = Flaky([UnavailableError(f"failure {n}") for n in range(9)])
     retrier = make(RetryPolicy(max_attempts=3), [], ManualClock())
     with pytest.raises(UnavailableError, match=r"put of x: given up after 3 attempt.*failure 2"):
@@ -78,7 +78,7 @@ def test_no_attempt_begins_after_the_budget() -> None:
     assert waits == [4, 4]
 
 
-def test_stop_ends_a_wait_and_tries_nothing_again() -> None:
+def test_a_stop_ends_a_wait_and_all_retries() -> None:
     stop = threading.Event()
     policy = RetryPolicy(budget_seconds=1e6, base_seconds=1e5, cap_seconds=1e5)
     retrier = Retrier(policy, uniform=longest, stop=stop)
@@ -106,7 +106,7 @@ def test_stop_ends_a_wait_and_tries_nothing_again() -> None:
 
 
 @given(failures=st.integers(1, 10_000), cap=st.floats(0.1, 100))
-def test_ceiling_is_positive_and_never_above_the_cap(failures: int, cap: float) -> None:
+def test_the_ceiling_is_positive_and_never_above_the_cap(failures: int, cap: float) -> None:
     assert 0 < RetryPolicy(cap_seconds=cap).ceiling_seconds(failures) <= cap
 
 
@@ -120,7 +120,7 @@ def test_ceiling_is_positive_and_never_above_the_cap(failures: int, cap: float) 
     ],
     ids=["at-once", "second", "third", "never"],
 )
-def test_what_is_not_there_is_looked_for_a_few_times(
+def test_an_absent_object_is_requested_a_few_times(
     found: list[int | None], expected: int | None, looks: int
 ) -> None:
     waits: list[float] = []
@@ -134,7 +134,7 @@ def test_what_is_not_there_is_looked_for_a_few_times(
     assert (len(seen), len(waits)) == (looks, looks - 1)
 
 
-def test_an_outage_is_not_taken_for_an_absence() -> None:
+def test_an_outage_does_not_count_as_an_absence() -> None:
     waits: list[float] = []
     answers: list[UnavailableError | None] = [None, UnavailableError("503"), None, None]
 

@@ -25,7 +25,7 @@ def publish(directory: Path, generation: str, **files: str) -> None:
             (directory / name).symlink_to(f"..data/{name}")
 
 
-def test_reads_files_and_follows_a_rotation(tmp_path: Path) -> None:
+def test_credentials_are_read_from_files_and_follow_a_rotation(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish(store, "1", accessKey="a1\n", secretKey="s1\n")
     provider = FileCredentials(store)
@@ -51,19 +51,19 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path) -> None:
     ],
     ids=["nothing", "no-secret-key", "blank", "other-names"],
 )
-def test_what_is_missing_is_said(tmp_path: Path, files: dict[str, str], found: str) -> None:
+def test_a_missing_file_is_named(tmp_path: Path, files: dict[str, str], found: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=f"expected files accessKey and secretKey.*{found}"):
         FileCredentials(tmp_path).retrieve()
 
 
-def test_no_directory(tmp_path: Path) -> None:
+def test_an_absent_directory_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no readable directory"):
         FileCredentials(tmp_path / "absent").retrieve()
 
 
-def test_ca_file_is_optional(tmp_path: Path) -> None:
+def test_the_ca_file_is_optional(tmp_path: Path) -> None:
     assert FileCredentials(tmp_path).ca_file is None
     (tmp_path / "ca.crt").write_text("x")
     assert FileCredentials(tmp_path).ca_file == str(tmp_path / "ca.crt")
@@ -73,7 +73,7 @@ def test_a_secret_is_not_in_the_repr() -> None:
     assert "hunter2" not in repr(Keys("a", "hunter2", "hunter2-token"))
 
 
-def test_nothing_of_the_keys_is_in_the_repr() -> None:
+def test_the_repr_has_no_part_of_the_keys() -> None:
     shown = repr(Keys("ACCESS-KEY", "SECRET-KEY", "SESSION-TOKEN"))
     assert [word for word in ("ACCESS-KEY", "SECRET-KEY", "SESSION-TOKEN") if word in shown] == []
 
@@ -81,7 +81,7 @@ def test_nothing_of_the_keys_is_in_the_repr() -> None:
 @pytest.mark.parametrize(
     "token", ["two\nlines-of-a-token", "a-tok\x00en", "a tok en", "t\u00f6ken"]
 )
-def test_a_key_that_no_header_can_carry_is_refused_without_its_text(
+def test_a_key_that_is_not_valid_in_a_header_is_refused_without_its_text(
     tmp_path: Path, token: str
 ) -> None:
     """Otherwise the HTTP library would refuse the key later, with an error that quotes it."""

@@ -61,7 +61,7 @@ def document(code: str, message: str = "some words") -> bytes:
         (400, "XMinioAdminBucketQuotaExceeded", CapacityError, False),
     ],
 )
-def test_class_of_an_answer(
+def test_a_reply_becomes_the_error_of_its_status_and_code(
     status: int, code: str, expected: type[HoldfastError], retryable: bool
 ) -> None:
     error = parse_failure(status, document(code), REQUEST, ()).error()
@@ -82,7 +82,9 @@ def test_class_of_an_answer(
     ],
     ids=["empty", "html", "binary", "cut", "long"],
 )
-def test_what_is_no_error_document_becomes_the_message(body: bytes, message: str) -> None:
+def test_a_body_that_is_not_an_error_document_becomes_the_message(
+    body: bytes, message: str
+) -> None:
     failure = parse_failure(500, body, REQUEST, ())
     assert (failure.code, failure.message) == ("", message)
 
@@ -163,7 +165,7 @@ def test_no_echo_of_a_secret_is_shown(secret: str, echo: str, place: str) -> Non
         "digest b3:196203ac4dd4f181d6cc512d112e28ae92c2fbecbf079d3941d9b2e08dd3ee77 differs",
     ],
 )
-def test_what_is_no_secret_is_shown(text: str) -> None:
+def test_text_that_is_not_secret_is_shown(text: str) -> None:
     assert parse_failure(403, document("AccessDenied", text), REQUEST, (TOKEN, KEY)).message == text
 
 
@@ -177,5 +179,5 @@ def test_what_is_no_secret_is_shown(text: str) -> None:
     ],
     ids=["entities", "utf-16", "empty", "cut"],
 )
-def test_xml_that_is_refused(body: bytes) -> None:
+def test_unsafe_xml_is_refused(body: bytes) -> None:
     assert parse_xml(body) is None

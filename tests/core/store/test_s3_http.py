@@ -169,7 +169,7 @@ def early_refusal(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "file"])
-def test_an_answer_before_the_body_was_read_is_heard(tmp_path: Path, kind: str) -> None:
+def test_a_reply_before_the_body_was_read_is_received(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(32 << 20))
     with path.open("rb") as file, server(early_refusal) as endpoint:
@@ -204,7 +204,7 @@ def silence(connection: socket.socket) -> None:
     ],
     ids=["eof", "silence", "not-http", "cut", "cut-chunk", "long-header", "headers", "too-long"],
 )
-def test_a_broken_answer_is_unavailable(
+def test_a_broken_reply_is_an_unavailable_error(
     script: Callable[[socket.socket], object], text: str
 ) -> None:
     with server(script) as endpoint:
@@ -233,7 +233,7 @@ def drip(data: bytes, pause_seconds: float) -> Callable[[socket.socket], None]:
     ],
     ids=["status", "headers", "body", "chunks"],
 )
-def test_a_reply_that_only_drips_is_given_up(answer: bytes) -> None:
+def test_a_reply_below_the_minimum_rate_is_aborted(answer: bytes) -> None:
     """No silence is as long as the time-out, but the whole reply would take a minute."""
     with server(drip(answer, 0.05)) as endpoint:
         timeouts = Timeouts(connect_seconds=2, idle_seconds=10, grace_seconds=0.5)
@@ -242,7 +242,7 @@ def test_a_reply_that_only_drips_is_given_up(answer: bytes) -> None:
             put(pool, b"x")
 
 
-def test_a_slow_reply_that_keeps_the_pace_is_read() -> None:
+def test_a_slow_reply_above_the_minimum_rate_is_read() -> None:
     """The reply takes a minute by the clock, with ten seconds of grace: each 400,000 bytes allow six more."""
     body = os.urandom(4_000_000)
     clock = ManualClock()
@@ -261,7 +261,7 @@ def test_a_slow_reply_that_keeps_the_pace_is_read() -> None:
         assert data == body
 
 
-def test_refused_and_unknown_host() -> None:
+def test_a_refused_connection_and_an_unknown_host_are_unavailable_errors() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(UnavailableError, match="refused"):
@@ -287,7 +287,9 @@ def test_a_file_that_became_shorter_is_corrupt(tmp_path: Path) -> None:
         ("[::1]:9000", False, ("::1", 9000)),
     ],
 )
-def test_endpoint(endpoint: str, secure: bool, expected: tuple[str, int]) -> None:
+def test_an_endpoint_is_split_into_host_and_port(
+    endpoint: str, secure: bool, expected: tuple[str, int]
+) -> None:
     assert split_endpoint(endpoint, secure=secure) == expected
 
 
@@ -295,7 +297,7 @@ def test_endpoint(endpoint: str, secure: bool, expected: tuple[str, int]) -> Non
     "endpoint",
     ["http://minio:9000", "", ":9000", "minio:", "minio:99999", "minio:９０００", "a/b:1", "u@h:1"],
 )
-def test_endpoint_refused(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="expected host:port"):
         split_endpoint(endpoint, secure=False)
 
@@ -334,7 +336,7 @@ def certificate(directory: Path, *, days: int) -> tuple[ssl.SSLContext, str]:
     return context, str(public)
 
 
-def test_tls_with_a_ca_file(tmp_path: Path) -> None:
+def test_a_server_of_the_given_authority_is_trusted(tmp_path: Path) -> None:
     context, ca_file = certificate(tmp_path, days=1)
     data = os.urandom(2_500_001)
     got: list[bytes] = []
@@ -351,7 +353,7 @@ def test_tls_with_a_ca_file(tmp_path: Path) -> None:
     assert got[0].partition(b"\r\n\r\n")[2] == data
 
 
-def test_an_expired_certificate_is_not_tried_again(tmp_path: Path) -> None:
+def test_an_expired_certificate_is_not_retried(tmp_path: Path) -> None:
     context, ca_file = certificate(tmp_path, days=-1)
     with server(nothing, tls=context) as endpoint:
         pool = HttpPool(endpoint, secure=True, ca_file=ca_file, timeouts=SHORT)

@@ -79,7 +79,7 @@ def fetched(store: ObjectTier, folder: Path, reader: ShardReader) -> bytes:
         return b"".join(bytes(piece) for piece in found.read_payload())
 
 
-def test_a_flipped_upload_is_refused_and_the_good_one_taken_afterwards(
+def test_a_damaged_upload_is_refused_and_a_good_one_accepted_afterwards(
     store: ObjectTier, tmp_path: Path
 ) -> None:
     with flipped_shard(tmp_path) as reader, pytest.raises(CorruptionError):
@@ -109,7 +109,9 @@ def test_a_shard_that_was_damaged_in_the_store_is_replaced(
         assert path.with_name(f"{path.name}.bad").exists(), "kept for people to look at"
 
 
-def test_a_damaged_layout_is_never_given_and_is_replaced(store: ObjectTier, tmp_path: Path) -> None:
+def test_a_damaged_layout_is_never_returned_and_is_replaced(
+    store: ObjectTier, tmp_path: Path
+) -> None:
     document = layout()
     digest = store.put_layout(NAMESPACE, JOB_UID, document)
     flip_bit(path_of(tmp_path, layout_key(digest)), 10)
@@ -138,7 +140,7 @@ def test_a_manifest_under_the_name_of_another_is_replaced(
     assert list(path.parent.iterdir()) == []
 
 
-def test_another_manifest_of_the_same_checkpoint_is_an_alarm(store: ObjectTier) -> None:
+def test_another_manifest_of_the_same_checkpoint_is_refused(store: ObjectTier) -> None:
     checkpoint, own = manifest_of(10)
     _, record = shard_file(shard_header(SIZE), payload(SIZE, seed=1))
     store.put_manifest(NAMESPACE, JOB_UID, checkpoint, own)
@@ -164,7 +166,7 @@ def test_a_node_tier_replaces_a_manifest_of_another_checkpoint_and_keeps_its_ala
     assert first.step == 10
 
 
-def test_files_that_are_no_checkpoints_are_not_listed(store: ObjectTier, tmp_path: Path) -> None:
+def test_files_that_are_not_checkpoints_are_not_listed(store: ObjectTier, tmp_path: Path) -> None:
     for key in ("manifests/s000000000001/notes.json", "layouts/notes.json"):
         path = path_of(tmp_path, key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +214,7 @@ DirectoryObjectStore(Path(sys.argv[1])).write(sys.argv[2], Document(b"x"))
 """
 
 
-def test_processes_with_the_same_id_can_write_beside_each_other(tmp_path: Path) -> None:
+def test_processes_with_the_same_id_can_write_at_the_same_time(tmp_path: Path) -> None:
     """Each container counts its process ids from 1. A killed writer also leaves its temporary file."""
     for key in ("a/one", "a/two"):
         run = subprocess.run(
@@ -274,7 +276,7 @@ def test_an_object_that_is_deleted_while_it_is_compared_is_written(
     assert objects.get("a/one") == b"x"
 
 
-def test_of_interrupted_writes_only_old_files_are_removed(tmp_path: Path) -> None:
+def test_only_old_files_of_interrupted_writes_are_removed(tmp_path: Path) -> None:
     objects = DirectoryObjectStore(tmp_path)
     objects.write("a/b/one", Document(b"x"))
     day = timedelta(hours=24)

@@ -26,7 +26,7 @@ def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
     assert found.tried > 50
 
 
-def test_what_a_killed_upload_left_is_durable_before_it_is_relied_on() -> None:
+def test_leftovers_of_a_killed_upload_are_durable_before_they_are_used() -> None:
     found = report_of(PROGRAMS, "again")
     assert found.problems == ()
     assert found.tried > 20

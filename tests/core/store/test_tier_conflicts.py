@@ -47,7 +47,7 @@ class KeepingStore(MemoryObjectStore):
         super().read_into(key, start, buffer, stopped)
 
 
-def test_a_conflict_is_read_once_however_often_the_upload_is_tried(tmp_path: Path) -> None:
+def test_a_conflict_is_read_once_for_all_attempts_of_an_upload(tmp_path: Path) -> None:
     store, size = KeepingStore(), 300_000
     tier = ObjectTier(store)
     with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:

@@ -29,7 +29,7 @@ from holdfast_core.errors import ConfigError
     ],
     ids=str,
 )
-def test_a_url_is_refused_and_nothing_is_made(
+def test_a_url_is_refused_and_no_directory_is_created(
     text: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -44,7 +44,7 @@ def test_a_url_is_refused_and_nothing_is_made(
 
 
 @pytest.mark.parametrize("text", ["", "  ", "a\0b", b"ckpt"], ids=repr)
-def test_what_is_no_path_is_refused(text: Any) -> None:
+def test_a_value_that_is_not_a_path_is_refused(text: Any) -> None:
     with pytest.raises(ConfigError, match="expected the path of a folder"):
         holdfast.Checkpointer(dir=text)
 
@@ -62,11 +62,13 @@ def test_what_is_no_path_is_refused(text: Any) -> None:
     ],
     ids=str,
 )
-def test_paths(text: Any, path: str) -> None:
+def test_a_folder_is_accepted_in_each_form_of_a_path(text: Any, path: str) -> None:
     assert folder_path(text) == Path(path)
 
 
-def test_a_relative_path_with_a_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_may_contain_a_colon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert folder_path("run-10:30") == tmp_path / "run-10:30"
     assert folder_path("./s3:/x") == tmp_path / "s3:/x"

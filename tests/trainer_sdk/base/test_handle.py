@@ -23,7 +23,7 @@ def test_levels_include_the_ones_before(handle: SaveHandle) -> None:
     handle.wait("replicated", timeout=0)
 
 
-def test_time_over(handle: SaveHandle) -> None:
+def test_a_wait_ends_at_its_time_out(handle: SaveHandle) -> None:
     with pytest.raises(TimeoutError):
         handle.wait("local", timeout=0)
     with pytest.raises(SaveTimeoutError, match="step 3"):
@@ -40,12 +40,12 @@ def test_a_failed_level_fails_those_above(handle: SaveHandle) -> None:
     assert handle.failure == "PeerUnreachable: gone"
 
 
-def test_no_such_level(handle: SaveHandle) -> None:
+def test_an_unknown_level_is_refused(handle: SaveHandle) -> None:
     with pytest.raises(ValueError, match="everywhere"):
         handle.wait("everywhere")
 
 
-def test_memory_is_below_local_and_settles_nothing(handle: SaveHandle) -> None:
+def test_level_memory_is_below_local_and_does_not_settle_a_save(handle: SaveHandle) -> None:
     handle.reach(Level.MEMORY)
     handle.wait("memory", timeout=0)
     assert not handle.settled
@@ -57,7 +57,7 @@ def test_memory_is_below_local_and_settles_nothing(handle: SaveHandle) -> None:
     assert handle.durable
 
 
-def test_who_waits_for_an_overtaken_step_hears_of_it(handle: SaveHandle) -> None:
+def test_a_wait_for_an_overtaken_step_raises_an_error(handle: SaveHandle) -> None:
     handle.fail(Level.MEMORY, "Overtaken: by a newer step")
     assert handle.settled
     for level in ("memory", "local", "persisted"):

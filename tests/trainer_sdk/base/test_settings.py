@@ -42,7 +42,7 @@ FULL = RankSettings(
         ),
     ],
 )
-def test_environment_round_trip(settings: RankSettings) -> None:
+def test_settings_survive_a_round_trip_through_the_environment(settings: RankSettings) -> None:
     env = rank_environment(settings, group_rank=1, run_id="job")
     assert RankSettings.from_env(env) == settings
 
@@ -66,7 +66,7 @@ def test_torchrun_names_are_kept() -> None:
     assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
-def test_nothing_that_torchrun_sets_is_missing() -> None:
+def test_every_variable_that_torchrun_sets_is_set() -> None:
     """The names come from the source of torch's agent, because a new release of torch may add a variable."""
     source = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
     names = set(re.findall(r'^ {16}"([A-Z_]+)":', source, re.MULTILINE))
@@ -81,7 +81,7 @@ def test_nothing_that_torchrun_sets_is_missing() -> None:
         pytest.param({"RANK": "2", "WORLD_SIZE": "2"}, id="outside-of-the-world"),
     ],
 )
-def test_nonsense_is_refused(env: dict[str, str]) -> None:
+def test_an_invalid_environment_is_refused(env: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
         RankSettings.from_env(env)
 

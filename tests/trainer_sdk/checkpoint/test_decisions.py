@@ -67,14 +67,14 @@ class Training:
         return True
 
 
-def test_a_rank_without_a_slot_makes_the_gang_leave_the_save_out(tmp_path: Path) -> None:
+def test_the_gang_skips_a_save_for_which_this_rank_has_no_slot(tmp_path: Path) -> None:
     training = Training(tmp_path, Policy(interval_steps=2))
     assert [step for step in range(1, 9) if training.saves(step)] == [2, 4]
     assert training.status.skipped == 2
     assert training.store.values["full/0/0"] == "8"
 
 
-def test_a_save_for_which_another_rank_has_no_slot_is_left_out_here(tmp_path: Path) -> None:
+def test_this_rank_skips_a_save_for_which_another_rank_has_no_slot(tmp_path: Path) -> None:
     training = Training(tmp_path, Policy(interval_steps=2), rank=1)
     training.store.set("full/0/0", "4")
     assert [step for step in range(1, 7) if training.saves(step)] == [2, 6]
@@ -86,7 +86,7 @@ def test_a_save_for_which_another_rank_has_no_slot_is_left_out_here(tmp_path: Pa
     [(True, [1, 2, 3, 4, 5, 6], 0), (False, [1, 2, 3, 4], 3)],
     ids=["the sidecar frees the older step", "the sidecar frees no step"],
 )
-def test_with_three_slots_one_is_expected_to_get_free_within_the_step(
+def test_with_three_slots_a_save_waits_for_one_that_becomes_free_within_the_step(
     tmp_path: Path, is_freed: bool, saved: list[int], skipped: int
 ) -> None:
     """All slots are busy when a step begins. If none is free at its end, the rank does not expect one

@@ -56,7 +56,7 @@ def training(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_training_is_told_at_opening_and_refused_at_its_first_save(
+def test_a_second_training_is_warned_at_opening_and_refused_at_its_first_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = training(tmp_path / "ckpt")
@@ -81,7 +81,7 @@ def test_a_second_training_is_told_at_opening_and_refused_at_its_first_save(
     assert committed_step(tmp_path / "ckpt") == 2
 
 
-def test_a_folder_is_free_again_after_its_training(
+def test_a_folder_can_be_used_again_after_its_training_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
@@ -91,7 +91,7 @@ def test_a_folder_is_free_again_after_its_training(
     assert not (tmp_path / "ckpt/training.lock").exists()
 
 
-def test_two_trainings_of_one_process(tmp_path: Path) -> None:
+def test_a_second_training_of_the_same_process_is_refused(tmp_path: Path) -> None:
     with (
         holdfast.Checkpointer(dir=tmp_path / "ckpt") as first,
         holdfast.Checkpointer(dir=tmp_path / "ckpt") as second,
@@ -178,7 +178,7 @@ def saves_again(ckpt: holdfast.Checkpointer) -> None:
 
 
 @pytest.mark.parametrize("what", ["", "training.lock"], ids=["the folder", "its lock alone"])
-def test_a_training_takes_its_folder_again_after_a_deletion(tmp_path: Path, what: str) -> None:
+def test_a_training_locks_its_folder_again_after_a_deletion(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as first:
         first.save(1, state()).wait(timeout=60)
@@ -194,7 +194,7 @@ def test_a_training_takes_its_folder_again_after_a_deletion(tmp_path: Path, what
             second.save(60, state())
 
 
-def test_a_training_does_not_save_into_a_folder_that_another_one_has_taken(tmp_path: Path) -> None:
+def test_a_training_does_not_save_into_a_folder_that_another_training_uses(tmp_path: Path) -> None:
     """The folder was deleted, and the other training started before the first one saved again."""
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as first:
@@ -213,7 +213,7 @@ def test_a_training_does_not_save_into_a_folder_that_another_one_has_taken(tmp_p
     second.communicate()
 
 
-def test_no_writer_is_started_in_a_folder_that_another_run_has_taken(
+def test_no_persister_starts_in_a_folder_that_another_run_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a writer would write the saves that were handed over before the folder was deleted."""

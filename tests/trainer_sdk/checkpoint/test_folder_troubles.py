@@ -73,7 +73,9 @@ def steps_in(folder: Path) -> list[int]:
 
 
 @mounts
-def test_room_for_two_of_three(volume: Volume, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_room_for_two_of_three_checkpoints_keeps_saving(
+    volume: Volume, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Regression: only a commit pruned, and without room for a further commit no later save succeeded."""
     folder = volume.path / "ckpt"
     with holdfast.Checkpointer(dir=folder, keep_last=3, on_save_error="raise") as ckpt:
@@ -89,7 +91,7 @@ def test_room_for_two_of_three(volume: Volume, capfd: pytest.CaptureFixture[str]
 
 
 @mounts
-def test_room_for_one_keeps_the_newest(volume: Volume) -> None:
+def test_a_save_without_room_keeps_the_only_checkpoint(volume: Volume) -> None:
     folder = volume.path / "ckpt"
     with holdfast.Checkpointer(dir=folder, keep_last=3) as ckpt:
         ckpt.save(1, state(1, 6)).wait(timeout=60)
@@ -167,7 +169,7 @@ class Gang:
         return checkpoint
 
 
-def test_what_goes_first_where_a_folder_is_full(tmp_path: Path) -> None:
+def test_a_full_folder_deletes_old_checkpoints_and_their_orphans_first(tmp_path: Path) -> None:
     """Rank 1 never wrote steps 2 and 5. Rank 0's shards of these steps take room but form no checkpoint."""
     gang = Gang(tmp_path)
     for step in (1, 3, 4):
@@ -197,7 +199,7 @@ def test_the_restore_point_stays_before_this_run_has_a_checkpoint(tmp_path: Path
     assert gang.committers[0].make_room(wanted, protected=None) == first
 
 
-def test_a_deleted_folder_is_made_again(tmp_path: Path) -> None:
+def test_a_deleted_folder_is_created_again(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as ckpt:
         ckpt.save(1, state(1)).wait(timeout=60)
@@ -209,7 +211,7 @@ def test_a_deleted_folder_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["tier", "tier/standalone", "tier/layouts", "prepared", "rounds"])
-def test_a_part_of_a_folder_that_was_deleted_is_made_again(tmp_path: Path, what: str) -> None:
+def test_a_deleted_part_of_a_folder_is_created_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as ckpt:
         ckpt.save(1, state(1)).wait(timeout=60)
@@ -253,7 +255,7 @@ def small_memory(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @mounts
-def test_slots_that_shared_memory_has_no_room_for_lie_in_the_folder(
+def test_slots_without_room_in_shared_memory_are_in_the_folder(
     tmp_path: Path, small_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "ckpt"
@@ -274,7 +276,9 @@ def test_slots_that_shared_memory_has_no_room_for_lie_in_the_folder(
 
 
 @mounts
-def test_slots_lie_where_the_script_says(tmp_path: Path, small_memory: Path) -> None:
+def test_slots_are_in_the_directory_that_the_script_names(
+    tmp_path: Path, small_memory: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=other) as ckpt:
@@ -293,7 +297,7 @@ CLUSTER_WORDS = ("sidecar", "spec.checkpoint", "node tier", "emptyDir", "pod")
 
 
 @mounts
-def test_messages_of_a_folder_name_nothing_of_a_cluster(
+def test_messages_about_a_folder_do_not_mention_a_cluster(
     volume: Volume,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

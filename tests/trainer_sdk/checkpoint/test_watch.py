@@ -28,7 +28,7 @@ def test_many_saves_in_a_short_time_are_a_slow_disk() -> None:
     assert reports(CommitWatch(), *(0.1 * i for i in range(100))) == [None] * 100
 
 
-def test_a_long_interval_is_no_stall() -> None:
+def test_a_long_interval_is_not_reported_as_a_stall() -> None:
     watch = CommitWatch()
     for hour in range(10):
         assert reports(watch, 3600.0 * hour) == [None]

@@ -150,7 +150,7 @@ def test_an_exception_does_not_end_the_thread(
 
 
 @pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
-def test_a_connection_that_cannot_be_opened_is_tried_again(
+def test_a_link_retries_a_connection_that_cannot_be_opened(
     other: Other, events: Events, link: Link, error: BaseException
 ) -> None:
     other.failures.append(error)
@@ -160,7 +160,7 @@ def test_a_connection_that_cannot_be_opened_is_tried_again(
     assert events.calls.count("disconnected") == 1
 
 
-def test_the_round_is_known_before_anybody_sees_the_connection(
+def test_the_round_is_known_before_the_connection_is_announced(
     other: Other, events: Events, link: Link
 ) -> None:
     """Otherwise a caller that waited for the connection would send its request in round 0."""
@@ -170,7 +170,7 @@ def test_the_round_is_known_before_anybody_sees_the_connection(
     assert events.was_ready == [False]
 
 
-def test_what_cannot_be_sent_fails_at_once(other: Other, link: Link) -> None:
+def test_a_message_that_cannot_be_queued_fails_at_once(other: Other, link: Link) -> None:
     """Such a message is not lost with a connection, so it would never be sent again."""
     link.start()
     other.greet()

@@ -68,7 +68,9 @@ def with_its_own_interval(ckpt: holdfast.Checkpointer, state: dict[str, Any]) ->
         pytest.param(with_its_own_interval, [1, 2, 3, 4, 5, 6, 7], id="save alone"),
     ],
 )
-def test_every_way_reports_the_steps(sidecar: FakeSidecar, loop: Loop, expected: list[int]) -> None:
+def test_every_kind_of_loop_reports_its_steps(
+    sidecar: FakeSidecar, loop: Loop, expected: list[int]
+) -> None:
     with holdfast.Checkpointer(when_busy="wait") as ckpt:
         loop(ckpt, {"t": torch.zeros(1)})
     sidecar.wait_for(Progress, len(expected))

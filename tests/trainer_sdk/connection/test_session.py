@@ -91,7 +91,7 @@ def test_only_the_save_that_is_in_the_slot_is_handed_over_again(slot: Slot) -> N
     assert link.steps == [1, 2, 2]
 
 
-def test_a_save_that_is_refused_late_leaves_the_newer_one_alone(slot: Slot) -> None:
+def test_a_late_refusal_does_not_affect_a_newer_save(slot: Slot) -> None:
     link = RecordingLink()
     session = session_with(link)
     older = save(session, slot, 1)
@@ -103,7 +103,7 @@ def test_a_save_that_is_refused_late_leaves_the_newer_one_alone(slot: Slot) -> N
     assert slot.header().state is SlotState.FREE
 
 
-def test_an_overtaken_save_is_no_failed_one(slot: Slot) -> None:
+def test_an_overtaken_save_does_not_count_as_failed(slot: Slot) -> None:
     link = RecordingLink()
     session = session_with(link)
     handle = save(session, slot, 1)
@@ -148,7 +148,9 @@ def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) 
     assert names == [slot.name for slot in ring.slots] * 2
 
 
-def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_taken(tmp_path: Path) -> None:
+def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_acknowledged(
+    tmp_path: Path,
+) -> None:
     """A level names only the step, and the second save may have other bytes than the first."""
     ring, link, session = handing_over(tmp_path, 3)
     first, same, other = (save(session, slot, 10) for slot in ring.slots)
@@ -211,7 +213,7 @@ def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save
     assert second.failure is None
 
 
-def test_a_repeated_save_whose_slot_was_freed_while_the_connection_was_away_is_taken(
+def test_a_repeated_save_whose_slot_was_freed_during_a_disconnection_is_acknowledged(
     tmp_path: Path,
 ) -> None:
     ring, link, session = handing_over(tmp_path, 2)

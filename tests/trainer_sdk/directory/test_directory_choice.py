@@ -68,7 +68,7 @@ def chosen_step(tier: DiskNodeTier) -> int | None:
     return None if choice is None else choice.manifest.step
 
 
-def test_what_was_saved_after_the_reader_opened_is_found(tmp_path: Path) -> None:
+def test_a_reader_finds_a_save_made_after_it_opened(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, keep_last=2)
     trainer.save(1)
     reader = opened(tmp_path)
@@ -76,7 +76,7 @@ def test_what_was_saved_after_the_reader_opened_is_found(tmp_path: Path) -> None
     assert chosen_step(reader) == 2
 
 
-def test_the_only_kept_checkpoint_is_replaced_while_it_is_looked_at(tmp_path: Path) -> None:
+def test_a_choice_finds_the_checkpoint_that_replaces_the_only_one_meanwhile(tmp_path: Path) -> None:
     """Regression: the reader asked the user to move good checkpoints away."""
     trainer = Trainer(tmp_path, keep_last=1)
     trainer.save(1)
@@ -90,7 +90,7 @@ def test_the_only_kept_checkpoint_is_replaced_while_it_is_looked_at(tmp_path: Pa
     assert chosen_step(Reader(tmp_path, meanwhile)) == 4
 
 
-def test_an_older_step_is_not_taken_because_the_newest_was_pruned(tmp_path: Path) -> None:
+def test_pruning_of_the_newest_step_does_not_lead_to_an_older_choice(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, keep_last=2)
     trainer.save(1)
     trainer.save(2)
@@ -103,7 +103,7 @@ def test_an_older_step_is_not_taken_because_the_newest_was_pruned(tmp_path: Path
     assert chosen_step(Reader(tmp_path, meanwhile)) == 4
 
 
-def test_a_folder_that_never_holds_still_is_no_damaged_one(tmp_path: Path) -> None:
+def test_a_folder_that_changes_all_the_time_is_not_reported_as_damaged(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, keep_last=1)
     trainer.save(1)
     step = 1
@@ -117,7 +117,7 @@ def test_a_folder_that_never_holds_still_is_no_damaged_one(tmp_path: Path) -> No
         choose(Reader(tmp_path, meanwhile))
 
 
-def test_a_damaged_newest_one_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, keep_last=2)
     trainer.save(1)
     trainer.save(2)
@@ -137,7 +137,7 @@ def test_a_manifest_under_the_name_of_another_step_is_not_that_step(tmp_path: Pa
         choose(opened(tmp_path))
 
 
-def test_a_reader_that_may_not_write_changes_nothing(tmp_path: Path) -> None:
+def test_a_reader_without_write_permission_changes_nothing(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, keep_last=2)
     trainer.save(1)
     (shard,) = (tmp_path / "tier").rglob("*.shard")
@@ -151,5 +151,5 @@ def test_a_reader_that_may_not_write_changes_nothing(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+def test_an_absent_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert choose(Reader(tmp_path / "absent", lambda: None)) is None

@@ -59,7 +59,7 @@ def prepare(tier: DiskNodeTier, tmp_path: Path, step: int, ranks: int = WORLD) -
     return CheckpointId(Step(step), RestartRound(0))
 
 
-def test_it_is_the_manifest_that_the_run_itself_would_have_written(
+def test_the_next_run_commits_the_same_manifest_as_the_run_itself(
     tier: DiskNodeTier, tmp_path: Path
 ) -> None:
     checkpoint = prepare(tier, tmp_path, 5)
@@ -74,7 +74,7 @@ def test_it_is_the_manifest_that_the_run_itself_would_have_written(
     assert not any((tmp_path / "prepared").iterdir())
 
 
-def test_the_run_itself_may_be_late(tier: DiskNodeTier, tmp_path: Path) -> None:
+def test_a_late_commit_by_the_run_itself_is_harmless(tier: DiskNodeTier, tmp_path: Path) -> None:
     checkpoint = prepare(tier, tmp_path, 5)
     committer(tier, tmp_path).commit_left()
     committer(tier, tmp_path).commit(checkpoint)
@@ -99,7 +99,7 @@ def test_a_checkpoint_without_its_shards_is_never_committed(
     assert not committer(tier, tmp_path).is_committed(checkpoint)
 
 
-def test_no_flipped_bit_of_a_record_commits_what_cannot_be_restored(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_record_never_commits_an_unreadable_checkpoint(tmp_path: Path) -> None:
     """Each byte of both records is changed, before a commit by the run itself and by the next run."""
     tier = opened(tmp_path)
     checkpoint = prepare(tier, tmp_path, 5)
@@ -165,7 +165,7 @@ def incomplete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [torn, zeroed, without_a_shard, of_an_older_release, incomplete, with_other_names]
 )
-def test_what_is_not_whole_is_passed_over(
+def test_an_incomplete_save_is_not_committed(
     tier: DiskNodeTier, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     older = prepare(tier, tmp_path, 5)
@@ -176,7 +176,7 @@ def test_what_is_not_whole_is_passed_over(
     assert candidates(again) == [older]
 
 
-def test_what_was_overtaken_stays_as_it_is(tier: DiskNodeTier, tmp_path: Path) -> None:
+def test_a_save_below_a_committed_step_is_not_committed(tier: DiskNodeTier, tmp_path: Path) -> None:
     """The process that committed the newer checkpoint prunes the older shards, so they may disappear at
     any time."""
     newer = prepare(tier, tmp_path, 7)
@@ -186,7 +186,7 @@ def test_what_was_overtaken_stays_as_it_is(tier: DiskNodeTier, tmp_path: Path) -
     assert candidates(tier) == [newer]
 
 
-def test_a_round_of_which_records_are_left_is_not_begun_again(
+def test_a_round_that_left_records_is_not_reserved_again(
     tier: DiskNodeTier, tmp_path: Path
 ) -> None:
     """The user moved the checkpoints away. Another step 5 must not be combined with the records of this
@@ -197,7 +197,9 @@ def test_a_round_of_which_records_are_left_is_not_begun_again(
     assert next_round(empty, committer(tier, tmp_path).rounds) == 1
 
 
-def test_what_was_pruned_meanwhile_does_not_come_back(tier: DiskNodeTier, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_pruned_meanwhile_is_not_committed_again(
+    tier: DiskNodeTier, tmp_path: Path
+) -> None:
     """The index of this process still lists the shards."""
     prepare(tier, tmp_path, 5)
     for path in (tmp_path / "tier").rglob("*.shard"):

@@ -40,7 +40,7 @@ def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
     assert found.tried > 100
 
 
-def test_what_a_killed_run_left_is_durable_before_it_is_relied_on() -> None:
+def test_leftovers_of_a_killed_run_are_durable_before_they_are_used() -> None:
     found = report_of(PROGRAMS, "again")
     assert found.problems == ()
     assert found.tried > 20

@@ -21,7 +21,7 @@ def process(tmp_path: Path) -> Process:
     return Process(tmp_path / "processes", "rank000000-1")
 
 
-def test_a_directory_that_nobody_used(tmp_path: Path) -> None:
+def test_an_unused_directory_has_no_writers_to_wait_for(tmp_path: Path) -> None:
     wait_for_writers(tmp_path / "processes")
 
 
@@ -41,7 +41,7 @@ def test_a_writer_without_its_trainer_is_waited_for(
     assert not process.directory.exists()
 
 
-def test_a_trainer_that_lives_is_not_waited_for(process: Process) -> None:
+def test_a_live_trainer_is_not_waited_for(process: Process) -> None:
     with_trainer = [Claim(process.trainer), Claim(process.writer)]
     wait_for_writers(process.directory)
     assert process.trainer.exists() and process.writer.exists()
@@ -49,7 +49,7 @@ def test_a_trainer_that_lives_is_not_waited_for(process: Process) -> None:
         held.release()
 
 
-def test_a_writer_that_never_ends_is_given_up(
+def test_the_wait_for_a_writer_that_never_ends_has_a_limit(
     process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = Claim(process.writer)
@@ -59,7 +59,7 @@ def test_a_writer_that_never_ends_is_given_up(
     writer.release()
 
 
-def test_what_a_kill_left_is_removed(process: Process) -> None:
+def test_leftovers_of_a_killed_process_are_removed(process: Process) -> None:
     process.directory.mkdir()
     process.trainer.write_text("process 1 on here")
     process.writer.write_text("process 2 on here")
@@ -67,7 +67,7 @@ def test_what_a_kill_left_is_removed(process: Process) -> None:
     assert not process.directory.exists()
 
 
-def test_a_file_that_is_removed_while_it_is_locked_is_made_again(
+def test_a_lock_file_that_is_removed_while_locked_is_created_again(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, removed = fcntl.flock, []
@@ -84,7 +84,9 @@ def test_a_file_that_is_removed_while_it_is_locked_is_made_again(
     held.release()
 
 
-def test_without_locks_nobody_waits(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_causes_no_wait(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -95,7 +97,7 @@ def test_without_locks_nobody_waits(process: Process, monkeypatch: pytest.Monkey
     wait_for_writers(process.directory)
 
 
-def test_a_child_does_not_keep_what_its_parent_holds(process: Process) -> None:
+def test_a_forked_child_does_not_keep_its_parents_lock(process: Process) -> None:
     """The child is a data loader's worker that survives when its trainer is killed."""
     held = Claim(process.trainer)
     begun, end = multiprocessing.Event(), multiprocessing.Event()
@@ -115,7 +117,7 @@ def test_a_child_does_not_keep_what_its_parent_holds(process: Process) -> None:
         child.join()
 
 
-def test_nobody_refers_to_it_any_more(process: Process) -> None:
+def test_an_unreferenced_claim_releases_its_lock(process: Process) -> None:
     held = Claim(process.trainer)
     assert is_held(process.trainer)
     del held

@@ -104,7 +104,7 @@ def quarantined(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_whole_from_halves(tmp_path: Path, rank: int) -> None:
+def test_a_payload_is_assembled_from_the_parts_of_several_ranks(tmp_path: Path, rank: int) -> None:
     tier, manifest = saved(tmp_path)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [3], rank)
     slot = slot_in(tmp_path, rank, wanted.payload_bytes)
@@ -114,7 +114,7 @@ def test_whole_from_halves(tmp_path: Path, rank: int) -> None:
     slot.close()
 
 
-def test_a_bad_shard_is_put_aside_and_its_copy_read(tmp_path: Path) -> None:
+def test_a_bad_shard_is_quarantined_and_its_copy_read(tmp_path: Path) -> None:
     tier, manifest = saved(tmp_path)
     damage(tmp_path, 1)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
@@ -125,7 +125,7 @@ def test_a_bad_shard_is_put_aside_and_its_copy_read(tmp_path: Path) -> None:
     slot.close()
 
 
-def test_a_shard_that_is_gone_is_read_elsewhere(tmp_path: Path) -> None:
+def test_the_content_of_a_missing_shard_is_read_from_another(tmp_path: Path) -> None:
     tier, manifest = saved(tmp_path)
     (path,) = tmp_path.rglob("rank000001-*.shard")
     path.unlink()
@@ -136,7 +136,7 @@ def test_a_shard_that_is_gone_is_read_elsewhere(tmp_path: Path) -> None:
     slot.close()
 
 
-def test_two_bad_copies_are_an_error_that_says_both(tmp_path: Path) -> None:
+def test_an_error_names_both_bad_copies(tmp_path: Path) -> None:
     tier, manifest = saved(tmp_path)
     damage(tmp_path, 1)
     damage(tmp_path, 3)
@@ -148,7 +148,7 @@ def test_two_bad_copies_are_an_error_that_says_both(tmp_path: Path) -> None:
     slot.close()
 
 
-def test_a_shard_that_is_not_the_manifests_is_not_read(tmp_path: Path) -> None:
+def test_a_shard_that_does_not_match_the_manifest_is_not_read(tmp_path: Path) -> None:
     tier, manifest = saved(tmp_path)
     shards = [
         replace(shard, chunk_table=digest_of(b"another")) if shard.rank == 1 else shard
@@ -162,7 +162,7 @@ def test_a_shard_that_is_not_the_manifests_is_not_read(tmp_path: Path) -> None:
     slot.close()
 
 
-def test_a_tensor_that_nobody_saved_quarantines_nothing(tmp_path: Path) -> None:
+def test_a_tensor_that_was_never_saved_quarantines_nothing(tmp_path: Path) -> None:
     tier, manifest = saved(tmp_path)
     wanted = layout_of({"v": Tensor("F32", (2, 2))}, [1], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
@@ -188,9 +188,7 @@ def service(tmp_path: Path) -> DirectoryService:
     return found
 
 
-def test_a_slot_that_was_not_filled_to_its_end_is_nobodys_shard(
-    tmp_path: Path, service: DirectoryService
-) -> None:
+def test_a_partly_filled_slot_names_no_step(tmp_path: Path, service: DirectoryService) -> None:
     """The header must not name a step, because the process may end where the read failed."""
     damage(tmp_path, 1)
     damage(tmp_path, 3)
@@ -209,7 +207,9 @@ def test_a_slot_that_was_not_filled_to_its_end_is_nobodys_shard(
     service.abort()
 
 
-def test_a_slot_that_is_gone_costs_no_checkpoint(tmp_path: Path, service: DirectoryService) -> None:
+def test_a_missing_slot_does_not_quarantine_a_checkpoint(
+    tmp_path: Path, service: DirectoryService
+) -> None:
     """A NotFoundError would make the ranks reject the checkpoint."""
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     document = wanted.to_bytes()
@@ -224,7 +224,7 @@ def test_a_slot_that_is_gone_costs_no_checkpoint(tmp_path: Path, service: Direct
     service.abort()
 
 
-def test_a_rank_of_another_world_must_say_what_it_wants(
+def test_a_rank_of_another_world_must_send_its_layout(
     tmp_path: Path, service: DirectoryService
 ) -> None:
     reply = service.handle(Restore(service.round, Rank(0)), print)
@@ -239,7 +239,7 @@ def test_a_rank_of_another_world_must_say_what_it_wants(
     service.abort()
 
 
-def test_shards_of_ranks_that_are_no_more_are_pruned_by_the_first(tmp_path: Path) -> None:
+def test_the_first_rank_prunes_shards_of_ranks_that_no_longer_exist(tmp_path: Path) -> None:
     """No rank of the new world owns the shards of the old rank 3, so the leader deletes the uncommitted
     ones."""
     tier, manifest = saved(tmp_path)

@@ -37,7 +37,7 @@ def started(root: Path) -> DirectoryService:
     return service
 
 
-def test_rounds_go_up(tmp_path: Path) -> None:
+def test_each_run_reserves_a_higher_round(tmp_path: Path) -> None:
     rounds = tmp_path / "rounds"
     assert [claim_round(rounds, ZERO, "a") for _ in range(4)] == [0, 1, 2, 3]
     assert claim_round(rounds, RestartRound(9), "a") == 9
@@ -50,7 +50,7 @@ def claim_many(rounds: Path, begin: Any, taken: Any) -> None:
         taken.put(claim_round(rounds, ZERO, "run"))
 
 
-def test_two_processes_never_take_the_same_round(tmp_path: Path) -> None:
+def test_two_processes_never_reserve_the_same_round(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     begin, taken = context.Barrier(4), context.Queue()
     processes = [
@@ -65,7 +65,7 @@ def test_two_processes_never_take_the_same_round(tmp_path: Path) -> None:
     assert len(set(found)) == 100
 
 
-def test_a_round_whose_file_was_removed_meanwhile_is_not_taken_again(tmp_path: Path) -> None:
+def test_a_round_whose_file_was_removed_meanwhile_is_not_reserved_again(tmp_path: Path) -> None:
     """After one run has listed the rounds, two others take the next rounds and remove the older file."""
     rounds, go = tmp_path / "rounds", tmp_path / "go"
     rounds.mkdir()
@@ -77,7 +77,7 @@ def test_a_round_whose_file_was_removed_meanwhile_is_not_taken_again(tmp_path: P
         assert late.result(timeout=60) == 2
 
 
-def test_runs_that_start_together(tmp_path: Path) -> None:
+def test_runs_that_start_together_reserve_different_rounds(tmp_path: Path) -> None:
     services = [started(tmp_path) for _ in range(5)]
     assert [service.round for service in services] == [0, 1, 2, 3, 4]
     for service in services:
@@ -102,7 +102,9 @@ def gone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [empty, zeros, strange, gone])
-def test_no_damage_to_it_hides_a_checkpoint(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_damage_to_a_reservation_hides_no_checkpoint(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     started(tmp_path).finish(0)
     first = started(tmp_path)
     checkpoint = prepared(tmp_path, {0: "a", 1: "a"}, first.round)

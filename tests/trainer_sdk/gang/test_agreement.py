@@ -20,7 +20,7 @@ def sessions(count: int) -> list[Session]:
     return [Session(JobUid("job"), Rank(rank), ROUND) for rank in range(count)]
 
 
-def test_alone_a_request_is_met_after_the_step() -> None:
+def test_a_single_rank_follows_a_request_after_its_step() -> None:
     (session,) = sessions(1)
     agreement = StepAgreement(session, None, Rank(0))
     agreement.begin(0)
@@ -40,7 +40,9 @@ events = st.lists(
 
 
 @given(events, st.lists(st.permutations([0, 1, 2]), min_size=10, max_size=10))
-def test_every_rank_agrees(asked: list[tuple[str, int, int]], orders: list[list[int]]) -> None:
+def test_every_rank_comes_to_the_same_decision(
+    asked: list[tuple[str, int, int]], orders: list[list[int]]
+) -> None:
     """Within a step, ranks run in any order; only the step's collective synchronizes them."""
     store = GangStore(DictStore(), "r0", SECRET)
     gang = sessions(3)
@@ -70,7 +72,7 @@ def test_every_rank_agrees(asked: list[tuple[str, int, int]], orders: list[list[
     st.lists(st.permutations([0, 1, 2]), min_size=10, max_size=10),
     st.sampled_from([1, 2, 3]),
 )
-def test_a_save_is_left_out_by_all_or_by_none(
+def test_all_ranks_or_none_skip_a_save(
     full: list[set[int]], orders: list[list[int]], interval: int
 ) -> None:
     """`full[s]`: the ranks that have no slot when step s + 1 starts. In each step, the ranks read and
@@ -89,7 +91,7 @@ def test_a_save_is_left_out_by_all_or_by_none(
         assert seen <= {step in told}
 
 
-def test_a_stranger_in_the_store_asks_in_vain() -> None:
+def test_a_request_without_the_secret_is_ignored() -> None:
     plain = DictStore()
     store = GangStore(plain, "r0", SECRET)
     gang = sessions(2)
@@ -107,7 +109,7 @@ def test_a_stranger_in_the_store_asks_in_vain() -> None:
     assert [one.after_step(11) for one in agreements] == [Verdict(stop=True)] * 2
 
 
-def test_steps_that_are_done_again_are_agreed_on_again() -> None:
+def test_repeated_steps_are_agreed_on_again() -> None:
     store = GangStore(DictStore())
     (session,) = sessions(1)
     agreement = StepAgreement(session, store, Rank(0))

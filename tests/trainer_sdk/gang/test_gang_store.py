@@ -18,7 +18,7 @@ def signed(key: str, value: str, context: str = "r3", secret: bytes = SECRET) ->
     return plain.values[key]
 
 
-def test_what_a_rank_wrote_is_read() -> None:
+def test_a_value_that_a_rank_wrote_is_read() -> None:
     store = GangStore(DictStore(), "r3", SECRET)
     assert store.read("key") is None
     store.publish("key", "value \N{SNOWMAN}")
@@ -47,7 +47,9 @@ def test_the_secret_is_not_in_the_store() -> None:
         pytest.param(signed("ke", "yvalue"), id="moved border"),
     ],
 )
-def test_what_others_wrote_counts_as_absent(forged: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_without_the_ranks_signature_counts_as_absent(
+    forged: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = DictStore()
     store = GangStore(plain, "r3", SECRET)
     plain.set("key", forged)
@@ -58,7 +60,7 @@ def test_what_others_wrote_counts_as_absent(forged: str, caplog: pytest.LogCaptu
     assert store.read("key") == "value"
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_bytes_that_are_not_text_count_as_absent() -> None:
     class Bytes(DictStore):
         def get(self, key: str, /) -> bytes:
             return b"\xff" * 80
@@ -79,7 +81,7 @@ def test_waiting_ends_with_the_value_of_a_rank() -> None:
     assert found == ["value"]
 
 
-def test_without_a_secret_every_value_is_believed() -> None:
+def test_without_a_secret_every_value_is_accepted() -> None:
     plain = DictStore()
     plain.set("key", "value")
     assert GangStore(plain).read("key") == "value"

@@ -44,10 +44,10 @@ from holdfast_core.errors import ConfigError
         pytest.param(["./train.sh"], Command(CommandKind.EXEC, ("./train.sh",)), id="anything"),
     ],
 )
-def test_parse(text: list[str], expected: Command) -> None:
+def test_the_command_line_is_parsed(text: list[str], expected: Command) -> None:
     assert parse_command(text) == expected
 
 
-def test_nothing_to_run() -> None:
+def test_a_missing_command_is_refused() -> None:
     with pytest.raises(ConfigError, match="no command"):
         parse_command([])

@@ -11,11 +11,11 @@ from holdfast_core.errors import FormatError
 from holdfast_core.ids import RestartRound
 
 
-def test_nothing_yet(tmp_path: Path) -> None:
+def test_an_absent_record_is_read_as_none(tmp_path: Path) -> None:
     assert RoundRecord(tmp_path / "round.json").read() is None
 
 
-def test_read_back_by_another_life(tmp_path: Path) -> None:
+def test_a_later_process_reads_the_record(tmp_path: Path) -> None:
     RoundRecord(tmp_path / "round.json").write(RestartRound(7))
     RoundRecord(tmp_path / "round.json").write(RestartRound(8))
     assert RoundRecord(tmp_path / "round.json").read() == 8

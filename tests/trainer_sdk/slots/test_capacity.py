@@ -53,12 +53,14 @@ def write(root: Path, **files: str) -> Path:
         ),
     ],
 )
-def test_memory_room(tmp_path: Path, files: dict[str, str], available: int | None) -> None:
+def test_the_room_is_what_the_memory_limits_leave(
+    tmp_path: Path, files: dict[str, str], available: int | None
+) -> None:
     room = memory_room(write(tmp_path, **files))
     assert (room.available_bytes if room else None) == available
 
 
-def test_what_other_ranks_are_taking_counts(tmp_path: Path) -> None:
+def test_slots_that_other_ranks_create_count_as_used(tmp_path: Path) -> None:
     with open(tmp_path / "rank000000.0.slot", "wb") as file:
         file.truncate(1 << 20)
     assert reserved_bytes(tmp_path) == 1 << 20

@@ -109,7 +109,7 @@ def test_save_returns_before_the_copies_are_done(ckpt: holdfast.Checkpointer) ->
 
 
 @needs_gpu
-def test_wait_staged_holds_back_writes_of_ones_own(tmp_path: Path) -> None:
+def test_wait_staged_delays_later_writes_of_the_script(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=0) as ckpt:
         state = make()
         ckpt.allocate(state)

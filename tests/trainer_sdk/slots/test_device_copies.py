@@ -185,7 +185,9 @@ def test_the_next_step_waits_for_the_copies(training: Training) -> None:
     assert saved.payload["n"] == 3
 
 
-def test_what_nobody_waits_for_is_in_the_bytes(training: Training) -> None:
+def test_a_write_that_is_neither_delayed_nor_counted_changes_the_saved_bytes(
+    training: Training,
+) -> None:
     """A negative test of the fake: a write that is neither delayed nor counted changes the saved bytes."""
     handle = training.ckpt.save(1, training.state)
     write_unseen(training.net.weight, -1)
@@ -220,7 +222,7 @@ def test_a_write_is_noticed_although_no_step_comes_after_it(training: Training) 
         handle.wait(timeout=60)
 
 
-def test_wait_staged_is_enough_for_writes_of_ones_own(training: Training) -> None:
+def test_wait_staged_delays_later_writes_of_the_script(training: Training) -> None:
     momentum = training.momentum().clone()
     handle = training.ckpt.save(1, training.state)
     training.ckpt.wait_staged()
@@ -287,7 +289,7 @@ def test_an_optimizer_that_steps_unseen_is_not_relied_on(
     assert torch.equal(training.saved(2).weight, torch.full_like(WEIGHT, 5))
 
 
-def test_a_compiled_step_is_traced_without_us(training: Training) -> None:
+def test_a_compiled_step_is_traced_without_the_hook(training: Training) -> None:
     training.ckpt.save(1, training.state)
     training.ckpt.wait_staged()
     compiled = torch.compile(training.optimizer.step, backend="eager")
@@ -311,7 +313,7 @@ def test_a_slot_is_full_when_the_copies_are_done(training: Training) -> None:
     assert training.staged == [1]
 
 
-def test_two_saves_in_a_row(training: Training) -> None:
+def test_two_saves_in_a_row_have_the_bytes_of_their_step(training: Training) -> None:
     first = training.ckpt.save(1, training.state)
     second = training.ckpt.save(2, training.state)
     training.step()
@@ -322,7 +324,7 @@ def test_two_saves_in_a_row(training: Training) -> None:
     assert torch.equal(training.saved(2).weight, WEIGHT)
 
 
-def test_slots_are_not_made_anew_under_copies(training: Training) -> None:
+def test_slots_are_not_replaced_while_copies_run(training: Training) -> None:
     training.ckpt.save(1, training.state)
     training.state["more"] = torch.ones(100_000)
     growing = Thread(target=training.ckpt.save, args=(2, training.state))
@@ -371,7 +373,7 @@ def test_a_device_that_cannot_be_waited_for_does_not_stop_the_step(training: Tra
         handle.wait(timeout=60)
 
 
-def test_an_error_beside_the_device_waits_for_it_before_the_slot_is_free(
+def test_a_failed_save_frees_its_slot_only_after_the_device_is_done(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(copier: Copier, jobs: object) -> None:
@@ -385,7 +387,7 @@ def test_an_error_beside_the_device_waits_for_it_before_the_slot_is_free(
     assert [slot.header.state for slot in training.slots] == [SlotState.FREE] * 2
 
 
-def test_a_crash_before_the_copies_are_done_leaves_nothing_to_believe(training: Training) -> None:
+def test_a_crash_before_the_copies_are_done_leaves_no_valid_slot(training: Training) -> None:
     training.ckpt.save(1, training.state)
     slots = training.slots
     assert {slot.header.state for slot in slots} == {SlotState.FILLING, SlotState.FREE}
@@ -470,7 +472,7 @@ def test_copies_beside_training_are_not_blocked_time(training: Training) -> None
     assert sum(message.blocked_seconds for message in training.sidecar.messages(Progress)) == spent
 
 
-def test_slots_are_page_locked_while_they_are_there(training: Training) -> None:
+def test_slots_are_page_locked_while_they_exist(training: Training) -> None:
     training.ckpt.allocate(training.state)
     size = training.slots[0].header.capacity_bytes + HEADER_BYTES
     assert list(training.device.pinned.values()) == [size, size]
@@ -481,7 +483,7 @@ def test_slots_are_page_locked_while_they_are_there(training: Training) -> None:
     assert training.device.pinned == {}
 
 
-def test_slots_that_cannot_be_locked_are_said_once_and_copied_at_once(
+def test_slots_that_cannot_be_page_locked_are_logged_once_and_copied_synchronously(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     training.device.refuses_pins = "cudaHostRegister answered 801"
@@ -497,7 +499,7 @@ def test_slots_that_cannot_be_locked_are_said_once_and_copied_at_once(
         assert torch.equal(training.saved(step).weight, torch.full_like(WEIGHT, step))
 
 
-def test_no_hook_is_left_behind(training: Training) -> None:
+def test_close_removes_the_hook(training: Training) -> None:
     training.ckpt.save(1, training.state)
     training.device.catch_up()
     training.ckpt.close()
@@ -513,7 +515,7 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def test_a_sharded_parameter_goes_the_same_way(sidecar: FakeSidecar, mesh: Any) -> None:
+def test_a_sharded_parameter_is_copied_beside_training(sidecar: FakeSidecar, mesh: Any) -> None:
     with holdfast.Checkpointer() as ckpt:
         training = Training(sidecar, ckpt, lambda t: distribute_tensor(t, mesh, [Shard(0)]))
         handle = ckpt.save(1, training.state)

@@ -38,7 +38,7 @@ def taken_bytes(path: Path) -> int:
 
 
 @pytest.mark.parametrize("size_bytes", [4096, MIB, 16 * MIB, 33 * MIB + 4096])
-def test_all_pages_are_taken_and_what_lies_there_stays(tmp_path: Path, size_bytes: int) -> None:
+def test_all_pages_are_allocated_and_their_contents_stay(tmp_path: Path, size_bytes: int) -> None:
     path = tmp_path / "slot"
     memory = sparse(path, size_bytes)
     memory[size_bytes - 1] = 7
@@ -48,7 +48,7 @@ def test_all_pages_are_taken_and_what_lies_there_stays(tmp_path: Path, size_byte
     assert memory[size_bytes - 1] == 7
 
 
-def test_also_where_the_kernel_cannot_populate(
+def test_pages_are_allocated_without_madv_populate_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefault, "_MADV_POPULATE_WRITE", 9999)
@@ -61,7 +61,7 @@ def test_also_where_the_kernel_cannot_populate(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_a_volume_that_is_full_is_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_a_full_volume_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
     script = f'mount -t tmpfs -o size=32m none {tmp_path} && exec "$@" {tmp_path}/slot'
     command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -56,7 +56,7 @@ REMOVALS = [the_slots, everything, replaced]
 
 
 @pytest.mark.parametrize("remove", REMOVALS)
-def test_removed_between_two_saves(
+def test_slots_removed_between_two_saves_are_created_again(
     tmp_path: Path, memory: Path, remove: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "ckpt"
@@ -70,7 +70,7 @@ def test_removed_between_two_saves(
 
 
 @pytest.mark.parametrize("remove", REMOVALS)
-def test_removed_while_they_are_written_to_the_folder(
+def test_slots_removed_while_they_are_persisted_are_replaced_by_new_ones(
     tmp_path: Path, memory: Path, remove: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer has the slots open and all of them are busy. The next save gets new slots."""
@@ -90,7 +90,7 @@ def test_removed_while_they_are_written_to_the_folder(
 
 @pytest.mark.parametrize("remove", REMOVALS)
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_removed_before_the_writer_has_opened_them(
+def test_slots_removed_before_the_persister_opened_them_are_created_again(
     tmp_path: Path,
     memory: Path,
     remove: Callable[[Path], None],
@@ -123,7 +123,7 @@ def test_removed_before_the_writer_has_opened_them(
     assert restored(folder) == (5, 5.0)
 
 
-def test_removed_with_the_lock_and_taken_by_another(
+def test_a_slot_directory_that_another_process_took_over_is_not_used(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise both would write into the same slots, and a commit would contain bytes of both."""
@@ -153,7 +153,7 @@ def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSid
 
 
 @pytest.mark.parametrize("remove", REMOVALS)
-def test_removed_in_a_pod(
+def test_slots_removed_in_a_pod_are_created_again(
     tmp_path: Path, sidecar: FakeSidecar, remove: Callable[[Path], None]
 ) -> None:
     slots = tmp_path / "shared" / "slots"
@@ -167,7 +167,9 @@ def test_removed_in_a_pod(
     assert ckpt.saves_failed == 0
 
 
-def test_removed_in_a_pod_whose_sidecar_has_restarted(tmp_path: Path, sidecar: FakeSidecar) -> None:
+def test_a_save_in_a_removed_slot_fails_when_the_sidecar_has_restarted(
+    tmp_path: Path, sidecar: FakeSidecar
+) -> None:
     with holdfast.Checkpointer() as ckpt:
         ckpt.save(1, state(1)).wait(timeout=60)
         sidecar.faults.delay_seconds["Stage"] = 3600

@@ -50,7 +50,7 @@ def test_files_are_whole_before_the_first_step(tmp_path: Path) -> None:
         assert read_header(path) == SlotHeader(SlotState.FREE, Rank(5), MIB + 4096)
 
 
-def test_life_of_a_slot(tmp_path: Path) -> None:
+def test_a_slot_is_filled_and_then_full(tmp_path: Path) -> None:
     slots = ring(tmp_path)
     slots.ensure(MIB, ROUND)
     slot = slots.acquire()
@@ -63,7 +63,7 @@ def test_life_of_a_slot(tmp_path: Path) -> None:
     assert slot.path.read_bytes()[HEADER_BYTES : HEADER_BYTES + 101] == b"\x2a" * 100 + b"\0"
 
 
-def test_slots_take_turns_and_busy_ones_are_left_alone(tmp_path: Path) -> None:
+def test_slots_are_used_in_turn_and_busy_ones_are_skipped(tmp_path: Path) -> None:
     slots = ring(tmp_path)
     slots.ensure(MIB, ROUND)
     taken = []
@@ -88,7 +88,7 @@ def test_slots_take_turns_and_busy_ones_are_left_alone(tmp_path: Path) -> None:
         pytest.param(SlotState.OWNED, 2, False, id="an-older-round-is-still-read"),
     ],
 )
-def test_slots_of_an_earlier_life(
+def test_a_slot_of_an_earlier_process_is_kept_or_freed_by_its_state(
     tmp_path: Path, state: SlotState, round_: int, kept: bool
 ) -> None:
     before = ring(tmp_path, 1)
@@ -111,7 +111,7 @@ def test_slots_of_an_earlier_life(
         assert after.slots[0].header().state is SlotState.FREE
 
 
-def test_a_copy_that_a_kill_interrupted_is_void(tmp_path: Path) -> None:
+def test_a_copy_that_a_kill_interrupted_is_not_valid(tmp_path: Path) -> None:
     before = ring(tmp_path, 1)
     before.ensure(MIB, ROUND)
     before.slots[0].begin(ROUND, Step(7), 3)
@@ -120,7 +120,7 @@ def test_a_copy_that_a_kill_interrupted_is_void(tmp_path: Path) -> None:
     assert after.slots[0].header() == SlotHeader(SlotState.FREE, Rank(5), MIB)
 
 
-def test_growing(tmp_path: Path) -> None:
+def test_slots_grow_and_never_shrink(tmp_path: Path) -> None:
     slots = ring(tmp_path)
     slots.ensure(MIB, ROUND)
     slots.ensure(MIB // 2, ROUND)
@@ -129,7 +129,7 @@ def test_growing(tmp_path: Path) -> None:
     assert slots.capacity_bytes == 3 * MIB
 
 
-def test_too_large_is_an_error_before_anything_is_taken(tmp_path: Path) -> None:
+def test_a_size_without_room_is_an_error_before_memory_is_allocated(tmp_path: Path) -> None:
     slots = ring(tmp_path)
     with pytest.raises(CapacityError, match=r"needs \d+ more bytes for 2 slots"):
         slots.ensure(1 << 50, ROUND)
@@ -165,7 +165,7 @@ def test_a_slot_can_be_filled_before_all_are_touched(
     assert bytes(slots.slots[0].payload[:6]) == b"filled"
 
 
-def test_what_a_killed_life_did_not_touch_is_touched(
+def test_pages_that_a_killed_process_did_not_touch_are_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -177,7 +177,7 @@ def test_what_a_killed_life_did_not_touch_is_touched(
     assert path.stat().st_blocks * 512 >= HEADER_BYTES + MIB
 
 
-def test_a_volume_that_fills_up_is_told_to_the_next_who_asks_and_tried_again(
+def test_a_volume_that_fills_up_fails_the_next_call_and_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Slot.prefault
@@ -200,7 +200,7 @@ def test_a_volume_that_fills_up_is_told_to_the_next_who_asks_and_tried_again(
     assert all(slot.is_touched for slot in slots.slots)
 
 
-def test_copies_by_two_threads_do_all_of_it() -> None:
+def test_copies_by_two_threads_copy_every_byte() -> None:
     source = np.random.default_rng(0).integers(0, 255, 40 * MIB, dtype=np.uint8)
     target = np.zeros_like(source)
     size = 3 * MIB

@@ -86,7 +86,7 @@ def test_pieces_of_any_length_give_every_bit(sizes: list[int], cuts: list[float]
             assert bits(found.saved[name]) == bits(expected) == bits(target[name])
 
 
-def test_a_tensor_is_written_where_it_is_and_not_before_its_bytes_are_put() -> None:
+def test_a_tensor_is_written_in_place_and_only_by_its_bytes() -> None:
     payload = stored({"t": torch.arange(1000.0), "n": {"scalar": torch.tensor(3)}})
     state = {"t": torch.zeros(1000), "n": {"scalar": torch.tensor(0)}}
     found = destinations(payload, state)
@@ -123,7 +123,7 @@ def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("steps_before", [0, 1], ids=["fresh optimizer", "optimizer with state"])
-def test_training_goes_on_bit_identically(steps_before: int) -> None:
+def test_training_continues_bit_identically(steps_before: int) -> None:
     one, other = training(0), training(1)
     train(one, 3)
     payload = stored(one)
@@ -138,7 +138,7 @@ def test_training_goes_on_bit_identically(steps_before: int) -> None:
     assert other["sched"].get_last_lr() == one["sched"].get_last_lr()
 
 
-def test_what_two_tensors_share_is_decided_by_the_order_of_loading() -> None:
+def test_the_tensor_that_is_loaded_last_decides_shared_memory() -> None:
     saved = {"a": torch.full((8,), 1.0), "b": torch.full((8,), 2.0), "c": torch.full((4,), 3.0)}
     payload = stored(saved)
 
@@ -163,7 +163,7 @@ def test_a_tensor_without_elements_hides_no_other() -> None:
     assert torch.equal(state["m"]["weight"], torch.arange(100_000.0))
 
 
-def test_what_is_shared_in_another_order_of_its_elements() -> None:
+def test_memory_shared_in_another_element_order_is_restored() -> None:
     payload = stored({"t": torch.full((2, 3), 1.0), "w": torch.full((3, 2), 2.0)})
 
     def state() -> dict[str, Any]:
@@ -183,7 +183,7 @@ def test_what_is_shared_in_another_order_of_its_elements() -> None:
     ],
     ids=["wider than its alignment", "beside its alignment", "transposed", "reversed"],
 )
-def test_arrays_wherever_they_lie(array: np.ndarray[Any, Any]) -> None:
+def test_arrays_of_every_memory_layout_are_restored(array: np.ndarray[Any, Any]) -> None:
     payload = stored({"array": array})
     target = array.copy() if array.flags.c_contiguous else np.zeros_like(array)
     if array.dtype == np.complex64:
@@ -195,7 +195,7 @@ def test_arrays_wherever_they_lie(array: np.ndarray[Any, Any]) -> None:
     assert np.array_equal(found.saved["array"], array)
 
 
-def test_names_that_two_paths_have_in_common() -> None:
+def test_two_paths_with_the_same_name_are_restored_apart() -> None:
     """Both paths give the same name; the order of the keys decides which of them gets a number appended."""
     one, two = torch.full((4,), 1.0), torch.full((4,), 2.0)
     payload = stored({"s": {"a": {"b.c": one}, "a.b": {"c": two}}})
@@ -266,7 +266,7 @@ def _squares(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch
     return loss
 
 
-def test_a_default_device_is_not_for_new_memory() -> None:
+def test_the_default_device_is_not_used_for_new_memory() -> None:
     payload = stored({"t": torch.ones(5)})
     with torch.device("meta"):
         found = destinations(payload, {})
@@ -288,7 +288,7 @@ class Loader:
         self.seen = state["kept"]
 
 
-def test_what_is_not_written_in_place() -> None:
+def test_values_that_cannot_be_written_in_place_are_loaded() -> None:
     values = torch.arange(6.0)
     grid = values.reshape(2, 3)
     payload = stored({"t": grid, "long": values, "array": values.numpy(), "loader": Loader()})
@@ -323,7 +323,7 @@ def test_the_count_of_writes_rises() -> None:
 
 
 @pytest.mark.parametrize("where", ["header", "objects"])
-def test_bytes_that_changed_since_the_state_was_made_of_them(where: str) -> None:
+def test_a_payload_that_changes_between_two_reads_is_corrupt(where: str) -> None:
     payload = stored({"t": torch.ones(10), "word": "yes"})
     plan = planned(payload)
     found = destinations(payload, {"t": torch.zeros(10), "word": ""})
@@ -333,7 +333,7 @@ def test_bytes_that_changed_since_the_state_was_made_of_them(where: str) -> None
         put_all(found, changed)
 
 
-def test_a_state_without_tensors() -> None:
+def test_a_state_without_tensors_is_restored() -> None:
     payload = stored({"epoch": 3, "names": ["a", "b"]})
     assert loaded({"epoch": 0, "names": []}, payload) == {"epoch": 3, "names": ["a", "b"]}
 
@@ -342,7 +342,7 @@ def wished(**state: Any) -> bool:
     return RestoreTarget(state, RANK, strict=True).is_read_in_place()
 
 
-def test_a_device_is_no_host_memory() -> None:
+def test_a_tensor_on_a_device_is_not_host_memory() -> None:
     leaves = take_snapshot({"t": torch.zeros(3), "a": np.zeros(3)}, RANK).leaves
     assert is_in_host_memory(leaves)
 

@@ -49,7 +49,7 @@ def flat(state: dict[str, Any]) -> list[torch.Tensor]:
     return tensors
 
 
-def test_training_goes_on_bit_identically() -> None:
+def test_training_continues_bit_identically() -> None:
     one, other = training(0), training(1)
     train(one, 3)
     generators = RNG()
@@ -108,7 +108,7 @@ def test_ddp_and_compile_wrappers_are_not_in_the_names() -> None:
     assert torch.equal(target.weight, inner.weight)
 
 
-def test_plain_values_take_what_was_saved() -> None:
+def test_plain_values_get_the_saved_values() -> None:
     state: dict[str, Any] = {
         "t": torch.zeros(2),
         "a": np.zeros(2),
@@ -197,7 +197,7 @@ def test_optimizers_compare_their_groups() -> None:
         load_state({"o": torch.optim.SGD(two, lr=1.0)}, kept)
 
 
-def test_order_of_restoring() -> None:
+def test_generators_are_restored_last() -> None:
     order: list[str] = []
 
     class Part:
@@ -233,7 +233,7 @@ def test_order_of_restoring() -> None:
     assert order == ["model", "loader", "other", "before_rng", "rng"]
 
 
-def test_generators_go_on_where_they_were() -> None:
+def test_generators_continue_where_they_were() -> None:
     own, numpys = torch.Generator().manual_seed(3), np.random.default_rng(4)
     generators = RNG(own, numpys)
 

@@ -88,7 +88,7 @@ def read_only() -> np.ndarray[Any, Any]:
         pytest.param(lambda: torch.float32, r"s\.x: torch\.dtype", id="dtype"),
     ],
 )
-def test_what_could_not_be_loaded_is_refused_when_it_is_saved(value: Any, text: str) -> None:
+def test_a_value_that_could_not_be_loaded_is_refused_at_the_save(value: Any, text: str) -> None:
     with pytest.raises(UnsupportedStateError, match=text):
         take_snapshot({"s": {"x": value()}}, RANK)
 
@@ -147,7 +147,7 @@ def test_tensors_of_inference_mode_are_loaded_in_place(in_module: bool) -> None:
         pytest.param(torch.arange(3.0).to(torch.float8_e4m3fnuz), id="float8"),
     ],
 )
-def test_tensors_that_are_loaded_in_place(tensor: torch.Tensor) -> None:
+def test_every_kind_of_tensor_is_loaded_in_place(tensor: torch.Tensor) -> None:
     expected = tensor.detach().clone()
     payload = stored({"x": tensor})
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_a_mapped_array_is_loaded_in_place(tmp_path: Path) -> None:
     assert (array == 3).all()
 
 
-def test_an_object_may_hold_what_only_it_can_load() -> None:
+def test_an_object_may_save_values_that_only_it_can_load() -> None:
     class Loader:
         seen: Any = read_only()
 
@@ -211,7 +211,7 @@ def test_values_come_back_with_their_type(value: Any) -> None:
             assert getattr(found, "default_factory", 0) == getattr(value, "default_factory", 0)
 
 
-def test_tensors_in_them_come_back_too() -> None:
+def test_tensors_in_an_ordered_dict_are_restored_in_order() -> None:
     value = OrderedDict([("b", torch.ones(2)), ("a", torch.zeros(2))])
     state: dict[str, Any] = {"x": {}}
     load_state(state, read_payload(stored({"x": value})))
@@ -219,7 +219,7 @@ def test_tensors_in_them_come_back_too() -> None:
     assert torch.equal(state["x"]["b"], torch.ones(2))
 
 
-def test_what_was_counted_since_the_save_is_forgotten() -> None:
+def test_a_counter_returns_to_its_saved_value() -> None:
     counter: Counter[str] = Counter(a=1)
     history: dict[int, float] = {1: 0.5}
     state: dict[str, Any] = {"text": counter, "loss": history}

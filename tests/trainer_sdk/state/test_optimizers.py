@@ -147,7 +147,7 @@ class Refusing:
         raise ZeroDivisionError("of its own")
 
 
-def test_an_object_that_refuses_is_skipped_or_says_what_is_loaded() -> None:
+def test_a_refusing_object_is_skipped_or_the_error_names_the_loaded_parts() -> None:
     saved = read_payload(stored({"a": torch.ones(1), "x": Refusing()}))
     state = {"a": torch.zeros(1), "x": Refusing()}
     (line,) = load_state(state, saved, strict=False)

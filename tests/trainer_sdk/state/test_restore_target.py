@@ -103,7 +103,7 @@ def trained(parameter: torch.Tensor) -> torch.optim.Optimizer:
     ],
     indirect=["world"],
 )
-def test_where_a_part_begins(
+def test_the_offsets_of_a_local_part_are_computed(
     world: None,
     sizes: tuple[int, ...],
     shape: tuple[int, ...],
@@ -116,7 +116,7 @@ def test_where_a_part_begins(
 
 
 @pytest.mark.parametrize("world", [(1, 2)], indirect=True)
-def test_parts_that_are_no_boxes_are_refused(world: None) -> None:
+def test_parts_that_are_not_boxes_are_refused(world: None) -> None:
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(UnsupportedStateError, match=r"x: .* sums that were not reduced"):
         placement(cut((4,), (4,), mesh, [Partial()]), "x")
@@ -141,7 +141,7 @@ def test_an_optimizer_that_has_no_state_yet_is_cut_as_its_parameters(world: None
 
 
 @pytest.mark.parametrize("world", [(1, 2)], indirect=True)
-def test_the_same_ranks_notice_that_they_are_cut_otherwise(world: None) -> None:
+def test_ranks_notice_another_sharding_in_the_same_world(world: None) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = {"w": torch.zeros(4, 2)}
     rows = {"w": cut((4, 2), (2, 2), mesh, [Shard(0)])}
@@ -150,10 +150,10 @@ def test_the_same_ranks_notice_that_they_are_cut_otherwise(world: None) -> None:
         saved = parse_rank_layout(layout_of(rows, 1))
         assert RestoreTarget(state, Rank(1), strict=True).is_as_saved(saved) is expected
     other = {"w": cut((6, 2), (3, 2), mesh, [Shard(0)])}
-    assert RestoreTarget(other, Rank(1), strict=True).is_as_saved(saved), "told when it is loaded"
+    assert RestoreTarget(other, Rank(1), strict=True).is_as_saved(saved), "the load reports it"
 
 
-def test_what_belongs_to_one_rank_comes_from_its_home() -> None:
+def test_rank_local_state_comes_from_the_home_rank() -> None:
     state = {"rng": holdfast.RNG(), "w": torch.zeros(2)}
     source = saved_by(state, 3)
     names = {fqn.rpartition("@")[2] for fqn in wanted(state, 4, source).tensors if "@" in fqn}
@@ -203,7 +203,7 @@ def test_pipeline_stages_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("world", [(0, 2)], indirect=True)
-def test_optimizer_state_of_an_unknown_cut_is_refused(world: None) -> None:
+def test_optimizer_state_that_is_sharded_in_an_unknown_way_is_refused(world: None) -> None:
     mesh = init_device_mesh("cpu", (2,))
     weight = torch.nn.Parameter(torch.zeros(4, 2))
     optimizer = torch.optim.SGD([weight])

@@ -32,7 +32,9 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5)], ids=str)
-def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_tensor_of_every_dtype_and_shape_is_restored(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     value = (torch.randn(shape) * 10).to(dtype)
     back = read_payload(stored({"odd": torch.ones(3, dtype=torch.int8), "x": value}))["x"]
     assert back.dtype == dtype
@@ -65,7 +67,7 @@ def test_numpy_arrays_come_back_as_arrays(dtype: str) -> None:
     np.testing.assert_array_equal(back, value)
 
 
-def test_views_that_are_not_contiguous() -> None:
+def test_views_that_are_not_contiguous_are_restored() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     back = read_payload(stored({"t": base.t(), "s": base[:, ::2]}))
     assert torch.equal(back["t"], base.t())
@@ -78,7 +80,7 @@ def test_payload_is_a_safetensors_file() -> None:
     assert torch.equal(tensors["model.w"], torch.arange(6.0).reshape(2, 3))
 
 
-def test_layout_says_where_things_are() -> None:
+def test_the_layout_has_the_place_of_each_tensor() -> None:
     snapshot = take_snapshot({"w": torch.ones(2, 3), "n": 1}, RANK)
     plan = plan_save(snapshot, RANK)
     layout = parse_rank_layout(plan.layout)
@@ -118,7 +120,7 @@ def test_a_damaged_payload_is_refused(position: int) -> None:
         read_payload(payload)
 
 
-def test_frozen_parameters_lie_together() -> None:
+def test_frozen_parameters_are_stored_together() -> None:
     """By name, adapters stand between the layers that they adapt. They must get chunks of their own."""
     model = torch.nn.ModuleDict()
     for layer in range(20):

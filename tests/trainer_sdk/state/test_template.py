@@ -138,7 +138,7 @@ def started(state: State) -> Snapshots:
     return snapshots
 
 
-def test_steps_of_training_are_taken_exactly() -> None:
+def test_a_snapshot_after_each_training_step_is_exact() -> None:
     state = make_state()
     snapshots = Snapshots(RANK)
     for _ in range(6):
@@ -270,7 +270,7 @@ def test_a_key_that_is_equal_but_of_another_type_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_changes_in_a_row(seed: int) -> None:
+def test_a_snapshot_after_random_changes_equals_a_full_one(seed: int) -> None:
     rng = random.Random(seed)
     state = make_state()
     snapshots = Snapshots(RANK)
@@ -292,7 +292,7 @@ def test_random_changes_in_a_row(seed: int) -> None:
         assert outcome(snapshots.take, state) == outcome(full, state)
 
 
-def test_an_object_is_asked_once_for_each_snapshot() -> None:
+def test_state_dict_is_called_once_for_each_snapshot() -> None:
     state = make_state()
     snapshots = Snapshots(RANK)
     for change in (train, train, train, CHANGES["shape"], CHANGES["new-key"], train):
@@ -302,14 +302,14 @@ def test_an_object_is_asked_once_for_each_snapshot() -> None:
         assert state["data"].calls == before + 1
 
 
-def test_two_entries_with_the_same_path() -> None:
+def test_two_entries_may_have_the_same_path() -> None:
     state: State = {"a": {"b.c": 1, "t": torch.ones(1)}, "a.b": {"c": 2, "t": torch.ones(1)}}
     snapshots = started(state)
     state["a.b"]["c"] = 3
     assert outcome(snapshots.take, state) == outcome(full, state)
 
 
-def test_a_value_with_the_path_of_a_container() -> None:
+def test_a_value_may_have_the_path_of_a_container() -> None:
     state: State = {"a": {"b": {"t": torch.ones(1), "n": 5}}, "a.b": 7}
     assert outcome(started(state).take, state) == outcome(full, state)
 
@@ -325,7 +325,7 @@ def test_no_tensor_is_kept_between_saves() -> None:
     assert [reference() for reference in references] == [None, None, None]
 
 
-def test_a_target_serves_many_saves_and_kinds_of_values() -> None:
+def test_one_target_takes_many_saves_of_several_kinds_of_values() -> None:
     state: State = {
         "x": torch.arange(6.0),
         "n": np.arange(3),
@@ -349,7 +349,7 @@ def test_a_target_serves_many_saves_and_kinds_of_values() -> None:
 
 
 @pytest.mark.parametrize("elements", [6, 6 << 20], ids=["small", "copied-by-two-threads"])
-def test_saves_inside_and_outside_of_inference_mode(elements: int) -> None:
+def test_a_save_works_inside_and_outside_of_inference_mode(elements: int) -> None:
     state: State = {"x": torch.arange(float(elements)), "y": torch.ones(elements)}
     snapshots = Snapshots(RANK)
     plan = plan_save(full(state), RANK)
@@ -372,7 +372,7 @@ def group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_distributed_tensors(group: None) -> None:
+def test_a_change_of_the_placement_of_a_distributed_tensor_is_noticed(group: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -63,7 +63,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_exact(value: Any) -> None:
+def test_a_value_survives_a_round_trip(value: Any) -> None:
     assert same(round_trip(value), value)
 
 
@@ -81,7 +81,7 @@ def test_exact(value: Any) -> None:
         pytest.param({True: 1, None: 2}, id="other-keys"),
     ],
 )
-def test_corner(value: Any) -> None:
+def test_an_unusual_value_survives_a_round_trip(value: Any) -> None:
     assert same(round_trip(value), value)
 
 
@@ -105,7 +105,7 @@ def test_names_do_not_collide() -> None:
     assert [leaf.name for leaf in encoder.leaves] == ["s.a.b.c", "s.a.b.c~2"]
 
 
-def test_what_belongs_to_the_rank_carries_it() -> None:
+def test_the_name_of_a_rank_local_tensor_has_the_rank() -> None:
     class Loader:
         def state_dict(self) -> dict[str, Any]:
             return {"seen": torch.ones(3)}
@@ -139,7 +139,7 @@ class Colour(enum.IntEnum):
         pytest.param(Point(1), r"optim: ", id="namedtuple"),
     ],
 )
-def test_unsupported_names_its_path(value: Any, path: str) -> None:
+def test_an_unsupported_value_is_refused_with_its_path(value: Any, path: str) -> None:
     with pytest.raises(UnsupportedStateError, match=path):
         Encoder().encode(value, "optim")
 
@@ -163,6 +163,6 @@ def test_a_value_that_contains_itself() -> None:
         pytest.param({"$tuple": 5}, id="no-list"),
     ],
 )
-def test_malformed_tags(tree: Any) -> None:
+def test_a_malformed_tag_is_refused(tree: Any) -> None:
     with pytest.raises(FormatError):
         Decoder(lambda _: None).decode(tree)
