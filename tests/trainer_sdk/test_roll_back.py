@@ -1,0 +1,222 @@
+"""Rolling back: to saves of this process, of an earlier run, and by all ranks together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.crash.failpoints import in_every_python
+from tests.support.trainer.counted import Training, lap, restored
+from tests.support.trainer.launched import committed_step
+
+import holdfast
+from holdfast_core.errors import ConfigError, CorruptionError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"
+
+
+def test_restore_sees_the_saves_of_this_process(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, when_busy="wait") as ckpt:
+        assert ckpt.restore(training.state) is None
+        for step in (1, 2, 3):
+            training.step()
+            ckpt.save(step, training.state)
+        training.step()
+        assert ckpt.restore(training.state) == 3
+        assert training.done == 3
+    assert restored(folder) == (3, 3)
+
+
+def test_saves_after_a_roll_back_replace_later_steps(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
+        for step in (1, 2, 3, 4):
+            training.step()
+            ckpt.save(step, training.state).wait(timeout=60)
+        assert ckpt.restore(training.state, step=2) == 2
+        assert training.done == 2
+        with torch.no_grad():
+            training.model.weight += 10  # a different history
+        ckpt.save(3, training.state).wait(timeout=60)
+        assert ckpt.restore(training.state) == 3
+        assert training.done == 12
+    assert restored(folder) == (3, 12)
+
+
+def test_a_script_can_roll_back_repeatedly(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        for lap in range(3):
+            training.step()
+            ckpt.save(lap + 1, training.state)
+            training.step()
+            assert ckpt.restore(training.state) == lap + 1
+            assert training.done == lap + 1
+
+
+def test_a_restore_of_an_absent_step_is_refused(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        ckpt.save(1, training.state).wait(timeout=60)
+        with pytest.raises(ConfigError, match=r"step=7\): .* has steps 1"):
+            ckpt.restore(training.state, step=7)
+        ckpt.save(2, training.state).wait(timeout=60)
+    assert restored(folder)[0] == 2
+
+
+def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
+        for step in (1, 2, 3):
+            training.step()
+            ckpt.save(step, training.state).wait(timeout=60)
+        (shard,) = folder.rglob("s000000000002/*/*.shard")
+        data = bytearray(shard.read_bytes())
+        data[-100:] = bytes(100)
+        shard.write_bytes(data)
+        with pytest.raises(CorruptionError, match=r"restore\(step=2\): no copy"):
+            ckpt.restore(training.state, step=2)
+        assert ckpt.restore(training.state) == 3
+        assert training.done == 3
+
+
+def test_a_save_before_the_first_restore_does_not_count_as_trained(folder: Path) -> None:
+    """A script that saves step 0 at each start must continue where the last run ended."""
+    for total, expected in ((3, [0, 1, 2]), (5, [3, 4])):
+        training = Training()
+        with holdfast.Checkpointer(dir=folder, interval_steps=1, when_busy="wait") as ckpt:
+            ckpt.save(0, training.state)
+            assert list(lap(ckpt, training, total)) == expected
+        assert training.done == total
+    assert restored(folder) == (5, 5)
+
+
+def test_an_older_step_of_an_earlier_run_can_be_restored(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=1, when_busy="wait") as ckpt:
+        for _ in ckpt.steps(3, training.state):
+            training.step()
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        assert ckpt.restore(training.state, step=2) == 2
+        assert training.done == 2
+
+
+def test_a_script_can_roll_back_after_a_loss_spike(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
+        for index in ckpt.steps(9, training.state):
+            training.step()
+            if index == 4:
+                break  # the loss spiked at a step that is not worth a checkpoint
+        assert ckpt.restore(training.state) == 4
+        assert training.done == 4
+        assert list(lap(ckpt, training, 9)) == [4, 5, 6, 7, 8]
+    assert restored(folder) == (9, 9)
+
+
+def test_a_loop_ends_when_a_restore_inside_of_it_changes_the_step(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
+        with pytest.raises(ConfigError, match="call steps again"):
+            for index in ckpt.steps(9, training.state):
+                training.step()
+                if index == 4:
+                    assert ckpt.restore(training.state) == 4
+        assert list(lap(ckpt, training, 9)) == [4, 5, 6, 7, 8]
+    assert restored(folder) == (9, 9)
+
+
+def test_a_second_loop_ends_the_first(folder: Path) -> None:
+    """The generator of the first loop is referenced, so Python has not closed it."""
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        first = ckpt.steps(9, training.state)
+        for _ in range(3):
+            next(first)
+            training.step()
+        assert list(lap(ckpt, training, 5)) == [3, 4]
+        with pytest.raises(ConfigError, match="another loop began"):
+            next(first)
+    assert restored(folder) == (5, 5)
+
+
+def test_ranks_roll_back_together(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch, holdfast\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.zeros(4)\n"
+        "with holdfast.Checkpointer(dir=sys.argv[1], interval_steps=2, when_busy='wait') as ckpt:\n"
+        "    for index in ckpt.steps(5, {'t': t}):\n"
+        "        t += 1\n"
+        "        dist.barrier()\n"
+        "    assert ckpt.restore({'t': t}, step=4) == 4 and t[0] == 4, t\n"
+        "    for index in ckpt.steps(8, {'t': t}):\n"
+        "        t += 1\n"
+        "        dist.barrier()\n"
+        "    assert t[0] == 8, t\n"
+        "    assert ckpt.restore({'t': t}) == 8\n"
+        "    try:\n"
+        "        ckpt.restore({'t': t}, step=77)\n"
+        "    except holdfast.ConfigError as error:\n"
+        "        assert 'step=77' in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError('it was found')\n"
+        "    ckpt.save(9, {'t': t}).wait(timeout=60)\n"
+    )
+    text = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
+    done = subprocess.run(
+        [*text, str(tmp_path / "ckpt")], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert committed_step(tmp_path / "ckpt") == 9
+
+
+def test_a_skipped_save_is_made_after_a_roll_back(tmp_path: Path) -> None:
+    """All ranks leave step 4 out because their one slot is still being written. They do step 4 again after
+    a roll back, when the slot is free."""
+    written = tmp_path / "written"
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, sys, torch, holdfast\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.zeros(4)\n"
+        "with holdfast.Checkpointer(dir=sys.argv[1], interval_steps=2, slots=1) as ckpt:\n"
+        "    def saved(*steps):\n"
+        "        for step in steps:\n"
+        "            t.add_(1)\n"
+        "            dist.barrier()\n"
+        "            if ckpt.should_save(step):\n"
+        "                ckpt.save(step, {'t': t})\n"
+        "                yield step\n"
+        "    assert ckpt.restore({'t': t}) is None\n"
+        "    assert list(saved(1, 2, 3, 4)) == [2]\n"
+        "    dist.barrier()\n"
+        "    pathlib.Path(sys.argv[2]).touch()\n"
+        "    assert ckpt.restore({'t': t}) == 2\n"
+        "    assert list(saved(3, 4)) == [4]\n"
+    )
+    text = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
+    done = subprocess.run(
+        [*text, str(tmp_path / "ckpt"), str(written)],
+        env={
+            **os.environ,
+            **in_every_python(tmp_path, f"directory.write_shard=wait:{written}"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert committed_step(tmp_path / "ckpt") == 4
