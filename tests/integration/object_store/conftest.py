@@ -5,6 +5,7 @@ Tests that use `objects` also run on a directory and in memory.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,11 +16,15 @@ from tests.support.servers.hostile_s3 import HostileProxy
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY, StoreServer
 from tests.support.servers.versitygw_server import VersitygwServer
+from tests.support.shards.builders import shard_header
+from tests.support.shards.shard_files import write_shard
 from tests.support.tiers.objects import MemoryObjectStore
+from tests.support.tiers.store_bench import MIB, Bench
 from tests.support.tiers.stores import s3_store, s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.store.directory import DirectoryObjectStore
+from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import Keys
 from holdfast_core.store.s3.http import Timeouts
 from holdfast_core.store.s3.retry import Retrier, RetryPolicy
@@ -118,3 +123,23 @@ def proxied(
     )
     yield tier
     tier.close()
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path,
+    tier: ObjectTier,
+    proxied: ObjectTier,
+    proxy: HostileProxy,
+    server: StoreServer,
+    store: StoreConfig,
+) -> Iterator[Bench]:
+    client = S3Client(store, server.credentials)
+    small, large = 300_000, 11 * MIB
+    with (
+        write_shard(tmp_path, shard_header(small, rank=0), os.urandom(small)) as whole,
+        write_shard(
+            tmp_path, shard_header(large, rank=1, chunk_bytes=4 * MIB), os.urandom(large)
+        ) as parts,
+    ):
+        yield Bench(server, proxied, tier, proxy, client, whole, parts, tmp_path)

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -165,15 +164,6 @@ def test_a_layout_is_named_by_its_bytes(
     server.admin().fput_object(server.bucket, key, str(tmp_path / "x"))
     with pytest.raises(CorruptionError, match="expected digest"):
         tier.get_layout(NAMESPACE, JOB_UID, digest)
-
-
-def test_layouts_are_listed_by_age_and_deleted_one_by_one(tier: ObjectTier) -> None:
-    first, second = (tier.put_layout(NAMESPACE, JOB_UID, d) for d in (b"{}", b'{"tensors":{}}'))
-    assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == {first, second}
-    assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(hours=1)) == frozenset()
-    tier.delete_layout(NAMESPACE, JOB_UID, first)
-    tier.delete_layout(NAMESPACE, JOB_UID, first)
-    assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == {second}
 
 
 def test_a_checkpoint_is_deleted_manifest_first_and_nothing_else_is(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.store.s3.client import S3Client
@@ -31,14 +32,13 @@ def s3_tier(
     config: StoreConfig,
     credentials: CredentialsProvider,
     *,
-    retrier: Retrier | None = None,
-    timeouts: Timeouts | None = None,
-    throttle: Callable[[int], object] | None = None,
-    sent: Callable[[int], object] | None = None,
     compressed: Callable[[int, int], object] = lambda before, after: None,
+    **options: Any,
 ) -> ObjectTier:
-    """Return the object tier in an S3 store, as the sidecar makes it."""
-    store = s3_store(
-        config, credentials, retrier=retrier, timeouts=timeouts, throttle=throttle, sent=sent
-    )
+    """Return the object tier in an S3 store, as the sidecar makes it.
+
+    Args:
+        options: Those of `s3_store`.
+    """
+    store = s3_store(config, credentials, **options)
     return ObjectTier(store, config.prefix, readers=config.max_concurrency, compressed=compressed)
