@@ -14,7 +14,7 @@ ROOT = TESTS.parent
 LOOKING_INSIDE = {
     "tests/trainer_sdk/slots/test_device.py": "asks CUDA whether the ring's slots are page-locked",
     "tests/trainer_sdk/test_checkpointer_sidecar.py": "waits until a rank has received a request",
-    "tests/trainer_sdk/slots/test_device_copies.py": "gives a Checkpointer a device that is no GPU",
+    "tests/support/trainer/device_training.py": "gives a Checkpointer a device that is no GPU",
 }
 """Files that still read private attributes of product objects, and why. Do not add a file: a test that needs
 the state of an object reads what a user or another process can see of it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.places import slot_directory
+from holdfast.testing import FakeSidecar
 
 
 def _handlers_left() -> dict[str, object]:
@@ -38,3 +39,20 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory.mkdir()
     monkeypatch.setattr(slot_directory, "SHARED_MEMORY", directory)
     return directory
+
+
+@pytest.fixture
+def interval_steps() -> int:
+    """Return the interval of the policy that `sidecar` sends. A module overrides this for another one."""
+    return 2
+
+
+@pytest.fixture
+def sidecar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_steps: int
+) -> Iterator[FakeSidecar]:
+    """Run a FakeSidecar, and set the environment of a rank in its pod."""
+    with FakeSidecar(tmp_path / "shared", tmp_path / "node", interval_steps=interval_steps) as fake:
+        for name, value in fake.environment(HOLDFAST_ROUND="0").items():
+            monkeypatch.setenv(name, value)
+        yield fake

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,6 @@ from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.messages.schema import Fill, Hello, Progress, Refusal, Stage
 from holdfast_core.pacing.background_limit import ForegroundCopyGate
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSidecar]:
-    with FakeSidecar(tmp_path / "shared", tmp_path / "node", interval_steps=2) as fake:
-        for name, value in fake.environment(HOLDFAST_ROUND="0").items():
-            monkeypatch.setenv(name, value)
-        yield fake
 
 
 def enter_round(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:

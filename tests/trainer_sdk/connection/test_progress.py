@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,11 +18,8 @@ Loop = Callable[[holdfast.Checkpointer, dict[str, Any]], None]
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSidecar]:
-    with FakeSidecar(tmp_path / "shared", tmp_path / "node", interval_steps=INTERVAL) as fake:
-        for name, value in fake.environment(HOLDFAST_ROUND="0").items():
-            monkeypatch.setenv(name, value)
-        yield fake
+def interval_steps() -> int:
+    return INTERVAL
 
 
 def train(ckpt: holdfast.Checkpointer, state: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +145,8 @@ def test_a_slot_directory_that_another_process_took_over_is_not_used(
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSidecar]:
-    with FakeSidecar(tmp_path / "shared", tmp_path / "node", interval_steps=1) as fake:
-        for name, value in fake.environment(HOLDFAST_ROUND="0").items():
-            monkeypatch.setenv(name, value)
-        yield fake
+def interval_steps() -> int:
+    return 1
 
 
 @pytest.mark.parametrize("remove", REMOVALS)
