@@ -18,12 +18,18 @@ from holdfast_sidecar.save.staging import Stager
 
 
 def stager_of(
-    settings: Settings, state: RoundState, node: NodeTier, pools: Pools, failures: Failures
+    settings: Settings,
+    state: RoundState,
+    node: NodeTier,
+    pools: Pools,
+    failures: Failures,
+    metrics: Metrics | None = None,
 ) -> Stager:
+    metrics = metrics or Metrics()
     return Stager(
         Pod(settings, SystemClock(), CurrentRound(state)),
         Tiers(node, None, pools),
-        Telemetry(Metrics(), failures),
+        Telemetry(metrics, failures),
         RankLayouts(settings.layouts_dir, node, pools),
-        BackgroundLimit(settings.slots_dir),
+        BackgroundLimit(settings.slots_dir, waited_for_copies=metrics.waited_for_copies),
     )
