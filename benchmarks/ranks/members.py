@@ -41,7 +41,6 @@ from holdfast_core.messages.schema import (
     PreparedReply,
     RankProgress,
     RankSaves,
-    RankTiers,
     Replicated,
     ShardInfo,
     WorkerReport,
@@ -126,8 +125,7 @@ class PlayedMember:
         report = WorkerReport(
             round=self._now.round,
             worker=self.worker,
-            progress=() if step is None else (RankProgress(self.rank, step, {"loss": 1.5}),),
-            tiers=(RankTiers(self.rank, memory=step, node=step, peer=step),),
+            progress=() if step is None else (RankProgress(self.rank, step),),
             rehydrate_seconds=1.0,
             barrier_open=True,
             saves=() if saved is None else (saved,),

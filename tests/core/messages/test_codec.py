@@ -17,12 +17,11 @@ from holdfast_core.messages.schema import (
     DeadRank,
     Exited,
     Failure,
+    GangProgress,
     GangRequest,
     Inventory,
     Policy,
     Progress,
-    RankProgress,
-    RankTiers,
     Refused,
     RestorePoint,
     Round,
@@ -44,7 +43,7 @@ def test_values_keep_their_types():
         RestartRound(1),
         steps=(dataclasses.replace(STEP, level=Level.LOCAL),),
         last_local=RestorePoint(Step(5), RestartRound(1), Digest("b3:" + "0" * 64)),
-        progress=(RankProgress(0, Step(7), {"loss": 1.5}),),
+        progress=GangProgress(2, Step(7), Step(8), 15, 1.5),
     )
     back = loads(CoordinatorState, dumps(state))
     assert back == state
@@ -194,8 +193,8 @@ def test_many_empty_entries_are_refused_before_they_are_parsed(kind, entry):
 
 
 def test_the_smallest_honest_entries_are_not_too_many():
-    tiers = tuple(RankTiers(Rank(0)) for _ in range(200_000))
-    state = CoordinatorState(0, RestartRound(0), tiers=tiers)
+    dead = tuple(DeadRank(Rank(0), Worker(0), 1) for _ in range(200_000))
+    state = CoordinatorState(0, RestartRound(0), dead=dead)
     assert loads(CoordinatorState, dumps(state)) == state
 
 

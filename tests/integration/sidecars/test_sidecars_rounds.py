@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from tests.support.sidecar import flip_a_bit, until
 from tests.support.sidecar.gang import Gangs
@@ -51,12 +53,10 @@ async def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs, encryption:
             assert restore_point == point
             assert data == saved[worker]
             assert filled.tier is source
-        state = await gang.operator.state_until(
-            0,
-            lambda s: [t.restored_from for t in s.tiers] == [TierName.MEMORY, TierName.PEER],
-            "sources in the map",
-        )
-        assert state.cannot_restore == ""
+        for worker, source in ((0, TierName.MEMORY), (1, TierName.PEER)):
+            page = await asyncio.to_thread(gang.metrics, worker)
+            assert f'holdfast_restored_from{{rank="{worker}",tier="{source}"}} 1.0' in page
+        assert (await gang.operator.state(0)).cannot_restore == ""
         await gang.commit(4, Level.REPLICATED)
         again = await gang.operator.inventory(1)
         assert {(s.step, s.rank) for s in again.shards if s.tier is TierName.NODE} == {

@@ -19,6 +19,7 @@ from tests.support.operator.builders import (
     status,
     store,
 )
+from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
     Checkpoint,
@@ -33,7 +34,6 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
     Failure,
-    RankProgress,
     RestorePoint,
 )
 from holdfast_operator.decide.decide import decide
@@ -99,7 +99,7 @@ def world(
                 "version": 7,
                 "round": RestartRound(2),
                 "running": True,
-                "progress": (RankProgress(Rank(0), Step(44)), RankProgress(Rank(1), Step(43))),
+                "progress": progress_of(44, 43),
                 "last_replicated": point(40),
                 "last_persisted": reported,
                 "last_persisted_bytes": 1234,
@@ -359,10 +359,7 @@ def test_levels_are_written_at_most_every_10_seconds() -> None:
     later = world(memory=first.memory)
     later = replace(later, job=changed(later.job, status=write.status))
     assert later.coordinator is not None
-    moved = replace(
-        later,
-        coordinator=replace(later.coordinator, progress=(RankProgress(Rank(0), Step(60)),)),
-    )
+    moved = replace(later, coordinator=replace(later.coordinator, progress=progress_of(60)))
     assert not only(decide(moved, now(1005.0)), WriteStatus)
     (second,) = only(decide(moved, now(1000.0 + LEVELS_EVERY_SECONDS)), WriteStatus)
     assert second.status.step == 60

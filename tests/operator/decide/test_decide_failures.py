@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import START, condition, job, now, pod, sidecar, silent, status
+from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
     FailureAction,
@@ -22,7 +23,6 @@ from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
-    RankProgress,
     RestorePoint,
 )
 from holdfast_operator.decide.decide import decide
@@ -45,7 +45,7 @@ def state(**changes: Any) -> CoordinatorState:
         version=5,
         round=RestartRound(3),
         running=True,
-        progress=(RankProgress(Rank(0), Step(42)), RankProgress(Rank(1), Step(42))),
+        progress=progress_of(42, 42),
         last_local=RestorePoint(Step(40), RestartRound(3)),
     )
     return replace(base, **changes)

@@ -20,6 +20,7 @@ from tests.support.operator.builders import (
     store,
     template,
 )
+from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
     Checkpoint,
@@ -31,8 +32,8 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
-from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import CoordinatorState, RankProgress, RestorePoint
+from holdfast_core.ids import Digest, RestartRound, Step, Worker
+from holdfast_core.messages.schema import CoordinatorState, RestorePoint
 from holdfast_operator.decide.acceptance import template_problem, uses_launcher
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import (
@@ -219,7 +220,7 @@ def finishing(**changes: Any) -> Observed:
             round=RestartRound(0),
             finished=True,
             running=True,
-            progress=(RankProgress(Rank(0), Step(100)),),
+            progress=progress_of(100),
         ),
     )
     return replace(base, **changes)

@@ -18,13 +18,13 @@ from tests.support.operator.builders import (
     sidecar,
     status,
 )
+from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJobStatus, changed
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
-    RankProgress,
     RestorePoint,
     RoundTimes,
 )
@@ -47,15 +47,11 @@ from holdfast_operator.model.reasons import Reason
 PODS = (pod(0), pod(1))
 
 
-def progress(step: int) -> tuple[RankProgress, ...]:
-    return tuple(RankProgress(Rank(r), Step(step)) for r in range(2))
-
-
 def state(round_: int = 0, step: int = 0, **changes: object) -> CoordinatorState:
     found = CoordinatorState(
         version=1,
         round=RestartRound(round_),
-        progress=progress(step) if step else (),
+        progress=progress_of(step, step) if step else None,
         running=step > 0,
         last_local=RestorePoint(Step(10), RestartRound(0), manifest_digest(10, 0)),
     )

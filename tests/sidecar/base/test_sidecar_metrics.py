@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import Rank, RestartRound, Step, TierName
 from holdfast_core.messages.codec import loads
-from holdfast_core.messages.schema import Progress, RankProgress, WorkerReport
-from holdfast_sidecar.base.metrics import Metrics
+from holdfast_core.messages.schema import Progress
+from holdfast_sidecar.base.metrics import Metrics, RankGauges
 
 
 def sample(metrics: Metrics, name: str) -> float:
@@ -18,14 +18,7 @@ def test_a_seal_is_no_step_of_the_new_round() -> None:
     """The sidecar is sealed for round 5, and the ranks of round 4 still run: their steps are reported."""
     metrics = Metrics()
     metrics.trained(RestartRound(4))
-    metrics.gang(
-        WorkerReport(
-            round=RestartRound(5),
-            worker=Worker(0),
-            progress=(RankProgress(Rank(0), Step(30)),),
-            instance="a",
-        )
-    )
+    metrics.gang([RankGauges(Rank(0), Step(30))])
     assert sample(metrics, "holdfast_trained_round") == 4
     assert sample(metrics, 'holdfast_step{rank="0"}') == 30
 
@@ -35,14 +28,7 @@ def test_names_that_a_script_reports_neither_break_nor_fill_the_page() -> None:
     for step in range(100):
         frame = f'{{"round":5,"rank":0,"step":{step},"metrics":{{"n{step}":1,"\\ud800":NaN}}}}'
         progress = loads(Progress, frame.encode())
-        metrics.gang(
-            WorkerReport(
-                round=RestartRound(5),
-                worker=Worker(0),
-                progress=(RankProgress(Rank(0), progress.step, progress.metrics),),
-                instance="a",
-            )
-        )
+        metrics.gang([RankGauges(Rank(0), progress.step, progress.metrics)])
     page = metrics.render().decode()
     assert page.count("holdfast_reported{") == 2
     assert 'holdfast_reported{name="?",rank="0"} NaN' in page

@@ -29,6 +29,9 @@ def saves(newest: int, *under_way: int) -> dict[Rank, RankSaves]:
     return {Rank(1): RankSaves(Rank(1), Step(newest), tuple(map(Step, under_way)))}
 
 
+BOTH = (Rank(0), Rank(1))
+
+
 def written_by_rank_0(*steps: int) -> Ledger:
     ledger = new_ledger()
     for step in steps:
@@ -50,7 +53,7 @@ def written_by_rank_0(*steps: int) -> Ledger:
 def test_a_step_that_a_rank_no_longer_saves_is_given_up(
     reported: dict[Rank, RankSaves], gone: tuple[int, ...]
 ) -> None:
-    assert abandoned_steps(written_by_rank_0(10, 20, 30, 40), reported) == gone
+    assert abandoned_steps(written_by_rank_0(10, 20, 30, 40), reported, BOTH) == gone
 
 
 def test_an_incomplete_step_below_a_replicated_one_is_pruned() -> None:
@@ -65,14 +68,16 @@ def test_an_incomplete_step_below_a_replicated_one_is_pruned() -> None:
 def test_a_complete_step_is_never_given_up() -> None:
     ledger = new_ledger()
     commit(ledger, 10)
-    assert abandoned_steps(ledger, saves(40), pressed=True) == ()
+    assert abandoned_steps(ledger, saves(40), BOTH, pressed=True) == ()
 
 
 def test_without_room_only_the_newest_steps_of_a_silent_rank_are_kept() -> None:
     ledger = written_by_rank_0(*range(10, 90, 10))
-    assert abandoned_steps(ledger, {}) == ()
-    assert abandoned_steps(ledger, {}, pressed=True) == (10, 20, 30, 40)
-    assert abandoned_steps(ledger, saves(20, 10, 20), pressed=True) == (30, 40), "it writes two"
+    assert abandoned_steps(ledger, {}, BOTH) == ()
+    assert abandoned_steps(ledger, {}, BOTH, pressed=True) == (10, 20, 30, 40)
+    assert abandoned_steps(ledger, saves(20, 10, 20), BOTH, pressed=True) == (30, 40), (
+        "it writes two"
+    )
 
 
 def report(reported_to: str, *failures: Failure) -> WorkerReport:

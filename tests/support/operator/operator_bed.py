@@ -14,15 +14,15 @@ from typing import Any
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.fake_sidecar import FakeSidecar
 from tests.support.operator.played_kubelet import PlayedKubelet
+from tests.support.operator.progress import progress_of
 from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 from tests.support.servers.ports import free_port
 
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName
+from holdfast_core.ids import Digest, JobUid, RestartRound, Step, TierName
 from holdfast_core.messages.schema import (
     CoordinatorState,
     ListedShard,
-    RankProgress,
     RestorePoint,
     RoundTimes,
 )
@@ -181,7 +181,7 @@ def training(version: int, round_: int, step: int) -> CoordinatorState:
         version=version,
         round=RestartRound(round_),
         running=True,
-        progress=tuple(RankProgress(Rank(r), Step(step)) for r in range(WORKERS)),
+        progress=progress_of(*[step] * WORKERS),
         last_local=RestorePoint(Step(step), RestartRound(round_), DIGEST),
         last_replicated=RestorePoint(Step(step), RestartRound(round_), DIGEST),
         times=RoundTimes(0.1, 0.2, 0.3),

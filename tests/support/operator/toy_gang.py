@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.support.operator.builders import held, manifest, manifest_digest
+from tests.support.operator.progress import progress_of
 
 from holdfast_core.errors import StaleRoundError
 from holdfast_core.ids import (
@@ -26,7 +27,6 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
     ListedShard,
-    RankProgress,
     RestorePoint,
     Round,
 )
@@ -120,9 +120,7 @@ class ToyRun:
     """Whether the operator has recorded the end, so that launchers may exit."""
 
     def state(self, world_size: int) -> CoordinatorState:
-        progress = tuple(
-            RankProgress(Rank(r), self.step) for r in range(world_size if self.started else 0)
-        )
+        steps = [self.step] * world_size if self.started else []
         return CoordinatorState(
             version=self.version,
             round=self.round,
@@ -130,7 +128,7 @@ class ToyRun:
             last_replicated=self._point(Level.REPLICATED),
             last_persisted=self._point(Level.PERSISTED),
             dead=self.dead,
-            progress=progress,
+            progress=progress_of(*steps),
             running=self.started and not self.dead,
             cannot_restore=self.cannot_restore,
             finished=self.finished,

@@ -37,8 +37,6 @@ from holdfast_core.messages.common import (
 )
 from holdfast_core.messages.report import (
     DeadRank,
-    RankProgress,
-    RankTiers,
 )
 
 
@@ -152,6 +150,22 @@ class RoundTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class GangProgress:
+    """How far the ranks are that have finished a step of this round."""
+
+    ranks: Natural
+    """Number of these ranks."""
+    first: Step
+    """The newest step that all of them have finished."""
+    last: Step
+    """The newest step that one of them has finished."""
+    total_steps: Natural
+    """Sum of their newest steps. It changes whenever a rank finishes a step."""
+    blocked_seconds: Seconds = 0.0
+    """The most seconds for which saves blocked the training of one of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorState:
     """Reply of GET /v1/state?since=V&timeout=S: the whole current state and its version.
 
@@ -168,8 +182,8 @@ class CoordinatorState:
     last_persisted: RestorePoint | None = None
     last_persisted_bytes: Natural = 0
     dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
-    progress: Annotated[tuple[RankProgress, ...], PerRank] = ()
-    tiers: Annotated[tuple[RankTiers, ...], PerRank] = ()
+    progress: GangProgress | None = None
+    """None before a rank has finished a step of this round."""
     failures: tuple[Failure, ...] = ()
     times: RoundTimes = RoundTimes()
     running: bool = False

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from holdfast_core.ids import (
     Rank,
     RestartRound,
     Step,
-    TierName,
     Worker,
 )
 from holdfast_core.messages.bounds import (
     ClippedText,
     Natural,
     PerRank,
-    Reported,
     Seconds,
 )
 from holdfast_core.messages.common import (
@@ -48,25 +46,11 @@ class RankSaves:
 
 
 @dataclass(frozen=True, slots=True)
-class RankTiers:
-    """Newest step of one rank in each tier, for the map of ranks and tiers."""
-
-    rank: Rank
-    memory: Step | None = None
-    node: Step | None = None
-    peer: Step | None = None
-    object: Step | None = None
-    restored_from: TierName | None = None
-    """The tier that this rank's shard was restored from in this round."""
-
-
-@dataclass(frozen=True, slots=True)
 class RankProgress:
     """Newest finished step of one rank."""
 
     rank: Rank
     step: Step
-    metrics: Reported = field(default_factory=dict)
     blocked_seconds: Seconds = 0.0
     """Seconds for which saves blocked training in this round."""
 
@@ -75,8 +59,8 @@ class RankProgress:
 class WorkerReport:
     """POST /v1/report, sidecar -> coordinator; reply Ok. This worker's part of CoordinatorState.
 
-    The sidecar sends it when it changes, at most twice a second unless a rank is dead, and every few seconds
-    without a change.
+    The sidecar sends it immediately when its urgent part changes. Otherwise it sends it at most twice a
+    second, less often in a large gang, and every few seconds without a change.
     """
 
     round: RestartRound
@@ -84,7 +68,6 @@ class WorkerReport:
     progress: Annotated[tuple[RankProgress, ...], PerRank] = ()
     dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
     failures: tuple[Failure, ...] = ()
-    tiers: Annotated[tuple[RankTiers, ...], PerRank] = ()
     rehydrate_seconds: Seconds | None = None
     barrier_open: bool = False
     cannot_restore: ClippedText = ""
@@ -99,6 +82,20 @@ class WorkerReport:
     the steps that `saves` lists as under way."""
     instance: str = ""
     """Identifies the sender's process. When it changes, the coordinator sends all of its messages again."""
+
+    @property
+    def urgent(self) -> tuple[object, ...]:
+        """The part of the report whose changes are sent, and shown to the operator, without delay."""
+        return (
+            self.dead,
+            self.failures,
+            self.rehydrate_seconds,
+            self.barrier_open,
+            self.cannot_restore,
+            self.done,
+            self.idle and self.done,
+            bool(self.progress),
+        )
 
 
 @dataclass(frozen=True, slots=True)

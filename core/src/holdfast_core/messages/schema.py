@@ -38,6 +38,7 @@ from holdfast_core.messages.operator import (
     Certificate,
     CoordinatorState,
     CopyAssignment,
+    GangProgress,
     GangRequest,
     Inventory,
     ListedManifest,
@@ -83,6 +84,5 @@ from holdfast_core.messages.report import (
     Ok,
     RankProgress,
     RankSaves,
-    RankTiers,
     WorkerReport,
 )

@@ -24,7 +24,7 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.format.manifest import FORMAT_VERSION
-from holdfast_core.ids import CheckpointId, Step
+from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.names import checkpoint_name
 from holdfast_operator.decide.facts.world import World, on_lineage
@@ -213,10 +213,8 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
             continue
         if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
             continue
-        trained = [p.step for p in state.progress]
-        save_requests[checkpoint.name] = RequestedSave(
-            checkpoint.name, world.round, Step(max(trained)) if trained else None
-        )
+        trained = None if state.progress is None else state.progress.last
+        save_requests[checkpoint.name] = RequestedSave(checkpoint.name, world.round, trained)
         actions.append(
             RequestSave(
                 coordinator.worker,

@@ -145,5 +145,5 @@ class CoordinatorPolls:
 
 
 def _entries(state: CoordinatorState) -> int:
-    lists = (state.steps, state.dead, state.progress, state.tiers, state.failures)
+    lists = (state.steps, state.dead, state.failures)
     return sum(len(entries) for entries in lists)

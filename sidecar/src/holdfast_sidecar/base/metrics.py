@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import (
     CollectorRegistry,
@@ -13,10 +14,24 @@ from prometheus_client import (
     generate_latest,
 )
 
-from holdfast_core.ids import Level, Step, TierName
-from holdfast_core.messages.schema import WorkerReport
+from holdfast_core.ids import Level, Rank, Step, TierName
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankGauges:
+    """Values of the gauges of one rank of this pod."""
+
+    rank: Rank
+    step: Step | None = None
+    """Newest finished step."""
+    reported: Mapping[str, float] = field(default_factory=dict)
+    """What the script has reported."""
+    newest: Mapping[TierName, Step] = field(default_factory=dict)
+    """Newest step in each tier that has one."""
+    restored_from: TierName | None = None
+    """The tier that the rank's shard was restored from in this round."""
 
 
 class Metrics:
@@ -201,22 +216,20 @@ class Metrics:
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         return Gauge(name, help_text, labels, registry=self._registry)
 
-    def gang(self, report: WorkerReport) -> None:
-        """Set the gauges of this pod's ranks from a report. Series without a value are removed."""
+    def gang(self, ranks: Iterable[RankGauges]) -> None:
+        """Set the gauges of this pod's ranks. Series without a value are removed."""
         self._reported.clear()  # else a script that reports ever new names would fill the memory
-        for progress in report.progress:
-            self._step.labels(progress.rank).set(progress.step)
-            for name, value in progress.metrics.items():
-                self._reported.labels(progress.rank, name).set(value)
         self._newest.clear()
         self._restored.clear()
-        for tiers in report.tiers:
-            for tier in TierName:
-                step = getattr(tiers, tier.value)
-                if step is not None:
-                    self._newest.labels(tiers.rank, tier.value).set(step)
-            if tiers.restored_from is not None:
-                self._restored.labels(tiers.rank, tiers.restored_from.value).set(1)
+        for found in ranks:
+            if found.step is not None:
+                self._step.labels(found.rank).set(found.step)
+            for name, value in found.reported.items():
+                self._reported.labels(found.rank, name).set(value)
+            for tier, step in found.newest.items():
+                self._newest.labels(found.rank, tier.value).set(step)
+            if found.restored_from is not None:
+                self._restored.labels(found.rank, found.restored_from.value).set(1)
 
     def committed(self, levels: Mapping[Level, Step | None]) -> None:
         for level, step in levels.items():

@@ -10,7 +10,8 @@ higher version replaces the one before. The SEAL of a newer round seals the side
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -60,6 +61,13 @@ class RoundState:
     tier. A ROUND of a lower version is refused."""
     accepted: Round | None = None
     """The accepted ROUND. None while sealed."""
+    _by_worker: Mapping[Worker, Member] = field(init=False, repr=False, compare=False)
+    _by_pod: Mapping[str, Member] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        members = () if self.accepted is None else self.accepted.members
+        object.__setattr__(self, "_by_worker", {m.worker: m for m in members})
+        object.__setattr__(self, "_by_pod", {m.pod: m for m in members})
 
     @property
     def version(self) -> int:
@@ -80,14 +88,10 @@ class RoundState:
         return ranks_of(self.worker, self.procs_per_worker)
 
     def member(self, worker: Worker) -> Member | None:
-        if self.accepted is None:
-            return None
-        return next((m for m in self.accepted.members if m.worker == worker), None)
+        return self._by_worker.get(worker)
 
     def member_of_pod(self, pod: str) -> Member | None:
-        if self.accepted is None:
-            return None
-        return next((m for m in self.accepted.members if m.pod == pod), None)
+        return self._by_pod.get(pod)
 
     def copy_targets(self) -> tuple[Worker, ...]:
         """Return the workers to which this worker has to copy its shards."""

@@ -55,12 +55,11 @@ class CommitAlarm:
             interval_steps: Steps between two saves.
         """
         gathered, newest = self._gathered, self._ledger.newest(Level.LOCAL)
-        finished = min((p.step for p in gathered.progress), default=None)
         overdue = None
         if gathered.running and not gathered.done:
             committed = None if newest is None else newest.step
             now = self._clock.monotonic()
-            overdue = self._watch.look(finished, committed, interval_steps, now)
+            overdue = self._watch.look(gathered.finished, committed, interval_steps, now)
         if overdue is None:
             self.seconds = 0.0
             self._failures.healthy(_SUBJECT)

@@ -93,12 +93,15 @@ def _stuck(ledger: Ledger, slots: int) -> frozenset[Step]:
     again. The result has the oldest skipped step of each such rank.
     """
     found = set[Step]()
+    skipped: dict[Step, bool] = {}
     for rank, named in ledger.named.items():
         entries = [ledger.steps[s] for s in named if s in ledger.steps]
         goes_on = rank in ledger.writing or any(e.complete and not e.failed for e in entries)
         if len(entries) >= slots and not goes_on:
-            skipped = [e.step for e in entries if _is_skipped(e, ledger)]
-            found.update(sorted(skipped)[:1])
+            for entry in entries:
+                if entry.step not in skipped:
+                    skipped[entry.step] = _is_skipped(entry, ledger)
+            found.update(sorted(e.step for e in entries if skipped[e.step])[:1])
     return frozenset(found)
 
 

@@ -23,7 +23,16 @@ from dataclasses import replace
 from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest_of
-from holdfast_core.ids import CheckpointId, Digest, Level, Rank, Step, TierName, Worker
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    Level,
+    Rank,
+    Step,
+    TierName,
+    Worker,
+    ranks_of,
+)
 from holdfast_core.messages.schema import (
     Buffered,
     BufferedReply,
@@ -37,7 +46,6 @@ from holdfast_core.messages.schema import (
     PreparedReply,
     Prune,
     PruneReply,
-    RankSaves,
     Refusal,
     Replicated,
     RestorePoint,
@@ -68,6 +76,10 @@ from holdfast_sidecar.wire.versioned import Versioned
 _SHOWN_STEPS = 16
 _PRESSED_EVERY_SECONDS = 1.0
 """Interval of pruning while a node has no room. It gives the nodes time to delete what was pruned."""
+
+_WEIGH_AFTER_SECONDS = 0.01
+"""Time for which BUFFERED messages are gathered before the step to write is chosen again. Each choice looks
+at all ranks."""
 
 
 class Coordinator:
@@ -110,6 +122,8 @@ class Coordinator:
         self._pressed = asyncio.Event()
         """Set when a report contains a failure for lack of room on a node."""
         self._versioned = Versioned()
+        self._weighing: asyncio.TimerHandle | None = None
+        """Set while `_weigh_soon` has a call of `_weigh` scheduled."""
         self.instance = secrets.token_hex(8)
         self._dropped = 0
         self._outbox = Outbox(
@@ -178,6 +192,8 @@ class Coordinator:
         return not self._ledger.pending and not self._ledger.on_way_to_store
 
     async def close(self) -> None:
+        if self._weighing is not None:
+            self._weighing.cancel()
         await self._tasks.cancel()
         await self._outbox.close()
         self._versioned.close()
@@ -210,9 +226,7 @@ class Coordinator:
             return PreparedReply(need_layout=True)
         with _Conflicts():
             entry = self._ledger.prepared(message.step, message.shard, message.layout)
-        if entry.complete and entry.manifest is None:
-            self._commit(entry)
-        self._risen(message.step, self._ledger.rise(message.step))
+        self._is_known(entry)
         return PreparedReply(committed=entry.manifest_digest)
 
     def buffered(self, message: Buffered) -> BufferedReply:
@@ -234,13 +248,9 @@ class Coordinator:
         for buffered in message.ranks:
             for shard in buffered.shards:
                 entry = self._ledger.steps.get(shard.step)
-                if entry is None:
-                    continue
-                if entry.complete and entry.manifest is None and not entry.lost:
-                    self._commit(entry)
-                self._risen(shard.step, self._ledger.rise(shard.step))
-        self._weigh()
-        self._changed()
+                if entry is not None:
+                    self._is_known(entry)
+        self._weigh_soon()
         return BufferedReply(drop=tuple(sorted(drop)))
 
     def replicated(self, message: Replicated) -> Ok:
@@ -249,7 +259,9 @@ class Coordinator:
                 risen = self._ledger.replicated(message.step, message.rank, message.blake3)
             if risen:
                 self._retain()
-            self._changed()
+                self._changed()
+            else:
+                self._versioned.bump(urgent=False)
         return Ok(message.round, self.instance)
 
     def uploaded(self, message: Uploaded) -> Ok:
@@ -257,7 +269,7 @@ class Coordinator:
             with _Conflicts():
                 stored_as = StoredAs(message.base, message.references)
                 self._ledger.uploaded(message.step, message.rank, message.blake3, stored_as)
-            self._changed()
+            self._versioned.bump(urgent=False)
         return Ok(message.round, self.instance)
 
     def report(self, message: WorkerReport) -> Ok:
@@ -269,8 +281,10 @@ class Coordinator:
         pressed = self._gathered.pressed
         if pressed:
             self._pressed.set()
-        self._give_up(abandoned_steps(self._ledger, self._saves(), pressed=pressed))
-        self._changed(urgent=urgent)
+        saves = self._gathered.saves(self.instance, message.worker)
+        ranks = map(Rank, ranks_of(message.worker, self._contract.procs_per_worker))
+        self._give_up(abandoned_steps(self._ledger, saves, ranks, pressed=pressed))
+        self._versioned.bump(urgent=urgent)
         return Ok(message.round, self.instance)
 
     def request(self, path: str, message: GangRequest) -> Ok:
@@ -280,9 +294,9 @@ class Coordinator:
         the ranks' present progress is persisted.
         """
         if self._outbox.request(path, message):
-            steps = [p.step for p in self._gathered.progress] or [Step(-1)]
-            base = self._message.restore_point.step
-            self._uploads.ask_after(max(*steps, Step(-1) if base is None else base))
+            progress, base = self._gathered.progress, self._message.restore_point.step
+            known = (base, None if progress is None else progress.last)
+            self._uploads.ask_after(max((s for s in known if s is not None), default=Step(-1)))
         return Ok(message.round, self.instance)
 
     async def prune(self, message: Prune) -> PruneReply:
@@ -358,9 +372,7 @@ class Coordinator:
             last_persisted=self._uploads.last,
             last_persisted_bytes=self._uploads.last_bytes,
             dead=gathered.dead,
-            # The metrics that scripts report are shown on each pod's own metrics page only.
-            progress=tuple(replace(p, metrics={}) for p in gathered.progress),
-            tiers=gathered.tiers,
+            progress=gathered.progress,
             failures=self._all_failures(),
             times=gathered.times,
             running=gathered.running,
@@ -386,11 +398,26 @@ class Coordinator:
         """See CommitAlarm.seconds."""
         return self._alarm.seconds
 
-    def _changed(self, *, urgent: bool = True) -> None:
-        self._versioned.bump(urgent=urgent)
+    def _changed(self) -> None:
+        """Show the operator a change now, and look for messages that follow from it for any member.
+
+        This looks at all members. What only counts a member's message must not call it.
+        """
+        self._versioned.bump(urgent=True)
         self._outbox.wake()
 
     # ------------------------------------------------------------------ commit
+
+    def _is_known(self, entry: StepEntry) -> None:
+        """Act on a shard of the step that has become known, or that has become durable."""
+        if entry.complete and entry.manifest is None and not entry.lost:
+            self._commit(entry)
+        level = self._ledger.rise(entry.step)
+        if level is not None:
+            self._risen(entry.step, level)
+        elif self._ledger.named:
+            self._weigh_soon()
+        self._versioned.bump(urgent=False)
 
     def _commit(self, entry: StepEntry) -> None:
         """Build the manifest of a step whose shards are all known. The outbox sends it to the members."""
@@ -405,15 +432,20 @@ class Coordinator:
         with _Conflicts():
             self._ledger.committed(entry.step, built.manifest, built.digest, built.shards)
         logs.info("manifest built", step=entry.step, round=entry.round, manifest=built.digest)
+        self._changed()
 
     def _acknowledged(self, step: Step, worker: Worker) -> None:
         """Record that a member has the manifest on its disk."""
         if step not in self._ledger.steps:
             return
-        self._risen(step, self._ledger.acknowledged(step, worker))
+        level = self._ledger.acknowledged(step, worker)
+        if level is not None:
+            self._risen(step, level)
+        elif worker == self._contract.worker:
+            self._changed()  # The other members may have the manifest now.
 
-    def _risen(self, step: Step, level: Level | None) -> None:
-        """Act on the level that a step has just reached; None if its level did not change."""
+    def _risen(self, step: Step, level: Level) -> None:
+        """Act on the level that a step has just reached."""
         if level is Level.MEMORY:
             logs.info("committed in memory", step=step, round=self._message.round)
             self._outbox.in_memory(step)
@@ -429,10 +461,22 @@ class Coordinator:
         self._weigh()
         self._changed()
 
+    def _weigh_soon(self) -> None:
+        """Call `_weigh` after a short time, once for all messages until then."""
+        if self._weighing is None:
+            loop = asyncio.get_running_loop()
+            self._weighing = loop.call_later(_WEIGH_AFTER_SECONDS, self._weigh)
+
     def _weigh(self) -> None:
         """Choose again which buffered step is written next, and drop those that are no longer needed."""
+        if self._weighing is not None:
+            self._weighing.cancel()
+            self._weighing = None
+        before = self._ledger.chosen
         choice = choose(self._ledger, self._message.policy.slots)
         self._ledger.chosen = choice.chosen
+        if choice.chosen != before:
+            self._outbox.wake()
         if choice.dropped:
             logs.info("dropped from memory", steps=list(choice.dropped), chosen=choice.chosen)
             self._dropped += len(choice.dropped)
@@ -463,7 +507,10 @@ class Coordinator:
                 pressed=True,
                 restored=self._gathered.running,
             )
-            self._give_up({*gone, *self._ledger.overtaken(pressed=True)})
+            saves = self._gathered.saves(self.instance)
+            ranks = map(Rank, range(self._ledger.world_size))
+            abandoned = abandoned_steps(self._ledger, saves, ranks, pressed=True)
+            self._give_up({*gone, *abandoned, *self._ledger.overtaken(pressed=True)})
             await self._clock.sleep(_PRESSED_EVERY_SECONDS)
 
     def _give_up(self, steps: Iterable[Step]) -> None:
@@ -472,9 +519,6 @@ class Coordinator:
             logs.info("given up", steps=list(gone), pressed=self._gathered.pressed)
             self._forget(gone)
             self._changed()
-
-    def _saves(self) -> dict[Rank, RankSaves]:
-        return self._gathered.saves(self.instance)
 
     def _forget(self, gone: tuple[Step, ...]) -> None:
         self._older = {c for c in self._older if c.step not in gone}

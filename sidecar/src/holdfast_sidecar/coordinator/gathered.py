@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import replace
 
-from holdfast_core.ids import Rank, Worker
+from holdfast_core.ids import Rank, Step, Worker
 from holdfast_core.messages.schema import (
     DeadRank,
     Failure,
-    RankProgress,
+    GangProgress,
     RankSaves,
-    RankTiers,
     RoundTimes,
     WorkerReport,
 )
@@ -20,43 +19,64 @@ from holdfast_sidecar.base.failures import FULL
 _MAX_FAILURES = 64
 
 
-@dataclass(slots=True)
 class Gathered:
-    """Newest report of every worker of the round, and the times of the round's milestones."""
+    """Newest report of every worker of the round, and the times of the round's milestones.
 
-    workers: frozenset[Worker]
-    world_size: int
-    started: float
-    """Monotonic seconds at which this coordinator first had the addresses of all members."""
-    reports: dict[Worker, WorkerReport] = field(default_factory=dict)
-    barrier_at: float | None = None
-    first_step_at: float | None = None
+    What is asked for at every report is counted as the reports come in, because a walk over all workers at
+    each report of each worker would be quadratic.
+    """
+
+    def __init__(self, workers: frozenset[Worker], world_size: int, started: float) -> None:
+        self.workers = workers
+        self.world_size = world_size
+        self.started = started
+        """Monotonic seconds at which this coordinator first had the addresses of all members."""
+        self.reports: dict[Worker, WorkerReport] = {}
+        self.barrier_at: float | None = None
+        self.first_step_at: float | None = None
+        self._open = set[Worker]()
+        self._done = set[Worker]()
+        self._idle = set[Worker]()
+        self._full = set[Worker]()
+        self._steps = Counter[Step]()
+        """Number of ranks whose newest finished step is this one."""
 
     def receive(self, report: WorkerReport, now: float) -> bool:
         """Store a member's report. Return whether it changes anything urgent, which is more than progress.
 
         Args:
+            report: The report.
             now: Monotonic seconds.
         """
-        before = self.reports.get(report.worker)
-        self.reports[report.worker] = report
-        if self.barrier_at is None and self._all(lambda r: r.barrier_open):
+        worker, before = report.worker, self.reports.get(report.worker)
+        self.reports[worker] = report
+        for workers, holds in (
+            (self._open, report.barrier_open),
+            (self._done, report.done),
+            (self._idle, report.idle),
+            (self._full, any(f.reason in FULL for f in report.failures)),
+        ):
+            (workers.add if holds else workers.discard)(worker)
+        if before is not None:
+            self._steps -= Counter(p.step for p in before.progress)
+        self._steps.update(p.step for p in report.progress)
+        if self.barrier_at is None and len(self._open) == len(self.workers):
             self.barrier_at = now
         if self.first_step_at is None and self.running:
             self.first_step_at = now
-        if before is None:
-            return True
-        return _urgent(before) != _urgent(report)
+        return before is None or before.urgent != report.urgent
 
-    def saves(self, instance: str) -> dict[Rank, RankSaves]:
+    def saves(self, instance: str, worker: Worker | None = None) -> dict[Rank, RankSaves]:
         """Return the saves of the ranks whose worker has sent this coordinator everything it had to send.
 
         Args:
             instance: Identity of this coordinator, which such a report names in `reported_to`.
+            worker: Return the saves of this worker's ranks only.
         """
+        chosen = self.reports if worker is None else {worker: self.reports[worker]}
         return {
             entry.rank: entry
-            for report in self.reports.values()
+            for report in chosen.values()
             if report.reported_to == instance
             for entry in report.saves
         }
@@ -64,31 +84,39 @@ class Gathered:
     @property
     def pressed(self) -> bool:
         """Whether a node has no room for another shard or copy."""
-        return any(f.reason in FULL for r in self.reports.values() for f in r.failures)
+        return bool(self._full)
 
     @property
-    def _complete(self) -> bool:
-        return self.reports.keys() >= self.workers
-
-    def _all(self, condition: Callable[[WorkerReport], bool]) -> bool:
-        return self._complete and all(condition(self.reports[w]) for w in self.workers)
+    def progress(self) -> GangProgress | None:
+        """How far the ranks are that have finished a step. None before the first."""
+        if not self._steps:
+            return None
+        return GangProgress(
+            ranks=self._steps.total(),
+            first=min(self._steps),
+            last=max(self._steps),
+            total_steps=sum(step * ranks for step, ranks in self._steps.items()),
+            blocked_seconds=max(
+                p.blocked_seconds for r in self.reports.values() for p in r.progress
+            ),
+        )
 
     @property
-    def progress(self) -> tuple[RankProgress, ...]:
-        found = [p for r in self.reports.values() for p in r.progress]
-        return tuple(sorted(found, key=lambda p: p.rank))
+    def finished(self) -> Step | None:
+        """The newest step that every rank that trains has finished."""
+        return min(self._steps, default=None)
 
     @property
     def running(self) -> bool:
-        return len({p.rank for p in self.progress}) == self.world_size > 0
+        return self._steps.total() == self.world_size > 0
 
     @property
     def done(self) -> bool:
-        return self._all(lambda r: r.done)
+        return len(self._done) == len(self.workers)
 
     @property
     def idle(self) -> bool:
-        return self._all(lambda r: r.idle)
+        return len(self._idle) == len(self.workers)
 
     @property
     def dead(self) -> tuple[DeadRank, ...]:
@@ -101,19 +129,9 @@ class Gathered:
         return tuple(dict.fromkeys(found))[:_MAX_FAILURES]
 
     @property
-    def tiers(self) -> tuple[RankTiers, ...]:
-        return tuple(
-            sorted((t for r in self.reports.values() for t in r.tiers), key=lambda t: t.rank)
-        )
-
-    @property
     def cannot_restore(self) -> str:
-        wrong = [
-            f"worker {w}: {r.cannot_restore}"
-            for w, r in sorted(self.reports.items())
-            if r.cannot_restore
-        ]
-        return "\n".join(wrong)[:4000]
+        wrong = sorted((w, r.cannot_restore) for w, r in self.reports.items() if r.cannot_restore)
+        return "\n".join(f"worker {worker}: {text}" for worker, text in wrong)[:4000]
 
     @property
     def saves_skipped(self) -> int:
@@ -132,16 +150,3 @@ class Gathered:
             else max(0.0, self.first_step_at - self.barrier_at)
         )
         return RoundTimes(rehydrated, barrier, first)
-
-
-def _urgent(report: WorkerReport) -> tuple[object, ...]:
-    return (
-        report.dead,
-        report.failures,
-        report.rehydrate_seconds,
-        report.barrier_open,
-        report.cannot_restore,
-        report.done,
-        report.idle and report.done,
-        bool(report.progress),
-    )

@@ -214,14 +214,14 @@ class Ledger:
         return entry
 
     def acknowledged(self, step: Step, worker: Worker) -> Level | None:
-        """Record that a member has the manifest on its disk. Return what `rise` returns."""
+        """Record that a worker of this round has the manifest on its disk. Return what `rise` returns."""
         self.entry(step).acknowledged.add(worker)
         return self.rise(step)
 
     def rise(self, step: Step) -> Level | None:
         """Raise the step to level memory or local if its conditions are met. Return the new level if so."""
         entry = self.steps[step]
-        if entry.local or entry.lost or not self.workers <= entry.acknowledged:
+        if entry.local or entry.lost or len(entry.acknowledged) < len(self.workers):
             return None
         if len(entry.durable) == entry.world_size:
             entry.memory = entry.local = True

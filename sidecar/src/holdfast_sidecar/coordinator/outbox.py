@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, NotFoundError, StaleRoundError
-from holdfast_core.ids import Level, Step, Worker
+from holdfast_core.ids import Digest, Level, Step, Worker
 from holdfast_core.messages.schema import (
     BufferNotice,
     GangRequest,
@@ -35,6 +35,7 @@ from holdfast_sidecar.wire.client import Peers
 
 _MAX_RECENT = 1024
 _REPEATED_PRUNES = 64
+_PUTS_KEPT = 4
 
 
 @dataclass(slots=True)
@@ -114,6 +115,8 @@ class Outbox:
         self._prunes = Recent()
         self._memory = Recent()
         self._persist: dict[Step, PersistRequest] = {}
+        self._puts: dict[tuple[Digest | None, bool, bool], ManifestPut] = {}
+        """The newest messages with manifests. All members share them: one has megabytes in a large gang."""
         self._released = False
         self._released_at: float | None = None
         self._message: Round | None = None
@@ -139,6 +142,7 @@ class Outbox:
         await self._tasks.cancel()
 
     def wake(self) -> None:
+        """Look again for messages to all members. Call this when the ledger has changed for all of them."""
         for event in self._wakes.values():
             event.set()
 
@@ -149,7 +153,8 @@ class Outbox:
         if (path, message) in self._requests:
             return False
         self._requests.append((path, message))
-        self.wake()
+        if (event := self._wakes.get(Worker(0))) is not None:
+            event.set()
         return True
 
     def prune(self, steps: tuple[Step, ...]) -> None:
@@ -191,7 +196,7 @@ class Outbox:
         record.pruned = max(0, self._acknowledged[worker].pruned - _REPEATED_PRUNES)
         record.memory = self._acknowledged[worker].memory
         self._acknowledged[worker] = record
-        self.wake()
+        self._wakes[worker].set()
 
     # ------------------------------------------------------------------ one member
 
@@ -220,7 +225,6 @@ class Outbox:
                 backoff.reset()
                 changed.healthy(f"worker {worker}")
                 acknowledged()
-                self.wake()
 
     async def _wait(self, worker: Worker) -> None:
         """Wait until there may be something to send. The release of the own pod also depends on time."""
@@ -272,13 +276,19 @@ class Outbox:
             return None
         layout = entry.layout
         known = layout is None or layout in self._acknowledged[worker].layouts
-        return ManifestPut(
-            self._ledger.round,
-            entry.step,
-            entry.manifest.decode(),
-            None if known or layout is None else layout.decode(),
-            buffered=len(entry.durable) < entry.world_size,
-        )
+        buffered = len(entry.durable) < entry.world_size
+        key = (entry.manifest_digest, known, buffered)
+        if key not in self._puts:
+            if len(self._puts) >= _PUTS_KEPT:
+                self._puts.pop(next(iter(self._puts)))
+            self._puts[key] = ManifestPut(
+                self._ledger.round,
+                entry.step,
+                entry.manifest.decode(),
+                None if known or layout is None else layout.decode(),
+                buffered=buffered,
+            )
+        return self._puts[key]
 
     def _manifest_acknowledged(self, worker: Worker, entry: StepEntry) -> Callable[[], None]:
         record, layout = self._acknowledged[worker], entry.layout
@@ -338,9 +348,11 @@ class Outbox:
         """
         if not self._released or self._released_at is None:
             return False
-        others = [t.released for w, t in self._acknowledged.items() if w != self._own]
+        if worker != self._own:
+            return True
         waited = self._clock.monotonic() - self._released_at
-        return worker != self._own or all(others) or waited > self._settings.release_seconds
+        others = (t.released for w, t in self._acknowledged.items() if w != self._own)
+        return waited > self._settings.release_seconds or all(others)
 
     def _release_notice(self, worker: Worker) -> tuple[LevelNotice, None, Callable[[], None]]:
         newest = self._newest()

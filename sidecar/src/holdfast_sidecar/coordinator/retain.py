@@ -70,31 +70,31 @@ def steps_to_prune(
 
 
 def abandoned_steps(
-    ledger: Ledger, saves: Mapping[Rank, RankSaves], *, pressed: bool = False
+    ledger: Ledger, saves: Mapping[Rank, RankSaves], ranks: Iterable[Rank], *, pressed: bool = False
 ) -> tuple[Step, ...]:
-    """Return the steps of this round that a rank can no longer prepare, oldest first.
+    """Return the steps of this round that one of these ranks can no longer prepare, oldest first.
 
     While one rank cannot write, the shards of such steps would fill the nodes of the other ranks.
 
     Args:
+        ledger: The steps.
         saves: The reported saves of each rank whose worker has sent this coordinator everything it had to
             send.
+        ranks: The ranks that are looked at. A report changes what is known about its own ranks only.
         pressed: A node has no room for another shard. Steps that a rank has not handed over yet are given
             up, too, except for the newest `_KEPT_UNDER_PRESSURE`, which the rank may be copying now.
     """
     incomplete = sorted(s for s, e in ledger.steps.items() if not e.complete)
     recent = incomplete[-_KEPT_UNDER_PRESSURE:]
+    looked_at = tuple(ranks) if incomplete else ()
 
-    def is_gone(step: Step) -> bool:
-        missing = set(map(Rank, range(ledger.world_size))) - ledger.steps[step].shards.keys()
-        found = [saves.get(rank) for rank in missing]
-        under_way = [s is not None and step in s.under_way for s in found]
-        passed = [s is not None and s.newest >= step for s in found]
-        if any(p and not u for p, u in zip(passed, under_way, strict=True)):
-            return True
-        return pressed and step not in recent and not all(under_way)
+    def is_gone(step: Step, rank: Rank) -> bool:
+        found = saves.get(rank)
+        if rank in ledger.steps[step].shards or (found is not None and step in found.under_way):
+            return False
+        return (found is not None and found.newest >= step) or (pressed and step not in recent)
 
-    return tuple(step for step in incomplete if is_gone(step))
+    return tuple(step for step in incomplete if any(is_gone(step, rank) for rank in looked_at))
 
 
 def uploading(ledger: Ledger) -> frozenset[CheckpointId]:

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.messages.schema import Ok, RankSaves, RankTiers, WorkerReport
+from holdfast_core.ids import Rank, RestartRound, TierName, Worker
+from holdfast_core.messages.schema import Ok, RankSaves, WorkerReport
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.metrics import RankGauges
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.tasks import Tasks
@@ -25,6 +26,9 @@ from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.save.flow import Flow
 from holdfast_sidecar.save.staging import Stager
 from holdfast_sidecar.wire.client import Peers
+
+_REPORTS_PER_SECOND = 1000
+"""Reports without an urgent change that a coordinator receives in a second, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,6 @@ def compose(
         progress=tuple(gang.progress[r] for r in sorted(gang.progress)),
         dead=tuple(gang.dead[r] for r in sorted(gang.dead)),
         failures=sources.failures.current,
-        tiers=tuple(_tiers(Rank(r), state, sources) for r in state.own_ranks),
         rehydrate_seconds=rehydrator.seconds,
         barrier_open=sources.starter.barrier_open,
         cannot_restore=rehydrator.cannot_restore,
@@ -79,25 +82,33 @@ def _saves(state: RoundState, sources: Sources) -> Iterator[RankSaves]:
             yield RankSaves(rank, newest, tuple(sorted(under_way)))
 
 
-def _tiers(rank: Rank, state: RoundState, sources: Sources) -> RankTiers:
-    """Return the newest step of the rank in each tier, and the tier that the rank was restored from."""
+def gauges(state: RoundState, sources: Sources) -> tuple[RankGauges, ...]:
+    """Return what the page of the metrics shows of each own rank."""
+    return tuple(_gauges(Rank(r), state, sources) for r in state.own_ranks)
+
+
+def _gauges(rank: Rank, state: RoundState, sources: Sources) -> RankGauges:
     targets = set(state.copy_targets())
     own = [s for s in sources.flow.shards() if s.ref.rank == rank]
     restored = sources.rehydrator.restored
-    steps = [s.ref.step for s in own]
+    held = [s.ref.step for s in own]
     if restored is not None and rank in restored.refs:
-        steps.append(restored.refs[rank].step)
-    return RankTiers(
+        held.append(restored.refs[rank].step)
+    steps = {
+        TierName.MEMORY: [
+            *(r.header.step for r in sources.stager.memory.values() if r.header.rank == rank),
+            *sources.stager.buffered_steps(rank),
+        ],
+        TierName.NODE: held,
+        TierName.PEER: [s.ref.step for s in own if targets and targets <= s.copied],
+        TierName.OBJECT: [s.ref.step for s in own if s.uploaded],
+    }
+    progress = sources.gang.progress.get(rank)
+    return RankGauges(
         rank,
-        memory=_newest(
-            [
-                *(r.header.step for r in sources.stager.memory.values() if r.header.rank == rank),
-                *sources.stager.buffered_steps(rank),
-            ]
-        ),
-        node=_newest(steps),
-        peer=_newest([s.ref.step for s in own if targets and targets <= s.copied]),
-        object=_newest([s.ref.step for s in own if s.uploaded]),
+        step=None if progress is None else progress.step,
+        reported=sources.gang.metrics.get(rank, {}),
+        newest={tier: max(found) for tier, found in steps.items() if found},
         restored_from=_source(rank, sources),
     )
 
@@ -105,10 +116,6 @@ def _tiers(rank: Rank, state: RoundState, sources: Sources) -> RankTiers:
 def _source(rank: Rank, sources: Sources) -> TierName | None:
     restored = sources.rehydrator.restored
     return None if restored is None else restored.sources.get(rank)
-
-
-def _newest(steps: list[Step]) -> Step | None:
-    return max(steps, default=None)
 
 
 class Reporter:
@@ -130,16 +137,16 @@ class Reporter:
         self._answered_by: tuple[RestartRound, Worker, str] | None = None
         """The coordinator that replied last: round, worker, and id of its process."""
         self._instance = secrets.token_hex(8)
+        self._last: WorkerReport | None = None
+        """The last report that a coordinator has acknowledged."""
+        self._sent_urgent: tuple[object, ...] = ()
+        """The urgent part of the last report that was sent, acknowledged or not."""
 
     def start(self) -> None:
         self._tasks.spawn(self._run(), "report")
 
     async def close(self) -> None:
         await self._tasks.cancel()
-
-    def now(self) -> WorkerReport:
-        """Return the report that would be sent now."""
-        return compose(self._current(), self._sources, self._instance, self._reported_to())
 
     def _reported_to(self) -> str:
         """Return the id of the coordinator process of this round that has replied, or "" without one.
@@ -155,16 +162,28 @@ class Reporter:
         )
 
     def changed(self) -> None:
-        """Send a report soon, and without the minimum interval if a rank has died."""
+        """Send a report soon, and without the minimum interval if its urgent part has changed."""
         self._changed.set()
-        if self._sources.gang.dead:
+        if self._compose(self._current()).urgent != self._sent_urgent:
             self._urgent.set()
+
+    def _compose(self, state: RoundState) -> WorkerReport:
+        return compose(state, self._sources, self._instance, self._reported_to())
+
+    def _interval_seconds(self) -> float:
+        """Return the minimum time between two reports.
+
+        It grows with the gang, so that the reports of all workers take a bounded share of the coordinator's
+        processor.
+        """
+        accepted = self._current().accepted
+        workers = 0 if accepted is None else accepted.workers
+        return max(self._pod.settings.report_interval_seconds, workers / _REPORTS_PER_SECOND)
 
     async def _run(self) -> None:
         settings = self._pod.settings
         backoff = self._pod.backoff()
         changes = logs.Changed()
-        last: WorkerReport | None = None
         while True:
             await _wait(self._changed, settings.heartbeat_seconds)
             beat = not self._changed.is_set()
@@ -172,10 +191,11 @@ class Reporter:
             state = self._current()
             if state.accepted is None:
                 continue
-            report = compose(state, self._sources, self._instance, self._reported_to())
-            if report == last and not beat:
+            report = self._compose(state)
+            if report == self._last and not beat:
                 continue
             self._urgent.clear()
+            self._sent_urgent = report.urgent
             try:
                 reply = await self._peers.call(state.accepted.coordinator, report, Ok)
             except HoldfastError as error:
@@ -185,10 +205,9 @@ class Reporter:
                 continue
             backoff.reset()
             changes.healthy("report")
-            last = report
+            self._last = report
             self._note_coordinator(state.accepted.coordinator, reply)
-            if not report.dead:
-                await _wait(self._urgent, settings.report_interval_seconds)
+            await _wait(self._urgent, self._interval_seconds())
 
     def _note_coordinator(self, coordinator: Worker, reply: Ok) -> None:
         """Record the coordinator that replied. If it is a new one or has restarted, send it everything."""

@@ -21,6 +21,8 @@ class LocalGang:
         self.running_round: RestartRound | None = None
         """Round whose ranks the launcher runs now, if any."""
         self.progress: dict[Rank, RankProgress] = {}
+        self.metrics: dict[Rank, dict[str, float]] = {}
+        """What each rank's script has reported with its newest step."""
         self.dead: dict[Rank, DeadRank] = {}
         self.done = False
         """Whether all ranks of the pod have exited with code 0."""
@@ -29,6 +31,7 @@ class LocalGang:
 
     def reset(self) -> None:
         self.progress = {}
+        self.metrics = {}
         self.dead = {}
         self.done = False
         self.saves_skipped = 0
@@ -37,9 +40,11 @@ class LocalGang:
         """Record a rank's progress: its newest step and metrics, and the sum of its save costs."""
         before = self.progress.get(message.rank)
         blocked = message.blocked_seconds + (before.blocked_seconds if before else 0.0)
-        now = RankProgress(message.rank, message.step, message.metrics, blocked)
+        now = RankProgress(message.rank, message.step, blocked)
         if before is not None and before.step > message.step:
             now = replace(before, blocked_seconds=blocked)
+        else:
+            self.metrics[message.rank] = message.metrics
         self.progress[message.rank] = now
         self.saves_skipped += message.saves_skipped
 

@@ -108,7 +108,7 @@ class Sidecar:
             expected=expected,
             dropped=dropped,
         )
-        page = MetricsPage(metrics, journeys, reporter, resources.disk)
+        page = MetricsPage(metrics, journeys, sources, resources.disk)
         self._plain_server = PlainServer(page.render, dropped=dropped)
         self._hooks = HookServer(pod.settings.node_dir, self._flushed)
         self._scrubber = Scrubber(

@@ -390,7 +390,7 @@ def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> Ch
         return None
     if world.status.is_true(JobCondition.RUNNING) or state is None:
         return None
-    if any(p.step > point.step for p in state.progress):
+    if state.progress is not None and state.progress.last > point.step:
         return None
     killed = (-signal.SIGKILL, -signal.SIGTERM)
     own = any(

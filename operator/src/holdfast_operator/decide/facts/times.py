@@ -76,7 +76,7 @@ def advance(world: World, now: Now) -> JobMemory:
 
 def _trained(world: World) -> int | None:
     state = world.coordinator
-    return None if state is None or not state.progress else sum(p.step for p in state.progress)
+    return None if state is None or state.progress is None else state.progress.total_steps
 
 
 def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:

@@ -100,8 +100,7 @@ def with_levels(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     state = world.coordinator
     if state is None or status.restart_round != state.round or status.restore_point is None:
         return status
-    trained = [p.step for p in state.progress]
-    step = min(trained) if trained else None
+    step = None if state.progress is None else state.progress.first
     return changed(
         status,
         step=_higher(status.step, step),
@@ -218,9 +217,9 @@ def blocked_seconds(world: World) -> float | None:
     It is the maximum over the ranks, because the gang waits for its slowest rank.
     """
     state = world.coordinator
-    if state is None or not state.progress:
+    if state is None or state.progress is None:
         return None
-    return max(p.blocked_seconds for p in state.progress)
+    return state.progress.blocked_seconds
 
 
 def _with_tier_conditions(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:

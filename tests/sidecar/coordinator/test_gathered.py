@@ -1,0 +1,72 @@
+"""The coordinator's combined view of reports, which it counts as they come in."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.schema import Failure, RankProgress, WorkerReport
+from holdfast_sidecar.coordinator.gathered import Gathered
+
+WORKERS = frozenset(map(Worker, range(3)))
+FULL = Failure(None, TierName.NODE, "NodeVolumeFull", "no room")
+
+reports = st.builds(
+    WorkerReport,
+    round=st.just(RestartRound(0)),
+    worker=st.sampled_from(sorted(WORKERS)),
+    failures=st.sampled_from([(), (FULL,)]),
+    barrier_open=st.booleans(),
+    done=st.booleans(),
+    idle=st.booleans(),
+).flatmap(
+    lambda report: st.integers(0, 5).map(
+        lambda step: WorkerReport(
+            report.round,
+            report.worker,
+            progress=(RankProgress(Rank(report.worker), Step(step), step / 2),) if step else (),
+            failures=report.failures,
+            barrier_open=report.barrier_open,
+            done=report.done,
+            idle=report.idle,
+        )
+    )
+)
+
+
+@given(st.lists(reports, max_size=20))
+def test_the_counts_are_those_of_the_newest_reports(sent: list[WorkerReport]) -> None:
+    gathered = Gathered(WORKERS, 3, 0.0)
+    for report in sent:
+        gathered.receive(report, 1.0)
+    newest = {report.worker: report for report in sent}.values()
+    progress = [p for r in newest for p in r.progress]
+    steps = [p.step for p in progress]
+    assert gathered.pressed == any(r.failures for r in newest)
+    assert gathered.done == (len(newest) == 3 and all(r.done for r in newest))
+    assert gathered.idle == (len(newest) == 3 and all(r.idle for r in newest))
+    assert gathered.running == (len(steps) == 3)
+    assert gathered.finished == min(steps, default=None)
+    found = gathered.progress
+    if not steps:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.ranks, found.first, found.last) == (len(steps), min(steps), max(steps))
+    assert found.total_steps == sum(steps)
+    assert found.blocked_seconds == max(p.blocked_seconds for p in progress)
+
+
+def test_progress_alone_is_not_urgent() -> None:
+    gathered = Gathered(WORKERS, 3, 0.0)
+
+    def receive(step: int, *failures: Failure) -> bool:
+        progress = (RankProgress(Rank(0), Step(step)),)
+        report = WorkerReport(RestartRound(0), Worker(0), progress=progress, failures=failures)
+        return gathered.receive(report, 1.0)
+
+    assert receive(1), "the first report"
+    assert not receive(2)
+    assert receive(2, FULL)
+    assert receive(3), "the failure is over"
