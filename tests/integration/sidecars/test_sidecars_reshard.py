@@ -105,6 +105,18 @@ async def test_four_ranks_become_two_with_what_is_on_two_nodes(gangs: Gangs) -> 
                 await rank.restore()
 
 
+async def save_and_restore_in_memory(gang: Any, layouts: list[RankLayout], policy: Policy) -> None:
+    """Save step 2 with these layouts in round 1, and restore it from memory in round 2."""
+    await save(gang, layouts, 2, Level.REPLICATED)
+    point = await gang.point(2)
+    for worker in range(len(layouts)):
+        await gang.operator.seal(worker, 2)
+    await gang.begin(2, restore=point, policy=policy)
+    for layout in layouts:
+        _, data, filled = await gang.ranks[layout.rank].restore()
+        assert (data, filled.tier) == (payload_of(layout, layout.rank), TierName.MEMORY)
+
+
 async def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> None:
     """The four ranks then save, and restore as four."""
     policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1)
@@ -130,15 +142,7 @@ async def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path
             assert len(parse_layout(document).ranks) == 2
             assert data == payload_of(wanted, wanted.rank % 2)
             assert filled.tier is TierName.OBJECT
-        await save(gang, new, 2, Level.REPLICATED)
-        point = await gang.point(2)
-        for worker in range(4):
-            await gang.operator.seal(worker, 2)
-        await gang.begin(2, restore=point, policy=policy)
-        for wanted in new:
-            _, data, filled = await gang.ranks[wanted.rank].restore()
-            assert data == payload_of(wanted, wanted.rank)
-            assert filled.tier is TierName.MEMORY
+        await save_and_restore_in_memory(gang, new, policy)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +259,7 @@ async def test_ranks_that_are_cut_otherwise_than_when_they_saved(gangs: Gangs) -
             assert data == payload_of(wanted, wanted.rank)
             header = rank.header(filled.slot)
             assert (header.state, header.step) == (SlotState.FREE, None)
-        await save(gang, new, 2, Level.REPLICATED)
-        point = await gang.point(2)
-        for worker in range(4):
-            await gang.operator.seal(worker, 2)
-        await gang.begin(2, restore=point, policy=policy)
-        for wanted in new:
-            _, data, filled = await gang.ranks[wanted.rank].restore()
-            assert (data, filled.tier) == (payload_of(wanted, wanted.rank), TierName.MEMORY)
+        await save_and_restore_in_memory(gang, new, policy)
 
 
 async def test_a_training_process_restores_what_two_ranks_saved(

@@ -8,8 +8,8 @@ import json
 import os
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,7 @@ import pytest
 from tests.support.servers.pki import Authority
 from tests.support.servers.ports import silent_connections
 from tests.support.sidecar.rounds import accepted, round_message
+from tests.support.sidecar.served import served
 
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import JobUid, RestartRound, Worker
@@ -37,7 +38,7 @@ NOW = RestartRound(5)
 EMPTY = Inventory(Worker(0), POD, NOW, 1)
 
 
-def held() -> RoundState:
+def state_of_worker_0() -> RoundState:
     """Return the state of worker 0 of a gang that worker 1 coordinates."""
     return accepted(round_message(NOW, coordinator=Worker(1)))
 
@@ -46,7 +47,7 @@ class Handler:
     """Handler of both servers. It records what was dispatched, and whether bodies were parsed."""
 
     def __init__(self, state: RoundState | None = None) -> None:
-        self.state = held() if state is None else state
+        self.state = state_of_worker_0() if state is None else state
         self.dispatched: list[object] = []
         self.rendered = 0
 
@@ -78,23 +79,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tl
 Files = Callable[[str], TlsFiles]
 
 
-@asynccontextmanager
-async def control(
+def control(
     files: Files, handler: Handler, limits: ListenerLimits | None = None
-) -> AsyncIterator[tuple[ControlServer, int, Counter[str]]]:
-    dropped: Counter[str] = Counter()
-    server = ControlServer(
-        handler,
-        JOB,
-        server_context(files(peer_dns_name(POD, JOB))),
-        limits=limits,
-        dropped=lambda port, reason: dropped.update([f"{port} {reason}"]),
+) -> AbstractAsyncContextManager[tuple[ControlServer, int, Counter[str]]]:
+    context = server_context(files(peer_dns_name(POD, JOB)))
+    return served(
+        lambda dropped: ControlServer(handler, JOB, context, limits=limits, dropped=dropped)
     )
-    port = await server.start("127.0.0.1", 0)
-    try:
-        yield server, port, dropped
-    finally:
-        await server.close()
 
 
 async def ask(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Any
 
 import aiohttp
 import pytest
 from tests.support.servers.ports import silent_connections
+from tests.support.sidecar.served import served
 
 from holdfast_core.clock import ManualClock
 from holdfast_sidecar.wire.server import PlainServer
@@ -33,21 +33,10 @@ class Handler:
         raise AssertionError(name)
 
 
-@asynccontextmanager
-async def plain(
+def plain(
     handler: Handler, **options: Any
-) -> AsyncIterator[tuple[PlainServer, int, Counter[str]]]:
-    dropped: Counter[str] = Counter()
-    server = PlainServer(
-        handler.metrics,
-        dropped=lambda port, reason: dropped.update([f"{port} {reason}"]),
-        **options,
-    )
-    port = await server.start("127.0.0.1", 0)
-    try:
-        yield server, port, dropped
-    finally:
-        await server.close()
+) -> AbstractAsyncContextManager[tuple[PlainServer, int, Counter[str]]]:
+    return served(lambda dropped: PlainServer(handler.metrics, dropped=dropped, **options))
 
 
 async def scrape(port: int) -> str:
