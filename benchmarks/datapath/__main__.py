@@ -44,13 +44,13 @@ def main() -> int:
             arguments.rounds,
             arguments.loop_seconds,
             arguments.timeout,
-            _say,
+            _log,
             _QUICK_PART_SECONDS if arguments.quick else None,
         )
         fresh: list[Figure] = []
         parts = chosen(QUICK if arguments.quick else FULL, only)
         for number, part in enumerate(parts, 1):
-            _say(f"{part.name} ({number}/{len(parts)}): {', '.join(part.ids)}")
+            _log(f"{part.name} ({number}/{len(parts)}): {', '.join(part.ids)}")
             fresh += _measure(run, part)
             _write(name, fresh, keep=bool(only) or number < len(parts))
         if not arguments.quick:
@@ -130,8 +130,8 @@ def _write(name: str, fresh: Sequence[Figure], *, keep: bool) -> list[Figure]:
     return figures
 
 
-def _say(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+def _log(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,9 @@ class Restoring:
 
     def restore(self, into: dict[str, Any]) -> str:
         """Load the newest checkpoint into these tensors. Return the tier that the bytes came from."""
-        heard = _Heard()
+        tier_read = _TierRead()
         logger = logging.getLogger("holdfast.checkpoint.restoring")
-        logger.addHandler(heard)
+        logger.addHandler(tier_read)
         logger.setLevel(logging.INFO)
         try:
             step = self._checkpointer.restore({"model": into})
@@ -105,8 +105,8 @@ class Restoring:
                 raise FileNotFoundError("found no checkpoint to restore")
             self._step = step
         finally:
-            logger.removeHandler(heard)
-        return heard.tier
+            logger.removeHandler(tier_read)
+        return tier_read.tier
 
     def leave_in_memory(self, state: dict[str, Any]) -> None:
         """Save once more and leave the slots in shared memory, as a killed process does."""
@@ -115,7 +115,7 @@ class Restoring:
         self._checkpointer._place._memory._is_removed = False  # type: ignore[attr-defined]
 
 
-class _Heard(logging.Handler):
+class _TierRead(logging.Handler):
     """Reads the tier of a restore from the log, because no API reports it."""
 
     tier = ""

@@ -43,7 +43,7 @@ class Run:
     rounds: int
     loop_seconds: float
     timeout_seconds: float
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     budget_seconds: float | None = None
     """Time limit of one part. No round begins that would exceed it."""
 
@@ -59,7 +59,7 @@ def visit_part(run: Run, part: Part, store: dict[str, str] | None = None) -> lis
     part_began = time.monotonic()
     for round_ in range(run.rounds):
         if not another_round(round_, time.monotonic() - part_began, run.budget_seconds):
-            run.say(f"  {part.name}: {round_} of {run.rounds} rounds, the time is up")
+            run.log(f"  {part.name}: {round_} of {run.rounds} rounds, the time is up")
             break
         for participant in turns(part.participants, round_):
             if participant.name in given_up:
@@ -68,7 +68,7 @@ def visit_part(run: Run, part: Part, store: dict[str, str] | None = None) -> lis
             record = _visit(run, part, participant, round_, store)
             records.append(record)
             words = f"FAILED: {record.error}" if record.error else ""
-            run.say(
+            run.log(
                 f"  {part.name} {round_ + 1}/{run.rounds} {participant.name}: "
                 f"{time.monotonic() - began:.0f} s {words}".rstrip()
             )
