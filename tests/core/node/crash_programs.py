@@ -1,6 +1,7 @@
 """Programs for crash tests: what a sidecar does to its node tier in one save, and a check of what is left.
 
-usage: crash_programs.py kills|power [MUTANT] | kills-clones | again | fails|fails-for-ever ERRNO
+usage: crash_programs.py kills|power|power-spares [MUTANT] | kills-clones | kills-spares | again |
+       crash_programs.py fails|fails-for-ever ERRNO
 
 The program prints a report as JSON. It must be a process of its own, because a tracer waits for all of its
 children.
@@ -15,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from tests.support.crash.crash import (
@@ -37,6 +39,7 @@ from tests.support.shards.builders import (
     shard_header,
 )
 from tests.support.tiers.candidates import candidates
+from tests.support.trainer.launched import until
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of
@@ -46,6 +49,7 @@ from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.clone import Clone, clone_range
 from holdfast_core.node.files import write_at
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards.record import ShardHeader
 from holdfast_core.tiers.local_commit import build_manifest, commit_local
 from holdfast_sidecar.upkeep.prune import delete_steps
 
@@ -73,21 +77,22 @@ def bytes_of(step: int, rank: int) -> bytes:
     return payload(size // 2, seed=rank) + payload(size - size // 2, seed=100 * step + rank)
 
 
+def header_of(step: int, rank: int) -> ShardHeader:
+    return shard_header(
+        len(bytes_of(step, rank)),
+        round=ROUND,
+        step=step,
+        rank=rank,
+        world_size=WORLD,
+        layout=digest_of(plan_of(rank)[0]),
+        chunk_bytes=4096,
+    )
+
+
 def save(tier: DiskNodeTier, step: int, announce: Announce, order: str = "") -> None:
     """Write the shard of this pod's rank 0 and a peer's copy of rank 1, commit, and prune."""
     layouts = [plan_of(rank)[0] for rank in range(WORLD)]
-    headers = [
-        shard_header(
-            len(bytes_of(step, rank)),
-            round=ROUND,
-            step=step,
-            rank=rank,
-            world_size=WORLD,
-            layout=digest_of(layouts[rank]),
-            chunk_bytes=4096,
-        )
-        for rank in range(WORLD)
-    ]
+    headers = [header_of(step, rank) for rank in range(WORLD)]
     files = [shard_file(headers[rank], bytes_of(step, rank)) for rank in range(WORLD)]
     layout = merge_layouts(layouts).to_bytes()
     manifest = build_manifest(JOB, [r for _, r in files], parent=None, layout=layout)
@@ -136,8 +141,56 @@ def cloning_saves(directory: Path, announce: Announce) -> None:
     tier = opened(directory, clone)
     for step in (3, 4, 5):
         save(tier, step, announce)
+        # From step 4 on rank 0 may clone, and a thread of the tier removes the file of its old shard.
+        expected = 2 if step == 3 else 1
+        until(partial(has_spare_files, directory, expected), "spare files are removed", 20)
     if not cloned:
         raise AssertionError("nothing was cloned")
+
+
+def saves_before_spares(directory: Path) -> None:
+    """Save three steps, of which the first is pruned. Its two files are spare then."""
+    tier = opened(directory)
+    for step in (1, 2, 3):
+        save(tier, step, lambda _: None)
+    expect_spare_files(directory, 2)
+
+
+def overwriting_save(directory: Path, announce: Announce) -> None:
+    """Save as a restarted sidecar does, in the files of the step that was pruned before."""
+    tier = opened(directory)
+    before = spare_files(directory)
+    save(tier, 4, announce)
+    after = spare_files(directory)
+    if before & after or len(after) != len(before):
+        raise AssertionError(f"inodes {before} were spare files, and {after} are")
+
+
+def life_with_spares(directory: Path, announce: Announce) -> None:
+    """Delete one of two shards of a step that was never committed, and save into its file."""
+    tier = opened(directory)
+    deleted, _ = [
+        tier.write_shard(header_of(1, rank), BytesSource(bytes_of(1, rank)))
+        for rank in range(WORLD)
+    ]
+    tier.delete_shard(deleted.ref)
+    expect_spare_files(directory, 1)
+    save(tier, 2, announce)
+    expect_spare_files(directory, 0)
+    save(tier, 3, announce)
+
+
+def spare_files(directory: Path) -> frozenset[int]:
+    return frozenset(path.stat().st_ino for path in (directory / "node" / "spare").iterdir())
+
+
+def has_spare_files(directory: Path, count: int) -> bool:
+    return len(spare_files(directory)) == count
+
+
+def expect_spare_files(directory: Path, count: int) -> None:
+    if len(spare_files(directory)) != count:
+        raise AssertionError(f"{len(spare_files(directory))} spare files, expected {count}")
 
 
 def struck_save(directory: Path, announce: Announce) -> None:
@@ -270,7 +323,22 @@ def acknowledged_early(log: Sequence[Op]) -> list[Op]:
     return result
 
 
+def overwritten_before_deleted(log: Sequence[Op]) -> list[Op]:
+    """Drop the fsync that makes the deletion of a shard durable before its file is a spare one."""
+    result: list[Op] = []
+    deleted: Rename | None = None
+    for op in log:
+        if isinstance(op, Rename) and op.name.endswith(".shard"):
+            deleted = op
+        elif deleted is not None and isinstance(op, Sync) and op.inode == deleted.parent:
+            deleted = None
+            continue
+        result.append(op)
+    return result
+
+
 LOG_MUTANTS = {
+    "overwritten-before-deleted": overwritten_before_deleted,
     "no-directory-fsync": without_directory_fsync,
     "no-file-fsync": without_file_fsync,
     "rename-before-fsync": rename_before_fsync,
@@ -284,9 +352,12 @@ def main(what: str, mutant: str = "") -> Report:
         return kill_at_every_call(first_saves, killed, check, enough=1 if mutant else 20)
     if what == "kills-clones":
         return kill_at_every_call(first_saves, cloning_saves, check)
-    if what == "power":
+    if what == "kills-spares":
+        return kill_at_every_call(saves_before_spares, overwriting_save, check)
+    if what in ("power", "power-spares"):
         order = "" if mutant in LOG_MUTANTS else mutant
-        log = record(lambda d, announce: whole_life(d, announce, order))
+        life = lambda d, announce: whole_life(d, announce, order)  # noqa: E731
+        log = record(life_with_spares if what == "power-spares" else life)
         mutated = LOG_MUTANTS.get(mutant, list)(log)
         return cut_power(mutated, check, enough=1 if mutant else 20)
     if what in ("fails", "fails-for-ever"):

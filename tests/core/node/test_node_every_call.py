@@ -33,6 +33,19 @@ def test_saves_that_clone_killed_at_any_call_lose_nothing() -> None:
     assert found.tried == len(found.calls) > 100
 
 
+def test_saves_into_the_files_of_deleted_shards_killed_at_any_call_lose_nothing() -> None:
+    found = report_of(PROGRAMS, "kills-spares")
+    assert found.problems == ()
+    assert found.tried == len(found.calls) > 50
+
+
+def test_no_order_of_writes_mixes_the_bytes_of_two_shards() -> None:
+    """The files of deleted shards are overwritten. Neither name may show bytes of both shards."""
+    found = report_of(PROGRAMS, "power-spares")
+    assert found.problems == ()
+    assert found.tried > 100
+
+
 def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
     """F16: at every moment of three saves, a round and a prune."""
     found = report_of(PROGRAMS, "power")
@@ -75,6 +88,11 @@ def test_a_call_that_fails_costs_at_most_this_save(how: str, error: str) -> None
 def test_the_replay_of_writes_finds_what_it_is_for(mutant: str, symptom: str) -> None:
     (problem, *_) = report_of(PROGRAMS, "power", mutant).problems
     assert symptom in problem
+
+
+def test_the_replay_finds_a_file_that_is_overwritten_before_its_deletion_is_durable() -> None:
+    (problem, *_) = report_of(PROGRAMS, "power-spares", "overwritten-before-deleted").problems
+    assert "quarantined" in problem
 
 
 @pytest.mark.parametrize("mutant", ["manifest-before-shards", "shards-deleted-first"])

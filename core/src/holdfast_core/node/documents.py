@@ -47,7 +47,7 @@ def write_document(path: Path, document: bytes, directories: Directories) -> boo
     if _is_there(path, digest):
         return False
     with disk_errors(f"creating a temporary file for {path}"):
-        temp = TempFile(path.parent, directories)
+        temp = TempFile.create(path.parent, directories)
     try:
         with disk_errors(f"writing {path}"):
             data = document + f"\n{digest}\n".encode()
@@ -104,7 +104,7 @@ def write_round(path: Path, round_: RestartRound, version: int, directories: Dir
             own_version=recorded[1],
         )
     with disk_errors(f"creating a temporary file for {path}"):
-        temp = TempFile(path.parent, directories)
+        temp = TempFile.create(path.parent, directories)
     try:
         with disk_errors(f"writing {path}"):
             data = dumps_canonical({"round": round_, "version": version})

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from holdfast_core.errors import CapacityError, HoldfastError, TierError, UnavailableError
 from holdfast_core.failpoint import failpoint
@@ -151,34 +152,47 @@ class TempFile:
     ids are not usable for that, because containers have separate ones.
     """
 
-    def __init__(self, directory: Path, directories: Directories) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
+        """Take over an open file. Its writer holds the lock of `fd`."""
+        self.path = path
+        self.fd = fd
+        self._directory = path.parent
+        self._closed = False
+
+    @classmethod
+    def create(cls, directory: Path, directories: Directories) -> Self:
+        """Create and lock a new file in `directory`. Raises OSError."""
         failpoint("node.before_temp")
-        self._directory = directory
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
             path = directory / f"{TEMP_PREFIX}{os.getpid()}-{next(_temp_numbers)}"
             try:
-                fd = directories.create(path, flags)
+                temp = cls(path, directories.create(path, flags))
             except FileExistsError:
                 continue  # left by a dead process with the same id; the tier's open() removes it
-            self.path = path
-            self.fd = fd
-            self._closed = False
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                if os.fstat(fd).st_nlink == 1:
+                fcntl.flock(temp.fd, fcntl.LOCK_EX)
+                if os.fstat(temp.fd).st_nlink == 1:
                     break
             except OSError:
-                self.discard()
+                temp.discard()
                 raise
-            self._close()  # a scan removed the file between its open and its lock
+            temp._close()  # a scan removed the file between its open and its lock
         failpoint("node.after_create")
+        return temp
+
+    @property
+    def size_bytes(self) -> int:
+        """Present size of the file: 0 of a new one."""
+        return os.fstat(self.fd).st_size
 
     def preallocate(self, size: int) -> None:
-        """Allocate `size` bytes, so that a full disk fails before any data is written.
+        """Give the file this size and its blocks, so that a full disk fails before any data is written.
 
-        Has no effect on file systems without fallocate. Raises OSError.
+        File systems without fallocate allocate no blocks. Raises OSError.
         """
+        if self.size_bytes > size:
+            os.ftruncate(self.fd, size)
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import CapacityError
-from holdfast_core.ids import CheckpointId, JobUid, ShardRef
+from holdfast_core.ids import CheckpointId, JobUid, Rank, ShardRef
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 
 VOLUME_ADVICE = (
@@ -69,6 +69,11 @@ class NodeIndex:
                 if ref.job_uid == job_uid and entry.record.checkpoint == checkpoint
             )
 
+    def ranks(self) -> frozenset[tuple[JobUid, Rank]]:
+        """Return the ranks of which at least one shard is here."""
+        with self._lock:
+            return frozenset((ref.job_uid, ref.rank) for ref in self._entries)
+
     def records(self) -> tuple[ShardRecord, ...]:
         """Return all records in order of job, step, round and rank."""
         with self._lock:
@@ -99,14 +104,21 @@ class Budget:
         self._used = 0
         self._reserved = 0
         self._reserved_blocks = 0
+        self._spare = 0
 
     def add(self, size: int) -> None:
         """Add the size of a published file; a negative `size` for a deleted one."""
         with self._lock:
             self._used += size
 
+    def set_spare_bytes(self, size: int) -> None:
+        """Set the size of all spare files: room that is occupied until the files are taken or removed."""
+        with self._lock:
+            self._spare = size
+
     @property
     def used_bytes(self) -> int:
+        """Bytes of published files and reservations, without spare files."""
         with self._lock:
             return self._used + self._reserved
 
@@ -121,7 +133,7 @@ class Budget:
             size: Size of the file. Kubernetes counts it whole, with the blocks that it shares with others.
             what: The file, for the error.
             blocks: Bytes that the file is expected to take from the file system. None means `size`; less
-                where the file shares blocks with an earlier one.
+                where the file shares blocks with an earlier one, or is a spare one that has blocks.
 
         Raises:
             CapacityError: There is no room.
@@ -134,7 +146,7 @@ class Budget:
                 raise CapacityError(
                     f"{what} into {self._root}: needs {size} bytes{new}, "
                     f"{min(of_limit, free_blocks)} available of "
-                    f"{self._limit()} that may be used ({self._used + self._reserved} taken); "
+                    f"{self._limit()} that may be used ({self._used + self._reserved + self._spare} taken); "
                     f"{self._advice}"
                 )
             self._reserved += size
@@ -157,7 +169,7 @@ class Budget:
         """Return the bytes that the size limit of the volume allows. Without one, every number of bytes."""
         if self._capacity_bytes == 0:
             return sys.maxsize
-        return max(0, self._limit() - self._used - self._reserved)
+        return max(0, self._limit() - self._used - self._reserved - self._spare)
 
     def _free_blocks(self) -> int:
         """Return the bytes that the file system has for further files."""

@@ -47,7 +47,7 @@ class ScanResult:
     skipped: tuple[str, ...]
     """Path and reason of each shard file with an unknown name or a newer format version."""
     other_bytes: int
-    """Total size of documents and skipped files."""
+    """Total size of documents, skipped files and files of reserved directories."""
 
 
 def scan(

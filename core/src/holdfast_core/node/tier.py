@@ -50,6 +50,7 @@ from holdfast_core.node.index import VOLUME_ADVICE, Budget, IndexEntry, NodeInde
 from holdfast_core.node.last_write import READ_BACK_EVERY, LastWrite, to_read_back
 from holdfast_core.node.scan import list_manifests, read_shard, scan
 from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader, read_back, write_payload
+from holdfast_core.node.spares import SPARE, SpareFiles
 from holdfast_core.shards.file import Trailer, check_header, chunk_count, file_bytes, head_bytes
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
@@ -60,7 +61,7 @@ LAYOUTS = "layouts"
 ROUND_FILE = "round.json"
 QUARANTINE_KEPT = 8
 """Maximum number of quarantined files, which are kept for inspection. The oldest are removed first."""
-_RESERVED = frozenset({QUARANTINE, LAYOUTS, ROUND_FILE})
+_RESERVED = frozenset({QUARANTINE, LAYOUTS, SPARE, ROUND_FILE})
 _WRITE_ATTEMPTS = 2
 _KEPT_BUFFERS = 6
 _BUFFER_LIMIT_BYTES = 512 << 20
@@ -122,6 +123,7 @@ class DiskNodeTier:
         self._index = NodeIndex()
         self._name = name
         self._budget = Budget(root, capacity_bytes, fill_limit, advice)
+        self._spares = SpareFiles(root / SPARE, self._directories, self._budget)
         self._buffers = BufferPool(WRITE_BYTES, _KEPT_BUFFERS, _BUFFER_LIMIT_BYTES)
         self._lock = threading.Lock()
         self._round_lock = threading.Lock()
@@ -142,14 +144,18 @@ class DiskNodeTier:
             raise TierError(f"{self._name} {self._root}: is already open")
         with disk_errors(f"opening the {self._name} {self._root}"):
             if not self._read_only:
-                for path in (self._root, self._root / QUARANTINE, self._root / LAYOUTS):
+                for path in (
+                    self._root,
+                    *(self._root / name for name in (QUARANTINE, LAYOUTS, SPARE)),
+                ):
                     self._directories.ensure(path)
             found = scan(self._root, _RESERVED, self._buffers, read_only=self._read_only)
+            spare_bytes = self._spares.count()
         self._opened = True
         for shard in found.shards:
             self._index.add(IndexEntry(shard.record, shard.path))
             self._budget.add(shard.record.file_bytes)
-        self._budget.add(found.other_bytes)
+        self._budget.add(found.other_bytes - spare_bytes)
         for torn in found.torn:
             self._budget.add(torn.path.lstat().st_size)
             if not self._read_only:
@@ -189,12 +195,13 @@ class DiskNodeTier:
         Raises UnavailableError if too many copies are being received at the same time.
         """
         self._expect_open()
-        path = self.shard_path(ref)
+        directory = self.shard_path(ref).parent
         what = f"copy of rank {ref.rank} step {ref.step}"
         with ExitStack() as stack:
-            stack.enter_context(self._reserve(file_bytes, what))
-            with disk_errors(f"creating the {what} in {path.parent}"):
-                temp = TempFile(path.parent, self._directories)
+            spare = self._spare(directory, file_bytes, stack)
+            stack.enter_context(self._reserve(file_bytes, what, _new_bytes(file_bytes, spare)))
+            with disk_errors(f"creating the {what} in {directory}"):
+                temp = spare or TempFile.create(directory, self._directories)
                 stack.callback(temp.discard)
                 temp.preallocate(file_bytes)
                 temp.use_direct_io()
@@ -244,17 +251,20 @@ class DiskNodeTier:
             raise
 
     def delete_shard(self, ref: ShardRef) -> None:
-        """Delete the shard durably. An absent shard is not an error."""
+        """Delete the shard durably, and keep its file for a later write. An absent shard is not an error."""
         self._expect_open()
         entry = self._index.find(ref)
         if entry is None:
             return
         # FileNotFoundError: another program removed the directory.
         with disk_errors(f"deleting shard {entry.path}"), suppress(FileNotFoundError):
-            entry.path.unlink(missing_ok=True)
-            fsync_directory(entry.path.parent)
+            self._spares.put_aside(entry.path)
         self._forget(ref)
         self._directories.remove_if_empty(entry.path.parent)
+        # A rank writes one shard at a time, so that more spare files than ranks would never be taken.
+        most = sum(not self._may_clone(rank) for _, rank in self._index.ranks())
+        with disk_errors(f"listing the spare files of {self._root}"):
+            self._spares.trim(most)
 
     def quarantine(self, ref: ShardRef, reason: str) -> None:
         """See NodeTier. An absent shard is not an error. With `read_only` the file stays in place."""
@@ -354,8 +364,16 @@ class DiskNodeTier:
         return self._buffers.allocated_bytes, _BUFFER_LIMIT_BYTES
 
     def used_bytes(self) -> int:
-        """Return the size of all files, of quarantined ones too, and of the reservations of writes."""
+        """Return the size of all files, of quarantined ones too, and of the reservations of writes.
+
+        Spare files do not count: they are removed when a write needs their room.
+        """
         return self._budget.used_bytes
+
+    def remove_spare_files(self) -> None:
+        """Remove the spare files, when no further write is expected."""
+        with disk_errors(f"removing the spare files of {self._root}"):
+            self._spares.remove_all()
 
     # ------------------------------------------------------------------ inside
 
@@ -384,24 +402,33 @@ class DiskNodeTier:
         )
 
     def _write_twice(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
-        """Write a shard. The second attempt clones nothing, and so needs room for the whole file."""
+        """Write a shard. The second attempt writes all of it to a new file, and clones nothing."""
         size, what = file_bytes(header), f"shard of rank {header.rank} step {header.step}"
         last = self._last.get(header.rank)
+        directory = self._shard_directory(header)
         for attempt in range(_WRITE_ATTEMPTS):
             with ExitStack() as stack:
-                cloning = self._cloning(last, header, stack) if attempt == 0 else None
-                cloned = 0 if cloning is None or last is None else last.repeated_bytes(header)
-                stack.enter_context(self._reserve(size, what, size - cloned))
+                cloning, spare, blocks = None, None, size
+                if attempt == 0:
+                    cloning = self._cloning(last, header, stack)
+                if cloning is not None and last is not None:
+                    blocks = size - last.repeated_bytes(header)
+                elif attempt == 0:
+                    spare = self._spare(directory, size, stack)
+                    blocks = _new_bytes(size, spare)
+                stack.enter_context(self._reserve(size, what, blocks))
                 try:
                     with disk_errors(f"writing the {what}"):
-                        return self._write_once(header, source, last, cloning)
+                        temp = spare or TempFile.create(directory, self._directories)
+                        stack.callback(temp.discard)
+                        return self._write_once(temp, header, source, last, cloning)
                 except PoisonedError as error:
                     if attempt + 1 == _WRITE_ATTEMPTS:
                         raise
                     _LOG.warning("%s: writing the whole shard again, to a new file", error)
                 except CapacityError as error:
                     # The budget does not cover quotas and files of other programs.
-                    if attempt + 1 < _WRITE_ATTEMPTS and self._empty_quarantine():
+                    if attempt + 1 < _WRITE_ATTEMPTS and self._make_room():
                         continue
                     raise CapacityError(
                         f"{error}: needed {size} bytes, {self._budget.free_bytes()} available"
@@ -413,25 +440,35 @@ class DiskNodeTier:
 
     def _write_once(
         self,
+        temp: TempFile,
         header: ShardHeader,
         source: PayloadSource,
         last: LastWrite | None,
         cloning: CloningWriter | None,
     ) -> ShardRecord:
-        with ExitStack() as stack:
-            temp = TempFile(self._shard_directory(header), self._directories)
-            stack.callback(temp.discard)
-            if cloning is None:
-                temp.preallocate(file_bytes(header))
-            temp.use_direct_io()
-            put = write_at if cloning is None else cloning.put
-            record, table = write_payload(temp.fd, header, source, self._buffers, put)
-            temp.sync()
-            chunks = to_read_back(last, chunk_count(header))
-            read_back(temp.fd, record, table, chunks, self._buffers, source.verified)
-            self._publish(temp, record)
-            self._last[header.rank] = LastWrite.after(last, record, table)
-            return record
+        if cloning is None:
+            temp.preallocate(file_bytes(header))
+        temp.use_direct_io()
+        put = write_at if cloning is None else cloning.put
+        record, table = write_payload(temp.fd, header, source, self._buffers, put)
+        temp.sync()
+        chunks = to_read_back(last, chunk_count(header))
+        read_back(temp.fd, record, table, chunks, self._buffers, source.verified)
+        self._publish(temp, record)
+        self._last[header.rank] = LastWrite.after(last, record, table)
+        return record
+
+    def _spare(self, directory: Path, size: int, stack: ExitStack) -> TempFile | None:
+        """Return a spare file to overwrite, which `stack` discards unless it is published, or None."""
+        spare = self._spares.take(directory, size)
+        if spare is not None:
+            stack.callback(spare.discard)
+        return spare
+
+    def _may_clone(self, rank: Rank) -> bool:
+        """Return whether the rank's next write may clone. It then overwrites no spare file."""
+        last = self._last.get(rank)
+        return self._can_clone and last is not None and last.repeats
 
     def _cloning(
         self, last: LastWrite | None, header: ShardHeader, stack: ExitStack
@@ -442,7 +479,7 @@ class DiskNodeTier:
         changes everywhere is written without a comparison with the last shard.
         """
         aligned = self._buffers.size_bytes % header.chunk_bytes == 0
-        if not self._can_clone or last is None or not last.repeats or not aligned:
+        if last is None or not self._may_clone(header.rank) or not aligned:
             return None
         try:
             earlier = stack.enter_context(self.open_shard(last.ref))
@@ -485,20 +522,28 @@ class DiskNodeTier:
     def _reserve(self, size: int, what: str, blocks: int | None = None) -> Iterator[None]:
         """Reserve room within the context, as `Budget.take` does. Raises CapacityError.
 
-        If the room does not suffice, the quarantine is emptied first: its files are kept for inspection
-        only.
+        If the room does not suffice, the files that nothing needs are removed first (`_make_room`).
         """
         with disk_errors(f"reserving {size} bytes of {self._root} for {what}"):
-            try:
-                self._budget.take(size, what, blocks)
-            except CapacityError:
-                if not self._empty_quarantine():
-                    raise
-                self._budget.take(size, what, blocks)
+            while True:
+                try:
+                    self._budget.take(size, what, blocks)
+                    break
+                except CapacityError:
+                    if not self._make_room():
+                        raise
         try:
             yield
         finally:
             self._budget.give_back(size, blocks)
+
+    def _make_room(self) -> bool:
+        """Remove the spare files, or else the quarantined ones, which are kept for inspection only.
+
+        Return False if there were none of either.
+        """
+        with disk_errors(f"making room in {self._root}"):
+            return self._spares.remove_all() or self._empty_quarantine()
 
     def _empty_quarantine(self) -> bool:
         """Remove all quarantined files. Return False if there were none."""
@@ -558,6 +603,11 @@ class DiskNodeTier:
     def _expect_open(self) -> None:
         if not self._opened:
             raise TierError(f"{self._name} {self._root}: not open yet; call open() first")
+
+
+def _new_bytes(size: int, spare: TempFile | None) -> int:
+    """Return the bytes that a file of `size` takes from the file system beyond those of the spare file."""
+    return size if spare is None else max(0, size - spare.size_bytes)
 
 
 def manifests_in(root: Path) -> tuple[tuple[JobUid, CheckpointId], ...]:

@@ -91,6 +91,14 @@ class OpenFolder:
         """The restore point of this run, which pruning keeps."""
         return None if self.choice is None else self.choice.manifest.checkpoint
 
+    def remove_spare_files(self) -> None:
+        """Remove the files that no further save overwrites, so that a folder at rest has no more of them."""
+        if not self.options.read_only:
+            try:
+                self.tier.remove_spare_files()
+            except HoldfastError as error:
+                logger.warning("%s; the next run removes them or uses them", error)
+
     def open_slot(self, name: str) -> SlotFile:
         """Open a slot in the slots' directory or in the spare one. Raises FormatError, UnavailableError.
 

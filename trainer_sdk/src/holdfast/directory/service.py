@@ -39,6 +39,7 @@ class DirectoryService:
         background: BackgroundLimit,
     ) -> None:
         self._options = options
+        self._folder = folder
         self._restores = FolderRestore(folder, LayoutFiles(options.layouts_dir))
         self._worker = worker
         self._background = background
@@ -88,7 +89,9 @@ class DirectoryService:
 
         Returns whether every save of this service was committed.
         """
-        return self._worker.finish(commit_seconds)
+        committed = self._worker.finish(commit_seconds)
+        self._folder.remove_spare_files()
+        return committed
 
     def abort(self) -> None:
         """Stop as a kill would, without writing what is staged."""
