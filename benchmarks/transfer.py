@@ -6,10 +6,11 @@ meaningful. The bulk server runs in a separate process, as in a cluster, with it
     raw_write, raw_read    16 MiB O_DIRECT blocks from and to one buffer, one file, fsync at the end
     node_write, node_verify, node_fill    our shard: written durably, verified, read into a slot
     loopback    sendfile of a file in memory to recv_into of one buffer: the limit of a connection
-    wire_*      GET_SHARD of a shard in memory, verified and discarded: our transfer without a disk
+    crc_socket  a plain socket whose ends compute the CRC32C of the bytes, in memory on both sides
+    wire_*      a shard in memory copied from a peer, verified and discarded: our transfer without a disk
     pair_*      two wire_* at the same time, seconds for one of them: the gain of a second stream
     ranges_one, ranges_two    the chunks of one shard over one connection, its halves over two (TLS)
-    put_*, get_*    a shard of one node tier copied to the other, durable and verified
+    copy_*      a shard of one node tier copied to the other, durable and verified
 
 Prints one JSON line: {"mib": .., "seconds": {leg: [..]}, "gib_per_second": {leg: median},
 "cpu_seconds_per_gib": {leg: median, both processes}, "ratios": {name: median}}.
@@ -41,18 +42,18 @@ from pathlib import Path
 from tests.support.servers.pki import Authority
 from tests.support.shards.builders import shard_header
 
-from holdfast_core.ids import RestartRound, ShardRef
+from holdfast_core.format.digest import crc32c
+from holdfast_core.ids import ShardRef
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.node.files import set_direct
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.peer.client import fetch_shard, send_copy
-from holdfast_core.peer.protocol import BulkOptions
-from holdfast_core.peer.ranges import PeerShard
-from holdfast_core.peer.remote import Peer
+from holdfast_core.peer.copy import copy_shard
+from holdfast_core.peer.protocol import PIECE_BYTES, BulkOptions, Peer, receive_into, tune
 from holdfast_core.peer.server import BulkServer
+from holdfast_core.peer.shard import PeerShard
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import ShardStream
-from holdfast_core.tiers.base import OpenWriter
+from holdfast_core.tiers.base import NodeTier
 
 SERVER = "gpt-1-r0.uid.holdfast"
 CLIENT = "gpt-0-r0.uid.holdfast"
@@ -75,26 +76,23 @@ RATIOS = {
     "pair_tls/wire_tls": ("pair_tls", "wire_tls"),
     "pair_plain/wire_plain": ("pair_plain", "wire_plain"),
     "ranges_two/ranges_one": ("ranges_two", "ranges_one"),
-    "put_tls/raw_write": ("put_tls", "raw_write"),
-    "put_plain/raw_write": ("put_plain", "raw_write"),
-    "put_plain/put_tls": ("put_plain", "put_tls"),
-    "get_tls/raw_write": ("get_tls", "raw_write"),
-    "get_plain/raw_write": ("get_plain", "raw_write"),
-    "get_plain/get_tls": ("get_plain", "get_tls"),
+    "wire_tls/crc_socket": ("wire_tls", "crc_socket"),
+    "wire_plain/crc_socket": ("wire_plain", "crc_socket"),
+    "copy_tls/raw_write": ("copy_tls", "raw_write"),
+    "copy_plain/raw_write": ("copy_plain", "raw_write"),
+    "copy_plain/copy_tls": ("copy_plain", "copy_tls"),
 }
 
 
 class Handler:
     """Allows everything."""
 
-    def authorize_put(
-        self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
-    ) -> None: ...
-
-    def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None: ...
+    def authorize(self, peer_dns_name: str, ref: ShardRef) -> None: ...
 
     def allows_plain(self) -> bool:
         return True
+
+    def throttle(self, byte_count: int) -> None: ...
 
 
 class Discard:
@@ -123,6 +121,16 @@ class Discard:
     def abort(self) -> None: ...
 
 
+class DiscardTier:
+    """The part of a NodeTier that a copy needs. It keeps nothing."""
+
+    def list_shards(self) -> tuple[ShardRecord, ...]:
+        return ()
+
+    def begin_copy(self, ref: ShardRef, file_bytes: int) -> Discard:
+        return Discard(ref, file_bytes)
+
+
 class FileSource:
     """PayloadSource over a file in memory, which takes the place of a slot."""
 
@@ -143,6 +151,7 @@ class Ports:
     disk: int
     memory: int
     raw: int
+    crc: int
 
 
 def opened(root: Path) -> DiskNodeTier:
@@ -164,9 +173,11 @@ def serve(folder: Path, memory: Path, certificates: Path, pipe: Connection) -> N
             server = BulkServer(Handler(), tier, context)
             ports.append(server.start("127.0.0.1", 0))
             stack.callback(server.close)
-        raw = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        threading.Thread(target=_send_raw, args=(raw, memory), daemon=True).start()
-        pipe.send(Ports(ports[0], ports[1], raw.getsockname()[1]))
+        for send in (_send_raw, _send_with_crc):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            threading.Thread(target=_serve_raw, args=(listener, memory, send), daemon=True).start()
+            ports.append(listener.getsockname()[1])
+        pipe.send(Ports(*ports))
         while True:
             command, *arguments = pipe.recv()
             if command == "stop":
@@ -175,24 +186,42 @@ def serve(folder: Path, memory: Path, certificates: Path, pipe: Connection) -> N
                 pipe.send(_written(disk if arguments[0] == "disk" else shared, *arguments[1:]))
             if command == "cpu":
                 pipe.send(time.process_time())
-            if command == "forget":
-                disk.delete_shard(arguments[0])
-                pipe.send(None)
 
 
 def _written(tier: DiskNodeTier, header: ShardHeader, path: Path) -> ShardRecord:
     return tier.write_shard(header, FileSource(path))
 
 
-def _send_raw(listener: socket.socket, root: Path) -> None:
+def _serve_raw(
+    listener: socket.socket, root: Path, send: Callable[[socket.socket, Path], None]
+) -> None:
     while True:
         try:
             sock, _ = listener.accept()
         except OSError:
             return
         (path,) = root.glob("*/shards/**/*.shard")
-        with sock, path.open("rb") as file:
-            sock.sendfile(file)
+        with sock:
+            tune(sock)
+            send(sock, path)
+
+
+def _send_raw(sock: socket.socket, path: Path) -> None:
+    with path.open("rb") as file:
+        sock.sendfile(file)
+
+
+def _send_with_crc(sock: socket.socket, path: Path) -> None:
+    """Send pieces of the file, each after its length and its CRC32C."""
+    buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))
+    fd = os.open(path, os.O_RDONLY)
+    position = 0
+    while count := os.preadv(fd, [buffer], position):
+        piece = buffer[:count]
+        sock.sendall(count.to_bytes(4, "big") + crc32c(piece).to_bytes(4, "big"))
+        sock.sendall(piece)
+        position += count
+    os.close(fd)
 
 
 @dataclass
@@ -205,9 +234,9 @@ class Bench:
     context: ssl.SSLContext
     pipe: Connection
     record: ShardRecord
-    """The shard on our disk, which put_* copies."""
+    """The shard on our disk."""
     theirs: ShardRecord
-    """The shard on the other node's disk, which get_* fetches."""
+    """The shard on the other node's disk, which copy_* copies."""
     in_memory: ShardRecord
     buffer: memoryview
     step: int = 1000
@@ -271,11 +300,23 @@ class Bench:
                 pass
         return time.perf_counter() - began
 
+    def crc_socket(self) -> float:
+        head = memoryview(bytearray(8))
+        began = time.perf_counter()
+        with socket.create_connection(("127.0.0.1", self.ports.crc)) as sock:
+            tune(sock)
+            while receive_into(sock, head, may_end=True):
+                piece = self.buffer[: int.from_bytes(head[:4], "big")]
+                receive_into(sock, piece)
+                if crc32c(piece) != int.from_bytes(head[4:], "big"):
+                    raise ValueError("a piece does not match its CRC32C")
+        return time.perf_counter() - began
+
     def wire_tls(self) -> float:
-        return self._fetch(self.ports.memory, self.in_memory, Discard)
+        return self._copy(self.ports.memory, self.in_memory, DiscardTier())
 
     def wire_plain(self) -> float:
-        return self._fetch(self.ports.memory, self.in_memory, Discard, PLAIN)
+        return self._copy(self.ports.memory, self.in_memory, DiscardTier(), PLAIN)
 
     def pair_tls(self) -> float:
         return _at_once(self.wire_tls, self.wire_tls) / 2
@@ -305,45 +346,21 @@ class Bench:
             for first in range(chunks.start, chunks.stop, RUN_CHUNKS)
         )
         with (
-            PeerShard.open(peer, RestartRound(0), self.in_memory.ref) as shard,
+            PeerShard.open(peer, self.in_memory.ref) as shard,
             closing(shard.read(runs)) as pieces,
         ):
             for _ in pieces:
                 pass
 
-    def put_tls(self) -> float:
-        return self._put(TLS)
+    def copy_tls(self) -> float:
+        return self._copy_to_disk(TLS)
 
-    def put_plain(self) -> float:
-        return self._put(PLAIN)
+    def copy_plain(self) -> float:
+        return self._copy_to_disk(PLAIN)
 
-    def get_tls(self) -> float:
-        return self._get(TLS)
-
-    def get_plain(self) -> float:
-        return self._get(PLAIN)
-
-    def _put(self, options: BulkOptions) -> float:
-        self._forget_pages(self.record)
-        began = time.perf_counter()
-        with self.tier.open_shard(self.record.ref) as reader:
-            send_copy(
-                "127.0.0.1",
-                self.ports.disk,
-                SERVER,
-                self.context,
-                RestartRound(0),
-                reader,
-                options=options,
-            )
-        seconds = time.perf_counter() - began
-        self.pipe.send(("forget", self.record.ref))
-        self.pipe.recv()
-        return seconds
-
-    def _get(self, options: BulkOptions) -> float:
+    def _copy_to_disk(self, options: BulkOptions) -> float:
         self._forget_pages(self.theirs)
-        seconds = self._fetch(self.ports.disk, self.theirs, self.tier.begin_copy, options)
+        seconds = self._copy(self.ports.disk, self.theirs, self.tier, options)
         self.tier.delete_shard(self.theirs.ref)
         return seconds
 
@@ -351,20 +368,16 @@ class Bench:
         self.pipe.send(("cpu",))
         return time.process_time() + float(self.pipe.recv())
 
-    def _fetch(
-        self, port: int, record: ShardRecord, begin: OpenWriter, options: BulkOptions = TLS
+    def _copy(
+        self,
+        port: int,
+        record: ShardRecord,
+        tier: NodeTier | DiscardTier,
+        options: BulkOptions = TLS,
     ) -> float:
+        peer = Peer("127.0.0.1", port, SERVER, self.context, options)
         began = time.perf_counter()
-        fetch_shard(
-            "127.0.0.1",
-            port,
-            SERVER,
-            self.context,
-            RestartRound(0),
-            record.ref,
-            begin,
-            options=options,
-        )
+        copy_shard(peer, record.ref, tier)  # type: ignore[arg-type]  # it uses two methods of it
         return time.perf_counter() - began
 
     def _forget_pages(self, record: ShardRecord) -> None:
@@ -395,16 +408,15 @@ LEGS = (
     "node_verify",
     "node_fill",
     "loopback",
+    "crc_socket",
     "wire_tls",
     "wire_plain",
     "pair_tls",
     "pair_plain",
     "ranges_one",
     "ranges_two",
-    "put_tls",
-    "put_plain",
-    "get_tls",
-    "get_plain",
+    "copy_tls",
+    "copy_plain",
 )
 
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -31,9 +32,10 @@ from benchmarks.datapath.processes import child_named
 from benchmarks.datapath.saver import MakeSaver, Started
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.digest import Buffer, digest_of
-from holdfast_core.ids import Digest, RestartRound, ShardRef
+from holdfast_core.ids import Digest, ShardRef
 from holdfast_core.node import shard_file
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.peer.protocol import BulkOptions
 from holdfast_core.shards import stream
 from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.record import ShardHeader, ShardRecord
@@ -42,7 +44,6 @@ from holdfast_core.tiers.base import ShardReader
 
 _COMMIT_SECONDS = 300.0
 _CONNECT_SECONDS = 60.0
-_ROUND = RestartRound(0)
 _PYTHON = sys.executable
 
 
@@ -204,8 +205,8 @@ class _Shards:
     """A node tier that holds one shard at a time."""
 
     def __init__(self, root: Path, mib: int) -> None:
-        self._tier = DiskNodeTier(root, fill_limit=1.0)
-        self._tier.open()
+        self.tier = DiskNodeTier(root, fill_limit=1.0)
+        self.tier.open()
         self._root = root
         self._bytes = mib << 20
         self._source = _Source(self._bytes)
@@ -213,10 +214,10 @@ class _Shards:
 
     def write(self, step: int) -> ShardReader:
         if self._record is not None:
-            self._tier.delete_shard(self._record.ref)
+            self.tier.delete_shard(self._record.ref)
         header = shard_header(self._bytes, step=step, world_size=1)
-        self._record = self._tier.write_shard(header, self._source)
-        return self._tier.open_shard(self._record.ref)
+        self._record = self.tier.write_shard(header, self._source)
+        return self.tier.open_shard(self._record.ref)
 
     @property
     def path(self) -> Path:
@@ -343,97 +344,94 @@ STORES: dict[str, Callable[[], AbstractContextManager[dict[str, str]]]] = {
 
 
 class HoldfastCopier:
-    """A node tier, and connections to two peers, each in a separate process.
+    """The bulk server of this node, and two peers, each in a separate process.
 
-    The peer with a tier on the disk receives durable copies. The peer with a tier in memory returns copies,
-    so that the transfer is measured and not the disk.
+    The peer with a tier on the disk makes durable copies. The peer with a tier in memory returns copies, so
+    that the transfer is measured and not the disk.
     """
 
     def __init__(self, directory: Path, mib: int, *, plain: bool) -> None:
         from tests.support.servers.pki import Authority
 
-        from holdfast_core.net.tls import TlsFiles, client_context
-        from holdfast_core.peer.protocol import BulkOptions
+        from holdfast_core.net.tls import TlsFiles, client_context, server_context
+        from holdfast_core.peer.server import BulkServer
 
         # With a single attempt, a plain copy cannot fall back to TLS, which would falsify the measurement.
         self._options = BulkOptions(attempts=1, plain=plain)
         authority = Authority()
-        server = authority.write_leaf(directory / "server", _SERVER)
+        certificates = authority.write_leaf(directory / "server", _SERVER)
         client = authority.write_leaf(directory / "client", _CLIENT)
         self._context = client_context(TlsFiles.in_directory(client))
         self._shards = _Shards(directory / "own", mib)
+        context = server_context(TlsFiles.in_directory(certificates))
+        self._server = BulkServer(_Allowing(), self._shards.tier, context)
+        own = _Own(self._server.start("127.0.0.1", 0), client, self._options)
         self._memory = tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm")
-        self._on_disk = _Peer(directory / "peer", server)
-        self._in_memory = _Peer(Path(self._memory.name), server)
+        self._on_disk = _Peer(directory / "peer", certificates, own)
+        self._in_memory = _Peer(Path(self._memory.name), certificates, own)
         self._target = _Memory(2 * (mib << 20))
-        self._reader: ShardReader | None = None
+        self._ref: ShardRef | None = None
 
     def prepare(self, step: int) -> None:
-        """Write a new shard and send it to the peer in memory.
+        """Write a new shard and copy it to the peer in memory.
 
         Drop the shard from the page cache, which does not contain it after the O_DIRECT write of a node
         tier either.
         """
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = self._shards.write(step)
-        self._push(self._in_memory)
+        with self._shards.write(step) as reader:
+            self._ref = reader.record.ref
+        self._in_memory.copy(self._ref)
         files.forget(self._shards.path)
 
     def push(self) -> None:
-        """Copy the shard to the peer on the disk and wait until it is durable there."""
-        self._push(self._on_disk)
+        """Let the peer on the disk copy the shard, and wait until it is durable there."""
+        assert self._ref is not None
+        self._on_disk.copy(self._ref)
 
     def pull(self) -> None:
         """Copy the shard from the peer into memory whose pages are present, and verify it."""
-        from holdfast_core.peer.client import fetch_shard
+        from holdfast_core.peer.copy import copy_shard
+        from holdfast_core.peer.protocol import Peer
 
-        assert self._reader is not None
-        fetch_shard(
-            "127.0.0.1",
-            self._in_memory.port,
-            _SERVER,
-            self._context,
-            _ROUND,
-            self._reader.record.ref,
-            self._target.open,
-            options=self._options,
-        )
+        assert self._ref is not None
+        peer = Peer("127.0.0.1", self._in_memory.port, _SERVER, self._context, self._options)
+        copy_shard(peer, self._ref, self._target)  # type: ignore[arg-type]  # it uses two methods of it
 
     def close(self) -> None:
         self._on_disk.close()
         self._in_memory.close()
+        self._server.close()
         self._memory.cleanup()
 
-    def _push(self, peer: _Peer) -> None:
-        from holdfast_core.peer.client import send_copy
 
-        assert self._reader is not None
-        send_copy(
-            "127.0.0.1",
-            peer.port,
-            _SERVER,
-            self._context,
-            _ROUND,
-            self._reader,
-            options=self._options,
-        )
+@dataclass(frozen=True)
+class _Own:
+    """How a peer reaches the bulk server of this process."""
+
+    port: int
+    certificates: Path
+    options: BulkOptions
 
 
 class _Peer:
     """The tier and the bulk server of another node, in a separate process."""
 
-    def __init__(self, root: Path, certificates: Path) -> None:
+    def __init__(self, root: Path, certificates: Path, own: _Own) -> None:
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve_copies, args=(theirs, root, certificates), daemon=True
+            target=_serve_copies, args=(theirs, root, certificates, own), daemon=True
         )
         self._process.start()
         self.port = int(self._pipe.recv())
 
+    def copy(self, ref: ShardRef) -> None:
+        """Let the peer copy a shard of this process, in place of the one before."""
+        self._pipe.send(ref)
+        self._pipe.recv()
+
     def close(self) -> None:
-        self._pipe.send("end")
+        self._pipe.send(None)
         self._process.join(30)
         self._process.kill()
 
@@ -443,14 +441,17 @@ _CLIENT = "peer-1.holdfast"
 
 
 class _Memory:
-    """OpenWriter into one reused buffer whose pages are present, as the target memory of a restore is."""
+    """Tier of one reused buffer whose pages are present, as the target memory of a restore is."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._buffer = mmap.mmap(-1, capacity_bytes)
         pages: np.ndarray[Any, Any] = np.frombuffer(self._buffer, np.uint8)
         pages[::4096] = 1
 
-    def open(self, ref: ShardRef, file_bytes: int) -> _MemoryWriter:
+    def list_shards(self) -> tuple[ShardRecord, ...]:
+        return ()
+
+    def begin_copy(self, ref: ShardRef, file_bytes: int) -> _MemoryWriter:
         return _MemoryWriter(memoryview(self._buffer), ref, file_bytes)
 
 
@@ -504,33 +505,33 @@ class _ThreadedDigester:
 
 
 class _Allowing:
-    """Allows every transfer, and deletes older copies before a new one is written."""
+    """Allows every transfer, without a limit."""
 
-    def __init__(self, tier: DiskNodeTier) -> None:
-        self._tier = tier
-
-    def authorize_put(
-        self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
-    ) -> None:
-        for record in self._tier.list_shards():
-            if record.header.step < ref.step:
-                self._tier.delete_shard(record.ref)
-
-    def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
-        pass
+    def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
+        return
 
     def allows_plain(self) -> bool:
         return True
 
+    def throttle(self, byte_count: int) -> None:
+        return
 
-def _serve_copies(pipe: Connection, root: Path, certificates: Path) -> None:
-    from holdfast_core.net.tls import TlsFiles, server_context
+
+def _serve_copies(pipe: Connection, root: Path, certificates: Path, own: _Own) -> None:
+    from holdfast_core.net.tls import TlsFiles, client_context, server_context
+    from holdfast_core.peer.copy import copy_shard
+    from holdfast_core.peer.protocol import Peer
     from holdfast_core.peer.server import BulkServer
 
     tier = DiskNodeTier(root, fill_limit=1.0)
     tier.open()
-    context = server_context(TlsFiles.in_directory(certificates))
-    server = BulkServer(_Allowing(tier), tier, context)
+    server = BulkServer(_Allowing(), tier, server_context(TlsFiles.in_directory(certificates)))
     pipe.send(server.start("127.0.0.1", 0))
-    pipe.recv()
+    context = client_context(TlsFiles.in_directory(own.certificates))
+    peer = Peer("127.0.0.1", own.port, _SERVER, context, own.options)
+    while (ref := pipe.recv()) is not None:
+        for record in tier.list_shards():
+            tier.delete_shard(record.ref)
+        copy_shard(peer, ref, tier)
+        pipe.send(None)
     server.close()

@@ -26,24 +26,20 @@ from holdfast_core.errors import (
     CorruptionError,
     FormatError,
     HoldfastError,
-    UnavailableError,
 )
 from holdfast_core.format.canonical import loads_strict
-from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.keys import parse_key
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.payload import header_bytes, parse_payload, unpack_objects
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.references import parse_references
-from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages import schema
 from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.schema import Refusal, Refused
 from holdfast_core.messages.socket_frames import MESSAGES, UnknownMessage, parse_body, write_frame
 from holdfast_core.node.documents import read_round
-from holdfast_core.peer.protocol import BulkFrame, Kind, Status, receive_frame, send_frame
-from holdfast_core.peer.table import receive_table
+from holdfast_core.peer.protocol import receive_message, send_message
 from holdfast_core.shards.file import (
     FOOTER,
     head_bytes,
@@ -126,45 +122,20 @@ class Wire:
 
 
 def _bulk() -> Iterator[Target]:
-    ref = ShardRef(JOB_UID, Step(10), RestartRound(0), Rank(1), digest_of(b"x"))
-    refused = Refused(Refusal.BUSY, "the message", RestartRound(3))
-    frames = (
-        BulkFrame(Kind.PUT_COPY, ref, RestartRound(3), length=9000, plain=True),
-        BulkFrame(Kind.REPLY, ref, RestartRound(3), Status.REFUSED, refused=refused),
-        BulkFrame(Kind.REPLY, ref, RestartRound(3), table=True, have=(range(0, 3), range(5, 6))),
-        BulkFrame(Kind.DATA, ref, RestartRound(3), offset=4096, length=10),
-    )
+    for kind in (schema.ReadShard, schema.ReadReply):
 
-    def written(frame: BulkFrame) -> bytes:
-        wire = Wire()
-        send_frame(wire, frame)  # type: ignore[arg-type]  # sendall is all that it uses
-        return bytes(wire.sent)
+        def written(message: object) -> bytes:
+            wire = Wire()
+            send_message(wire, message)  # type: ignore[arg-type]  # sendall is all that it uses
+            return bytes(wire.sent)
 
-    def parse(data: bytes) -> None:
-        frame = receive_frame(Wire(data))
-        if frame is not None and frame.kind is not Kind.DATA:
-            assert receive_frame(Wire(written(frame))) == frame
+        def parse(data: bytes, kind: type[Any] = kind) -> None:
+            message = receive_message(Wire(data), kind)
+            if message is not None:
+                assert receive_message(Wire(written(message)), kind) == message
 
-    yield Target("bulk-frame", parse, tuple(map(written, frames)), (FormatError, OSError))
-
-    shard = (GOLDEN / "format_v1" / "rank1.shard").read_bytes()
-    start = len(shard) - trailer_bytes_of(shard[-FOOTER.size :])
-    piece = shard[start:]
-    own = parse_manifest(_golden("format_v1/manifest.json")[0]).ref(Rank(1))
-    request = BulkFrame(Kind.GET_TABLE, own, RestartRound(3))
-
-    def table(data: bytes) -> None:
-        receive_table(Wire(data), request, len(shard))
-
-    head = BulkFrame(
-        Kind.DATA, own, RestartRound(3), offset=start, length=len(piece), crc32c=crc32c(piece)
-    )
-    yield Target(
-        "bulk-table",
-        table,
-        (written(head) + piece,),
-        (FormatError, CorruptionError, UnavailableError, OSError),
-    )
+        examples = (written(example(kind, full=True)), written(example(kind, full=False)))
+        yield Target(f"bulk-{kind.__name__}", parse, examples, (FormatError, OSError))
 
 
 # --------------------------------------------------------------------------- files

@@ -157,7 +157,7 @@ class World:
         path = self.slot(self.root, wanted.payload_bytes)
 
         async def scenario() -> tuple[TierName, bytes]:
-            pools = Pools(disk=1, copy=1, store=1)
+            pools = Pools(disk=1, fetch=1, store=1)
             target = FillTarget(Rank(1))
             target.take(slot or SlotFile.open(self.root, path.name))
             try:

@@ -6,8 +6,8 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.tiers.memory import MemoryTier
@@ -15,52 +15,39 @@ from tests.support.tiers.memory import MemoryTier
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
-from holdfast_core.peer.client import fetch_shard, send_copy
-from holdfast_core.peer.protocol import (
-    BulkFrame,
-    BulkOptions,
-    Kind,
-    receive_data,
-    send_frame,
-)
-from holdfast_core.peer.remote import Peer, connect, expect_data, expect_reply
+from holdfast_core.peer.copy import Copied, copy_shard
+from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.server import BulkLimits, BulkServer
+from holdfast_core.peer.shard import PeerShard
 from holdfast_core.shards.record import ShardRecord
+from holdfast_core.tiers.base import NodeTier
 
 SERVER = "gpt-1-r0.uid.holdfast"
 CLIENT = "gpt-0-r0.uid.holdfast"
 ROUND = RestartRound(3)
 SIZE = 9 << 20
-OPTIONS = BulkOptions(connect_seconds=60, io_seconds=60, reply_seconds=60, attempts=3)
+OPTIONS = BulkOptions(connect_seconds=60, io_seconds=60, attempts=3)
 
 
 @dataclass
 class Handler:
     """A handler that allows everything except what a test forbids."""
 
-    put_error: HoldfastError | None = None
-    commit_error: HoldfastError | None = None
-    get_error: HoldfastError | None = None
-    puts: list[tuple[str, RestartRound, ShardRef, int]] = field(default_factory=list)
-    gets: list[tuple[str, ShardRef]] = field(default_factory=list)
+    error: HoldfastError | None = None
+    reads: list[tuple[str, ShardRef]] = field(default_factory=list)
     plain: bool = False
+    throttled: list[int] = field(default_factory=list)
 
-    def authorize_put(
-        self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
-    ) -> None:
-        self.puts.append((peer_dns_name, round, ref, file_bytes))
-        if self.put_error is not None:
-            raise self.put_error
-        if self.commit_error is not None and len(self.puts) > 1:
-            raise self.commit_error
-
-    def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
-        self.gets.append((peer_dns_name, ref))
-        if self.get_error is not None:
-            raise self.get_error
+    def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
+        self.reads.append((peer_dns_name, ref))
+        if self.error is not None:
+            raise self.error
 
     def allows_plain(self) -> bool:
         return self.plain
+
+    def throttle(self, byte_count: int) -> None:
+        self.throttled.append(byte_count)
 
 
 @dataclass
@@ -73,43 +60,31 @@ class Pair:
     client: ssl.SSLContext
     port: int
 
-    def send(self, tier: MemoryTier, record: ShardRecord, port: int | None = None) -> int:
-        with tier.open_shard(record.ref) as reader:
-            return send_copy(
-                "127.0.0.1", port or self.port, SERVER, self.client, ROUND, reader, options=OPTIONS
-            )
+    def peer(self, port: int | None = None, **options: object) -> Peer:
+        """Return the server as a caller addresses it, by way of a relay at `port`."""
+        chosen = replace(OPTIONS, **options)  # type: ignore[arg-type]
+        return Peer("127.0.0.1", port or self.port, SERVER, self.client, chosen)
 
-    def fetch(self, tier: object, ref: ShardRef, port: int | None = None) -> ShardRecord:
-        return fetch_shard(
-            "127.0.0.1",
-            port or self.port,
-            SERVER,
-            self.client,
-            ROUND,
-            ref,
-            tier.begin_copy,  # type: ignore[attr-defined]
-            options=OPTIONS,
-        )
+    def copy(
+        self, tier: NodeTier, ref: ShardRef, port: int | None = None, **options: object
+    ) -> Copied:
+        return copy_shard(self.peer(port, **options), ref, tier)
 
-    def range(self, ref: ShardRef, span: ByteRange) -> bytes:
-        """Return the bytes that a GET_RANGE of any part of the payload delivers, unverified."""
-        peer = Peer("127.0.0.1", self.port, SERVER, self.client, OPTIONS)
-        request = BulkFrame(Kind.GET_RANGE, ref, ROUND, offset=span.start, length=span.length_bytes)
-        found = bytearray()
-        with connect(peer) as line:
-            send_frame(line.sock, request)
-            expect_reply(line.sock, peer, request)
-            while len(found) < span.length_bytes:
-                frame = expect_data(line.sock, peer, request)
-                room = memoryview(bytearray(frame.length))
-                found += receive_data(line.sock, frame, ref, span.start + len(found), room)
+    def spans(self, ref: ShardRef, spans: Sequence[ByteRange]) -> bytes:
+        """Return any parts of the payload, unverified."""
+        found = bytearray(sum(span.length_bytes for span in spans))
+        with PeerShard.open(self.peer(), ref) as shard, shard.answer(spans) as answer:
+            answer.receive_into(memoryview(found))
         return bytes(found)
 
 
 def started(
-    certificates: tuple[TlsFiles, TlsFiles], tier: MemoryTier, limits: BulkLimits | None = None
+    certificates: tuple[TlsFiles, TlsFiles],
+    tier: MemoryTier,
+    limits: BulkLimits | None = None,
+    handler: Handler | None = None,
 ) -> Iterator[Pair]:
-    handler = Handler()
+    handler = handler or Handler()
     server = BulkServer(handler, tier, server_context(certificates[0]), limits=limits)
     port = server.start("127.0.0.1", 0)
     try:
@@ -118,10 +93,20 @@ def started(
         server.close()
 
 
-def filled(size: int = SIZE, **fields: int) -> tuple[MemoryTier, ShardRecord]:
-    tier = MemoryTier()
-    header = shard_header(size, **fields)  # type: ignore[arg-type]
-    return tier, tier.write_shard(header, BytesSource(payload(size)))
+def write(tier: NodeTier, data: bytes, **fields: int) -> ShardRecord:
+    header = shard_header(len(data), **fields)  # type: ignore[arg-type]
+    return tier.write_shard(header, BytesSource(data))
+
+
+def filled(tier: NodeTier, size: int = SIZE, **fields: int) -> ShardRecord:
+    return write(tier, payload(size), **fields)
+
+
+def bytes_of(tier: NodeTier, record: ShardRecord) -> bytes:
+    """Return the payload of a shard after the whole file was verified."""
+    with tier.open_shard(record.ref) as reader:
+        reader.verify()
+        return b"".join(bytes(piece) for piece in reader.read_payload())
 
 
 class Cutter:
@@ -159,7 +144,7 @@ class Cutter:
     @staticmethod
     def _pump(source: socket.socket, sink: socket.socket, budget: list[int]) -> None:
         with contextlib.suppress(OSError):
-            while budget[0] > 0 and (data := source.recv(65536)):
+            while budget[0] > 0 and (data := source.recv(min(65536, budget[0]))):
                 budget[0] -= len(data)
                 sink.sendall(data)
         for sock in (source, sink):

@@ -7,16 +7,15 @@ import socket
 import threading
 from collections.abc import Callable
 
-from tests.core.peer.bulk_pair import OPTIONS, ROUND, SERVER
+from tests.core.peer.bulk_pair import OPTIONS, SERVER
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.messages.schema import ReadReply, ReadShard
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
-from holdfast_core.peer.protocol import BulkFrame, Kind, receive_frame, send_frame
-from holdfast_core.peer.remote import Peer
-from holdfast_core.shards.file import Trailer, pack_trailer, trailer_offset
+from holdfast_core.peer.protocol import Peer, receive_message, send_message
+from holdfast_core.shards.file import Trailer, pack_trailer
 from holdfast_core.shards.record import ShardRecord
 
 CHUNK = 64 << 10
@@ -30,16 +29,23 @@ def filled(tier: MemoryTier, *, step: int = 10) -> ShardRecord:
     return tier.write_shard(header, BytesSource(DATA))
 
 
-Answer = Callable[[socket.socket, BulkFrame], None]
+def trailer_of(tier: MemoryTier, record: ShardRecord) -> Trailer:
+    with tier.open_shard(record.ref) as reader:
+        return Trailer(record, reader.table)
+
+
+Answer = Callable[[socket.socket, ReadShard], None]
 
 
 class HostilePeer:
     """Has the right certificate, and answers as the test sets."""
 
-    def __init__(self, certificates: tuple[TlsFiles, TlsFiles], record: ShardRecord) -> None:
-        self.record = record
-        self.round = ROUND
-        self.answers: dict[Kind, Answer] = {}
+    def __init__(self, certificates: tuple[TlsFiles, TlsFiles], trailer: Trailer) -> None:
+        self.record = trailer.record
+        self.trailer: Answer = sends_trailer(trailer)
+        """Answer to a request for the trailer."""
+        self.spans: Answer = sends_bytes
+        """Answer to a request for parts of the payload."""
         self._context = server_context(certificates[0])
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
@@ -57,8 +63,8 @@ class HostilePeer:
                 contextlib.suppress(OSError, HoldfastError),
                 self._context.wrap_socket(plain, server_side=True) as sock,
             ):
-                while (request := receive_frame(sock)) is not None:
-                    self.answers[request.kind](sock, request)
+                while (request := receive_message(sock, ReadShard)) is not None:
+                    (self.spans if request.spans else self.trailer)(sock, request)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -67,25 +73,25 @@ class HostilePeer:
         self._thread.join()
 
 
-def table_of(trailer: Trailer) -> Answer:
-    def answer(sock: socket.socket, request: BulkFrame) -> None:
-        record = trailer.record
-        send_frame(sock, BulkFrame(Kind.REPLY, request.ref, ROUND, length=record.file_bytes))
-        packed = pack_trailer(record.header, record.blake3, trailer.table)
-        data(sock, request, trailer_offset(record.header), packed)
+def sends(content: bytes) -> Answer:
+    """Return the answer that announces and sends these bytes."""
+
+    def answer(sock: socket.socket, request: ReadShard) -> None:
+        send_message(sock, ReadReply(len(content)))
+        sock.sendall(content)
 
     return answer
 
 
-def data(sock: socket.socket, request: BulkFrame, offset: int, content: bytes) -> None:
-    send_frame(sock, head_of_data(request, offset, content), memoryview(content))
+def sends_trailer(trailer: Trailer) -> Answer:
+    record = trailer.record
+    return sends(pack_trailer(record.header, record.blake3, trailer.table))
 
 
-def head_of_data(request: BulkFrame, offset: int, content: bytes) -> BulkFrame:
-    return BulkFrame(
-        Kind.DATA, request.ref, ROUND, offset=offset, length=len(content), crc32c=crc32c(content)
-    )
+def requested(request: ReadShard) -> bytes:
+    """Return the bytes that an honest peer sends."""
+    return b"".join(DATA[span.start : span.stop] for span in request.spans)
 
 
-def ok(sock: socket.socket, request: BulkFrame) -> None:
-    send_frame(sock, BulkFrame(Kind.REPLY, request.ref, ROUND, length=request.length))
+def sends_bytes(sock: socket.socket, request: ReadShard) -> None:
+    sends(requested(request))(sock, request)

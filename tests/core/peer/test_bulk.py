@@ -1,29 +1,31 @@
-"""Copies and fetches between real servers on loopback, with broken connections and bad bytes."""
+"""Copies of whole shards between real servers on loopback, with broken connections and bad bytes."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import socket
 import ssl
+import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.core.peer.bulk_pair import (
     CLIENT,
-    OPTIONS,
-    ROUND,
-    SERVER,
     SIZE,
     Cutter,
     Pair,
+    bytes_of,
     filled,
     started,
 )
 from tests.support.servers.pki import Authority
-from tests.support.shards.builders import BytesSource, payload, shard_file, shard_header
+from tests.support.shards.builders import payload, shard_file, shard_header
 from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.memory import MemoryShardReader, MemoryTier
 
 from holdfast_core.errors import (
     AccessDeniedError,
@@ -35,199 +37,194 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.ids import ByteRange
-from holdfast_core.messages.schema import Refusal
+from holdfast_core.ids import ByteRange, ShardRef
+from holdfast_core.messages.schema import PayloadSpan, ReadReply, ReadShard, Refusal, Refused
 from holdfast_core.net.tls import TlsFiles, client_context
-from holdfast_core.peer.client import send_copy
-from holdfast_core.peer.protocol import (
-    BulkFrame,
-    Kind,
-    Status,
-    receive_frame,
-    send_frame,
-)
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.peer.copy import copy_shard
+from holdfast_core.peer.protocol import PIECE_BYTES, receive_message, send_message
 from holdfast_core.peer.server import BulkLimits
-
-
-def test_a_copy_arrives_whole_and_is_asked_for_once(pair: Pair) -> None:
-    source, record = filled()
-    pair.send(source, record)
-    assert pair.tier.list_shards() == (record,)
-    with pair.tier.open_shard(record.ref) as reader:
-        reader.verify()
-    assert pair.handler.puts == [(CLIENT, ROUND, record.ref, record.file_bytes)] * 2
-    pair.send(source, record)
-    assert len(pair.handler.puts) == 3
+from holdfast_core.peer.shard import PeerShard
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, SIZE])
-def test_a_shard_is_fetched_whole(pair: Pair, size: int) -> None:
-    record = pair.tier.write_shard(shard_header(size), BytesSource(payload(size)))
+def test_a_shard_is_copied_whole(pair: Pair, size: int) -> None:
+    record = filled(pair.tier, size)
     target = MemoryTier()
-    assert pair.fetch(target, record.ref) == record
-    with target.open_shard(record.ref) as reader:
-        reader.verify()
-    assert set(pair.handler.gets) == {(CLIENT, record.ref)}
+    copied = pair.copy(target, record.ref)
+    assert copied.record == record
+    assert bytes_of(target, record) == payload(size)
+    assert size < copied.received_bytes <= size + 8192
+    assert set(pair.handler.reads) == {(CLIENT, record.ref)}
+    assert pair.handler.throttled == []
 
 
-def test_a_range_of_the_payload(pair: Pair) -> None:
+@pytest.mark.parametrize("chunk_bytes", [4096, 12288, 3 << 20, 12 << 20])
+def test_chunks_of_any_size(pair: Pair, chunk_bytes: int) -> None:
+    record = filled(pair.tier, chunk_bytes=chunk_bytes)
+    target = MemoryTier()
+    pair.copy(target, record.ref)
+    assert bytes_of(target, record) == payload(SIZE)
+
+
+def test_the_server_limits_the_rate_of_background_copies(pair: Pair) -> None:
+    record = filled(pair.tier)
+    pair.copy(MemoryTier(), record.ref, background=True)
+    assert sum(pair.handler.throttled) == SIZE
+    assert max(pair.handler.throttled) <= PIECE_BYTES
+
+
+def test_parts_of_the_payload(pair: Pair) -> None:
     data = payload(SIZE)
-    record = pair.tier.write_shard(shard_header(SIZE), BytesSource(data))
-    for start, stop in [(0, 0), (0, 10), (4194300, 4194310), (5, SIZE), (SIZE - 1, SIZE)]:
-        assert pair.range(record.ref, ByteRange(start, stop)) == data[start:stop]
-    with pytest.raises(RefusedError, match="payload of"):
-        pair.range(record.ref, ByteRange(0, SIZE + 1))
+    record = filled(pair.tier)
+    spans = [ByteRange(0, 10), ByteRange(5, 5), ByteRange(4194300, 4194310), ByteRange(5, SIZE)]
+    assert pair.spans(record.ref, spans) == b"".join(data[s.start : s.stop] for s in spans)
+    for span in (ByteRange(0, SIZE + 1), ByteRange(SIZE + 1, SIZE + 2)):
+        with pytest.raises(RefusedError, match="of a payload of"):
+            pair.spans(record.ref, [span])
 
 
-@pytest.mark.parametrize("cuts", [[3 << 20], [5 << 20, 3 << 20]], ids=["once", "twice"])
+def test_a_span_that_ends_before_it_begins_is_refused(pair: Pair) -> None:
+    record = filled(pair.tier, 1000)
+    with pair.peer().connected() as line:
+        send_message(line.sock, ReadShard(record.ref, (PayloadSpan(10, 5),)))
+        reply = receive_message(line.sock, ReadReply)
+        assert reply is not None and reply.refused is not None
+        assert reply.refused.code is Refusal.BAD_REQUEST
+
+
+@pytest.mark.parametrize("cuts", [[5 << 20], [5 << 20, 5 << 20], [5 << 20, 5 << 20, 3000]], ids=len)
 def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> None:
-    source, record = filled()
+    record = filled(pair.tier)
+    target = FaultyNodeTier(MemoryTier(), faults := Faults())
     cutter = Cutter(pair.port, cuts)
     try:
-        pair.send(source, record, cutter.port)
+        assert pair.copy(target, record.ref, cutter.port).record == record
     finally:
         cutter.close()
     assert cutter.connections == len(cuts) + 1
-    assert pair.tier.list_shards() == (record,)
+    assert faults.calls("begin_copy") == 1
+    assert bytes_of(target, record) == payload(SIZE)
 
 
-def test_a_broken_fetch_goes_on_where_it_stopped(pair: Pair) -> None:
-    record = pair.tier.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
-    target = FaultyNodeTier(MemoryTier(), faults := Faults())
-    cutter = Cutter(pair.port, [4 << 20])
+@pytest.mark.parametrize(
+    "cut", [0, 1, 100, 1500, 2500, 3500, 5000, 10_000, 4 << 20, 9 << 20, SIZE + 9000]
+)
+def test_a_connection_that_breaks_at_any_place_delays_the_copy_only(pair: Pair, cut: int) -> None:
+    """The cuts are within the handshake, the requests, the replies, the trailer and the payload."""
+    record = filled(pair.tier)
+    target = MemoryTier()
+    cutter = Cutter(pair.port, [cut])
     try:
-        assert pair.fetch(target, record.ref, cutter.port) == record
+        pair.copy(target, record.ref, cutter.port)
     finally:
         cutter.close()
-    assert cutter.connections == 2
-    assert faults.calls("begin_copy") == 1
+    assert bytes_of(target, record) == payload(SIZE)
 
 
 def test_attempts_are_bounded_and_nothing_stays_behind(pair: Pair) -> None:
-    record = pair.tier.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+    record = filled(pair.tier)
     target = MemoryTier(capacity_bytes=64 << 20)
     cutter = Cutter(pair.port, [2 << 20] * 10)
     try:
         with pytest.raises(UnavailableError, match="all 3 attempts failed"):
-            pair.fetch(target, record.ref, cutter.port)
+            pair.copy(target, record.ref, cutter.port)
     finally:
         cutter.close()
     assert cutter.connections == 3
     assert target.free_bytes() == 64 << 20
 
 
-def test_parked_copies_can_be_dropped(certificates: tuple[TlsFiles, TlsFiles]) -> None:
-    tier = MemoryTier(capacity_bytes=64 << 20)
-    for pair in started(certificates, tier):
-        source, record = filled()
-        cutter = Cutter(pair.port, [2 << 20] * 10)
-        with pytest.raises(UnavailableError):
-            pair.send(source, record, cutter.port)
-        cutter.close()
-        pair.server.close()
-        assert tier.free_bytes() == 64 << 20
-
-
-def test_a_stale_round_is_refused_with_the_newer_one(pair: Pair) -> None:
-    source, record = filled(1000)
-    pair.handler.put_error = StaleRoundError("older", own_round=7, own_version=2)
-    with pytest.raises(StaleRoundError, match="older") as caught:
-        pair.send(source, record)
-    assert (caught.value.own_round, caught.value.own_version) == (7, 2)
-    assert len(pair.handler.puts) == 1
-
-
 def test_a_round_that_turns_stale_under_way_is_not_committed(pair: Pair) -> None:
-    source, record = filled()
-    pair.handler.commit_error = StaleRoundError("sealed meanwhile", own_round=4)
-    with pytest.raises(StaleRoundError, match="sealed meanwhile"):
-        pair.send(source, record)
-    assert pair.tier.list_shards() == ()
+    record = filled(pair.tier)
+    pieces = 1 + SIZE // PIECE_BYTES
+    for allowed in range(pieces + 1):
+        target = MemoryTier(capacity_bytes=64 << 20)
+        left = [allowed]
+
+        def may_go_on(left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise StaleRoundError("sealed meanwhile", own_round=4)
+
+        with pytest.raises(StaleRoundError, match="sealed meanwhile"):
+            copy_shard(pair.peer(), record.ref, target, may_go_on)
+        assert target.list_shards() == ()
+        assert target.free_bytes() == 64 << 20
 
 
 @pytest.mark.parametrize("code", [Refusal.NOT_ASSIGNED, Refusal.NOT_MEMBER, Refusal.SEALED])
 def test_refusals_carry_their_code(pair: Pair, code: Refusal) -> None:
-    source, record = filled(1000)
-    pair.handler.put_error = RefusedError(code, "not you")
+    record = filled(pair.tier, 1000)
+    pair.handler.error = RefusedError(code, "not you")
     with pytest.raises(RefusedError, match="not you") as caught:
-        pair.send(source, record)
-    assert caught.value.code == code
-    pair.handler.get_error = RefusedError(code, "not you")
-    with pytest.raises(RefusedError) as caught:
-        pair.fetch(MemoryTier(), record.ref)
+        pair.copy(MemoryTier(), record.ref)
     assert caught.value.code == code
 
 
-def test_a_full_receiver_reports_it(certificates: tuple[TlsFiles, TlsFiles]) -> None:
-    for pair in started(certificates, MemoryTier(capacity_bytes=1 << 20)):
-        source, record = filled()
-        with pytest.raises(CapacityError, match=r"needs \d+ bytes"):
-            pair.send(source, record)
+def test_a_full_receiver_reports_it(pair: Pair) -> None:
+    record = filled(pair.tier)
+    with pytest.raises(CapacityError, match=r"needs \d+ bytes"):
+        pair.copy(MemoryTier(capacity_bytes=1 << 20), record.ref)
 
 
 def test_an_absent_shard_is_not_found(pair: Pair) -> None:
-    _, record = filled(1000)
+    record = filled(MemoryTier(), 1000)
     with pytest.raises(NotFoundError):
-        pair.fetch(MemoryTier(), record.ref)
+        pair.copy(MemoryTier(), record.ref)
 
 
-def test_a_sender_finds_damage_of_its_shard_before_it_sends_it(pair: Pair) -> None:
-    source, record = filled()
-    source.damage(record.ref, 5 << 20)
-    with pytest.raises(CorruptionError, match="chunk 1"):
-        pair.send(source, record)
-    assert pair.tier.list_shards() == ()
-    assert len(pair.handler.puts) == 1
-
-
-def test_wrong_bytes_are_refused_by_the_receiver(pair: Pair) -> None:
-    """The chunks are larger than a frame, so the sender does not compare them."""
-    source, record = filled(chunk_bytes=8 << 20)
-    source.damage(record.ref, 5 << 20)
-    with pytest.raises(CorruptionError, match="PUT_COPY"):
-        pair.send(source, record)
-    assert pair.tier.list_shards() == ()
-    assert len(pair.handler.puts) == 2
-
-
-def test_wrong_bytes_are_refused_by_the_fetcher(pair: Pair) -> None:
-    record = pair.tier.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+@pytest.mark.parametrize("chunk_bytes", [256 << 10, 8 << 20])
+def test_wrong_bytes_are_refused_by_the_receiver(pair: Pair, chunk_bytes: int) -> None:
+    record = filled(pair.tier, chunk_bytes=chunk_bytes)
     pair.tier.damage(record.ref, 5 << 20)
     target = MemoryTier(capacity_bytes=64 << 20)
-    with pytest.raises(CorruptionError, match="chunk 1"):
-        pair.fetch(target, record.ref)
+    with pytest.raises(CorruptionError, match="does not match"):
+        pair.copy(target, record.ref)
     assert target.list_shards() == ()
     assert target.free_bytes() == 64 << 20
-    assert [ref for ref, _ in pair.tier.quarantined] == [record.ref]
 
 
-def test_a_torn_shard_is_quarantined_by_its_server(pair: Pair) -> None:
-    record = pair.tier.write_shard(shard_header(1000), BytesSource(payload(1000)))
-    pair.tier.damage(record.ref, record.file_bytes - 1)
+@pytest.mark.parametrize("place", [10, -1], ids=["head", "trailer"])
+def test_a_torn_shard_is_reported_as_corrupt(pair: Pair, place: int) -> None:
+    record = filled(pair.tier, 1000)
+    pair.tier.damage(record.ref, place % record.file_bytes)
     with pytest.raises(CorruptionError):
-        pair.fetch(MemoryTier(), record.ref)
-    assert [ref for ref, _ in pair.tier.quarantined] == [record.ref]
+        pair.copy(MemoryTier(), record.ref)
+
+
+def test_a_file_that_was_cut_ends_the_connection(
+    certificates: tuple[TlsFiles, TlsFiles], tmp_path: Path
+) -> None:
+    """The next request gets the reason. The bytes of no other answer are taken for the missing ones."""
+    tier = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)
+    tier.open()
+    record = filled(tier)
+    (path,) = tmp_path.rglob("*.shard")
+    for pair in started(certificates, tier):  # type: ignore[arg-type]
+        with PeerShard.open(pair.peer(), record.ref) as shard:
+            os.truncate(path, 5 << 20)
+            with pytest.raises(CorruptionError, match="bulk: reading"):
+                list(shard.read([range(36)]))
 
 
 def test_errors_of_the_own_disk_are_not_retried(pair: Pair) -> None:
-    record = pair.tier.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+    record = filled(pair.tier)
     full = CapacityError("volume is full")
     faults = Faults([Fault("copy.write", FaultKind.ERR, first=2, error=full)])
     cutter = Cutter(pair.port, [])
     with pytest.raises(CapacityError, match="volume is full"):
-        pair.fetch(FaultyNodeTier(MemoryTier(), faults), record.ref, cutter.port)
+        pair.copy(FaultyNodeTier(MemoryTier(), faults), record.ref, cutter.port)
     cutter.close()
     assert cutter.connections == 1
 
 
-def test_another_server_under_this_address_is_not_spoken_to(
-    pair: Pair, certificates: tuple[TlsFiles, TlsFiles]
-) -> None:
-    source, record = filled(1000)
-    with source.open_shard(record.ref) as reader:
-        with pytest.raises(AccessDeniedError, match="certificate of the peer was not accepted"):
-            send_copy("127.0.0.1", pair.port, "gpt-9-r0.uid.holdfast", pair.client, ROUND, reader)
-    assert pair.handler.puts == []
+def test_another_server_under_this_address_is_not_spoken_to(pair: Pair) -> None:
+    record = filled(pair.tier, 1000)
+    other = replace(pair.peer(), server_hostname="gpt-9-r0.uid.holdfast")
+    with pytest.raises(AccessDeniedError, match="certificate of the peer was not accepted"):
+        copy_shard(other, record.ref, MemoryTier())
+    assert pair.handler.reads == []
 
 
 def test_a_caller_with_a_certificate_of_another_authority_gets_no_answer(
@@ -237,84 +234,118 @@ def test_a_caller_with_a_certificate_of_another_authority_gets_no_answer(
     context = client_context(files)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    source, record = filled(1000)
-    with source.open_shard(record.ref) as reader:
-        with pytest.raises((AccessDeniedError, UnavailableError)):
-            send_copy("127.0.0.1", pair.port, SERVER, context, ROUND, reader, options=OPTIONS)
-    assert pair.handler.puts == []
+    record = filled(pair.tier, 1000)
+    with pytest.raises((AccessDeniedError, UnavailableError)):
+        copy_shard(replace(pair.peer(), ssl_context=context), record.ref, MemoryTier())
+    assert pair.handler.reads == []
 
 
-def test_a_copy_to_a_closed_port_is_unavailable() -> None:
+def test_a_closed_port_is_unavailable(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    source, record = filled(1000)
-    context = ssl.create_default_context()
-    with source.open_shard(record.ref) as reader:
-        with pytest.raises(UnavailableError, match="refused"):
-            send_copy("127.0.0.1", port, SERVER, context, ROUND, reader, options=OPTIONS)
+    record = filled(MemoryTier(), 1000)
+    with pytest.raises(UnavailableError, match="refused"):
+        pair.copy(MemoryTier(), record.ref, port)
 
 
 def test_requests_beyond_the_limit_wait(certificates: tuple[TlsFiles, TlsFiles]) -> None:
     for pair in started(certificates, MemoryTier(), BulkLimits(requests=1)):
-        records = [filled(200_000, rank=rank) for rank in range(4)]
-        threads = [threading.Thread(target=pair.send, args=item) for item in records]
+        target = MemoryTier()
+        records = [filled(pair.tier, 200_000, rank=rank) for rank in range(4)]
+        threads = [threading.Thread(target=pair.copy, args=(target, r.ref)) for r in records]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert [r.header.rank for r in pair.tier.list_shards()] == [0, 1, 2, 3]
+        assert [r.header.rank for r in target.list_shards()] == [0, 1, 2, 3]
+
+
+def test_a_request_that_gets_no_turn_is_refused_as_busy(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    limits = BulkLimits(requests=1, io_seconds=0.2)
+    started_reading, release = threading.Event(), threading.Event()
+
+    class Slow(MemoryTier):
+        def open_shard(self, ref: ShardRef) -> MemoryShardReader:
+            started_reading.set()
+            assert release.wait(60)
+            return super().open_shard(ref)
+
+    for pair in started(certificates, Slow(), limits):
+        record = filled(pair.tier, 1000)
+        first = threading.Thread(target=pair.copy, args=(MemoryTier(), record.ref))
+        first.start()
+        assert started_reading.wait(60)
+        with pytest.raises(UnavailableError, match="1 requests are in progress"):
+            pair.copy(MemoryTier(), record.ref, attempts=1)
+        release.set()
+        first.join()
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"GET / HTTP/1.1\r\n\r\n" * 10, b"HFBK" + b"\xff" * 200, b"HFBK\x01\x04" + bytes(90)],
-    ids=["http", "noise", "data first"],
+    [
+        b"GET / HTTP/1.1\r\n\r\n" * 10,
+        b"\x00\x00\x00\x00",
+        b"\x7f\xff\xff\xff" + b"[" * 200,
+        b"\x00\x00\x00\x05hello",
+        b"\x00\x00\x00\x02{}",
+    ],
+    ids=["http", "empty", "too long", "no JSON", "no request"],
 )
 def test_noise_ends_the_connection_only(pair: Pair, data: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", pair.port), timeout=10) as plain:
-        with pair.client.wrap_socket(plain, server_hostname=SERVER) as sock:
-            sock.sendall(data)
-            with contextlib.suppress(OSError):
-                while sock.recv(4096):
-                    pass
-    source, record = filled(1000)
-    pair.send(source, record)
+    with pair.peer().connected() as line:
+        line.sock.sendall(data)
+        with contextlib.suppress(OSError):
+            while line.sock.recv(4096):
+                pass
+    record = filled(pair.tier, 1000)
+    pair.copy(MemoryTier(), record.ref)
+
+
+def test_more_spans_than_the_limit_are_not_parsed() -> None:
+    record = filled(MemoryTier(), 1000)
+    left, right = socket.socketpair()
+    with left, right:
+        request = ReadShard(record.ref, (PayloadSpan(0, 1),) * 2049)
+        threading.Thread(target=send_message, args=(left, request)).start()
+        with pytest.raises(FormatError, match="2049 entries, at most 2048"):
+            receive_message(right, ReadShard)
 
 
 def test_closing_the_server_ends_connections_that_wait(pair: Pair) -> None:
     """Such connections may wait for a minute, and close waits for their threads."""
-    with socket.create_connection(("127.0.0.1", pair.port), timeout=10) as plain:
-        with pair.client.wrap_socket(plain, server_hostname=SERVER) as sock:
-            record = pair.tier.write_shard(shard_header(10), BytesSource(payload(10)))
-            send_frame(sock, BulkFrame(Kind.PUT_COPY, record.ref, ROUND, length=8192))
-            reply = receive_frame(sock)
-            assert reply is not None and reply.status is Status.HAVE  # another request may follow
-            (serving,) = [t for t in threading.enumerate() if t.name == "bulk"]
-            pair.server.close()
-            assert not serving.is_alive()
+    record = filled(pair.tier, 10)
+    with PeerShard.open(pair.peer(), record.ref):  # another request may follow
+        (serving,) = [t for t in threading.enumerate() if t.name == "bulk"]
+        pair.server.close()
+        assert not serving.is_alive()
 
 
-def test_frames_keep_their_fields() -> None:
-    _, record = filled(10)
+def test_messages_keep_their_fields() -> None:
+    record = filled(MemoryTier(), 10)
+    refused = Refused(Refusal.BUSY, "later", record.ref.round)
     left, right = socket.socketpair()
     with left, right:
-        frame = BulkFrame(Kind.PUT_COPY, record.ref, ROUND, offset=5, length=1 << 50)
-        send_frame(left, frame)
-        assert receive_frame(right) == frame
+        for message in (
+            ReadShard(record.ref, (PayloadSpan(5, 1 << 50),), plain=True, background=True),
+            ReadReply(1 << 50, plain=True),
+            ReadReply(refused=refused),
+        ):
+            send_message(left, message)
+            assert receive_message(right, type(message)) == message
         left.close()
-        assert receive_frame(right) is None
+        assert receive_message(right, ReadReply) is None
 
 
-def test_a_frame_of_another_version_is_refused() -> None:
-    _, record = filled(10)
+def test_a_message_of_an_unknown_shape_is_refused() -> None:
     left, right = socket.socketpair()
     with left, right:
-        send_frame(left, BulkFrame(Kind.GET_SHARD, record.ref, ROUND))
-        data = bytearray(right.recv(4096))
-        data[4] = 2
-        left.sendall(data)
-        with pytest.raises(FormatError, match="version 2"):
-            receive_frame(right)
+        body = json.dumps({"lengthBytes": -1}).encode()
+        left.sendall(struct.pack("!I", len(body)) + body)
+        with pytest.raises(FormatError, match="lengthBytes"):
+            receive_message(right, ReadReply)
 
 
 def test_a_whole_file_of_the_format_crosses(pair: Pair) -> None:
@@ -323,25 +354,7 @@ def test_a_whole_file_of_the_format_crosses(pair: Pair) -> None:
     writer.write(file)
     writer.commit()
     target = MemoryTier()
-    pair.fetch(target, record.ref)
-    with target.open_shard(record.ref) as reader:
-        assert socket_free_read(reader.fd, len(file)) == file
-
-
-def socket_free_read(fd: int, size: int) -> bytes:
-    with open(fd, "rb", closefd=False) as file:
-        file.seek(0)
-        return file.read(size)
-
-
-def test_a_sender_that_comes_back_takes_over_from_its_dead_connection(pair: Pair) -> None:
-    """The first connection becomes silent in the middle of the copy, without an error on this side."""
-    source, record = filled()
-    request = BulkFrame(Kind.PUT_COPY, record.ref, ROUND, length=record.file_bytes)
-    with socket.create_connection(("127.0.0.1", pair.port)) as plain:
-        silent = pair.client.wrap_socket(plain, server_hostname=SERVER)
-        send_frame(silent, request)
-        assert receive_frame(silent) is not None
-        pair.send(source, record)
-        silent.close()
-    assert pair.tier.list_shards() == (record,)
+    pair.copy(target, record.ref)
+    with target.open_shard(record.ref) as reader, open(reader.fd, "rb", closefd=False) as copy:
+        copy.seek(0)
+        assert copy.read() == file

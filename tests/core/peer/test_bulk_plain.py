@@ -4,84 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
-from tests.support.servers.pki import Authority
-from tests.support.shards.builders import BytesSource, payload, shard_header
+from tests.core.peer.bulk_pair import Pair, bytes_of, filled, started
+from tests.support.shards.builders import payload
 from tests.support.tiers.faulty import Faults, FaultyNodeTier
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.errors import (
-    AccessDeniedError,
-    CorruptionError,
-    RefusedError,
-    StaleRoundError,
-    UnavailableError,
-)
-from holdfast_core.format.digest import crc32c
-from holdfast_core.ids import RestartRound, ShardRef
-from holdfast_core.messages.schema import Refusal
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
-from holdfast_core.peer.client import fetch_shard, send_copy
-from holdfast_core.peer.connection import Line
-from holdfast_core.peer.protocol import BulkFrame, BulkOptions, Kind, send_frame
-from holdfast_core.peer.server import BulkServer
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.errors import CorruptionError, RefusedError, UnavailableError
+from holdfast_core.ids import RestartRound
+from holdfast_core.messages.schema import PayloadSpan, ReadReply, ReadShard, Refusal, Refused
+from holdfast_core.net.tls import TlsFiles
+from holdfast_core.peer.protocol import receive_message, send_message
+from holdfast_core.peer.shard import PeerShard
 
-SERVER = "gpt-1-r0.uid.holdfast"
-CLIENT = "gpt-0-r0.uid.holdfast"
-ROUND = RestartRound(3)
 SIZE = 9 << 20
 MIB = 1 << 20
-PLAIN = BulkOptions(connect_seconds=60, io_seconds=60, reply_seconds=60, attempts=2, plain=True)
-CRC_OFFSET, FRAME_BYTES = 88, 96
-"""Offset of the CRC in a frame's header, and size of the header: see docs/format.md 8."""
-DATA = b"HFBK\x01\x04"
-"""The first bytes of a DATA frame. There are six, because four also occur by chance in megabytes of
-ciphertext."""
-
-
-@dataclass
-class Handler:
-    plain: bool = True
-    put_error: Exception | None = None
-    commit_error: Exception | None = None
-    puts: int = 0
-    gets: int = 0
-
-    def authorize_put(
-        self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
-    ) -> None:
-        self.puts += 1
-        if self.put_error is not None:
-            raise self.put_error
-        if self.commit_error is not None and self.puts > 1:
-            raise self.commit_error
-
-    def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
-        self.gets += 1
-
-    def allows_plain(self) -> bool:
-        return self.plain
-
 
 Meddle = Callable[[bytearray], bytearray]
 
 
 @dataclass
 class Wire:
-    """An attacker between caller and server: a relay that reads every byte and can change those of the
-    first connection. `meddles_upwards`: it changes the bytes that the caller sends."""
+    """An attacker between caller and server: a relay that reads every byte, and can change those that the
+    server sends on the first connection."""
 
     target: int
     meddle: Meddle | None = None
-    meddles_upwards: bool = True
     cut_after: int | None = None
     """Bytes of the first connection after which it breaks."""
     seen: list[bytearray] = field(default_factory=list)
@@ -121,7 +73,7 @@ class Wire:
                 cut = number == 0 and self.cut_after is not None
                 if cut and len(self.seen[0]) > (self.cut_after or 0):
                     break
-                if number == 0 and self.meddle is not None and upwards is self.meddles_upwards:
+                if number == 0 and self.meddle is not None and not upwards:
                     held += data
                     passed = self.meddle(held)
                     sink.sendall(passed)
@@ -132,80 +84,35 @@ class Wire:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-def change_a_chunk(*, crc_too: bool) -> Meddle:
-    """Return a function that flips a bit of the first DATA frame in the clear. `crc_too`: it also corrects
-    the CRC, as an attacker would."""
+def flip_a_bit(at: int = 1000) -> Meddle:
+    """Return a function that flips one bit of the payload in the clear, near byte `at`."""
+    # There are several marks, because the end of a read may cut one.
+    marks = [payload(SIZE)[start : start + 16] for start in range(at, at + 960, 16)]
     done = False
 
     def meddle(held: bytearray) -> bytearray:
         nonlocal done
-        at = held.find(DATA)
-        if done or at < 0:
-            passed = bytearray(held)
-            held.clear()
-            return passed
-        if len(held) < at + FRAME_BYTES:
-            return bytearray()
-        (length,) = struct.unpack_from("!Q", held, at + 48)
-        (meta_bytes,) = struct.unpack_from("!I", held, at + CRC_OFFSET + 4)
-        start = at + FRAME_BYTES + meta_bytes
-        if len(held) < start + length:
-            return bytearray()
-        held[start + 1000] ^= 1
-        if crc_too:
-            struct.pack_into("!I", held, at + CRC_OFFSET, crc32c(held[start : start + length]))
-        done = True
         passed = bytearray(held)
         held.clear()
+        found = [place for mark in marks if (place := passed.find(mark)) >= 0]
+        if found and not done:
+            passed[found[0]] ^= 1
+            done = True
         return passed
 
     return meddle
 
 
-@dataclass
-class Pair:
-    handler: Handler
-    tier: MemoryTier
-    port: int
-    client: ssl.SSLContext
-
-    def send(
-        self, tier: MemoryTier, record: ShardRecord, port: int, options: BulkOptions = PLAIN
-    ) -> None:
-        with tier.open_shard(record.ref) as reader:
-            send_copy("127.0.0.1", port, SERVER, self.client, ROUND, reader, options=options)
-
-    def fetch(
-        self,
-        tier: MemoryTier | FaultyNodeTier,
-        ref: ShardRef,
-        port: int,
-        options: BulkOptions = PLAIN,
-    ) -> ShardRecord:
-        return fetch_shard(
-            "127.0.0.1", port, SERVER, self.client, ROUND, ref, tier.begin_copy, options=options
-        )
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, TlsFiles]:
-    root = tmp_path_factory.mktemp("certs")
-    authority = Authority()
-    return (
-        TlsFiles.in_directory(authority.write_leaf(root / "server", SERVER)),
-        TlsFiles.in_directory(authority.write_leaf(root / "client", CLIENT)),
-    )
+def is_plain(seen: bytearray) -> bool:
+    """Return whether payload was sent in the clear on this connection."""
+    return any(payload(SIZE)[at : at + 16] in seen for at in range(0, SIZE, MIB))
 
 
 @pytest.fixture
 def pair(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[Pair]:
-    handler, tier = Handler(), MemoryTier()
-    server = BulkServer(handler, tier, server_context(certificates[0]))
-    port = server.start("127.0.0.1", 0)
-    try:
-        yield Pair(handler, tier, port, client_context(certificates[1]))
-    finally:
-        server.close()
+    for found in started(certificates, MemoryTier()):
+        found.handler.plain = True
+        yield found
 
 
 @pytest.fixture
@@ -221,32 +128,26 @@ def wires(pair: Pair) -> Iterator[Callable[..., Wire]]:
         each.close()
 
 
-def filled(tier: MemoryTier, size: int = SIZE, **fields: int) -> ShardRecord:
-    header = shard_header(size, **fields)  # type: ignore[arg-type]
-    return tier.write_shard(header, BytesSource(payload(size)))
-
-
-@pytest.mark.parametrize("size", [0, 1, MIB, SIZE])
+@pytest.mark.parametrize("size", [1, MIB, SIZE])
 def test_payloads_travel_in_the_clear_and_nothing_else_does(
     pair: Pair, wires: Callable[..., Wire], size: int
 ) -> None:
-    source, target = MemoryTier(), MemoryTier()
-    record = filled(source, size)
-    up, down = wires(), wires()
-    pair.send(source, record, up.port)
-    assert pair.tier.list_shards() == (record,)
-    assert pair.fetch(target, record.ref, down.port) == record
+    target = MemoryTier()
+    record = filled(pair.tier, size)
+    wire = wires()
+    pair.copy(target, record.ref, wire.port, plain=True)
+    (seen,) = wire.seen
     data = payload(size)
-    for wire in (up, down):
-        (seen,) = wire.seen
-        assert data[:1000] in seen and data[-1000:] in seen
-        # The head names the layout and the request names the digest. Neither is sent in the clear.
-        assert b"HFSHARD1" not in seen
-        assert b"HFBK\x01\x01" not in seen and b"HFBK\x01\x02" not in seen
-        assert b"HFBK\x01\x05" not in seen
-    for tier in (pair.tier, target):
-        with tier.open_shard(record.ref) as reader:
-            reader.verify()
+    assert data[:1000] in seen and data[-1000:] in seen
+    # Only the payload is in the clear: neither request, reply nor trailer.
+    for secret in (
+        record.ref.job_uid.encode(),
+        b"blake3",
+        b"lengthBytes",
+        record.header.layout.encode(),
+    ):
+        assert secret not in seen
+    assert bytes_of(target, record) == data
 
 
 @pytest.mark.parametrize(
@@ -256,172 +157,115 @@ def test_one_side_alone_does_not_leave_tls(
     pair: Pair, wires: Callable[..., Wire], server_allows: bool, caller_asks: bool
 ) -> None:
     pair.handler.plain = server_allows
-    options = BulkOptions(attempts=1, plain=caller_asks)
-    source = MemoryTier()
-    record = filled(source)
-    up, down = wires(), wires()
-    pair.send(source, record, up.port, options)
-    pair.fetch(MemoryTier(), record.ref, down.port, options)
-    for wire in (up, down):
-        (seen,) = wire.seen
-        assert len(seen) > SIZE
-        assert all(payload(SIZE)[at : at + 16] not in seen for at in range(0, SIZE, MIB))
-        assert DATA not in seen
+    record = filled(pair.tier)
+    wire = wires()
+    pair.copy(MemoryTier(), record.ref, wire.port, attempts=1, plain=caller_asks)
+    (seen,) = wire.seen
+    assert len(seen) > SIZE
+    assert not is_plain(seen)
 
 
-@pytest.mark.parametrize("crc_too", [False, True], ids=["damage", "attack"])
-def test_a_changed_copy_is_not_kept_and_goes_again_inside_tls(
-    pair: Pair, wires: Callable[..., Wire], crc_too: bool
-) -> None:
-    source = MemoryTier()
-    record = filled(source)
-    wire = wires(meddle=change_a_chunk(crc_too=crc_too))
-    pair.send(source, record, wire.port)
-    assert pair.tier.list_shards() == (record,)
-    with pair.tier.open_shard(record.ref) as reader:
-        reader.verify()
-    assert len(wire.seen) == 2
-    assert DATA in wire.seen[0] and DATA not in wire.seen[1]
-
-
-@pytest.mark.parametrize("crc_too", [False, True], ids=["damage", "attack"])
-def test_a_changed_shard_is_not_kept_and_fetched_again_inside_tls(
-    pair: Pair, wires: Callable[..., Wire], crc_too: bool
+@pytest.mark.parametrize("at", [1000, SIZE - 1000])
+def test_a_changed_shard_is_not_kept_and_copied_again_inside_tls(
+    pair: Pair, wires: Callable[..., Wire], at: int
 ) -> None:
     record = filled(pair.tier)
     target = MemoryTier(capacity_bytes=64 << 20)
-    wire = wires(meddle=change_a_chunk(crc_too=crc_too), meddles_upwards=False)
-    assert pair.fetch(target, record.ref, wire.port) == record
-    with target.open_shard(record.ref) as reader:
-        reader.verify()
-    assert len(wire.seen) == 2
-    assert DATA not in wire.seen[1]
-    assert pair.tier.quarantined == []
+    wire = wires(meddle=flip_a_bit(at))
+    assert pair.copy(target, record.ref, wire.port, plain=True).record == record
+    assert bytes_of(target, record) == payload(SIZE)
+    assert [is_plain(seen) for seen in wire.seen] == [True, False]
     assert target.free_bytes() == (64 << 20) - record.file_bytes
 
 
-@pytest.mark.parametrize("put", [True, False], ids=["put", "get"])
+def test_changed_ranges_are_read_again_inside_tls(pair: Pair, wires: Callable[..., Wire]) -> None:
+    record = filled(pair.tier)
+    wire = wires(meddle=flip_a_bit(5 * MIB))
+    runs = [range(at, at + 4) for at in range(0, 36, 4)]
+    with PeerShard.open(pair.peer(wire.port, plain=True), record.ref) as shard:
+        assert b"".join(bytes(view) for view in shard.read(runs)) == payload(SIZE)
+    assert [is_plain(seen) for seen in wire.seen] == [True, False]
+    assert len(wire.seen[1]) < 5 * MIB, "the runs before the changed one are not read again"
+
+
 def test_an_attack_on_plain_copies_is_no_fault_of_the_peer(
-    pair: Pair, wires: Callable[..., Wire], put: bool
+    pair: Pair, wires: Callable[..., Wire]
 ) -> None:
-    """A CorruptionError would make the sender quarantine its shard."""
-    source = MemoryTier()
-    record = filled(source if put else pair.tier)
-    wire = wires(meddle=change_a_chunk(crc_too=True), meddles_upwards=put)
-    options = BulkOptions(attempts=1, plain=True)
+    """A CorruptionError would make the owner verify its shard, and the fetcher ask another place."""
+    record = filled(pair.tier)
+    wire = wires(meddle=flip_a_bit())
     target = MemoryTier(capacity_bytes=64 << 20)
     with pytest.raises(UnavailableError, match="outside TLS"):
-        if put:
-            pair.send(source, record, wire.port, options)
-        else:
-            pair.fetch(target, record.ref, wire.port, options)
-    kept = pair.tier if put else target
-    assert kept.list_shards() == ()
+        pair.copy(target, record.ref, wire.port, attempts=1, plain=True)
+    assert target.list_shards() == ()
     assert target.free_bytes() == 64 << 20
 
 
-def test_an_acknowledgement_in_the_clear_is_not_believed(
-    pair: Pair, wires: Callable[..., Wire]
-) -> None:
-    source = MemoryTier()
-    record = filled(source)
+def test_a_refusal_in_the_clear_is_not_believed(pair: Pair, wires: Callable[..., Wire]) -> None:
+    """The attacker replaces bytes of the payload by a reply, and ends the connection."""
+    record = filled(pair.tier)
     left, right = socket.socketpair()
     with left, right:
-        send_frame(left, BulkFrame(Kind.REPLY, record.ref, ROUND))
+        send_message(left, ReadReply(refused=a_refusal()))
         forged = right.recv(4096)
-    plain_seen = False
+    mark = payload(SIZE)[:16]
 
     def meddle(held: bytearray) -> bytearray:
-        """Send the forged answer of the receiver as soon as plain bytes are on the wire."""
-        nonlocal plain_seen
         passed = bytearray(held)
         held.clear()
-        if not plain_seen and DATA in wire.seen[0]:
-            plain_seen = True
-            return bytearray(forged)
-        return passed
+        at = passed.find(mark)
+        return passed if at < 0 else passed[:at] + forged
 
-    wire = wires(meddle=meddle, meddles_upwards=False)
-    pair.send(source, record, wire.port)
-    assert plain_seen
-    assert len(wire.seen) == 2
-    assert pair.tier.list_shards() == (record,)
+    wire = wires(meddle=meddle, cut_after=2 * MIB)
+    target = MemoryTier()
+    pair.copy(target, record.ref, wire.port, plain=True)
+    assert bytes_of(target, record) == payload(SIZE)
+    assert len(wire.seen) == 2 and not is_plain(wire.seen[1])
+
+
+def a_refusal() -> Refused:
+    return Refused(Refusal.NOT_FOUND, "forged", RestartRound(0))
+
+
+def test_a_request_in_the_clear_is_not_answered(pair: Pair) -> None:
+    """After the bytes the server closes the connection, so an attacker who injects a request gets nothing."""
+    record = filled(pair.tier, 1000)
+    with pair.peer().connected() as line:
+        send_message(line.sock, ReadShard(record.ref, (PayloadSpan(0, 1000),), plain=True))
+        reply = receive_message(line.sock, ReadReply)
+        assert reply is not None and reply.plain
+        line.leave()
+        with contextlib.suppress(OSError):
+            send_message(line.sock, ReadShard(record.ref))
+        found = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := line.sock.recv(65536):
+                found += data
+    assert len(found) <= 1000
 
 
 def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, wires: Callable[..., Wire]) -> None:
-    source = MemoryTier()
-    record = filled(source)
-    wire = wires(cut_after=6 << 20)
-    pair.send(source, record, wire.port)
-    assert pair.tier.list_shards() == (record,)
-    assert len(wire.seen) == 2
-    assert len(wire.seen[1]) < SIZE - (3 << 20)
-    assert DATA not in wire.seen[1]
-
-
-def test_a_broken_fetch_goes_on_where_it_stopped(pair: Pair, wires: Callable[..., Wire]) -> None:
     record = filled(pair.tier)
-    faults = Faults()
-    target = FaultyNodeTier(MemoryTier(), faults)
-    wire = wires(cut_after=6 << 20)
-    assert pair.fetch(target, record.ref, wire.port) == record
+    target = FaultyNodeTier(MemoryTier(), faults := Faults())
+    wire = wires(cut_after=6 * MIB)
+    assert pair.copy(target, record.ref, wire.port, plain=True).record == record
     assert faults.calls("begin_copy") == 1
-    assert len(wire.seen[1]) < SIZE - (3 << 20)
-    assert DATA not in wire.seen[1]
+    assert len(wire.seen[1]) < SIZE - 3 * MIB
+    assert [is_plain(seen) for seen in wire.seen] == [True, False]
 
 
-def test_a_bad_shard_of_the_sender_is_reported_inside_tls(pair: Pair) -> None:
-    source = MemoryTier()
-    record = filled(source)
-    source.damage(record.ref, 5 << 20)
-    with pytest.raises(CorruptionError, match="chunk 1"):
-        pair.send(source, record, pair.port)
-    assert pair.tier.list_shards() == ()
+def test_a_bad_shard_is_reported_inside_tls(pair: Pair, wires: Callable[..., Wire]) -> None:
+    record = filled(pair.tier)
+    pair.tier.damage(record.ref, 5 * MIB)
+    target, wire = MemoryTier(), wires()
+    with pytest.raises(CorruptionError, match="does not match"):
+        pair.copy(target, record.ref, wire.port, plain=True)
+    assert [is_plain(seen) for seen in wire.seen] == [True, False]
+    assert target.list_shards() == ()
 
 
 def test_refusals_are_received(pair: Pair) -> None:
-    source = MemoryTier()
-    record = filled(source)
-    pair.handler.commit_error = StaleRoundError("sealed meanwhile", own_round=4)
-    with pytest.raises(StaleRoundError, match="sealed meanwhile"):
-        pair.send(source, record, pair.port)
-    assert pair.handler.puts == 2
-    pair.handler.put_error = RefusedError(Refusal.NOT_ASSIGNED, "not you")
+    record = filled(pair.tier)
+    pair.handler.error = RefusedError(Refusal.NOT_MEMBER, "not you")
     with pytest.raises(RefusedError, match="not you"):
-        pair.send(source, record, pair.port)
-    assert pair.handler.puts == 3
-    assert pair.tier.list_shards() == ()
-
-
-def test_after_the_return_to_tls_the_server_checks_that_the_caller_is_the_same(
-    tmp_path: Path,
-) -> None:
-    authority = Authority()
-    server = server_context(
-        TlsFiles.in_directory(authority.write_leaf(tmp_path / "server", SERVER))
-    )
-    callers = [
-        client_context(TlsFiles.in_directory(authority.write_leaf(tmp_path / name, name)))
-        for name in (CLIENT, "gpt-2-r0.uid.holdfast")
-    ]
-    near, far = socket.socketpair()
-    near.settimeout(10)
-    far.settimeout(10)
-
-    def call() -> None:
-        with contextlib.suppress(OSError):
-            first = callers[0].wrap_socket(near, server_hostname=SERVER)
-            first.unwrap()
-            callers[1].wrap_socket(first, server_hostname=SERVER)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    with Line(far, lambda sock: server.wrap_socket(sock, server_side=True)) as line:
-        assert line.secure() == CLIENT
-        assert not line.outside
-        line.leave()
-        assert line.outside
-        with pytest.raises(AccessDeniedError, match=r"changed from gpt-0-r0\S* to gpt-2-r0"):
-            line.secure()
-    thread.join()
-    near.close()
+        pair.copy(MemoryTier(), record.ref, plain=True)

@@ -7,15 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.core.peer.bulk_pair import (
-    CLIENT,
-    OPTIONS,
-    ROUND,
-    SERVER,
-    Cutter,
-    Handler,
-    Pair,
-)
+from tests.core.peer.bulk_pair import CLIENT, Cutter, Pair, started
 from tests.core.peer.hostile_peer import (
     CHUNK,
     CHUNKS,
@@ -23,10 +15,11 @@ from tests.core.peer.hostile_peer import (
     SIZE,
     Answer,
     HostilePeer,
-    data,
     filled,
-    ok,
-    table_of,
+    requested,
+    sends,
+    sends_trailer,
+    trailer_of,
 )
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
@@ -41,14 +34,13 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.ids import ShardRef
-from holdfast_core.messages.schema import Refusal
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
-from holdfast_core.peer.protocol import BulkFrame, Kind, send_frame
-from holdfast_core.peer.ranges import PeerShard
-from holdfast_core.peer.remote import Peer, connect, expect_reply
-from holdfast_core.peer.server import BulkServer
-from holdfast_core.peer.table import receive_table
-from holdfast_core.shards.file import Trailer
+from holdfast_core.messages.gang import MAX_SPANS
+from holdfast_core.messages.schema import ReadReply, ReadShard, Refusal
+from holdfast_core.net.tls import TlsFiles
+from holdfast_core.peer.copy import copy_shard
+from holdfast_core.peer.protocol import receive_into, receive_message, send_message
+from holdfast_core.peer.shard import MAX_TRAILER_BYTES, PeerShard
+from holdfast_core.shards.file import Trailer, unpack_trailer
 
 RUNS = [range(0, 3), range(5, 6), range(9, 30), range(31, 33), range(38, CHUNKS)]
 
@@ -57,12 +49,8 @@ def bytes_of(chunks: range) -> bytes:
     return DATA[chunks.start * CHUNK : chunks.stop * CHUNK]
 
 
-def peer_of(pair: Pair, port: int | None = None) -> Peer:
-    return Peer("127.0.0.1", port or pair.port, SERVER, pair.client, OPTIONS)
-
-
 def open_at(pair: Pair, ref: ShardRef, port: int | None = None) -> PeerShard:
-    return PeerShard.open(peer_of(pair, port), ROUND, ref)
+    return PeerShard.open(pair.peer(port), ref)
 
 
 def test_many_runs_on_one_connection(pair: Pair) -> None:
@@ -74,8 +62,29 @@ def test_many_runs_on_one_connection(pair: Pair) -> None:
         assert [bytes(view) for view in shard.read(RUNS[:1])] == [bytes_of(RUNS[0])]
     cutter.close()
     assert cutter.connections == 1
-    assert set(pair.handler.gets) == {(CLIENT, record.ref)}
-    assert len(pair.handler.gets) > 1 + len(RUNS) + 1, "asked again before each chunk"
+    assert set(pair.handler.reads) == {(CLIENT, record.ref)}
+    assert len(pair.handler.reads) > 1 + len(RUNS) + 1, "asked again before each piece"
+
+
+def test_more_runs_than_one_request_names(pair: Pair) -> None:
+    data = payload(4096 * (MAX_SPANS + 10))
+    header = shard_header(len(data), chunk_bytes=4096)
+    record = pair.tier.write_shard(header, BytesSource(data))
+    runs = (range(i, i + 1) for i in range(MAX_SPANS + 10))
+    with open_at(pair, record.ref) as shard:
+        assert b"".join(bytes(view) for view in shard.read(runs)) == data
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_ranges_come_outside_tls_where_both_sides_allow_it(pair: Pair, broken: bool) -> None:
+    pair.handler.plain = True
+    record = filled(pair.tier)
+    cutter = Cutter(pair.port, [1 << 20] if broken else [])
+    with PeerShard.open(pair.peer(cutter.port, plain=True), record.ref) as shard:
+        assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
+        assert shard.left_tls
+        assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
+    cutter.close()
 
 
 def test_a_broken_connection_goes_on_with_the_run_that_was_cut(pair: Pair) -> None:
@@ -89,7 +98,7 @@ def test_a_broken_connection_goes_on_with_the_run_that_was_cut(pair: Pair) -> No
 
 def test_a_peer_that_always_cuts_is_given_up(pair: Pair) -> None:
     record = filled(pair.tier)
-    cutter = Cutter(pair.port, [600_000] * 100)
+    cutter = Cutter(pair.port, [300_000] * 100)
     with (
         open_at(pair, record.ref, cutter.port) as shard,
         pytest.raises(UnavailableError, match="all 3 attempts failed"),
@@ -131,18 +140,29 @@ def test_a_shard_that_goes_in_the_middle_is_read_to_its_end(pair: Pair) -> None:
 def test_a_connection_reads_one_shard_after_the_other(pair: Pair) -> None:
     """The file that is open for one request is not used for the next shard."""
     first, second = filled(pair.tier), filled(pair.tier, step=11)
-    peer = peer_of(pair)
-    with connect(peer) as line:
+    with pair.peer().connected() as line:
         for record in (first, second, first):
-            request = BulkFrame(Kind.GET_TABLE, record.ref, ROUND)
-            send_frame(line.sock, request)
-            reply = expect_reply(line.sock, peer, request)
-            assert receive_table(line.sock, request, reply.length).record == record
+            send_message(line.sock, ReadShard(record.ref))
+            reply = receive_message(line.sock, ReadReply)
+            assert reply is not None
+            packed = bytearray(reply.length_bytes)
+            receive_into(line.sock, memoryview(packed))
+            assert unpack_trailer(bytes(packed)).record == record
+
+
+def test_a_refusal_leaves_the_connection_open(pair: Pair) -> None:
+    here, absent = filled(pair.tier), filled(MemoryTier(), step=11)
+    with pair.peer().connected() as line:
+        for record, code in ((absent, Refusal.NOT_FOUND), (here, None)):
+            send_message(line.sock, ReadShard(record.ref))
+            reply = receive_message(line.sock, ReadReply)
+            assert reply is not None
+            assert (reply.refused and reply.refused.code) == code
 
 
 def test_a_refused_caller_reads_nothing(pair: Pair) -> None:
     record = filled(pair.tier)
-    pair.handler.get_error = RefusedError(Refusal.NOT_MEMBER, "who are you")
+    pair.handler.error = RefusedError(Refusal.NOT_MEMBER, "who are you")
     with pytest.raises(RefusedError, match="who are you"):
         open_at(pair, record.ref)
 
@@ -159,60 +179,55 @@ def test_chunks_that_it_has_not_are_not_asked_for(pair: Pair) -> None:
 def test_bytes_that_do_not_match_the_chunk_table_are_refused(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
-    """The frames are in order and their CRCs are right: the peer itself sends other bytes."""
+    """The peer's table is right, but it sends other bytes."""
     tier = MemoryTier()
     record = filled(tier)
-    lying = FaultyNodeTier(tier, Faults([Fault("read", FaultKind.FLIP, first=5, times=1)]))
-    server = BulkServer(Handler(), lying, server_context(certificates[0]))
-    port = server.start("127.0.0.1", 0)
-    peer = Peer("127.0.0.1", port, SERVER, client_context(certificates[1]), OPTIONS)
-    try:
-        with PeerShard.open(peer, ROUND, record.ref) as shard:
+    lying = FaultyNodeTier(tier, Faults([Fault("read", FaultKind.FLIP, first=3, times=1)]))
+    for pair in started(certificates, lying):  # type: ignore[arg-type]
+        with open_at(pair, record.ref) as shard:
             views = shard.read([range(0, 2), range(2, 8)])
             assert bytes(next(views)) == bytes_of(range(0, 2))
-            with pytest.raises(CorruptionError, match=r"chunks \[4\] do not match its chunk table"):
+            with pytest.raises(CorruptionError, match=r"chunks \[5\] do not match its chunk table"):
                 next(views)
-    finally:
-        server.close()
 
 
 @pytest.fixture
 def hostile(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[HostilePeer]:
     tier = MemoryTier()
-    record = filled(tier)
-    peer = HostilePeer(certificates, record)
-    with tier.open_shard(record.ref) as reader:
-        trailer = Trailer(record, reader.table)
-    peer.answers[Kind.GET_TABLE] = table_of(trailer)
+    peer = HostilePeer(certificates, trailer_of(tier, filled(tier)))
     yield peer
     peer.close()
 
 
-def bytes_of_another_place(sock: socket.socket, request: BulkFrame) -> None:
-    ok(sock, request)
-    start = request.offset + CHUNK
-    data(sock, request, request.offset, DATA[start : start + request.length])
+def bytes_of_another_place(sock: socket.socket, request: ReadShard) -> None:
+    content = requested(request)
+    sends(content[CHUNK:] + content[:CHUNK])(sock, request)
 
 
-def too_many_bytes(sock: socket.socket, request: BulkFrame) -> None:
-    ok(sock, request)
-    data(sock, request, request.offset, DATA[request.offset :][: request.length + 1])
+def too_many_bytes(sock: socket.socket, request: ReadShard) -> None:
+    sends(requested(request) + b"x")(sock, request)
 
 
-def another_offset(sock: socket.socket, request: BulkFrame) -> None:
-    ok(sock, request)
-    data(sock, request, request.offset + CHUNK, DATA[: request.length])
+def too_few_bytes(sock: socket.socket, request: ReadShard) -> None:
+    sends(requested(request)[:-1])(sock, request)
 
 
-def half_of_them(sock: socket.socket, request: BulkFrame) -> None:
-    ok(sock, request)
-    data(sock, request, request.offset, DATA[request.offset :][: request.length // 2])
-    send_frame(sock, BulkFrame(Kind.REPLY, request.ref, ROUND))
+def fewer_bytes_than_announced(sock: socket.socket, request: ReadShard) -> None:
+    send_message(sock, ReadReply(len(requested(request))))
+    sock.sendall(requested(request)[:-1])
+    sock.shutdown(socket.SHUT_RDWR)
 
 
-def of_another_shard(sock: socket.socket, request: BulkFrame) -> None:
-    other = replace(request.ref, rank=3)
-    send_frame(sock, BulkFrame(Kind.REPLY, other, ROUND))
+def outside_tls(sock: socket.socket, request: ReadShard) -> None:
+    send_message(sock, ReadReply(len(requested(request)), plain=True))
+
+
+def no_reply(sock: socket.socket, request: ReadShard) -> None:
+    sock.sendall(b"\x00\x00\x00\x05hello")
+
+
+def a_reply_without_end(sock: socket.socket, request: ReadShard) -> None:
+    sock.sendall(b"\x7f\xff\xff\xff")
 
 
 @pytest.mark.parametrize(
@@ -220,17 +235,31 @@ def of_another_shard(sock: socket.socket, request: BulkFrame) -> None:
     [
         (bytes_of_another_place, CorruptionError),
         (too_many_bytes, FormatError),
-        (another_offset, FormatError),
-        (half_of_them, FormatError),
-        (of_another_shard, FormatError),
+        (too_few_bytes, FormatError),
+        (fewer_bytes_than_announced, UnavailableError),
+        (outside_tls, FormatError),
+        (no_reply, FormatError),
+        (a_reply_without_end, FormatError),
     ],
 )
 def test_a_hostile_peer_gives_no_byte(
     hostile: HostilePeer, answer: Answer, error: type[HoldfastError]
 ) -> None:
-    hostile.answers[Kind.GET_RANGE] = answer
-    with PeerShard.open(hostile.peer, ROUND, hostile.record.ref) as shard, pytest.raises(error):
+    hostile.spans = answer
+    target = MemoryTier(capacity_bytes=64 << 20)
+    with PeerShard.open(hostile.peer, hostile.record.ref) as shard, pytest.raises(error):
         next(shard.read([range(0, 2)]))
+    with pytest.raises(error):
+        copy_shard(hostile.peer, hostile.record.ref, target)
+    assert target.list_shards() == ()
+    assert target.free_bytes() == 64 << 20
+
+
+@pytest.mark.parametrize("length", [0, MAX_TRAILER_BYTES + 1, 1 << 62])
+def test_a_trailer_of_an_impossible_length_is_refused(hostile: HostilePeer, length: int) -> None:
+    hostile.trailer = lambda sock, request: send_message(sock, ReadReply(length))
+    with pytest.raises(FormatError, match=f"announced a trailer of {length} bytes"):
+        PeerShard.open(hostile.peer, hostile.record.ref)
 
 
 def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
@@ -238,19 +267,16 @@ def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
     forged = MemoryTier()
     header = shard_header(SIZE, chunk_bytes=CHUNK)
     record = forged.write_shard(header, BytesSource(payload(SIZE, seed=1)))
-    with forged.open_shard(record.ref) as reader:
-        hostile.answers[Kind.GET_TABLE] = table_of(Trailer(record, reader.table))
+    hostile.trailer = sends_trailer(trailer_of(forged, record))
     with pytest.raises(CorruptionError, match="the file names the payload"):
-        PeerShard.open(hostile.peer, ROUND, hostile.record.ref)
+        PeerShard.open(hostile.peer, hostile.record.ref)
 
 
 def test_a_table_with_other_digests_is_not_believed(hostile: HostilePeer) -> None:
     tier = MemoryTier()
     record = filled(tier)
-    with tier.open_shard(record.ref) as reader:
-        table = reader.table
+    table = trailer_of(tier, record).table
     swapped = table.digests[32:64] + table.digests[:32] + table.digests[64:]
-    lie = Trailer(record, replace(table, digests=swapped))
-    hostile.answers[Kind.GET_TABLE] = table_of(lie)
+    hostile.trailer = sends_trailer(Trailer(record, replace(table, digests=swapped)))
     with pytest.raises(CorruptionError, match="does not match the digest of the payload"):
-        PeerShard.open(hostile.peer, ROUND, hostile.record.ref)
+        PeerShard.open(hostile.peer, hostile.record.ref)

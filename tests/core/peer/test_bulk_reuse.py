@@ -5,22 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.core.peer.bulk_pair import OPTIONS, ROUND, SERVER, Cutter, Pair, started
-from tests.support.shards.builders import BytesSource, payload, shard_header
+from tests.core.peer.bulk_pair import Cutter, Pair, bytes_of, write
+from tests.support.shards.builders import payload
 from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
-from holdfast_core.ids import ShardRef
-from holdfast_core.net.tls import TlsFiles
+from holdfast_core.errors import StaleRoundError, UnavailableError
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.peer.client import send_copy
-from holdfast_core.peer.protocol import BulkOptions
-from holdfast_core.peer.ranges import PeerShard
-from holdfast_core.peer.remote import Peer
-from holdfast_core.shards.chunk_table import ChunkTable
+from holdfast_core.peer.copy import copy_shard
 from holdfast_core.shards.record import ShardRecord
+from holdfast_core.tiers.base import NodeTier
 
 MIB = 1 << 20
 SIZE = 9 * MIB + 5
@@ -36,128 +31,111 @@ def changed(data: bytes, *offsets: int) -> bytes:
     return bytes(found)
 
 
-def write(tier: MemoryTier | DiskNodeTier, data: bytes, **fields: int) -> ShardRecord:
-    header = shard_header(len(data), **fields)  # type: ignore[arg-type]
-    return tier.write_shard(header, BytesSource(data))
+def received(pair: Pair, record: ShardRecord, tier: NodeTier, port: int | None = None) -> int:
+    """Copy the shard from the server, and return the bytes that it sent."""
+    return pair.copy(tier, record.ref, port).received_bytes
 
 
-def bytes_of(tier: MemoryTier | DiskNodeTier, record: ShardRecord) -> bytes:
-    with tier.open_shard(record.ref) as reader:
-        reader.verify()
-        return b"".join(bytes(piece) for piece in reader.read_payload())
-
-
-def test_what_a_rank_of_the_same_step_has_is_not_sent(pair: Pair) -> None:
-    source, data = MemoryTier(), payload(SIZE)
+def test_what_a_rank_of_the_same_step_has_is_not_requested(pair: Pair) -> None:
+    target, data = MemoryTier(), payload(SIZE)
     mine = changed(data, 0, SIZE - 1)
-    record = write(source, mine, rank=0)
-    write(pair.tier, data, rank=1)
-    sent = pair.send(source, record)
-    assert sent <= 2 * CHUNK + OVERHEAD
-    assert bytes_of(pair.tier, record) == mine
+    record = write(pair.tier, mine, rank=0)
+    write(target, data, rank=1)
+    assert received(pair, record, target) <= 2 * CHUNK + OVERHEAD
+    assert bytes_of(target, record) == mine
 
 
-def test_what_the_same_rank_had_before_is_not_sent(pair: Pair) -> None:
-    source, data = MemoryTier(), payload(SIZE)
-    first, second = write(source, data, step=10), write(source, changed(data, 5 * MIB), step=20)
-    assert pair.send(source, first) > SIZE
-    assert pair.send(source, second) <= CHUNK + OVERHEAD
-    assert bytes_of(pair.tier, second) == changed(data, 5 * MIB)
+def test_what_the_same_rank_had_before_is_not_requested(pair: Pair) -> None:
+    target, data = MemoryTier(), payload(SIZE)
+    first = write(pair.tier, data, step=10)
+    second = write(pair.tier, changed(data, 5 * MIB), step=20)
+    assert received(pair, first, target) > SIZE
+    assert received(pair, second, target) <= CHUNK + OVERHEAD
+    assert bytes_of(target, second) == changed(data, 5 * MIB)
     # The copy depends on no other file.
-    pair.tier.delete_checkpoint(first.ref.job_uid, first.checkpoint)
-    assert bytes_of(pair.tier, second) == changed(data, 5 * MIB)
+    target.delete_checkpoint(first.ref.job_uid, first.checkpoint)
+    assert bytes_of(target, second) == changed(data, 5 * MIB)
 
 
-def test_other_states_are_sent_whole(pair: Pair) -> None:
-    source = MemoryTier()
-    record = write(source, payload(SIZE, seed=1), rank=0)
-    write(pair.tier, payload(SIZE, seed=2), rank=1)
-    assert pair.send(source, record) > SIZE
-    assert bytes_of(pair.tier, record) == payload(SIZE, seed=1)
+def test_other_states_are_copied_whole(pair: Pair) -> None:
+    target = MemoryTier()
+    record = write(pair.tier, payload(SIZE, seed=1), rank=0)
+    write(target, payload(SIZE, seed=2), rank=1)
+    assert received(pair, record, target) > SIZE
+    assert bytes_of(target, record) == payload(SIZE, seed=1)
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK, CHUNK + 1])
 def test_small_states(pair: Pair, size: int) -> None:
-    source = MemoryTier()
-    record = write(source, payload(size), rank=0)
-    write(pair.tier, payload(size), rank=1)
-    assert pair.send(source, record) <= OVERHEAD
-    assert bytes_of(pair.tier, record) == payload(size)
+    target = MemoryTier()
+    record = write(pair.tier, payload(size), rank=0)
+    write(target, payload(size), rank=1)
+    assert received(pair, record, target) <= OVERHEAD
+    assert bytes_of(target, record) == payload(size)
 
 
 def test_outside_tls_as_well(pair: Pair) -> None:
     pair.handler.plain = True
-    source, data = MemoryTier(), payload(SIZE)
-    record = write(source, changed(data, 3 * MIB), rank=0)
-    write(pair.tier, data, rank=1)
-    plain = BulkOptions(connect_seconds=60, io_seconds=60, attempts=1, plain=True)
-    with source.open_shard(record.ref) as reader:
-        sent = send_copy("127.0.0.1", pair.port, SERVER, pair.client, ROUND, reader, options=plain)
-    assert sent <= CHUNK + OVERHEAD
-    assert bytes_of(pair.tier, record) == changed(data, 3 * MIB)
+    target, data = MemoryTier(), payload(SIZE)
+    record = write(pair.tier, changed(data, 3 * MIB), rank=0)
+    write(target, data, rank=1)
+    copied = pair.copy(target, record.ref, attempts=1, plain=True)
+    assert copied.received_bytes <= CHUNK + OVERHEAD
+    assert bytes_of(target, record) == changed(data, 3 * MIB)
 
 
 def test_a_broken_copy_goes_on_with_what_is_still_missing(pair: Pair) -> None:
-    source, data = MemoryTier(), payload(SIZE)
+    target, data = MemoryTier(), payload(SIZE)
     mine = changed(data, *range(0, 6 * MIB, CHUNK))  # 24 chunks differ, the receiver has the rest
-    record = write(source, mine, rank=0)
-    write(pair.tier, data, rank=1)
+    record = write(pair.tier, mine, rank=0)
+    write(target, data, rank=1)
     cutter = Cutter(pair.port, [5 * MIB])
     try:
-        sent = pair.send(source, record, cutter.port)
+        assert received(pair, record, target, cutter.port) <= 6 * MIB + OVERHEAD
     finally:
         cutter.close()
     assert cutter.connections == 2
-    assert sent < 3 * MIB
-    assert bytes_of(pair.tier, record) == mine
+    assert bytes_of(target, record) == mine
 
 
-def test_a_bad_source_is_quarantined_and_the_sender_asked_for_more(
-    certificates: tuple[TlsFiles, TlsFiles], tmp_path: Path
+def test_a_bad_source_is_quarantined_and_the_peer_is_asked_for_its_chunks(
+    pair: Pair, tmp_path: Path
 ) -> None:
-    tier = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)
-    tier.open()
-    source, data = MemoryTier(), payload(SIZE)
-    record = write(source, data, rank=0)
-    other = write(tier, data, rank=1)
+    target = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)
+    target.open()
+    data = payload(SIZE)
+    record = write(pair.tier, data, rank=0)
+    other = write(target, data, rank=1)
     (path,) = tmp_path.rglob("*.shard")
     flip_bit(path, 4096 + SIZE // 2)
-    for pair in started(certificates, tier):  # type: ignore[arg-type]
-        assert pair.send(source, record) > SIZE // 2
-        assert bytes_of(tier, record) == data
-    assert tier.find(other.ref) is None
+    assert received(pair, record, target) > SIZE // 4
+    assert bytes_of(target, record) == data
+    assert target.find(other.ref) is None
 
 
-def test_a_source_that_cannot_be_opened_is_none(certificates: tuple[TlsFiles, TlsFiles]) -> None:
+def test_a_source_that_cannot_be_opened_is_none(pair: Pair) -> None:
     inner, faults = MemoryTier(), Faults()
-    source, data = MemoryTier(), payload(SIZE)
-    record = write(source, data, rank=0)
+    data = payload(SIZE)
+    record = write(pair.tier, data, rank=0)
     write(inner, data, rank=1)
     faults.add(Fault("open_shard", FaultKind.ERR, error=UnavailableError("no descriptors")))
-    for pair in started(certificates, FaultyNodeTier(inner, faults)):  # type: ignore[arg-type]
-        assert pair.send(source, record) > SIZE
+    assert received(pair, record, FaultyNodeTier(inner, faults)) > SIZE
     assert bytes_of(inner, record) == data
 
 
-def table_of(pair: Pair, ref: ShardRef) -> ChunkTable:
-    peer = Peer("127.0.0.1", pair.port, SERVER, pair.client, OPTIONS)
-    with PeerShard.open(peer, ROUND, ref) as shard:
-        return shard.trailer.table
+def test_a_copy_of_local_chunks_ends_when_its_round_does(pair: Pair) -> None:
+    target, data = MemoryTier(capacity_bytes=64 * MIB), payload(SIZE)
+    record = write(pair.tier, data, rank=0)
+    other = write(target, data, rank=1)
+    calls = 0
 
+    def may_go_on() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise StaleRoundError("sealed meanwhile", own_round=4)
 
-def test_the_table_of_a_shard_is_bound_to_its_digest(pair: Pair) -> None:
-    record = write(pair.tier, payload(SIZE))
-    with pair.tier.open_shard(record.ref) as reader:
-        assert table_of(pair, record.ref) == reader.table
-    with pytest.raises(NotFoundError):
-        table_of(pair, write(MemoryTier(), payload(10)).ref)
-
-
-def test_a_table_of_another_shard_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server sends the trailer of another shard under the requested name."""
-    record = write(pair.tier, payload(SIZE))
-    other = write(MemoryTier(), payload(SIZE, seed=3)).ref
-    honest = pair.tier.open_shard
-    monkeypatch.setattr(pair.tier, "open_shard", lambda ref: honest(record.ref))
-    with pytest.raises(CorruptionError):
-        table_of(pair, other)
+    with pytest.raises(StaleRoundError):
+        copy_shard(pair.peer(), record.ref, target, may_go_on)
+    assert target.list_shards() == (other,)
+    assert target.free_bytes() == 64 * MIB - other.file_bytes

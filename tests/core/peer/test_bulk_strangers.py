@@ -9,26 +9,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from tests.core.peer.bulk_pair import (
-    CLIENT,
-    OPTIONS,
-    ROUND,
-    SERVER,
-    Handler,
-    Pair,
-    filled,
-    started,
-)
-from tests.support.shards.builders import BytesSource, payload, shard_header
+from tests.core.peer.bulk_pair import CLIENT, Handler, Pair, filled, started
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import RefusedError
+from holdfast_core.ids import ShardRef
 from holdfast_core.messages.schema import Refusal
 from holdfast_core.net.admission import Places
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
-from holdfast_core.peer.protocol import BulkFrame, Kind, receive_frame, send_frame
-from holdfast_core.peer.remote import Peer, connect, expect_data, expect_reply
-from holdfast_core.peer.server import BulkLimits, BulkServer
+from holdfast_core.net.tls import TlsFiles
+from holdfast_core.peer.copy import copy_shard
+from holdfast_core.peer.protocol import PIECE_BYTES
+from holdfast_core.peer.server import BulkLimits
+from holdfast_core.peer.shard import PeerShard
 
 HOUR = 3600.0
 """Time-outs that are too long for any test, so that no connection ends because of the time."""
@@ -47,6 +39,12 @@ def serving(certificates: tuple[TlsFiles, TlsFiles], limits: BulkLimits) -> Iter
     yield from started(certificates, MemoryTier(), limits)
 
 
+def copies(pair: Pair, size: int = 200_000) -> bool:
+    """Return whether a member's copy of a shard succeeds."""
+    record = filled(pair.tier, size)
+    return pair.copy(MemoryTier(), record.ref).record == record
+
+
 def bulk_threads() -> int:
     return sum(thread.name == "bulk" for thread in threading.enumerate())
 
@@ -56,10 +54,8 @@ def test_silent_connections_do_not_stop_replication(
 ) -> None:
     """All silent connections come from the member's own address and never time out."""
     for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
-        source, record = filled(200_000)
         with silent(pair.port, 400):
-            assert pair.send(source, record) > 0
-            assert pair.fetch(MemoryTier(), record.ref) == record
+            assert copies(pair)
             assert bulk_threads() <= 64 + 128 + 2
 
 
@@ -67,12 +63,11 @@ def test_connections_with_half_a_hello_do_not_stop_replication(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
-        source, record = filled(200_000)
         with silent(pair.port, 200) as sockets:
             for sock in sockets:
                 with contextlib.suppress(OSError):  # the server may have dropped it already
                     sock.sendall(b"\x16\x03\x01\x02\x00\x01")
-            assert pair.send(source, record) > 0
+            assert copies(pair)
 
 
 def test_an_unauthenticated_connection_is_closed_after_its_time(
@@ -94,8 +89,7 @@ def test_a_connection_that_no_thread_can_serve_ends_alone(
                 assert sock.recv(1) == b""
         finally:
             threading.stack_size(usual)
-        source, record = filled(1000)
-        assert pair.send(source, record) > 0
+        assert copies(pair, 1000)
 
 
 def test_silent_members_delay_no_request(
@@ -105,23 +99,19 @@ def test_silent_members_delay_no_request(
     time."""
     limits = BulkLimits(requests=2, idle_seconds=HOUR)
     for pair in serving(certificates, limits):
-        source, record = filled(200_000)
-        peer = Peer("127.0.0.1", pair.port, SERVER, pair.client, OPTIONS)
         with ExitStack() as stack:
             for _ in range(3):
-                stack.enter_context(connect(peer))
-            assert pair.send(source, record) > 0
+                stack.enter_context(pair.peer().connected())
+            assert copies(pair)
 
 
 def test_connections_of_a_member_are_bounded(certificates: tuple[TlsFiles, TlsFiles]) -> None:
     limits = BulkLimits(places=Places(known_per_name=3), idle_seconds=HOUR)
     for pair in serving(certificates, limits):
-        peer = Peer("127.0.0.1", pair.port, SERVER, pair.client, OPTIONS)
         with ExitStack() as stack:
-            lines = [stack.enter_context(connect(peer)) for _ in range(4)]
+            lines = [stack.enter_context(pair.peer().connected()) for _ in range(4)]
             assert lines[0].sock.recv(1) == b"", "the oldest made room"
-            source, record = filled(1000)
-            assert pair.send(source, record) > 0
+            assert copies(pair)
 
 
 def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
@@ -130,41 +120,24 @@ def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
     """The caller opened the connection as a member. The read ends between two requests and within one."""
 
     class Membership(Handler):
-        left = 2
+        left = 3
 
-        def authorize_get(self, peer_dns_name: str, ref: object) -> None:
+        def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
             assert peer_dns_name == CLIENT
             self.left -= 1
             if self.left < 0:
                 raise RefusedError(Refusal.NOT_MEMBER, "no member any more")
 
-    tier = MemoryTier()
-    record = tier.write_shard(shard_header(24 << 20), BytesSource(payload(24 << 20)))
-    server = BulkServer(Membership(), tier, server_context(certificates[0]))
-    port = server.start("127.0.0.1", 0)
-    try:
-        peer = Peer("127.0.0.1", port, SERVER, client_context(certificates[1]), OPTIONS)
-        request = BulkFrame(Kind.GET_SHARD, record.ref, ROUND)
-        with connect(peer) as line:
-            send_frame(line.sock, request)
-            expect_reply(line.sock, peer, request)
-            received = 0
+    membership = Membership()
+    for pair in started(certificates, MemoryTier(), handler=membership):
+        record = filled(pair.tier, 24 << 20)
+        with PeerShard.open(pair.peer(), record.ref) as shard:
+            membership.left = 3
+            views = shard.read([range(0, 16), range(16, 96)])
+            assert len(next(views)) == PIECE_BYTES
             with pytest.raises(RefusedError, match="no member any more"):
-                while received < record.file_bytes:
-                    frame = expect_data(line.sock, peer, request)
-                    received += _skip(line.sock, frame.length)
-            assert 0 < received < record.file_bytes
-        with connect(peer) as line:
-            send_frame(line.sock, request)
-            reply = receive_frame(line.sock)
-            assert reply is not None and reply.refused is not None
-            assert reply.refused.code == Refusal.NOT_MEMBER
-    finally:
-        server.close()
-
-
-def _skip(sock: socket.socket, length: int) -> int:
-    left = length
-    while left:
-        left -= len(sock.recv(min(left, 65536)))
-    return length
+                next(views)
+        for allowed in range(8):
+            membership.left = allowed
+            with pytest.raises(RefusedError, match="no member any more"):
+                copy_shard(pair.peer(), record.ref, MemoryTier())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +16,11 @@ from tests.support.sidecar.gang import Gangs
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.ids import Level, Rank, RestartRound, ShardRef, Step, Worker
+from holdfast_core.ids import JobUid, Level, Rank, RestartRound, ShardRef, Step, Worker
 from holdfast_core.messages.schema import (
     Certificate,
+    CopyReply,
+    CopyRequest,
     Inventory,
     Ok,
     Prepared,
@@ -28,7 +31,8 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.peer.client import fetch_shard, send_copy
+from holdfast_core.peer.copy import copy_shard
+from holdfast_core.peer.protocol import BulkOptions, Peer
 
 pytestmark = pytest.mark.integration
 
@@ -93,22 +97,36 @@ async def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gang
         await gang.commit(1, Level.LOCAL)
         uid = gang.operator.job_uid
         host, _, port = gang.operator.members[0].address.split(":")
-        where = (host, int(port), peer_dns_name("gpt-0-r0", uid))
-        context = caller(gang, peer_dns_name("gpt-1-r0", uid)).context
         shard = next(s for s in (await gang.operator.inventory(0)).shards if s.tier == "node")
         ref = ShardRef(uid, shard.step, shard.round, shard.rank, shard.blake3)
         tier = DiskNodeTier(gang.root / "elsewhere", capacity_bytes=1 << 30)
         tier.open()
-        former = caller(gang, peer_dns_name("gpt-1-r9", uid)).context
+
+        def owner(name: str) -> Peer:
+            """Return the owner of the shard as the pod `name` addresses it."""
+            context = caller(gang, peer_dns_name(name, uid)).context
+            owner_name = peer_dns_name("gpt-0-r0", uid)
+            return Peer(host, int(port), owner_name, context, BulkOptions())
+
         with pytest.raises(RefusedError) as refused:
-            await asyncio.to_thread(
-                fetch_shard, *where, former, RestartRound(0), ref, tier.begin_copy
-            )
+            await asyncio.to_thread(copy_shard, owner("gpt-1-r9"), ref, tier)
         assert refused.value.code == Refusal.NOT_MEMBER
-        await asyncio.to_thread(fetch_shard, *where, context, RestartRound(0), ref, tier.begin_copy)
-        for round_, code in ((0, Refusal.NOT_ASSIGNED), (1, Refusal.FUTURE_ROUND)):
-            with pytest.raises(RefusedError) as refused, tier.open_shard(ref) as reader:
-                await asyncio.to_thread(send_copy, *where, context, RestartRound(round_), reader)
+        await asyncio.to_thread(copy_shard, owner("gpt-1-r0"), ref, tier)
+
+        first = caller(gang, peer_dns_name("gpt-0-r0", uid))
+        second = caller(gang, peer_dns_name("gpt-1-r0", uid))
+        reply = await first.call(1, "/v1/copy", CopyRequest(RestartRound(0), ref), CopyReply)
+        assert reply.durable
+        other_rank = replace(ref, rank=Rank(1))
+        other_job = replace(ref, job_uid=JobUid("another-job"))
+        for member, worker, request, code in (
+            (second, 0, CopyRequest(RestartRound(0), other_rank), Refusal.NOT_ASSIGNED),
+            (first, 1, CopyRequest(RestartRound(0), other_rank), Refusal.NOT_ASSIGNED),
+            (first, 1, CopyRequest(RestartRound(0), other_job), Refusal.NOT_ASSIGNED),
+            (first, 1, CopyRequest(RestartRound(1), ref), Refusal.FUTURE_ROUND),
+        ):
+            with pytest.raises(RefusedError) as refused:
+                await member.call(worker, "/v1/copy", request, CopyReply)
             assert refused.value.code == code
 
 

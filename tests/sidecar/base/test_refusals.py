@@ -8,12 +8,23 @@ from typing import Any
 import pytest
 from tests.support.sidecar.rounds import accepted, round_message
 
-from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import (
+    Digest,
+    JobUid,
+    Level,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Step,
+    TierName,
+    Worker,
+)
 from holdfast_core.messages.schema import (
     Buffered,
     BufferNotice,
     Certificate,
     CopyAssignment,
+    CopyRequest,
     DeadRank,
     GangRequest,
     LevelNotice,
@@ -39,7 +50,6 @@ from holdfast_sidecar.base.rounds import (
     RoundState,
     refuse,
     refuse_caller,
-    refuse_copy,
     refuse_reader,
     refuse_rendezvous,
     refuse_state,
@@ -88,6 +98,10 @@ def prepared(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Prep
 
 def replicated(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Replicated:
     return Replicated(round_, Step(7), Worker(worker), Rank(rank), DIGEST)
+
+
+def copy(round_: RestartRound = NOW, rank: int = 0) -> CopyRequest:
+    return CopyRequest(round_, ShardRef(JobUid("job"), Step(7), OLD, Rank(rank), DIGEST))
 
 
 def uploaded(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Uploaded:
@@ -219,6 +233,13 @@ CASES = [
             Case(f"{name}: of its second rank", COORDINATOR, MEMBER[0], make(rank=1), None),
         )
     ],
+    # copies
+    *fenced("copy", copy, 1, MEMBER[0]),
+    Case("copy: of its second rank", accepting(1), MEMBER[0], copy(rank=1), None),
+    Case("copy: of another's rank", accepting(1), MEMBER[0], copy(rank=2), Refusal.NOT_ASSIGNED),
+    Case("copy: not assigned", accepting(2), MEMBER[0], copy(), Refusal.NOT_ASSIGNED),
+    Case("copy: from a stranger", accepting(1), STRANGER, copy(), Refusal.NOT_MEMBER),
+    Case("copy: from the operator", accepting(1), OPERATOR, copy(), Refusal.NOT_MEMBER),
     # messages of the coordinator
     *fenced("manifest", manifest, 0, MEMBER[1]),
     *fenced("level", level, 0, MEMBER[1]),
@@ -262,24 +283,6 @@ def test_refusal(case: Case) -> None:
 
 def test_every_message_has_cases() -> None:
     assert {type(case.message) for case in CASES} == set(RULES)
-
-
-@pytest.mark.parametrize(
-    ("state", "caller", "round_", "expected"),
-    [
-        pytest.param(accepting(1), MEMBER[0], NOW, None, id="assigned"),
-        pytest.param(accepting(2), MEMBER[0], NOW, Refusal.NOT_ASSIGNED, id="not assigned"),
-        pytest.param(accepting(1), STRANGER, NOW, Refusal.NOT_MEMBER, id="stranger"),
-        pytest.param(accepting(1), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
-        pytest.param(accepting(1), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
-        pytest.param(sealed(1), MEMBER[0], NOW, Refusal.SEALED, id="sealed"),
-    ],
-)
-def test_copy(
-    state: RoundState, caller: Caller, round_: RestartRound, expected: Refusal | None
-) -> None:
-    refused = refuse_copy(state, caller, round_)
-    assert (None if refused is None else refused.code) == expected
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class World:
     def __init__(self, root: Path) -> None:
         self.node = DiskNodeTier(root, capacity_bytes=1 << 30)
         self.node.open()
-        self.pools = Pools(disk=1, copy=1, store=1)
+        self.pools = Pools(disk=1, fetch=1, store=1)
         self.stager = PlayedStager()
         self.copied: list[tuple[Step, RestartRound]] = []
         self.current = CurrentRound(first_round())

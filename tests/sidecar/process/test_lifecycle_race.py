@@ -83,7 +83,7 @@ class World:
     def __init__(self, node: SlowNode, folder: Path, round_: int = 4) -> None:
         self.node: Any = node
         self.clock = ManualClock()
-        self.pools = Pools(disk=2, copy=1, store=1)
+        self.pools = Pools(disk=2, fetch=1, store=1)
         self.stager = PlayedStager()
         self.stopped: list[str] = []
         self.rehydrations: list[Round] = []

@@ -46,7 +46,7 @@ def tried(point: RestorePoint, node: MemoryTier) -> str:
     state = accepted(held)
 
     async def scenario() -> str:
-        pools, changed, clock = Pools(disk=1, copy=1, store=1), asyncio.Event(), ManualClock()
+        pools, changed, clock = Pools(disk=1, fetch=1, store=1), asyncio.Event(), ManualClock()
         rehydrator = rehydrator_of(state, node, Liars(), pools, clock, changed.set)
         rehydrator.begin(held)
         try:

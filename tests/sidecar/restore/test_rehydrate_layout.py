@@ -56,7 +56,7 @@ def layout_of(asked: Asked, node: MemoryTier) -> bytes:
     state = accepted(round_message(1, workers=count + 1), worker=count)
 
     async def scenario() -> bytes:
-        pools = Pools(disk=1, copy=1, store=1)
+        pools = Pools(disk=1, fetch=1, store=1)
         rehydrator = rehydrator_of(state, node, asked, pools, ManualClock())
         point = RestorePoint(MANIFEST.step, MANIFEST.restart_round)
         try:

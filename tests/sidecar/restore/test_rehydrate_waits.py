@@ -70,7 +70,7 @@ class World:
         self.node.put_manifest(JOB.uid, MANIFEST.checkpoint, DOCUMENT)
         self.store = Store(self.node, *errors)
         self.clock = ManualClock()
-        self.pools = Pools(disk=1, copy=1, store=1)
+        self.pools = Pools(disk=1, fetch=1, store=1)
         self.changed = asyncio.Event()
         self.rehydrator = rehydrator_of(
             STATE, self.node, self.store, self.pools, self.clock, self.changed.set

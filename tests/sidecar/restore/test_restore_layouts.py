@@ -98,7 +98,7 @@ class Pod:
         state = RoundState(Worker(1), 1, NOW, accepted=round_of_two())
 
         async def scenario() -> Any:
-            pools = Pools(disk=1, copy=1, store=1)
+            pools = Pools(disk=1, fetch=1, store=1)
             absent: Any = None
             pod: Any = SimpleNamespace(patience=self.clock.patience)
             saves: Any = SimpleNamespace(

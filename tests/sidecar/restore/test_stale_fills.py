@@ -170,7 +170,7 @@ def whole(request: pytest.FixtureRequest) -> bool:
 async def test_a_fill_that_outlives_its_round_leaves_the_next_rounds_save_alone(
     pod: Pod, whole: bool
 ) -> None:
-    pools = Pools(disk=2, copy=2, store=1)
+    pools = Pools(disk=2, fetch=2, store=1)
     filler, gate = pod.filler(pools), pod.gate(whole=whole)
     old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
     await gate.reached()
@@ -188,7 +188,7 @@ async def test_a_fill_that_outlives_its_round_leaves_the_next_rounds_save_alone(
 
 async def test_a_fill_that_the_rank_asked_for_again_writes_no_more(pod: Pod, whole: bool) -> None:
     """The rank's connection broke, and the rank reconnected in the same round."""
-    pools = Pools(disk=2, copy=2, store=1)
+    pools = Pools(disk=2, fetch=2, store=1)
     filler, gate = pod.filler(pools), pod.gate(whole=whole)
     old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
     await gate.reached()
@@ -206,7 +206,7 @@ async def test_a_cancelled_fill_writes_into_no_other_file(
     pod: Pod, whole: bool, tmp_path: Path
 ) -> None:
     """After the cancellation, another file may get the number of the slot's descriptor."""
-    pools = Pools(disk=2, copy=2, store=1)
+    pools = Pools(disk=2, fetch=2, store=1)
     filler, gate = pod.filler(pools), pod.gate(whole=whole)
     task = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
     await gate.reached()
@@ -230,7 +230,7 @@ async def test_a_cancelled_fill_writes_into_no_other_file(
 async def test_missing_bytes_of_a_stopped_fill_are_not_reported_for_the_next_round(
     pod: Pod,
 ) -> None:
-    pools = Pools(disk=2, copy=2, store=1)
+    pools = Pools(disk=2, fetch=2, store=1)
     filler, gate = pod.filler(pools), pod.gate(whole=False)
     old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=False)))
     await gate.reached()
@@ -249,7 +249,7 @@ def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
     pod.world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
 
     async def scenario() -> None:
-        pools = Pools(disk=2, copy=2, store=1)
+        pools = Pools(disk=2, fetch=2, store=1)
         filler = pod.filler(pools)
 
         def sealed(waits: int) -> None:
@@ -276,7 +276,7 @@ def test_bytes_that_arrived_late_are_no_failure_of_the_fill(pod: Pod) -> None:
     pod.world.clock.at = back
 
     async def scenario() -> None:
-        pools = Pools(disk=2, copy=2, store=1)
+        pools = Pools(disk=2, fetch=2, store=1)
         await pod.filler(pools).fill(pod.state, pod.message(whole=False))
         pools.close()
 
@@ -296,7 +296,7 @@ async def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: 
         payload_bytes=header.payload_bytes,
     )
     pod.path.write_bytes(kept.pack().ljust(HEADER_BYTES, b"\0") + pod.payload(True))
-    pools = Pools(disk=2, copy=2, store=1)
+    pools = Pools(disk=2, fetch=2, store=1)
     filler, gate = pod.filler(pools), Gate()
     pod.node.at_open = gate
     old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=True)))

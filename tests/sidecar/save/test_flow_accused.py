@@ -1,55 +1,100 @@
-"""A peer reports that a copy is corrupt. The sender reads its own shard again to find the cause."""
+"""A target reports that a copy failed. Where it is corrupt, the owner reads its own shard again."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.flows import AcceptingMember, running_flow
 
-from holdfast_core.errors import CorruptionError
-from holdfast_core.ids import RestartRound, ShardRef, TierName
-from holdfast_core.messages.schema import Member
+from holdfast_core.ids import TierName
+from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal, Refused
 from holdfast_sidecar.save.flow import own_shard
+from holdfast_sidecar.wire.client import raise_refused
 
 SIZE = 1 << 20
 CORRUPTIONS = f'holdfast_corruptions_detected_total{{tier="{TierName.NODE}"}} 1.0'
 
 
 class RefusingOnce(AcceptingMember):
-    """A peer that refuses the first copy as corrupt."""
+    """A target that refuses the first copy."""
 
-    def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> int:
-        if not self.puts:
-            self.puts.append(ref)
-            raise CorruptionError(f"bulk: {member.pod} refused {ref}: CRC32C does not match")
-        return super().put(member, round_, ref)
+    def __init__(self, code: Refusal) -> None:
+        super().__init__()
+        self._code = code
+
+    def copy(self, message: CopyRequest) -> CopyReply:
+        if not self.copied:
+            self.copied.append(message.shard)
+            refused = Refused(self._code, "the copy failed", message.round)
+            raise_refused(refused)
+        return super().copy(message)
+
+
+class Slow(AcceptingMember):
+    """A target that needs several requests for one copy."""
+
+    def copy(self, message: CopyRequest) -> CopyReply:
+        super().copy(message)
+        return CopyReply(len(self.copied) == 3, 17)
 
 
 def quarantined(folder: Path) -> list[Path]:
     return list((folder / "quarantine").glob("*.shard"))
 
 
-async def test_a_good_copy_stays_and_is_sent_again(tmp_path: Path) -> None:
-    peer = RefusingOnce()
+async def test_a_good_copy_stays_and_is_offered_again(tmp_path: Path) -> None:
+    peer = RefusingOnce(Refusal.CONFLICT)
     async with running_flow(tmp_path, peer) as world:
         record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
         world.flow.add(own_shard(record, committed=True))
         await world.until_idle()
-        assert peer.puts == [record.ref, record.ref]
+        assert peer.copied == [record.ref, record.ref]
         assert world.node.find(record.ref) is not None
         assert CORRUPTIONS not in world.metrics.render().decode()
 
 
-async def test_a_bad_copy_is_quarantined_and_never_sent_again(tmp_path: Path) -> None:
-    peer = RefusingOnce()
+async def test_a_bad_copy_is_quarantined_and_never_offered_again(tmp_path: Path) -> None:
+    peer = RefusingOnce(Refusal.CONFLICT)
     async with running_flow(tmp_path, peer) as world:
         record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
         flip_bit(world.node.shard_path(record.ref), 4096 + SIZE // 2)
         world.flow.add(own_shard(record, committed=True))
         await world.until_idle()
-        assert peer.puts == [record.ref]
+        assert peer.copied == [record.ref]
         assert world.node.find(record.ref) is None
         assert len(quarantined(tmp_path)) == 1
         assert CORRUPTIONS in world.metrics.render().decode()
+
+
+@pytest.mark.parametrize("code", [Refusal.BUSY, Refusal.NO_SPACE, Refusal.SEALED])
+async def test_a_target_that_cannot_copy_now_is_asked_again(tmp_path: Path, code: Refusal) -> None:
+    peer = RefusingOnce(code)
+    async with running_flow(tmp_path, peer) as world:
+        record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+        world.flow.add(own_shard(record, committed=True))
+        await world.until_idle()
+        assert peer.copied == [record.ref, record.ref]
+
+
+async def test_a_shard_that_its_owner_has_no_more_is_not_offered_again(tmp_path: Path) -> None:
+    peer = RefusingOnce(Refusal.NOT_FOUND)
+    async with running_flow(tmp_path, peer) as world:
+        record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+        world.node.delete_shard(record.ref)
+        world.flow.add(own_shard(record, committed=True))
+        await world.until_idle()
+        assert peer.copied == [record.ref]
+        assert world.flow.shards() == ()
+
+
+async def test_a_copy_that_takes_long_is_requested_until_it_is_durable(tmp_path: Path) -> None:
+    peer = Slow()
+    async with running_flow(tmp_path, peer) as world:
+        record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+        world.flow.add(own_shard(record, committed=True))
+        await world.until_idle()
+        assert peer.copied == [record.ref] * 3
+        assert 'holdfast_sent_bytes_total{tier="peer"} 17.0' in world.metrics.render().decode()

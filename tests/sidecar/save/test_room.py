@@ -155,7 +155,7 @@ class FullOnce(MemoryTier):
 
 async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) -> None:
     """While the failure is reported, older steps are pruned, and a write of a large shard takes long."""
-    node, pools, failures = FullOnce(), Pools(disk=1, copy=1, store=1), Failures(lambda: None)
+    node, pools, failures = FullOnce(), Pools(disk=1, fetch=1, store=1), Failures(lambda: None)
     settings = Settings(contract_with(shared_dir=str(tmp_path)))
     outcomes: list[Outcome] = []
     state = first_round()

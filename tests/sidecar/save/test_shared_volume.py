@@ -202,7 +202,7 @@ DIGEST: Digest = digest_of(DOCUMENT)
 
 @pytest.fixture
 def layouts(shared: Path) -> Iterator[RankLayouts]:
-    pools = Pools(disk=1, copy=1, store=1)
+    pools = Pools(disk=1, fetch=1, store=1)
     yield RankLayouts(shared / "layouts", MemoryTier(), pools)
     pools.close()
 

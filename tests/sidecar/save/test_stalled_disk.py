@@ -58,7 +58,7 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
         outcomes.append(outcome)
         written.set()
 
-    node, pools, failures = HangingNode(), Pools(disk=1, copy=1, store=1), Failures(reported.set)
+    node, pools, failures = HangingNode(), Pools(disk=1, fetch=1, store=1), Failures(reported.set)
     settings = settings_in(tmp_path)
     state = accepted(round_message(workers=1))
     stager = stager_of(settings, state, node, pools, failures)
@@ -136,7 +136,7 @@ class HangingReadBack(MemoryTier):
 async def test_the_read_back_of_a_write_counts_as_progress(tmp_path: Path) -> None:
     """The first write of a rank is read back whole, which takes as long as the write itself."""
     reported, written = asyncio.Event(), asyncio.Event()
-    node, pools = HangingReadBack(), Pools(disk=1, copy=1, store=1)
+    node, pools = HangingReadBack(), Pools(disk=1, fetch=1, store=1)
     failures, settings = Failures(reported.set), settings_in(tmp_path)
     state = accepted(round_message(workers=1))
     stager = stager_of(settings, state, node, pools, failures)

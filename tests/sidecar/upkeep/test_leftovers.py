@@ -75,7 +75,7 @@ def test_leftovers_are_looked_for_periodically_although_the_store_fails(
     hours: float, reaped: int, swept: int
 ) -> None:
     tier = CountingTier()
-    pools = Pools(disk=1, copy=1, store=1)
+    pools = Pools(disk=1, fetch=1, store=1)
 
     async def run() -> None:
         clock = Hours(hours * 3600)
@@ -99,7 +99,7 @@ def test_leftovers_are_looked_for_periodically_although_the_store_fails(
 
 
 def test_without_a_store_the_search_for_leftovers_ends() -> None:
-    pools = Pools(disk=1, copy=1, store=1)
+    pools = Pools(disk=1, fetch=1, store=1)
     leftovers = Leftovers(
         CONTRACT,
         RestartRound(0),

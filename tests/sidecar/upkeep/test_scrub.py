@@ -83,7 +83,7 @@ class World:
         self.node.put_layout(LAYOUT)
         self.node.put_manifest(JOB.uid, MANIFEST.checkpoint, DOCUMENT)
         self.peer = Peer(self.node)
-        self.pools = Pools(disk=1, copy=1, store=1)
+        self.pools = Pools(disk=1, fetch=1, store=1)
         self.metrics = Metrics()
         self.is_busy = False
         self.scrubber = self.scrubber_of(

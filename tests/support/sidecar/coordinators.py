@@ -28,7 +28,7 @@ class CoordinatorWorld:
         message = first_round().accepted
         assert message is not None
         self.clock = ManualClock()
-        self.pools = Pools(disk=1, copy=1, store=1)
+        self.pools = Pools(disk=1, fetch=1, store=1)
         self.coordinator = Coordinator(
             Pod(
                 Settings(contract_with(shared_dir=str(folder))),

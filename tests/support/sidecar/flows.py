@@ -13,7 +13,7 @@ from tests.support.sidecar.rounds import first_round
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import RestartRound, ShardRef, Worker
-from holdfast_core.messages.schema import Member, Ok, PreparedReply
+from holdfast_core.messages.schema import CopyReply, CopyRequest, Ok, PreparedReply
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.failures import Failures
@@ -30,20 +30,21 @@ DEADLINE_SECONDS = 120
 
 
 class AcceptingMember:
-    """Control and bulk port of the other worker, which accepts everything."""
+    """Control port of the other worker, which accepts everything."""
 
     def __init__(self) -> None:
         self.received: list[Any] = []
-        self.puts: list[ShardRef] = []
+        self.copied: list[ShardRef] = []
 
     async def call(self, worker: Worker, message: Any, kind: type[Any]) -> Any:
+        if isinstance(message, CopyRequest):
+            return self.copy(message)
         self.received.append(message)
         return PreparedReply() if kind is PreparedReply else Ok(RestartRound(0), "a")
 
-    def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> int:
-        """Receive a copy of a shard; returns the number of payload bytes that were sent."""
-        self.puts.append(ref)
-        return 0
+    def copy(self, message: CopyRequest) -> CopyReply:
+        self.copied.append(message.shard)
+        return CopyReply(durable=True)
 
 
 class EmptyLayouts:
@@ -60,7 +61,7 @@ class FlowWorld:
         self.node = DiskNodeTier(folder, capacity_bytes=1 << 30)
         self.node.open()
         self.metrics = Metrics()
-        self.pools = Pools(disk=1, copy=1, store=1)
+        self.pools = Pools(disk=1, fetch=1, store=1)
         self._settled = asyncio.Event()
         contract = contract_with(node_dir=str(folder))
         settings = Settings(contract, backoff_first_seconds=0.01, backoff_last_seconds=0.01)

@@ -78,7 +78,7 @@ class World:
                 file.truncate(HEADER_BYTES + CAPACITY)
         self.node = GatedTier(root / "node")
         self.node.open()
-        self.pools = Pools(disk=2, copy=1, store=1)
+        self.pools = Pools(disk=2, fetch=1, store=1)
         self.metrics = Metrics()
         self.outcomes: list[Outcome] = []
         self.deaths: list[object] = []

@@ -1,11 +1,12 @@
 """Messages between the sidecars of a gang over HTTPS, above all to and from the coordinator.
 
-The paths and statuses are those of `messages.operator`.
+The paths and statuses are those of `messages.operator`. ReadShard and ReadReply travel on the bulk port.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from holdfast_core.ids import (
     Digest,
@@ -13,17 +14,23 @@ from holdfast_core.ids import (
     Level,
     Rank,
     RestartRound,
+    ShardRef,
     Step,
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    Bounds,
     Document,
     Natural,
 )
 from holdfast_core.messages.common import (
+    Refused,
     RestorePoint,
     ShardInfo,
 )
+
+MAX_SPANS = 2048
+"""Largest number of spans in one ReadShard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,55 @@ class PreparedReply:
     because of this message."""
     pruned: bool = False
     """The coordinator has given the step up or pruned it. The receiver deletes the shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRequest:
+    """POST /v1/copy, sidecar -> assigned target: this shard is durable here; copy it to your node tier.
+
+    The sender repeats the message until the reply says that the copy is durable.
+    """
+
+    round: RestartRound
+    shard: ShardRef
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReply:
+    durable: bool
+    """The receiver has a verified, durable copy. Where it is False, the receiver is still copying."""
+    received_bytes: Natural = 0
+    """Bytes that the receiver read from the sender for this copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadSpan:
+    """The bytes from `start` to before `stop` of a payload."""
+
+    start: Natural
+    stop: Natural
+
+
+@dataclass(frozen=True, slots=True)
+class ReadShard:
+    """Request on the bulk port: send these parts of a shard's payload, or its trailer if there are none."""
+
+    shard: ShardRef
+    spans: Annotated[tuple[PayloadSpan, ...], Bounds(items=MAX_SPANS)] = ()
+    plain: bool = False
+    """The caller allows the bytes outside TLS."""
+    background: bool = False
+    """No rank waits for the bytes, so the sender applies its limit on background transfers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReply:
+    """Reply to ReadShard. The bytes follow it, unless it is a refusal."""
+
+    length_bytes: Natural = 0
+    plain: bool = False
+    """Both sides leave TLS now, and the bytes follow outside TLS."""
+    refused: Refused | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Every message between launcher, ranks, sidecars and operator (docs/protocol.md).
 
-There are two transports: frames on the pod's Unix socket (SDK and launcher <-> sidecar), and JSON over
-HTTPS with mutual TLS (between sidecars, operator -> sidecar). These dataclasses are the contract.
+There are three transports: frames on the pod's Unix socket (SDK and launcher <-> sidecar), JSON over HTTPS
+with mutual TLS (between sidecars, operator -> sidecar), and the bulk port between sidecars (`core/peer`).
+These dataclasses are the contract.
 `messages.codec` converts them to and from JSON and refuses values that do not fit. Each module below holds
 the messages of one journey. All other code imports them from here.
 """
@@ -20,14 +21,19 @@ from holdfast_core.messages.gang import (
     Buffered,
     BufferedReply,
     BufferNotice,
+    CopyReply,
+    CopyRequest,
     DigestedShard,
     LevelNotice,
     ManifestDocument,
     ManifestPut,
+    PayloadSpan,
     PersistRequest,
     Prepared,
     PreparedReply,
     RankBuffered,
+    ReadReply,
+    ReadShard,
     Reference,
     Rendezvous,
     Replicated,

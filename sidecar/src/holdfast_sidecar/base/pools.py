@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_COPY_THREADS = 8
+
 
 class Pool:
     """Named thread pool with a record of its unfinished calls."""
@@ -60,20 +62,21 @@ class Pools:
       them behind gigabytes of shards.
     * `read`: read the index and small documents of the node tier.
     * `fill`: read shards from the node tier, and write slots.
-    * `copy`: send copies to peers.
+    * `copy`: copy the shards of other members to the node tier. There are more threads than members whose
+      copies ROUND usually assigns to one worker, so that a member that stalls delays only its own copies.
     * `fetch`: read what ranks wait for, from peers and from the store.
     * `store`: upload, and clean up the store.
     * `scrub`: read the node tier again, slowly.
     """
 
-    def __init__(self, *, disk: int, copy: int, store: int) -> None:
+    def __init__(self, *, disk: int, fetch: int, store: int) -> None:
         self.shard = Pool("shard", disk)
         self.digest = Pool("digest", disk)
         self.meta = Pool("meta", 1)
         self.read = Pool("read", disk)
         self.fill = Pool("fill", disk)
-        self.copy = Pool("copy", copy)
-        self.fetch = Pool("fetch", copy)
+        self.copy = Pool("copy", _COPY_THREADS)
+        self.fetch = Pool("fetch", fetch)
         self.store = Pool("store", store)
         self.scrub = Pool("scrub", 1)
 

@@ -20,6 +20,7 @@ from holdfast_core.messages.schema import (
     Buffered,
     BufferNotice,
     Certificate,
+    CopyRequest,
     GangRequest,
     LevelNotice,
     ManifestPut,
@@ -146,6 +147,7 @@ RULES: dict[type[Any], Rule] = {
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
     Prepared: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Buffered: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
+    CopyRequest: Rule(From.MEMBER, To.ANY, fenced=True),
     Replicated: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Uploaded: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     WorkerReport: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
@@ -176,6 +178,7 @@ def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
         or _sender(state, caller, rule.sender)
         or _receiver(state, caller, rule.receiver)
         or _check_sender(state, caller, message)
+        or (_not_assigned(state, caller, message) if isinstance(message, CopyRequest) else None)
     )
 
 
@@ -217,7 +220,7 @@ def refuse_reader(state: RoundState, caller: Caller) -> Refused | None:
 
 
 def fence(state: RoundState, round_: RestartRound) -> Refused | None:
-    """Return why a write of `round_` is refused, or None. Stage, Fill and copies also use this check."""
+    """Return why a write of `round_` is refused, or None. Stage, Fill and copies under way also use this."""
     if round_ < state.round:
         return _stale(state, round_)
     if round_ > state.round:
@@ -229,31 +232,6 @@ def fence(state: RoundState, round_: RestartRound) -> Refused | None:
             ),
         )
     return _sealed(state)
-
-
-def refuse_copy(state: RoundState, caller: Caller, round_: RestartRound) -> Refused | None:
-    """Return why a copy from `caller` is refused, or None.
-
-    The round must match, and the caller must be a member whose copies are assigned to this worker. Whether
-    there is room is checked by the node tier.
-    """
-    refused = fence(state, round_)
-    if refused is not None:
-        return refused
-    member = state.member_of_pod(caller.pod)
-    if member is None:
-        return _not_member(state, caller)
-    accepted = state.accepted
-    assigned = accepted is not None and any(
-        c.source == member.worker and c.target == state.worker for c in accepted.copies
-    )
-    if not assigned:
-        return state.refused(
-            Refusal.NOT_ASSIGNED,
-            f"no copies of worker {member.worker} are assigned to worker {state.worker} "
-            f"in round {state.round}",
-        )
-    return None
 
 
 def refuse_state(state: RoundState, caller: Caller) -> Refused | None:
@@ -393,4 +371,27 @@ def _check_sender(state: RoundState, caller: Caller, message: Any) -> Refused | 
         return None
     return state.refused(
         Refusal.NOT_MEMBER, f"worker {message.worker} runs ranks {own.start}..{own.stop - 1} only"
+    )
+
+
+def _not_assigned(state: RoundState, caller: Caller, message: CopyRequest) -> Refused | None:
+    """Return why a copy is refused, or None.
+
+    ROUND must assign the caller's copies to this worker, and the shard must be of one of the caller's ranks.
+    The node tier checks whether there is room.
+    """
+    member, accepted = state.member_of_pod(caller.pod), state.accepted
+    if member is None or accepted is None:
+        return _not_member(state, caller)
+    if not any(c.source == member.worker and c.target == state.worker for c in accepted.copies):
+        return state.refused(
+            Refusal.NOT_ASSIGNED,
+            f"no copies of worker {member.worker} are assigned to worker {state.worker} "
+            f"in round {state.round}",
+        )
+    if message.shard.rank in ranks_of(member.worker, state.procs_per_worker):
+        return None
+    return state.refused(
+        Refusal.NOT_ASSIGNED,
+        f"{caller.pod} may not request a copy of rank {message.shard.rank}, which it does not run",
     )

@@ -32,7 +32,7 @@ class Settings:
 
     contract: SidecarContract
     disk_threads: int = 2
-    copy_threads: int = 2
+    fetch_threads: int = 2
     store_threads: int = 2
     end_seconds: float = 5.0
     """How long a seal waits for the launcher to end its ranks."""

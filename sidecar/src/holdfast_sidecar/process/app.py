@@ -39,6 +39,7 @@ from holdfast_sidecar.process.metrics_page import MetricsPage
 from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.process.resources import Resources, open_resources
 from holdfast_sidecar.restore.journey import RestoreJourney
+from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.upkeep.replace import Replacer
 from holdfast_sidecar.upkeep.scrub import Scrubber
@@ -67,9 +68,7 @@ class Sidecar:
         peers = Peers(
             contract, certificates.client, current, call_seconds=pod.settings.call_seconds
         )
-        members = Members(
-            peers, BulkPeers(tiers.node, certificates, peers, current, background.take)
-        )
+        members = Members(peers, BulkPeers(tiers.node, certificates, peers, current))
         connections = LocalConnections()
         saves = SaveJourney(pod, tiers, members, telemetry, background, changed)
         restores = RestoreJourney(pod, tiers, members, saves, metrics, changed)
@@ -88,8 +87,10 @@ class Sidecar:
         self._lifecycle = Lifecycle(pod, resources.disk, tiers, journeys, background, telemetry)
         self._pruner = Pruner(pod, tiers, saves, notices, telemetry.failures)
         self._verifier = Verifier(tiers, telemetry)
+        self._incoming = IncomingCopies(pod, tiers, members.bulk)
         receivers = Receivers(
             Manifests(pod, tiers, saves, telemetry.failures),
+            self._incoming,
             self._pruner,
             self._verifier,
             notices,
@@ -99,7 +100,13 @@ class Sidecar:
 
         expected = MemberAddresses(current)
         self._bulk = BulkServing(
-            contract, tiers.node, certificates, current, expected=expected, dropped=dropped
+            contract,
+            tiers.node,
+            certificates,
+            current,
+            background.take,
+            expected=expected,
+            dropped=dropped,
         )
         self._control_server = ControlServer(
             self._control,
@@ -146,6 +153,7 @@ class Sidecar:
         closes(self._plain_server.close)
         await self._peers.start(self._control.dispatch)
         closes(self._peers.close)
+        closes(self._incoming.close)
         closes(self._verifier.close)
         closes(self._pruner.close)
         closes(self._lifecycle.close)

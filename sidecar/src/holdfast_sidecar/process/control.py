@@ -13,6 +13,7 @@ from holdfast_core.messages.schema import (
     BufferNotice,
     Certificate,
     CoordinatorState,
+    CopyRequest,
     GangRequest,
     Inventory,
     LevelNotice,
@@ -44,6 +45,7 @@ from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.process.lifecycle import Lifecycle
 from holdfast_sidecar.process.manifests import Manifests
 from holdfast_sidecar.process.pruning import Pruner
+from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.upkeep.verify import Verifier
 from holdfast_sidecar.wire.client import raise_refused
 
@@ -53,6 +55,7 @@ class Receivers:
     """The handlers of the messages that do not begin or end a round."""
 
     manifests: Manifests
+    copies: IncomingCopies
     pruner: Pruner
     verifier: Verifier
     notices: RankNotices
@@ -147,6 +150,8 @@ class Control:
                 receivers.notices.request(path, message)
             case ManifestPut():
                 return await receivers.manifests.put(message)
+            case CopyRequest():
+                return await receivers.copies.take(caller, message)
             case LevelNotice():
                 return receivers.pruner.level(message)
             case BufferNotice():

@@ -56,7 +56,7 @@ async def open_resources(
     """
     contract = settings.contract
     pools = Pools(
-        disk=settings.disk_threads, copy=settings.copy_threads, store=settings.store_threads
+        disk=settings.disk_threads, fetch=settings.fetch_threads, store=settings.store_threads
     )
     stack.callback(pools.close)
     disk = DiskNodeTier(settings.node_dir, capacity_bytes=contract.node_capacity_bytes)

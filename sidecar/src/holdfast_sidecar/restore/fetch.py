@@ -199,11 +199,11 @@ class Fetcher:
 
         async def from_member(member: Member) -> TierName:
             try:
-                record = await self._pools.fetch.run(self._members.bulk.fetch, member, ref)
+                copied = await self._pools.fetch.run(self._members.bulk.copy, member, ref)
             except CorruptionError:
                 self.report_bad_copy(member, ref)
                 raise
-            self._metrics.fetched(TierName.PEER, record.file_bytes)
+            self._metrics.fetched(TierName.PEER, copied.received_bytes)
             return TierName.PEER
 
         async def from_store(store: ObjectTier) -> TierName:

@@ -19,6 +19,8 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
+    CopyReply,
+    CopyRequest,
     Ok,
     PersistRequest,
     Prepared,
@@ -383,14 +385,33 @@ class Flow:
         if target is None or member is None:
             raise UnavailableError(f"worker {target} is not a member of round {state.round}")
         started = self._pod.clock.monotonic()
-        sent = await self._tiers.pools.copy.run(
-            self._members.bulk.put, member, state.round, shard.ref
-        )
+        sent = await self._copied(target, CopyRequest(state.round, shard.ref))
         self._metrics.sent(TierName.PEER, sent)
         self._metrics.stored(
             TierName.PEER, shard.info.payload_bytes, self._pod.clock.monotonic() - started
         )
         self._update(shard, copied=target)
+
+    async def _copied(self, target: Worker, request: CopyRequest) -> int:
+        """Let the target copy a shard, and return when it is durable there, with the bytes that it received.
+
+        Raises:
+            CorruptionError: The bytes did not verify at the target.
+            NotFoundError: This node did not have the shard.
+            HoldfastError: The target refuses the copy, has failed, or is unreachable.
+        """
+        try:
+            while True:
+                reply = await self._members.control.call(target, request, CopyReply)
+                if reply.durable:
+                    return reply.received_bytes
+        except RefusedError as error:
+            match error.code:
+                case Refusal.CONFLICT:
+                    raise CorruptionError(str(error)) from error
+                case Refusal.BUSY:
+                    raise UnavailableError(str(error)) from error
+            raise
 
     async def _upload(self, shard: OwnShard) -> None:
         started = self._pod.clock.monotonic()

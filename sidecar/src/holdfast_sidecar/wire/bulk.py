@@ -11,16 +11,15 @@ from dataclasses import replace
 
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import RefusedError
-from holdfast_core.ids import RestartRound, ShardRef, ranks_of
+from holdfast_core.ids import ShardRef
 from holdfast_core.messages.schema import Member, Refusal
-from holdfast_core.peer.client import fetch_shard, send_copy
-from holdfast_core.peer.protocol import BulkOptions
-from holdfast_core.peer.ranges import PeerShard
-from holdfast_core.peer.remote import Peer
+from holdfast_core.peer.copy import Copied, copy_shard
+from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.server import BulkServer
+from holdfast_core.peer.shard import PeerShard
 from holdfast_core.shards.file import Trailer
-from holdfast_core.tiers.base import NodeTier, ShardRecord
-from holdfast_sidecar.base.rounds import Caller, RoundState, refuse_copy, refuse_reader
+from holdfast_core.tiers.base import NodeTier
+from holdfast_sidecar.base.rounds import RoundState, refuse_reader
 from holdfast_sidecar.wire.certificates import Certificates
 from holdfast_sidecar.wire.client import Peers, raise_refused
 from holdfast_sidecar.wire.closed import ClosedConnections
@@ -31,11 +30,7 @@ _OPTIONS = BulkOptions(attempts=2)
 
 
 class BulkServing:
-    """The bulk server and its `BulkHandler`.
-
-    It accepts copies only from members that are assigned to this worker in the current ROUND, and serves
-    reads to all members of that ROUND.
-    """
+    """The bulk server and its `BulkHandler`. It serves reads to all members of the current ROUND."""
 
     def __init__(
         self,
@@ -43,15 +38,27 @@ class BulkServing:
         node: NodeTier,
         certificates: Certificates,
         current: Callable[[], RoundState],
+        throttle: Callable[[int], None],
         *,
         expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
     ) -> None:
-        """Create the server; `start` begins to serve. `expected` and `dropped` are as in `ControlServer`."""
+        """Create the server; `start` begins to serve.
+
+        Args:
+            contract: The contract of this pod.
+            node: Has the shards.
+            certificates: The certificates of this pod.
+            current: Returns the state of the round.
+            throttle: Blocks until a background transfer may move so many more bytes.
+            expected: As in `ControlServer`.
+            dropped: As in `ControlServer`.
+        """
         self._contract = contract
         self._node = node
         self._certificates = certificates
         self._current = current
+        self._throttle = throttle
         self._expected = expected
         self._closed = ClosedConnections("bulk", dropped)
         self._server: BulkServer | None = None
@@ -71,41 +78,8 @@ class BulkServing:
         if self._server is not None:
             self._server.close()
 
-    def authorize_put(
-        self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
-    ) -> None:
-        """Check that the caller may put a copy of this shard here.
-
-        Raises:
-            StaleRoundError: The copy is of an older round.
-            RefusedError: The round is not the current one, the caller is not a member that is assigned to
-                copy to this worker, or the shard is not of one of the caller's ranks.
-        """
-        state = self._current()
-        caller = self._caller(peer_dns_name)
-        refused = refuse_copy(state, caller, round)
-        if refused is not None:
-            raise_refused(refused)
-        member = state.member_of_pod(caller.pod)
-        own = member is not None and ref.rank in ranks_of(
-            member.worker, self._contract.procs_per_worker
-        )
-        if not own or ref.job_uid != self._contract.job_uid:
-            raise RefusedError(
-                Refusal.NOT_ASSIGNED, f"{caller.pod} may not put a copy of rank {ref.rank}"
-            )
-
-    def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
+    def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
         """Raise RefusedError unless the caller is a member of the current ROUND or the operator."""
-        caller = self._caller(peer_dns_name)
-        refused = refuse_reader(self._current(), caller)
-        if refused is not None:
-            raise_refused(refused)
-
-    def allows_plain(self) -> bool:
-        return plain_copies(self._current())
-
-    def _caller(self, peer_dns_name: str) -> Caller:
         caller = caller_of((peer_dns_name,), self._contract.job_uid)
         if caller is None:
             raise RefusedError(
@@ -115,7 +89,15 @@ class BulkServing:
                     f"{self._contract.job_uid}"
                 ),
             )
-        return caller
+        refused = refuse_reader(self._current(), caller)
+        if refused is not None:
+            raise_refused(refused)
+
+    def allows_plain(self) -> bool:
+        return plain_copies(self._current())
+
+    def throttle(self, byte_count: int) -> None:
+        self._throttle(byte_count)
 
 
 class BulkPeers:
@@ -127,38 +109,27 @@ class BulkPeers:
         certificates: Certificates,
         peers: Peers,
         current: Callable[[], RoundState],
-        throttle: Callable[[int], None],
     ) -> None:
         self._node = node
         self._certificates = certificates
         self._peers = peers
         self._current = current
-        self._throttle = throttle
 
-    def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> int:
-        """Copy a shard of this node to a member. It is durable there when this returns.
+    def copy(
+        self,
+        member: Member,
+        ref: ShardRef,
+        *,
+        background: bool = False,
+        may_go_on: Callable[[], None] = lambda: None,
+    ) -> Copied:
+        """Copy a shard from a member. It is verified and durable on this node when this returns.
 
-        Returns:
-            The number of bytes that were sent.
-
-        Raises:
-            NotFoundError, CorruptionError: The shard on this node is missing or corrupt.
-            HoldfastError: As `peer.client.send_copy`.
-        """
-        endpoint = self._peers.endpoint(member)
-        with self._node.open_shard(ref) as reader:
-            return send_copy(
-                endpoint.host,
-                endpoint.bulk_port,
-                self._peers.server_name(member),
-                self._certificates.client,
-                round_,
-                reader,
-                options=replace(_options(self._current()), throttle=self._throttle),
-            )
-
-    def fetch(self, member: Member, ref: ShardRef) -> ShardRecord:
-        """Fetch a shard from a member. It is verified and durable on this node when this returns.
+        Args:
+            member: The member that has the shard.
+            ref: The shard.
+            background: No rank waits for the copy, so the member limits its rate.
+            may_go_on: Raises an error that ends the copy.
 
         Raises:
             NotFoundError: The member does not have the shard.
@@ -166,22 +137,10 @@ class BulkPeers:
             CapacityError: This node has no room.
             RefusedError, AccessDeniedError, UnavailableError: The member does not serve it.
         """
-        endpoint = self._peers.endpoint(member)
-        state = self._current()
-        return fetch_shard(
-            endpoint.host,
-            endpoint.bulk_port,
-            self._peers.server_name(member),
-            self._certificates.client,
-            state.round,
-            ref,
-            self._node.begin_copy,
-            options=_options(state),
-        )
+        options = replace(_OPTIONS, background=background)
+        return copy_shard(self._peer(member, options), ref, self._node, may_go_on)
 
-    def open(
-        self, member: Member, ref: ShardRef, *, attempts: int = _OPTIONS.attempts
-    ) -> PeerShard:
+    def open(self, member: Member, ref: ShardRef) -> PeerShard:
         """Open a member's shard to read ranges of it.
 
         Raises:
@@ -189,27 +148,25 @@ class BulkPeers:
             CorruptionError: The member's copy is corrupt.
             RefusedError, AccessDeniedError, UnavailableError: The member does not serve it.
         """
-        endpoint = self._peers.endpoint(member)
-        peer = Peer(
-            endpoint.host,
-            endpoint.bulk_port,
-            self._peers.server_name(member),
-            self._certificates.client,
-            replace(_OPTIONS, attempts=attempts),
-        )
-        return PeerShard.open(peer, self._current().round, ref)
+        return PeerShard.open(self._peer(member, _OPTIONS), ref)
 
     def fetch_table(self, member: Member, ref: ShardRef) -> Trailer:
         """Fetch the chunk table of a member's shard, which is verified against the digest in `ref`.
 
         There is only one attempt. Raises what `open` raises.
         """
-        with self.open(member, ref, attempts=1) as shard:
+        with PeerShard.open(self._peer(member, replace(_OPTIONS, attempts=1)), ref) as shard:
             return shard.trailer
 
-
-def _options(state: RoundState) -> BulkOptions:
-    return replace(_OPTIONS, plain=plain_copies(state))
+    def _peer(self, member: Member, options: BulkOptions) -> Peer:
+        endpoint = self._peers.endpoint(member)
+        return Peer(
+            endpoint.host,
+            endpoint.bulk_port,
+            self._peers.server_name(member),
+            self._certificates.client,
+            replace(options, plain=plain_copies(self._current())),
+        )
 
 
 def plain_copies(state: RoundState) -> bool:

@@ -1,0 +1,89 @@
+"""Fill a copy with chunks that other shards on the receiver's own disk contain.
+
+The copy is still a whole file that depends on no other, so pruning, scrubbing and serving treat it like any
+other. This saves network traffic and the sender's work for TLS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from holdfast_core.errors import CorruptionError, HoldfastError, UnavailableError
+from holdfast_core.ids import ShardRef
+from holdfast_core.messages.gang import MAX_SPANS
+from holdfast_core.peer.equal_chunks import Run, equal_runs, likely_sources
+from holdfast_core.peer.protocol import PIECE_BYTES
+from holdfast_core.shards.chunks import payload_span
+from holdfast_core.shards.file import Trailer
+from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
+
+
+class LocalChunks:
+    """Open shards of this node that may contain chunks of a shard. The owner must close it."""
+
+    def __init__(self, tier: NodeTier, trailer: Trailer) -> None:
+        """Open the shards. `trailer` is that of the shard to copy."""
+        self._tier = tier
+        self._trailer = trailer
+        self._open = contextlib.ExitStack()
+        self._readers: dict[ShardRef, ShardReader] = {}
+        for source in likely_sources(tier.list_shards(), trailer.record.ref):
+            # A missing or corrupt shard is not used as a source. Its own readers report the error.
+            with contextlib.suppress(HoldfastError, OSError):
+                self._readers[source] = self._open.enter_context(tier.open_shard(source))
+
+    def runs(self, position: int) -> tuple[Run, ...]:
+        """Return the runs of chunks that this node has, of the payload from byte `position` on."""
+        header = self._trailer.record.header
+        if header.chunk_bytes > PIECE_BYTES:
+            return ()
+        sources = [
+            (ref, reader.table)
+            for ref, reader in self._readers.items()
+            if reader.record.header.chunk_bytes == header.chunk_bytes
+        ]
+        first = -(-position // header.chunk_bytes)
+        # Each run may leave a span before it to request, and there may be one after the last.
+        found = equal_runs(self._trailer.table, sources, MAX_SPANS - 1)
+        return tuple(run for run in found if run.chunks.start >= first)
+
+    def take(self, run: Run, writer: CopyWriter, may_go_on: Callable[[], None]) -> None:
+        """Append the chunks of `run`, which the copy has reached, to the copy.
+
+        Raises:
+            UnavailableError: The source is corrupt. It is quarantined, so that the next attempt requests
+                these chunks from the peer.
+            HoldfastError: What `may_go_on` and the writer raise.
+        """
+        header = self._trailer.record.header
+        span = payload_span(header, run.chunks)
+        step = PIECE_BYTES - PIECE_BYTES % header.chunk_bytes
+        for position in range(span.start, span.stop, step):
+            may_go_on()
+            room = writer.room(min(step, span.stop - position))
+            try:
+                self._readers[run.source].read_payload_into(position, room)
+            except CorruptionError as error:
+                self._readers.pop(run.source)
+                self._tier.quarantine(run.source, str(error))
+                raise UnavailableError(
+                    f"copy of {self._trailer.record.ref}: {run.source} on this node: {error}"
+                ) from error
+            writer.advance(len(room))
+
+    def close(self) -> None:
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,104 @@
+"""Copies of other members' shards that this worker makes at their request (CopyRequest)."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from holdfast_core.errors import (
+    CapacityError,
+    NotFoundError,
+    RefusedError,
+    TierError,
+    UnavailableError,
+)
+from holdfast_core.ids import RestartRound, ShardRef
+from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal
+from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.rounds import Caller, fence
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.wire.bulk import BulkPeers
+from holdfast_sidecar.wire.client import raise_refused
+
+
+class IncomingCopies:
+    """The copies that this worker makes. All methods run on the event loop."""
+
+    def __init__(self, pod: Pod, tiers: Tiers, bulk: BulkPeers) -> None:
+        self._pod = pod
+        self._tiers = tiers
+        self._bulk = bulk
+        self._reply_seconds = pod.settings.call_seconds / 3
+        """Longest wait for the end of a copy before its request is answered."""
+        self._running: dict[ShardRef, asyncio.Task[int]] = {}
+
+    async def take(self, caller: Caller, request: CopyRequest) -> CopyReply:
+        """Copy the shard from the caller, and reply when it is durable or when it takes long.
+
+        A request that is repeated waits for the copy that runs. The caller's request has passed
+        `rounds.refuse`.
+
+        Raises:
+            RefusedError: The shard is of another job (NotAssigned), this node has no room (NoSpace), or
+                the copy failed and may succeed later (Busy).
+            CorruptionError: The bytes of the caller did not verify.
+            NotFoundError: The caller does not have the shard.
+            StaleRoundError: The round was sealed meanwhile.
+        """
+        ref = request.shard
+        if ref.job_uid != self._pod.contract.job_uid:
+            raise RefusedError(
+                Refusal.NOT_ASSIGNED,
+                f"a copy of a shard of job {ref.job_uid}: this is a sidecar of job "
+                f"{self._pod.contract.job_uid}",
+            )
+        if ref not in self._running and await self._holds(ref):
+            return CopyReply(durable=True)
+        if ref not in self._running:
+            task = asyncio.create_task(self._copy(caller, request), name=f"copy of {ref}")
+            self._running[ref] = task
+            task.add_done_callback(partial(self._ended, ref))
+        task = self._running[ref]
+        done, _ = await asyncio.wait((task,), timeout=self._reply_seconds)
+        if not done:
+            return CopyReply(durable=False)
+        try:
+            return CopyReply(durable=True, received_bytes=task.result())
+        except CapacityError as error:
+            raise RefusedError(Refusal.NO_SPACE, str(error)) from error
+        except NotFoundError:
+            raise
+        except TierError as error:
+            raise RefusedError(Refusal.BUSY, str(error)) from error
+
+    async def _holds(self, ref: ShardRef) -> bool:
+        return await self._tiers.pools.read.run(self._tiers.node.find, ref) is not None
+
+    async def _copy(self, caller: Caller, request: CopyRequest) -> int:
+        member = self._pod.state.member_of_pod(caller.pod)
+        if member is None:
+            raise UnavailableError(f"{caller.pod} is not a member of round {self._pod.state.round}")
+        copied = await self._tiers.pools.copy.run(
+            self._bulk.copy,
+            member,
+            request.shard,
+            background=True,
+            may_go_on=partial(self._expect_round, request.round),
+        )
+        return copied.received_bytes
+
+    def _expect_round(self, round_: RestartRound) -> None:
+        """Raise StaleRoundError or RefusedError if the round of a copy is over. Called in its thread."""
+        refused = fence(self._pod.state, round_)
+        if refused is not None:
+            raise_refused(refused)
+
+    def _ended(self, ref: ShardRef, task: asyncio.Task[int]) -> None:
+        self._running.pop(ref, None)
+        if not task.cancelled():
+            task.exception()  # a caller that still waits receives it, and another one starts again
+
+    async def close(self) -> None:
+        for task in tuple(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)

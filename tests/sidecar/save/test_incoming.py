@@ -1,0 +1,215 @@
+"""Copies that a target makes at the request of their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.shards.builders import BytesSource, payload, shard_header
+from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.rounds import accepted, round_message
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    StaleRoundError,
+    UnavailableError,
+)
+from holdfast_core.ids import JobUid, RestartRound, ShardRef, Worker
+from holdfast_core.messages.schema import CopyReply, CopyRequest, Member, Refusal
+from holdfast_core.peer.copy import Copied
+from holdfast_core.shards.record import ShardRecord
+from holdfast_sidecar.base.pod import CurrentRound, Pod
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import Caller
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.save.incoming import IncomingCopies
+
+ROUND = RestartRound(5)
+OWNER = Caller("gpt-0-r0")
+SIZE = 1000
+
+
+class Owner:
+    """Bulk port of the owners. A copy from OWNER waits until it may end."""
+
+    def __init__(self, node: MemoryTier) -> None:
+        self._node = node
+        self.error: BaseException | None = None
+        self.copies = 0
+        self.started = threading.Semaphore(0)
+        self.may_end = threading.Event()
+
+    def copy(
+        self, member: Member, ref: ShardRef, *, background: bool, may_go_on: Callable[[], None]
+    ) -> Copied:
+        assert background
+        self.copies += 1
+        self.started.release()
+        if member.pod == OWNER.pod:
+            assert self.may_end.wait(60)
+        may_go_on()
+        if self.error is not None:
+            raise self.error
+        header = shard_header(SIZE, step=ref.step)
+        return Copied(self._node.write_shard(header, BytesSource(payload(SIZE))), 77)
+
+
+class World:
+    def __init__(self, call_seconds: float) -> None:
+        self.node = MemoryTier()
+        self.owner = Owner(self.node)
+        self.pools = Pools(disk=1, fetch=1, store=1)
+        self.round = CurrentRound(accepted(round_message(ROUND, workers=3), worker=1))
+        settings = Settings(contract_with(worker=Worker(1)), call_seconds=call_seconds)
+        bulk: Any = self.owner
+        self.copies = IncomingCopies(
+            Pod(settings, SystemClock(), self.round), Tiers(self.node, None, self.pools), bulk
+        )
+
+    def take(self, ref: ShardRef) -> asyncio.Task[CopyReply]:
+        return asyncio.create_task(self.copies.take(OWNER, CopyRequest(ROUND, ref)))
+
+    async def until_started(self) -> None:
+        assert await asyncio.to_thread(self.owner.started.acquire, timeout=60)
+
+
+@asynccontextmanager
+async def world(call_seconds: float = 180.0) -> AsyncIterator[World]:
+    made = World(call_seconds)
+    try:
+        yield made
+    finally:
+        made.owner.may_end.set()
+        await made.copies.close()
+        made.pools.close()
+
+
+def shard(step: int = 7) -> ShardRecord:
+    return MemoryTier().write_shard(shard_header(SIZE, step=step), BytesSource(payload(SIZE)))
+
+
+async def test_requests_for_one_shard_wait_for_one_copy() -> None:
+    async with world() as here:
+        first = here.take(shard().ref)
+        await here.until_started()
+        second = here.take(shard().ref)
+        here.owner.may_end.set()
+        assert [await first, await second] == [CopyReply(True, 77)] * 2
+        assert here.owner.copies == 1
+
+
+async def test_an_owner_that_stalls_delays_no_copy_of_another_owner() -> None:
+    async with world() as here:
+        stalled = [here.take(shard(step).ref) for step in (7, 8, 9)]
+        for _ in stalled:
+            await here.until_started()
+        request = CopyRequest(ROUND, shard(10).ref)
+        assert await here.copies.take(Caller("gpt-2-r0"), request) == CopyReply(True, 77)
+        here.owner.may_end.set()
+        assert [(await task).durable for task in stalled] == [True] * 3
+
+
+async def test_a_copy_that_is_here_is_not_made_again() -> None:
+    async with world() as here:
+        record = here.node.write_shard(shard_header(SIZE, step=7), BytesSource(payload(SIZE)))
+        assert await here.take(record.ref) == CopyReply(durable=True)
+        assert here.owner.copies == 0
+
+
+async def test_a_request_is_answered_before_its_caller_gives_up() -> None:
+    async with world(call_seconds=0.03) as here:
+        assert await here.take(shard().ref) == CopyReply(durable=False)
+        assert await here.take(shard().ref) == CopyReply(durable=False)
+        here.owner.may_end.set()
+        while not (reply := await here.take(shard().ref)).durable:
+            continue
+        assert here.owner.copies == 1
+        assert reply.durable
+
+
+async def test_a_caller_that_disconnects_does_not_end_the_copy() -> None:
+    async with world() as here:
+        request = here.take(shard().ref)
+        await here.until_started()
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        again = here.take(shard().ref)
+        here.owner.may_end.set()
+        assert await again == CopyReply(True, 77)
+        assert here.owner.copies == 1
+
+
+async def test_after_a_failure_the_next_request_begins_again() -> None:
+    async with world() as here:
+        here.owner.may_end.set()
+        here.owner.error = UnavailableError("the connection broke")
+        with pytest.raises(RefusedError, match="the connection broke"):
+            await here.take(shard().ref)
+        here.owner.error = None
+        assert await here.take(shard().ref) == CopyReply(True, 77)
+        assert here.owner.copies == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "code"),
+    [
+        (UnavailableError("x"), RefusedError, Refusal.BUSY),
+        (AccessDeniedError("x"), RefusedError, Refusal.BUSY),
+        (CapacityError("x"), RefusedError, Refusal.NO_SPACE),
+        (RefusedError(Refusal.NOT_MEMBER, "x"), RefusedError, Refusal.NOT_MEMBER),
+        (NotFoundError("x"), NotFoundError, None),
+        (CorruptionError("x"), CorruptionError, None),
+    ],
+)
+async def test_the_owner_receives_the_reason_of_a_failure(
+    error: HoldfastError, raised: type[HoldfastError], code: Refusal | None
+) -> None:
+    async with world() as here:
+        here.owner.may_end.set()
+        here.owner.error = error
+        with pytest.raises(raised) as caught:
+            await here.take(shard().ref)
+        assert getattr(caught.value, "code", None) == code
+
+
+async def test_a_copy_of_a_round_that_was_sealed_meanwhile_is_not_kept() -> None:
+    async with world() as here:
+        request = here.take(shard().ref)
+        await here.until_started()
+        here.round.state = here.round.state.sealed_for(RestartRound(ROUND + 1))
+        here.owner.may_end.set()
+        with pytest.raises(StaleRoundError):
+            await request
+        assert here.node.list_shards() == ()
+
+
+async def test_a_shard_of_another_job_is_refused() -> None:
+    async with world() as here:
+        ref = replace(shard().ref, job_uid=JobUid("another-job"))
+        with pytest.raises(RefusedError, match="another-job") as caught:
+            await here.take(ref)
+        assert caught.value.code is Refusal.NOT_ASSIGNED
+        assert here.owner.copies == 0
+
+
+async def test_closing_does_not_wait_for_copies(tmp_path: Path) -> None:
+    async with world() as here:
+        request = here.take(shard().ref)
+        await here.until_started()
+        await here.copies.close()
+        with pytest.raises(asyncio.CancelledError):
+            await request
