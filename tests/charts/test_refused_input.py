@@ -44,11 +44,15 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["spec.checkpoint.interval.steps:", "must be 1 to 1000000000, got 0"],
     ),
     "no interval": (ckpt(interval=ABSENT), ["spec.checkpoint.interval: Required value"]),
-    "no slot": (
-        ckpt(memory={"slots": 0}),
-        ["spec.checkpoint.memory.slots:", "must be 1 to 8, got 0", "one save overlap"],
+    "fewer than no slots": (
+        ckpt(memory={"slots": -1}),
+        ["spec.checkpoint.memory.slots:", "must be 0 to 8, got -1", "one save overlap"],
     ),
-    "nine slots": (ckpt(memory={"slots": 9}), ["checkpoint.memory.slots must be 1 to 8, got 9"]),
+    "nine slots": (ckpt(memory={"slots": 9}), ["checkpoint.memory.slots must be 0 to 8, got 9"]),
+    "a ring below its least size": (
+        ckpt(memory={"slots": 0, "ringSize": "1Mi"}),
+        ['checkpoint.memory.ringSize is "1Mi", expected a quantity of bytes from 16Mi to 64Gi'],
+    ),
     "memory limit is no quantity": (
         ckpt(memory={"sizeLimit": "8 Gi"}),
         ['checkpoint.memory.sizeLimit is "8 Gi", expected a quantity of bytes', "example 8Gi"],

@@ -34,6 +34,9 @@ STORE_DIR = "/holdfast/store"
 
 SOCKET_NAME = "holdfast.sock"
 SLOTS_DIR = "slots"
+MIN_RING_BYTES = 16 << 20
+MAX_RING_BYTES = 64 << 30
+"""Bounds of spec.checkpoint.memory.ringSize, the ring through which a save streams."""
 LAYOUTS_DIR = "layouts"
 LAUNCHER_ROUND_FILE = "launcher-round.json"
 
@@ -118,6 +121,8 @@ class PodContract:
     procs_per_worker: int
     shared_dir: str
     slots: int = 2
+    ring_bytes: int = 1 << 30
+    """Size of the ring through which saves stream if `slots` is 0."""
 
     def to_env(self) -> dict[str, str]:
         return {f"{PREFIX}{name.upper()}": str(value) for name, value in asdict(self).items()}
@@ -176,6 +181,7 @@ _INT_FIELDS = frozenset(
         "birth_round",
         "procs_per_worker",
         "slots",
+        "ring_bytes",
         "node_capacity_bytes",
         "control_port",
         "bulk_port",

@@ -8,53 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.sidecar.gang import Gang, Gangs
+from tests.integration.sidecars.one_worker import OneWorker
+from tests.support.sidecar.gang import Gangs
 from tests.support.trainer.launched import until
 
 import holdfast
 from holdfast.base.options import WhenBusy
-from holdfast_core.contract import PodContract
-from holdfast_core.messages.schema import Policy
 
 pytestmark = pytest.mark.integration
-
-
-class OneWorker:
-    """A gang of one worker, whose rank is a Checkpointer of this process."""
-
-    def __init__(self, gang: Gang, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
-        self.gang = gang
-        self.policy = Policy(interval_steps=1, slots=slots, peer_copies=0)
-        self._monkeypatch = monkeypatch
-
-    async def begin(self) -> None:
-        """Start the sidecar and round 0."""
-        await self.gang.start(policy=self.policy)
-        self._become_rank(0)
-
-    async def next_round(self, step: int) -> None:
-        """Seal round 0 and begin round 1 at the committed `step`."""
-        point = await self.gang.point(step, local=True)
-        await self.gang.operator.seal(0, 1)
-        await self.gang.begin(1, restore=point, policy=self.policy)
-        self._become_rank(1)
-
-    def _become_rank(self, round_: int) -> None:
-        self.gang.ranks[0].close()
-        of = self.gang.sidecars[0].contract
-        contract = PodContract(
-            of.job_uid,
-            of.job,
-            of.namespace,
-            of.worker,
-            of.birth_round,
-            1,
-            of.shared_dir,
-            slots=self.policy.slots,
-        )
-        env = {"HOLDFAST_ROUND": str(round_), "RANK": "0", "WORLD_SIZE": "1"}
-        for name, value in {**contract.to_env(), **env}.items():
-            self._monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize(("when_busy", "skipped"), [("skip", [2, 3]), ("wait", [])])

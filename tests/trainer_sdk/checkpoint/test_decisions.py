@@ -39,6 +39,7 @@ class Training:
             job_uid=JOB_UID,
             peer="the sidecar",
             slots=policy.slots,
+            ring_bytes=1 << 30,
             advice=IN_A_POD,
             interval_steps=None,
             round=ROUND,

@@ -46,8 +46,9 @@ class Checkpointer:
     interval_steps: optimizer steps between saves, 100 by default; 0 saves only on request. In a pod the
       job's spec sets the interval, and this argument has no effect.
     keep_last: number of committed checkpoints to keep in `dir`, at least 1. A pod ignores it.
-    slots: number of slots per rank, at least 1. A slot holds a copy of the rank's state until that copy
-      is written to `dir`. A pod ignores it.
+    slots: number of slots per rank. A slot holds a copy of the rank's state until that copy is written to
+      `dir`. With 0 there is no copy: each save streams to `dir` through a ring of `ring_bytes`, and blocks
+      training until it is durable. A pod ignores it.
     slots_dir: directory on this machine for the slots, instead of /dev/shm. It needs room for `slots`
       copies of the state. A pod ignores it.
     strict: with True the checkpoint must hold exactly what the state contains. With False what does not
@@ -56,6 +57,7 @@ class Checkpointer:
       next one.
     when_busy: what to do when a rank has no free slot for a save. With "skip" every rank leaves that save
       out; with "wait" the rank waits up to 10 minutes for a slot. Use the same value on every rank.
+    ring_bytes: size of the ring for slots=0, 16 MiB to 64 GiB. A pod ignores it.
 
     Raises ConfigError for an invalid argument, and outside a worker pod when `dir` is missing.
     """
@@ -71,9 +73,18 @@ class Checkpointer:
         strict: bool = True,
         on_save_error: OnSaveError = "warn",
         when_busy: WhenBusy = "skip",
+        ring_bytes: int = 1 << 30,
     ) -> None:
         self._options = Options(
-            dir, interval_steps, keep_last, slots, slots_dir, strict, on_save_error, when_busy
+            dir,
+            interval_steps,
+            keep_last,
+            slots,
+            slots_dir,
+            strict,
+            on_save_error,
+            when_busy,
+            ring_bytes,
         ).checked()
         self._settings = RankSettings.from_env()
         place = self._place = place_for(self._options, self._settings)

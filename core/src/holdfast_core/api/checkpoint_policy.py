@@ -8,12 +8,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from holdfast_core.api.base import ApiModel
 from holdfast_core.api.cel import cel_rules, remedy, rule
 from holdfast_core.api.meta import NameRef
 from holdfast_core.api.quantities import QUANTITY, parse_quantity_bytes, quantity_rule
+from holdfast_core.contract import MAX_RING_BYTES, MIN_RING_BYTES
 
 
 class PeerEncryption(StrEnum):
@@ -44,24 +45,53 @@ class StepInterval(ApiModel):
     ]
 
 
+def _ring_size(text: str) -> str:
+    if not MIN_RING_BYTES <= parse_quantity_bytes(text) <= MAX_RING_BYTES:
+        raise ValueError(f"{text!r}: expected a quantity of bytes from 16Mi to 64Gi")
+    return text
+
+
 class MemorySpec(ApiModel):
     """The shared-memory ring between the ranks and the sidecar."""
 
     slots: Annotated[
         int,
         Field(
-            ge=1,
+            ge=0,
             le=8,
             description=(
                 "Slots per rank; each stores one snapshot of the rank's state and counts "
                 "towards the trainer's memory limit. From 3 on the newest complete step "
-                "stays in memory while the node writes an older one."
+                "stays in memory while the node writes an older one. With 0 no snapshot is "
+                "stored: each save streams to the node through a ring of ringSize, and blocks "
+                "training until it is durable."
             ),
             json_schema_extra=remedy(
-                "2 let one save overlap the next; 3 keep every step in memory"
+                "2 let one save overlap the next; 3 keep every step in memory; 0 streams"
             ),
         ),
     ] = 2
+    ring_size: Annotated[
+        Annotated[str, QUANTITY],
+        Field(
+            max_length=32,
+            description=(
+                "Size of each rank's ring in shared memory if slots is 0, a quantity of bytes "
+                "from 16Mi to 64Gi."
+            ),
+            json_schema_extra=cel_rules(
+                rule(
+                    "isQuantity(self) && quantity(self).compareTo(quantity('16Mi')) >= 0"
+                    " && quantity(self).compareTo(quantity('64Gi')) <= 0",
+                    message_expression=(
+                        '\'checkpoint.memory.ringSize is "%s", expected a quantity of bytes from '
+                        "16Mi to 64Gi: write for example 1Gi'.format([self])"
+                    ),
+                )
+            ),
+        ),
+        AfterValidator(_ring_size),
+    ] = "1Gi"
     size_limit: Annotated[
         Annotated[str, QUANTITY] | None,
         Field(
@@ -77,6 +107,10 @@ class MemorySpec(ApiModel):
     @property
     def size_limit_bytes(self) -> int | None:
         return None if self.size_limit is None else parse_quantity_bytes(self.size_limit)
+
+    @property
+    def ring_bytes(self) -> int:
+        return parse_quantity_bytes(self.ring_size)
 
 
 class EmptyDirSpec(ApiModel):

@@ -101,6 +101,14 @@ class RestoreReply:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """Range of a payload that travels in one slot of a ring (ADR 0069): start <= position < stop."""
+
+    start: Natural
+    stop: Natural
+
+
+@dataclass(frozen=True, slots=True)
 class Fill:
     """Rank -> sidecar: write this rank's shard of the restore point into one of these slots.
 
@@ -117,6 +125,9 @@ class Fill:
     <shared_dir>/layouts/<hex>.json. The sidecar assembles it from the shards of any old ranks."""
     reads_files: bool = False
     """The rank can read the shard's file itself, so the reply may be ShardFile."""
+    segment: Segment | None = None
+    """Range of the shard's payload to write, from a slot's first byte on; None for all of it. It starts at
+    a chunk, and ends at a chunk or at the payload's end. Only for a shard as it was saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +174,26 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Staged:
     step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class StageSegment:
+    """Rank -> sidecar: hand over the next segment of a payload, in a slot in state FULL.
+
+    The segments of a save are sent in order, each after the reply to the one before. The reply to the last
+    one is sent when the shard is durable on the node tier.
+    """
+
+    stage: Stage
+    """As for the whole payload. `slot` holds the segment."""
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class DropSegments:
+    """Rank -> sidecar, no reply: the save whose segments this connection has sent is not continued."""
+
+    round: RestartRound
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ from holdfast_core.messages.operator import (
 from holdfast_core.messages.pod_socket import (
     OVERTAKEN,
     PROTOCOL_VERSION,
+    DropSegments,
     End,
     Ended,
     Exited,
@@ -78,10 +79,12 @@ from holdfast_core.messages.pod_socket import (
     Run,
     SaveFailed,
     SaveRequested,
+    Segment,
     ShardFile,
     SlotOffer,
     Stage,
     Staged,
+    StageSegment,
     StopRequested,
     StoreAddress,
 )

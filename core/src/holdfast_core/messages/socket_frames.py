@@ -39,6 +39,8 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
             schema.ShardFile,
             schema.Stage,
             schema.Staged,
+            schema.StageSegment,
+            schema.DropSegments,
             schema.Progress,
             schema.LevelReached,
             schema.SaveFailed,

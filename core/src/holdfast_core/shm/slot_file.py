@@ -26,6 +26,7 @@ from holdfast_core.shm.slot_header import (
     SlotState,
     pack_state,
 )
+from holdfast_core.tiers.base import PayloadSource
 
 MAX_SLOTS = 1024
 """Largest number of slots in one volume. A pod has a few ranks with a few slots each."""
@@ -159,21 +160,18 @@ class SlotFile:
             done += count
         self.bytes_read += done
 
+    @property
+    def is_starved(self) -> bool:
+        """Return False: all bytes of a slot are there."""
+        return False
+
     def verified(self, byte_count: int) -> None:
         """Count bytes of the written file that were read back, for those who watch a write's progress."""
         self.bytes_verified += byte_count
 
     def pieces(self, start: int, stop: int, piece_bytes: int = _READ_BYTES) -> Iterator[memoryview]:
-        """Yield the payload from byte `start` to `stop` in order.
-
-        All pieces share one buffer, so a piece is valid only until the next one is requested. Raises what
-        `read_into` raises.
-        """
-        buffer = memoryview(bytearray(min(piece_bytes, max(stop - start, 1))))
-        for position in range(start, stop, len(buffer)):
-            piece = buffer[: min(len(buffer), stop - position)]
-            self.read_into(position, piece)
-            yield piece
+        """Return `payload_pieces` of the slot."""
+        return payload_pieces(self, start, stop, piece_bytes)
 
     def payload_digest(self, payload_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Digest:
         """Return the digest that a shard with the first `payload_bytes` of the payload has.
@@ -185,8 +183,30 @@ class SlotFile:
             digest.update(piece)
         return digest.finish()[0]
 
+    def free(self) -> None:
+        """Set the slot FREE and close it. Raises what `set_state` raises, after the slot is closed."""
+        try:
+            self.set_state(SlotState.FREE)
+        finally:
+            self.close()
+
     def close(self) -> None:
         os.close(self.fd)
+
+
+def payload_pieces(
+    source: PayloadSource, start: int, stop: int, piece_bytes: int = _READ_BYTES
+) -> Iterator[memoryview]:
+    """Yield the payload from byte `start` to `stop` in order.
+
+    All pieces share one buffer, so a piece is valid only until the next one is requested. Raises what
+    `source.read_into` raises.
+    """
+    buffer = memoryview(bytearray(min(piece_bytes, max(stop - start, 1))))
+    for position in range(start, stop, len(buffer)):
+        piece = buffer[: min(len(buffer), stop - position)]
+        source.read_into(position, piece)
+        yield piece
 
 
 def list_slots(directory: Path) -> tuple[str, ...]:

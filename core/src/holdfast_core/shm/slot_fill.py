@@ -16,12 +16,16 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Protocol
 
-from holdfast_core.errors import CapacityError
+from holdfast_core.errors import CapacityError, FormatError
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ShardRef
+from holdfast_core.messages.schema import Segment
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shm.slot_header import SlotHeader, SlotState
 from holdfast_core.tiers.base import ShardReader
+
+_PIECE_BYTES = 8 << 20
+"""Bytes that are read, verified and copied at once."""
 
 
 class SlotTarget(Protocol):
@@ -76,6 +80,36 @@ def copy_shard(reader: ShardReader, ref: ShardRef, target: SlotTarget) -> None:
             target.write_payload(offset, piece)
             offset += len(piece)
     target.write_header(replace(free, round=ref.round, step=ref.step, payload_bytes=offset))
+
+
+def copy_segment(
+    reader: ShardReader, payload_bytes: int, segment: Segment, target: SlotTarget
+) -> None:
+    """Copy a range of a shard's payload, verified by the CRC32Cs of its chunks, to the slot's start.
+
+    The slot is FREE then and names no shard.
+
+    Raises:
+        FormatError: The segment is not a range of whole chunks of the payload.
+        CorruptionError: The shard does not verify.
+    """
+    chunk = reader.record.header.chunk_bytes
+    start, stop = segment.start, segment.stop
+    if (
+        start % chunk
+        or not start < stop <= payload_bytes
+        or (stop % chunk and stop != payload_bytes)
+    ):
+        raise FormatError(
+            f"bytes [{start}, {stop}) of a payload of {payload_bytes}: expected whole chunks of {chunk}"
+        )
+    free = _begin(target)
+    buffer = memoryview(bytearray(min(_PIECE_BYTES // chunk * chunk or chunk, stop - start)))
+    for position in range(start, stop, len(buffer)):
+        piece = buffer[: min(len(buffer), stop - position)]
+        reader.read_payload_into(position, piece)
+        target.write_payload(position - start, piece)
+    target.write_header(free)
 
 
 def begin_assembly(target: SlotTarget, wanted: RankLayout) -> SlotHeader:

@@ -12,8 +12,9 @@ from holdfast_core.ids import JobUid
 from holdfast_core.messages.schema import Refusal, Stage
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
-from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_file import payload_pieces
 from holdfast_core.shm.slot_header import SlotHeader, SlotState
+from holdfast_core.tiers.base import PayloadSource
 
 
 def check_slot(header: SlotHeader, message: Stage, *expected: SlotState) -> None:
@@ -47,13 +48,13 @@ def shard_header(message: Stage, job_uid: JobUid, world_size: int) -> ShardHeade
     )
 
 
-def digest_slot(header: ShardHeader, slot: SlotFile) -> ShardRecord:
+def digest_slot(header: ShardHeader, slot: PayloadSource) -> ShardRecord:
     """Digest the payload in one pass over the shared memory, and return the record of its shard.
 
-    Raises what `SlotFile.pieces` raises.
+    Raises what `slot.read_into` raises.
     """
     digester = PayloadDigester(header)
-    for piece in slot.pieces(0, header.payload_bytes):
+    for piece in payload_pieces(slot, 0, header.payload_bytes):
         digester.update(piece)
     failpoint("memory.after_digest")
     record, _ = digester.finish()

@@ -139,6 +139,7 @@ def _complete_trainer(
         procs_per_worker=job.spec.procs_per_worker,
         shared_dir=SHARED_DIR,
         slots=job.spec.checkpoint.memory.slots,
+        ring_bytes=job.spec.checkpoint.memory.ring_bytes,
     )
     ours = contract.to_env()
     trainer["env"] = [

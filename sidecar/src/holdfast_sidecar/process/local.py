@@ -7,6 +7,7 @@ from typing import Any
 from holdfast_core.errors import FormatError, RefusedError
 from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import (
+    DropSegments,
     Ended,
     Exited,
     Fill,
@@ -18,6 +19,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     Restore,
     Stage,
+    StageSegment,
     StoreAddress,
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
@@ -79,6 +81,7 @@ class Local:
 
     def gone(self, connection: Connection) -> None:
         hello = connection.hello
+        self._saves.stager.streams.drop(connection)
         if hello is not None and hello.role is LocalRole.LAUNCHER:
             if self._connections.launcher is None:
                 self._starter.gone(connection)
@@ -90,6 +93,8 @@ class Local:
         match message:
             case Stage():
                 return await self._saves.stager.stage(self._current, message)
+            case StageSegment():
+                return await self._saves.stager.streams.stage(self._current, message, connection)
             case Restore():
                 return await self._filler.restore(self.state, message)
             case Fill():
@@ -135,6 +140,8 @@ class Local:
                 self._progressed(message)
             case Exited() if message.round == self.state.round and self._own(message.rank):
                 self._gang.exited(message)
+            case DropSegments():
+                self._saves.stager.streams.drop(connection)
             case Ended():
                 self._starter.ended(message.round)
                 self._starter.evaluate()

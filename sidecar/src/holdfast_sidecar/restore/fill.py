@@ -32,7 +32,7 @@ from holdfast_core.messages.schema import (
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile, rank_of_slot
-from holdfast_core.shm.slot_fill import copy_shard, first_fitting, names_shard
+from holdfast_core.shm.slot_fill import copy_segment, copy_shard, first_fitting, names_shard
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
@@ -168,10 +168,11 @@ class Filler:
         if ref is None:
             raise NotFoundError(f"rank {rank} has nothing to restore in this round")
         payload_bytes = restored.payload_bytes[rank]
-        kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes, target)
-        if kept is not None:
-            return Filled(kept, payload_bytes, TierName.MEMORY)
-        return await self._from_node(names, ref, payload_bytes, restored, target)
+        if message.segment is None:
+            kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes, target)
+            if kept is not None:
+                return Filled(kept, payload_bytes, TierName.MEMORY)
+        return await self._from_node(message, ref, restored, target)
 
     def _restored(self, state: RoundState, message: Restore | Fill) -> Restored:
         """Return what the ranks restore from, if the request fits the round. Raises RefusedError."""
@@ -267,22 +268,18 @@ class Filler:
         return Filled(slot, wanted.payload_bytes, tier)
 
     async def _from_node(
-        self,
-        names: tuple[str, ...],
-        ref: ShardRef,
-        payload_bytes: int,
-        restored: Restored,
-        target: FillTarget,
+        self, message: Fill, ref: ShardRef, restored: Restored, target: FillTarget
     ) -> Filled:
         rank = Rank(ref.rank)
         for _ in range(_MAX_TRIES):
             try:
-                slot, record = await self._pools.fill.run(
-                    self._copy, names, ref, payload_bytes, target
+                slot, record, copied = await self._pools.fill.run(
+                    self._copy, message, ref, restored, target
                 )
                 target.check()
-                self._stager.memory[slot] = record
-                return Filled(slot, payload_bytes, restored.sources[rank])
+                if message.segment is None:
+                    self._stager.memory[slot] = record
+                return Filled(slot, copied, restored.sources[rank])
             except CorruptionError as error:
                 self._metrics.corruption(TierName.NODE)
                 logs.warning("bad copy in the node tier", rank=rank, error=str(error))
@@ -333,14 +330,26 @@ class Filler:
         return None
 
     def _copy(
-        self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
-    ) -> tuple[str, ShardRecord]:
-        """Copy the payload from the node tier into an offered slot, and return the slot's name."""
+        self, message: Fill, ref: ShardRef, restored: Restored, target: FillTarget
+    ) -> tuple[str, ShardRecord, int]:
+        """Copy the payload, or a segment of it, from the node tier into an offered slot.
+
+        Returns the slot's name, the shard's record and the number of bytes.
+        """
+        names, segment = tuple(offer.name for offer in message.slots), message.segment
+        payload_bytes = restored.payload_bytes[message.rank]
         with self._node.open_shard(ref) as reader:
-            slot = self._room(names, payload_bytes, target)
-            copy_shard(reader, ref, target)
-            self._metrics.fetched(TierName.NODE, payload_bytes)
-            return slot, reader.record
+            if segment is None:
+                slot = self._room(names, payload_bytes, target)
+                copy_shard(reader, ref, target)
+                copied = payload_bytes
+            else:
+                expect_table(reader.record, restored, message.rank)
+                copied = segment.stop - segment.start
+                slot = self._room(names, copied, target)
+                copy_segment(reader, payload_bytes, segment, target)
+            self._metrics.fetched(TierName.NODE, copied)
+            return slot, reader.record, copied
 
     def _room(self, names: tuple[str, ...], payload_bytes: int, target: FillTarget) -> str:
         """Give the target the first offered slot that is large enough and that the stager does not own.
@@ -355,3 +364,16 @@ class Filler:
             return target.header().capacity_bytes
 
         return first_fitting(names, payload_bytes, capacity_of)
+
+
+def expect_table(record: ShardRecord, restored: Restored, rank: Rank) -> None:
+    """Raise CorruptionError unless the shard has the chunk table that the manifest names.
+
+    A read of a segment does not verify the payload's digest, only the CRC32Cs of that table.
+    """
+    expected = None if restored.manifest is None else restored.manifest.shards[rank].chunk_table
+    if record.chunk_table != expected:
+        raise CorruptionError(
+            f"shard of {record.ref}: its chunk table is {record.chunk_table}, expected {expected} "
+            "according to the manifest"
+        )

@@ -111,6 +111,8 @@ class SlotWrites:
         )
 
         def stalled(quiet: float) -> None:
+            if slot.is_starved:
+                return  # the rank that streams its save is slow or stopped, and not the disk
             self._failures.note_text(
                 subject,
                 TierName.NODE,

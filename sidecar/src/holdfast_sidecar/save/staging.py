@@ -20,18 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from holdfast_core.errors import FormatError, HoldfastError, RefusedError
+from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import RankBuffered, Refusal, Stage, Staged
 from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.shm.slot_file import SlotFile, list_slots, rank_of_slot
+from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot
+from holdfast_core.shm.slot_stream import SegmentStream
 from holdfast_core.tiers.base import ShardRecord
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.rounds import RoundState, fence
+from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.telemetry import Telemetry
@@ -49,6 +50,7 @@ from holdfast_sidecar.save.repeated import RepeatedSaves
 from holdfast_sidecar.save.room import Room
 from holdfast_sidecar.save.slot_notes import SlotNotes, left_in_memory, take_or_free
 from holdfast_sidecar.save.slot_writes import Outcome, SlotWrites
+from holdfast_sidecar.save.streams import Streams, expect_of_round
 
 
 class Stager:
@@ -80,6 +82,8 @@ class Stager:
         self._notes = SlotNotes(pod.settings.staged_dir)
         self._owned: dict[str, OwnedSlot] = {}
         self._repeated = RepeatedSaves(pod, tiers, self._owned)
+        self.streams = Streams(pod, layouts, self._owned, self._own)
+        """The saves that stream through a ring of slots."""
         self._stored: dict[tuple[Rank, Step], ShardRecord] = {}
         """Shards that were buffered and are durable now, until the coordinator has acknowledged that."""
         self._newest: dict[Rank, Step] = {}
@@ -119,7 +123,7 @@ class Stager:
         return any(o.pending_write for o in self._owned.values())
 
     def owns(self, slot: str) -> bool:
-        return slot in self._owned
+        return slot in self._owned or self.streams.hold(slot)
 
     def buffered_steps(self, rank: Rank) -> tuple[Step, ...]:
         """Return the rank's steps that are digested in memory, whether or not a write has begun."""
@@ -180,19 +184,14 @@ class Stager:
             FormatError: The slot is not of a rank of this pod, or its header contradicts the message.
             HoldfastError: The layout cannot be stored, the slot not opened, or its note not written.
         """
-        state = _fenced(current(), message)
-        if rank_of_slot(message.slot) != message.rank or message.rank not in state.own_ranks:
-            raise FormatError(
-                f"stage of rank {message.rank} in slot {message.slot!r}: the rank does not run in "
-                "this pod"
-            )
+        expect_of_round(current(), message)
         if self._is_owned(message):
             return Staged(message.step)
         await self._layouts.ensure(message.layout)
-        _fenced(current(), message)  # a SEAL may have arrived while the layout was read
-        if await self._repeated.compare(lambda: _fenced(current(), message), message):
+        expect_of_round(current(), message)  # a SEAL may have arrived while the layout was read
+        if await self._repeated.compare(lambda: expect_of_round(current(), message), message):
             return Staged(message.step)
-        state = _fenced(current(), message)
+        state = expect_of_round(current(), message)
         if self._is_owned(message):
             # The rank sent this Stage again after a reconnect, and the other request was served first.
             return Staged(message.step)
@@ -307,6 +306,7 @@ class Stager:
         """End the round: from now on only `write_buffered` begins writes of buffered slots."""
         self._accepted_round = None
         self._chosen = None
+        self.streams.seal()
         self.room.close()
 
     async def settle(self, timeout_seconds: float) -> bool:
@@ -381,7 +381,7 @@ class Stager:
             if owned.dropped and owned.where is Where.BUFFERED:
                 self._free(owned)
         for name in list_slots(self._settings.slots_dir):
-            if name in self._owned:
+            if self.owns(name):
                 continue
             try:
                 slot = SlotFile.open(self._settings.slots_dir, name)
@@ -417,10 +417,14 @@ class Stager:
         """Add an owned slot, and begin its digest if it `pending_write`, else its write."""
         slot.throttle = self._background.take
         where = Where.DIGESTING if pending_write else Where.WRITING
-        owned = OwnedSlot(message, slot, state.world_size, where, was_buffered=pending_write)
-        self._owned[slot.name] = owned
+        self._own(OwnedSlot(message, slot, state.world_size, where, was_buffered=pending_write))
+
+    def _own(self, owned: OwnedSlot) -> None:
+        """Add an owned slot or stream, and begin its digest or its write."""
+        message = owned.stage
+        self._owned[message.slot] = owned
         self._newest[message.rank] = message.step
-        if pending_write:
+        if owned.where is Where.DIGESTING:
             self._tasks.spawn(self._digest(owned), f"digest {message.slot}")
         else:
             self._start(owned)
@@ -452,11 +456,10 @@ class Stager:
         self._notes.remove(name)
         failpoint("memory.before_free")
         try:
-            owned.slot.set_state(SlotState.FREE)
+            owned.slot.free()
         except HoldfastError as error:
             # The trainer can cause this at any time, and an unhandled error of a task ends the process.
             logs.warning("freeing a slot failed", slot=name, error=str(error))
-        owned.slot.close()
 
     async def _digest(self, owned: OwnedSlot) -> None:
         outcome = await self._writes.digest(owned)
@@ -483,6 +486,11 @@ class Stager:
             outcome = await self._writes.write(owned)
         finally:
             record = None if outcome is None else outcome.record
+            if record is None:
+                failed = None if outcome is None else outcome.failed
+                owned.failure = "the write was given up" if failed is None else failed.message
+                if isinstance(owned.slot, SegmentStream):
+                    owned.slot.stop(owned.failure)
             if outcome is not None and outcome.failed is not None and self._stays(owned, outcome):
                 owned.where, owned.failed = Where.BUFFERED, True
             else:
@@ -508,11 +516,3 @@ class Stager:
         state = self._accepted_round
         current = state is None or state.round == owned.stage.round
         return owned.record is not None and not owned.dropped and not outcome.is_corrupt and current
-
-
-def _fenced(state: RoundState, message: Stage) -> RoundState:
-    """Return `state` if the message is of its round. Raises RefusedError otherwise."""
-    refused = fence(state, message.round)
-    if refused is not None:
-        raise RefusedError(refused.code, refused.message)
-    return state

@@ -12,6 +12,7 @@ from holdfast.checkpoint.restoring import Restorer
 from holdfast.checkpoint.saves import Saves
 from holdfast.checkpoint.saving import Saver
 from holdfast.checkpoint.status import SaveStatus
+from holdfast.checkpoint.streaming import StreamingSaver
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement
 from holdfast.gang.store import connect_store
@@ -53,12 +54,16 @@ class Opened:
         self.ring = SlotRing(
             directories.slots,
             rank,
-            traits.slots,
+            max(traits.slots, 1),
             traits.advice,
             directories.spare_slots,
             place.holds_slots,
         )
-        self.saver = Saver(session, self.ring, layouts, rank)
+        self.saver = (
+            StreamingSaver(session, self.ring, layouts, rank, traits.ring_bytes)
+            if traits.streams
+            else Saver(session, self.ring, layouts, rank)
+        )
         self.decisions = SaveDecisions(
             StepAgreement(session, store, rank),
             session,

@@ -14,6 +14,7 @@ from typing import Any
 from holdfast.base.layouts import LayoutFiles
 from holdfast.base.notices import show_notice
 from holdfast.base.settings import RankSettings
+from holdfast.checkpoint.segment_restore import SegmentReader, read_segments
 from holdfast.connection.session import Session
 from holdfast.directory.in_place import InPlace, read_in_place
 from holdfast.places.place import NextFetch, Place
@@ -27,7 +28,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.messages.schema import Fill, Filled, Restore, RestoreReply, ShardFile
+from holdfast_core.messages.schema import Fill, Filled, Restore, RestoreReply, ShardFile, SlotOffer
 
 logger = logging.getLogger(__name__)
 
@@ -169,18 +170,23 @@ class Restorer:
             document = wanted.to_bytes()
             digest, payload_bytes = digest_of(document), wanted.payload_bytes
             self._layouts.ensure(document, digest)
-        is_local = self._place.traits.shares_container
+        traits = self._place.traits
+        is_local = traits.shares_container
+        in_place = wanted is None and target.is_read_in_place()
+        if traits.streams:
+            found = self._fetch_streaming(reply, target) if in_place else None
+            if found is not None:
+                return found
+            self._ring.use(
+                1, is_bounded=False
+            )  # one slot for the whole payload, until the first save
+            in_place = False
         self._ring.ensure(max(target.needed_bytes(), payload_bytes), round_, to_fill=is_local)
         offers = tuple(slot.offer() for slot in self._ring.slots)
-        if is_local and wanted is None and target.is_read_in_place():
-            fill = Fill(round_, rank, offers, reads_files=True)
-            reply = self._session.request(fill, Filled, ShardFile)
-            if isinstance(reply, ShardFile):
-                held = None if reply.slot is None else self._ring.find(reply.slot).payload.data
-                found = self._read_in_place(reply, target, held)
-                if found is not None:
-                    saved = found.saved
-                    return Fetched(step, found.tier, lambda: saved, is_ours=True)
+        if is_local and in_place:
+            found = self._fetch_file(step, target, offers)
+            if found is not None:
+                return found
         filled = self._session.request(Fill(round_, rank, offers, digest), Filled)
         payload = self._ring.find(filled.slot).payload[: filled.payload_bytes]
         return Fetched(
@@ -190,6 +196,48 @@ class Restorer:
             is_ours=False,
             lies_over=self._left_parts,
         )
+
+    def _fetch_file(
+        self, step: Step, target: RestoreTarget, offers: tuple[SlotOffer, ...]
+    ) -> Fetched | None:
+        """Read the shard's file into the state's tensors. Return None if a slot is needed instead."""
+        round_ = self._session.current_round
+        fill = Fill(round_, self._settings.rank, offers, reads_files=True)
+        file = self._session.request(fill, Filled, ShardFile)
+        if not isinstance(file, ShardFile):
+            return None
+        held = None if file.slot is None else self._ring.find(file.slot).payload.data
+        found = self._read_in_place(file, target, held)
+        if found is None:
+            return None
+        saved = found.saved
+        return Fetched(step, found.tier, lambda: saved, is_ours=True)
+
+    def _fetch_streaming(self, reply: RestoreReply, target: RestoreTarget) -> Fetched | None:
+        """Read the shard into the state's tensors without a slot for all of it.
+
+        Return None if the state does not fit. A load from a slot names what does not.
+        """
+        point = reply.restore_point
+        if point.step is None or point.round is None:
+            return None
+        if self._place.traits.shares_container:
+            return self._fetch_file(point.step, target, ())
+        checkpoint = CheckpointId(point.step, point.round)
+
+        def begins() -> None:
+            self._left_parts = checkpoint
+
+        round_ = self._session.current_round
+        reader = SegmentReader(
+            self._session, self._ring, round_, self._settings.rank, reply.payload_bytes
+        )
+        reader.open(self._place.traits.ring_bytes)
+        read = read_segments(reader, target, begins)
+        if read is None:
+            return None
+        saved, tier = read
+        return Fetched(point.step, tier, lambda: saved, is_ours=True)
 
     def _read_in_place(
         self, file: ShardFile, target: RestoreTarget, held: memoryview | None

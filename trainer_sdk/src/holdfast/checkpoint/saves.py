@@ -7,6 +7,7 @@ save.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from holdfast.places.place import Place
 from holdfast.training.loop import Position
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.ids import Level, Step
+
+logger = logging.getLogger(__name__)
 
 _BUSY_WAIT_SECONDS = 600.0
 _LEAVE_WAIT_SECONDS = 30.0
@@ -65,7 +68,18 @@ class Saves:
         return handle
 
     def save_left(self, step: Step, state: Mapping[str, Any]) -> None:
-        """Save the last step of a loop that was left early, and hold that save."""
+        """Save the last step of a loop that was left early, and hold that save.
+
+        A save that streams cannot be held, because no memory holds its bytes.
+        """
+        if self._place.traits.streams:
+            logger.warning(
+                "step %d is not saved: the loop was left early, and with 0 slots a save cannot wait for "
+                "the reason; call save(%d, state) after the loop to keep it",
+                step,
+                step,
+            )
+            return
         self._left = SaveHandle(step, self._session.current_round)
         self._session.defer(self._left)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from holdfast_core.ids import JobUid, Level, Rank, RestartRound
 from holdfast_core.messages.schema import (
     OVERTAKEN,
     PROTOCOL_VERSION,
+    DropSegments,
     Hello,
     HelloReply,
     LevelReached,
@@ -31,6 +33,7 @@ from holdfast_core.messages.schema import (
     SaveRequested,
     Stage,
     Staged,
+    StageSegment,
     StopRequested,
 )
 from holdfast_core.shm.slot_header import SlotState
@@ -51,7 +54,8 @@ class _Staged:
     """A save that was handed over, with its slot and its handle."""
 
     stage: Stage
-    slot: Slot
+    slot: Slot | None
+    """None for a save that streamed: its bytes are in no slot."""
     handle: SaveHandle
     is_repeated: bool = False
     """Whether the step was handed over before in this round. The other side acknowledges it only when its
@@ -102,6 +106,8 @@ class Session:
         self._deferred: _Staged | None = None
         self._progress: Progress | None = None
         """The newest progress. It is sent after a reconnect, because a restarted sidecar has no record."""
+        self.connections = 0
+        """Number of connections so far."""
         self.losses = 0
         """Connections that ended or could not be opened since the last HelloReply."""
         self.lost_because = ""
@@ -166,6 +172,7 @@ class Session:
 
     def hello_accepted(self, reply: HelloReply) -> None:
         with self._lock:
+            self.connections += 1
             self.losses = 0
             self.hello_error = None
             if self.round is None:
@@ -174,7 +181,12 @@ class Session:
 
     def connected(self) -> None:
         with self._lock:
-            again = [s for s in self._all() if not s.handle.settled]
+            # A save that is still streaming fails with its connection, and is not handed over again.
+            again = [
+                s
+                for s in self._all()
+                if not s.handle.settled and (s.slot is not None or s.acknowledged)
+            ]
             if self._loss_logged:
                 logger.warning("connected to %s again: saves continue", self.peer)
                 self._loss_logged = False
@@ -246,6 +258,40 @@ class Session:
         elif not kept:
             self._take(save)
 
+    def stream(self, stage: Stage, handle: SaveHandle, segments: Iterator[StageSegment]) -> None:
+        """Hand over a save in segments. Return when it is durable on the node tier.
+
+        If this raises, the other side is told to drop the save.
+
+        Args:
+            stage: The save.
+            handle: Receives the levels.
+            segments: Each segment, after it is in its slot. The next one is requested after the reply to the
+                one before.
+
+        Raises:
+            UnavailableError: There is no connection, or it ended meanwhile.
+            RefusedError: The other side refuses the save, or cannot write it.
+        """
+        save = self._add(_Staged(stage, None, handle))
+        connection = self.connections
+        try:
+            for segment in segments:
+                if self._link is None or connection != self.connections:
+                    raise UnavailableError(f"the connection to {self.peer} ended during the save")
+                reply = self._link.submit(segment)
+                if segment.segment.stop == stage.payload_bytes:
+                    reply.add_done_callback(partial(self._answered, save))
+                reply.result(_ANSWER_SECONDS)
+        except BaseException as error:
+            if self._link is not None:
+                self._link.notify(DropSegments(stage.round))
+            if isinstance(error, TimeoutError):
+                raise UnavailableError(
+                    f"save of step {stage.step}: no reply from {self.peer} within {_ANSWER_SECONDS} s"
+                ) from error
+            raise
+
     def defer(self, handle: SaveHandle) -> None:
         """Keep the slot of this save until `hand_over_deferred` or `drop_deferred`.
 
@@ -270,7 +316,7 @@ class Session:
         if handle is not None:
             handle.overtaken = True
             handle.fail(Level.LOCAL, why)
-        if save is not None:
+        if save is not None and save.slot is not None:
             save.slot.abandon()
 
     def progress(self, message: Progress) -> bool:
@@ -344,12 +390,15 @@ class Session:
     # ------------------------------------------------------------------ inside
 
     def _take(self, save: _Staged) -> None:
+        self._submit(self._add(save))
+
+    def _add(self, save: _Staged) -> _Staged:
         with self._lock:
             same = self._saves.setdefault((save.stage.step, save.stage.round), [])
             save.is_repeated = bool(same)
             same.append(save)
             self._forget_old()
-        self._submit(save)
+        return save
 
     def _submit(self, save: _Staged) -> None:
         if self._link is None or not self._is_open:
@@ -426,14 +475,14 @@ class Session:
         except UnavailableError:
             return  # `connected` sends it again
         except HoldfastError as error:
-            state = _state_of(save)
+            state, slot = _state_of(save), save.slot
             is_left = state is SlotState.OWNED and not self._knows_what_is_durable
-            if is_left and not save.slot.is_lost():
+            if is_left and slot is not None and not slot.is_lost():
                 # The sidecar took it before it restarted. The new process continues or frees it.
                 self._acknowledge(save)
             else:
-                if state is not None:
-                    save.slot.abandon()  # the other side refused it and will not free the slot
+                if state is not None and slot is not None:
+                    slot.abandon()  # the other side refused it and will not free the slot
                 save.handle.fail(Level.LOCAL, str(error))
         else:
             if isinstance(reply, Staged):
@@ -456,6 +505,8 @@ class Session:
 
 def _state_of(save: _Staged) -> SlotState | None:
     """Return the slot's state, or None where the slot holds another save by now or is not mapped."""
+    if save.slot is None:
+        return None
     try:
         header = save.slot.header()
     except (FormatError, ValueError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.open_folder import OpenFolder
@@ -19,16 +20,24 @@ from holdfast_core.messages.schema import (
     Restore,
     RestorePoint,
     RestoreReply,
+    Segment,
     ShardFile,
     SlotOffer,
 )
+from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.assemble import Copying, check_source
 from holdfast_core.reshard.plan import plan_without
 from holdfast_core.reshard.reads import by_source
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_fill import begin_assembly, copy_shard, first_fitting, names_shard
+from holdfast_core.shm.slot_fill import (
+    begin_assembly,
+    copy_segment,
+    copy_shard,
+    first_fitting,
+    names_shard,
+)
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.sources import ReaderSource
 
@@ -93,17 +102,33 @@ class FolderRestore:
         if message.reads_files:
             path = str(self._tier.shard_path(ref))
             return ShardFile(path, ref, TierName.NODE, named[0] if named else None)
+        if message.segment is not None:
+            return self._fill_segment(message, ref, message.segment)
         for name in named:
             if self._holds(name, ref, size):
                 return Filled(name, size, TierName.MEMORY)
-        with closing(self._fitting(message.slots, size)) as slot:
-            try:
-                with self._tier.open_shard(ref) as reader:
-                    copy_shard(reader, ref, slot)
-            except CorruptionError as error:
-                self._tier.quarantine(ref, str(error))
-                raise
+        with closing(self._fitting(message.slots, size)) as slot, self._reading(ref) as reader:
+            copy_shard(reader, ref, slot)
         return Filled(slot.name, size, TierName.NODE)
+
+    def _fill_segment(self, message: Fill, ref: ShardRef, segment: Segment) -> Filled:
+        size = segment.stop - segment.start
+        with (
+            closing(self._fitting(message.slots, size)) as slot,
+            self._reading(ref) as reader,
+        ):
+            copy_segment(reader, reader.record.header.payload_bytes, segment, slot)
+        return Filled(slot.name, size, TierName.NODE)
+
+    @contextmanager
+    def _reading(self, ref: ShardRef) -> Iterator[DiskShardReader]:
+        """Open the shard. Quarantine it if the body raises CorruptionError."""
+        try:
+            with self._tier.open_shard(ref) as reader:
+                yield reader
+        except CorruptionError as error:
+            self._tier.quarantine(ref, str(error))
+            raise
 
     def _fill_resharded(self, message: Fill, manifest: Manifest, layout: Digest) -> Filled:
         wanted = parse_rank_layout(self._layouts.read(layout))

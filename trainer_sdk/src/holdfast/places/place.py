@@ -29,6 +29,9 @@ class Traits:
     peer: str
     """Name of the process that serves this rank, for log and error messages."""
     slots: int
+    """Slots of each rank. With 0, saves stream through a ring (ADR 0069)."""
+    ring_bytes: int
+    """Size of that ring."""
     advice: SlotAdvice
     interval_steps: int | None
     """Optimizer steps between saves. None: the policy of the connection has them."""
@@ -44,6 +47,10 @@ class Traits:
     shares_container: bool
     """Whether the other process runs in this process's container. It may then fill slots that this process
     has not touched, and this process can open its files."""
+
+    @property
+    def streams(self) -> bool:
+        return self.slots == 0
 
 
 @dataclass(frozen=True, slots=True)

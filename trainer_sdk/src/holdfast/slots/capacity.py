@@ -41,21 +41,27 @@ class SlotAdvice:
     """Advice if the memory limit is reached."""
 
 
+_LESS_IN_A_POD = (
+    "or lower spec.checkpoint.memory.slots (1 keeps one copy of the state, 0 none: each save then blocks "
+    "training while it streams through a ring of spec.checkpoint.memory.ringSize)"
+)
 IN_A_POD = SlotAdvice(
     place="shared memory volume",
     volume="raise spec.checkpoint.memory.sizeLimit, or, where it is not set, the trainer's "
-    "resources.limits.memory; or lower spec.checkpoint.memory.slots (1 keeps one copy of the state)",
-    memory="raise resources.limits.memory of the trainer, to which slots are charged; or lower "
-    "spec.checkpoint.memory.slots (1 keeps one copy of the state)",
+    f"resources.limits.memory; {_LESS_IN_A_POD}",
+    memory="raise resources.limits.memory of the trainer, to which slots are charged, and "
+    f"spec.checkpoint.memory.sizeLimit if it is set; {_LESS_IN_A_POD}",
+)
+_LESS_IN_A_FOLDER = (
+    "or use fewer slots (slots=1 keeps one copy of the state, slots=0 none: each save then blocks training "
+    "while it streams through a ring of ring_bytes)"
 )
 IN_A_FOLDER = SlotAdvice(
     place="file system",
-    volume=(
-        "make it larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm), set "
-        "another directory with Checkpointer(slots_dir=...), or use fewer slots (slots=1)"
-    ),
-    memory="raise the memory limit of the container or batch job: slots count against it; or use fewer "
-    "slots (slots=1)",
+    volume="make it larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm); set "
+    f"another directory with Checkpointer(slots_dir=...); {_LESS_IN_A_FOLDER}",
+    memory="raise the memory limit of the container or batch job: slots count against it; "
+    f"{_LESS_IN_A_FOLDER}",
 )
 
 

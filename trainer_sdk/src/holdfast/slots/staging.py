@@ -198,6 +198,7 @@ class SlotRing:
         self._advice = advice
         self._rank = rank
         self._count = count
+        self._is_bounded = False
         self._slots: list[Slot] = []
         self._last = -1
         self._pinner: Pinner | None = None
@@ -263,12 +264,18 @@ class SlotRing:
         capacity_bytes = _whole_pages(capacity_bytes)
         if self.has_lost():
             self._close_lost()
-        if len(self._slots) == self._count and self.capacity_bytes >= capacity_bytes:
+        if len(self._slots) == self._count and all(
+            self._fits(slot.capacity_bytes, capacity_bytes) for slot in self._slots
+        ):
             if not to_fill and self._toucher is None:
                 self._join()
             return
         self._await_toucher()
-        kept = {slot.index: slot for slot in self._slots if slot.capacity_bytes >= capacity_bytes}
+        kept = {
+            slot.index: slot
+            for slot in self._slots
+            if self._fits(slot.capacity_bytes, capacity_bytes)
+        }
         for slot in self._slots:
             if slot.index not in kept:
                 slot.close()
@@ -303,6 +310,29 @@ class SlotRing:
             self._slots = [kept[index] for index in sorted(kept)]
         if not to_fill:
             self._join()
+
+    def use(self, count: int, *, is_bounded: bool) -> None:
+        """Use `count` slots from now on. If that is another number, the slots of before are removed.
+
+        With `is_bounded`, slots that are more than twice as large as `ensure` requests, such as those of an
+        earlier run, are replaced too.
+        """
+        if count != self._count:
+            self._await_toucher()
+            self._discard()
+        self._count, self._is_bounded = count, is_bounded
+
+    def remove_busy(self) -> None:
+        """Remove the slots that are not FREE. `ensure` creates new ones.
+
+        A process that still reads one keeps its file.
+        """
+        self._await_toucher()
+        busy = [slot for slot in self._slots if slot.header().state is not SlotState.FREE]
+        for slot in busy:
+            slot.path.unlink(missing_ok=True)
+            slot.close()
+        self._slots = [slot for slot in self._slots if slot not in busy]
 
     def has_lost(self) -> bool:
         """Return whether `ensure` has to create lost slots again. No device may copy into them then."""
@@ -414,6 +444,10 @@ class SlotRing:
                 self._pinner = None
                 logger.warning("training waits while saves copy from the device: %s", error)
 
+    def _fits(self, capacity_bytes: int, wanted_bytes: int) -> bool:
+        too_large = self._is_bounded and capacity_bytes > 2 * wanted_bytes
+        return capacity_bytes >= wanted_bytes and not too_large
+
     def _path(self, index: int) -> Path:
         # The names in the spare directory differ, because the reader looks for a name in both.
         number = _SPARE_INDEX + index if self.directory == self._spare else index
@@ -429,7 +463,9 @@ class SlotRing:
         try:
             size = os.fstat(descriptor).st_size
             header = SlotHeader.unpack(os.pread(descriptor, HEADER_BYTES, 0))
-            if size - HEADER_BYTES < capacity_bytes or header.capacity_bytes + HEADER_BYTES != size:
+            if header.capacity_bytes + HEADER_BYTES != size:
+                return None
+            if not self._fits(header.capacity_bytes, capacity_bytes):
                 return None
             if header.state in (SlotState.FULL, SlotState.OWNED) and header.round != round_:
                 # A late reader keeps the old file. The caller creates a new file of this name.
@@ -476,7 +512,7 @@ class Copier:
         """Run all copies and wait for them. Raises what a copy raised."""
         total = sum(size for size, _ in jobs)
         if total < _TWO_THREADS_FROM_BYTES or len(jobs) < 2:
-            _run_all(jobs)
+            run_all(jobs)
             return
         half, taken = 0, 0
         while half < len(jobs) and taken + jobs[half][0] // 2 < total // 2:
@@ -484,9 +520,9 @@ class Copier:
             half += 1
         if self._helper is None:
             self._helper = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
-        other = self._helper.submit(_run_all, jobs[half:])
+        other = self._helper.submit(run_all, jobs[half:])
         try:
-            _run_all(jobs[:half])
+            run_all(jobs[:half])
         finally:
             other.result()
 
@@ -496,7 +532,8 @@ class Copier:
             self._helper = None
 
 
-def _run_all(jobs: Jobs) -> None:
+def run_all(jobs: Jobs) -> None:
+    """Run all copies in the calling thread."""
     for _, copy in jobs:
         copy()
 

@@ -38,8 +38,10 @@ from holdfast_core.format.payload import (
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, Digest, Rank
 
-_PIECE_BYTES = 32 << 20
-_BATCH_BYTES = 4 << 20
+PIECE_BYTES = 32 << 20
+"""Largest piece of a tensor that one thread copies."""
+BATCH_BYTES = 4 << 20
+"""Largest batch of small tensors that one call copies."""
 _GRAIN_BYTES = 4096
 
 
@@ -230,7 +232,7 @@ class PayloadTarget:
         if leave_out is not None:
             leaves = tuple(leaf for leaf in leaves if not leave_out(leaf.source))
         pairs = ((leaf, self._place(leaf)) for leaf in leaves)
-        run(copy_jobs(pairs, _PIECE_BYTES, _BATCH_BYTES))
+        run(copy_jobs(pairs, PIECE_BYTES, BATCH_BYTES))
 
     def _place(self, leaf: Leaf) -> Any:
         kind = leaf.is_raw, isinstance(leaf.source, np.ndarray)
