@@ -14,7 +14,6 @@ from holdfast_core.tiers.objects import Listed, ObjectSource, Page
 
 NOW = "(julianday('now') * 86400.0)"
 TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, data BLOB, written REAL)"
-PAGE_KEYS = 100
 
 
 class SqliteObjectStore:
@@ -54,11 +53,12 @@ class SqliteObjectStore:
         found = self._run("SELECT length(data) FROM objects WHERE key = ?", key)
         return int(found[0][0]) if found else None
 
-    def list(self, prefix: str, page: str = "") -> Page:
-        sql = f"SELECT key, {NOW} - written FROM objects WHERE key > ? AND substr(key, 1, ?) = ?"
-        found = self._run(f"{sql} ORDER BY key LIMIT {PAGE_KEYS}", page, len(prefix), prefix)
-        listed = tuple(Listed(key, timedelta(seconds=max(0.0, age))) for key, age in found)
-        return Page(listed, listed[-1].key if len(listed) == PAGE_KEYS else "")
+    def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
+        sql = f"SELECT key, {NOW} - written FROM objects WHERE substr(key, 1, ?) = ? ORDER BY key"
+        ages = {key: max(0.0, age) for key, age in self._run(sql, len(prefix), prefix)}
+        inside = {key: key[: key.find("/", len(prefix)) + 1] if folders else "" for key in ages}
+        found = (Listed(k, timedelta(seconds=ages[k])) for k in ages if not inside[k])
+        return Page(tuple(found), folders=tuple(sorted({*inside.values()} - {""})))
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

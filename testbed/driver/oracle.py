@@ -32,8 +32,7 @@ class Evidence:
     checkpoints: Sequence[Object]
     """Checkpoint objects of the job."""
     stored: Mapping[str, str]
-    """Objects by their key below the job's prefix: the text of a manifest or a references document, the
-    etag of any other object."""
+    """Objects by their key below the job's prefix: the text of a manifest, the etag of any other object."""
     uploads_in_progress: Sequence[str]
     copies: int
 
@@ -97,7 +96,8 @@ def _restorable(checkpoints: Sequence[Object], stored: Mapping[str, str]) -> Ite
             continue
         step, round_ = int(item["spec"]["step"]), int(status["round"])
         name = item["metadata"]["name"]
-        key = f"{_folder('manifests', step, round_)}.json"
+        folder = f"s{step:012d}-r{round_:06d}"
+        key = f"manifests/s{step:012d}/r{round_:06d}.json"
         text = stored.get(key)
         if text is None:
             yield f"I1: {name} is Committed but {key} is not in the store"
@@ -105,18 +105,15 @@ def _restorable(checkpoints: Sequence[Object], stored: Mapping[str, str]) -> Ite
         for shard in json.loads(text)["shards"]:
             hexes = str(shard["blake3"]).removeprefix("b3:")[:16]
             rank = int(shard["rank"])
-            shard_key = f"{_folder('shards', step, round_)}/rank{rank:06d}-{hexes}"
+            shard_key = f"shards/{folder}/rank{rank:06d}-{hexes}"
             if not {f"{shard_key}.shard", f"{shard_key}.pack"} & stored.keys():
                 yield f"I1: {name} names {shard_key}.shard, which is not in the store, nor its pack"
-        said = stored.get(f"{_folder('references', step, round_)}.json", '{"references": []}')
-        for earlier in json.loads(said)["references"]:
-            folder = _folder("shards", int(earlier["step"]), int(earlier["restartRound"]))
-            if not any(key.startswith(f"{folder}/") for key in stored):
-                yield f"I1: {name} needs objects of {folder}, of which none is in the store"
-
-
-def _folder(kind: str, step: int, round_: int) -> str:
-    return f"{kind}/s{step:012d}/r{round_:06d}"
+        for marker in stored:
+            needed, slash, by = marker.removeprefix("references/").partition("/by-")
+            if not slash or by != folder:
+                continue
+            if not any(key.startswith(f"shards/{needed}/") for key in stored):
+                yield f"I1: {name} needs objects of shards/{needed}, of which none is in the store"
 
 
 def compare_digests(reference: Mapping[int, str], found: Mapping[int, str]) -> list[str]:
@@ -156,7 +153,7 @@ def stored_objects(namespace: str, job_uid: str) -> dict[str, str]:
         if entry.get("type") != "file":
             continue
         key = entry["key"].removeprefix(f"e2e/{namespace}/{job_uid}/")
-        document = key.startswith(("manifests/", "references/"))
+        document = key.startswith("manifests/")
         stored[key] = mc("cat", prefix + key) if document else entry["etag"]
     return stored
 

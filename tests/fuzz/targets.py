@@ -33,7 +33,6 @@ from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.payload import header_bytes, parse_payload, unpack_objects
 from holdfast_core.format.rank_layout import parse_rank_layout
-from holdfast_core.format.references import parse_references
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages import schema
 from holdfast_core.messages.codec import dumps, loads
@@ -155,12 +154,13 @@ def _documents() -> Iterator[Target]:
     yield Target("manifest", same(parse_manifest), _golden("format_v1/manifest.json"))
     yield Target("layout", same(parse_layout), _golden("format_v1/layout.json"))
     yield Target("rank-layout", same(parse_rank_layout), _golden("format_v1/rank1.layout.json"))
-    yield Target("references", same(parse_references), _golden("pack_v1/references.json"))
     yield Target(
         "key",
         lambda data: parse_key(data.decode(errors="surrogateescape")),
         (
-            b"shards/s000000000010/r000000/rank000001-0123456789abcdef.shard",
+            b"shards/s000000000010-r000000/rank000001-0123456789abcdef.shard",
+            b"references/s000000000010-r000000/by-s000000000020-r000000",
+            b"references/s000000000020-r000000/needs-s000000000010-r000000-00000000000000000005",
             b"manifests/s000000000010/r000000.json",
             b"layouts/" + b"0" * 64 + b".json",
         ),

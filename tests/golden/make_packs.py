@@ -14,7 +14,6 @@ from pathlib import Path
 from tests.support.shards.builders import shard_file, shard_header
 from tests.support.shards.packs import trailer_of
 
-from holdfast_core.format.references import References
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
 from holdfast_core.shards.coding import PLAIN, ChunkEncoder, Coding
 from holdfast_core.shards.file import head_bytes
@@ -24,7 +23,6 @@ CHUNK_BYTES = 4096
 FOLDER = Path(__file__).parent / f"pack_v{FORMAT_VERSION}"
 CODED_FOLDER = Path(__file__).parent / f"pack_v{FORMAT_VERSION}_compressed"
 BASE = CheckpointId(Step(10), RestartRound(0))
-NEXT = CheckpointId(Step(20), RestartRound(3))
 SAVED = {
     # (step, round, rank): the byte of each chunk. The last chunk is shorter.
     (10, 0, 1): b"abcd",
@@ -64,7 +62,6 @@ def golden_files() -> dict[str, bytes]:
     start = head_bytes(trailer.record.header) + 2 * CHUNK_BYTES
     own = files["step20-rank1.shard"][start : start + CHUNK_BYTES]
     files["step20-rank1.pack"] = own + pack_index(index)
-    files["references.json"] = References(NEXT, index.earlier()).to_bytes()
     return files
 
 

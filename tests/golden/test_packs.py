@@ -10,13 +10,11 @@ from tests.golden.make_packs import (
     CODED_FOLDER,
     CODED_WIDTHS,
     FOLDER,
-    NEXT,
     coded_files,
     coded_payload,
     golden_files,
 )
 
-from holdfast_core.format.references import parse_references
 from holdfast_core.shards.coding import ChunkDecoder
 from holdfast_core.shards.file import (
     FOOTER,
@@ -58,11 +56,6 @@ def test_a_pack_reads_and_makes_the_shard_file() -> None:
     body = b"".join(chunks).ljust(trailer_offset(index.header) - head, b"\0")
     end = pack_trailer(index.header, index.blake3, index.table)
     assert pack_head(index.header) + body + end == read("step20-rank1.shard")
-
-
-def test_references_read() -> None:
-    references = parse_references(read("references.json"))
-    assert (references.checkpoint, references.bytes_in) == (NEXT, {BASE: 2 * CHUNK_BYTES})
 
 
 def test_a_compressed_pack_reads_and_makes_the_payload() -> None:

@@ -10,7 +10,7 @@ from testbed.driver.oracle import Evidence, compare_digests, judge
 MANIFEST = "b3:" + "1" * 64
 SHARD = "b3:" + "2" * 64
 MANIFEST_KEY = "manifests/s000000000020/r000000.json"
-SHARD_KEY = "shards/s000000000020/r000000/rank000000-2222222222222222.shard"
+SHARD_KEY = "shards/s000000000020-r000000/rank000000-2222222222222222.shard"
 STORED = {
     MANIFEST_KEY: json.dumps({"shards": [{"rank": 0, "blake3": SHARD}]}),
     SHARD_KEY: "etag",
@@ -18,9 +18,7 @@ STORED = {
 PACKED = {
     MANIFEST_KEY: STORED[MANIFEST_KEY],
     SHARD_KEY.replace(".shard", ".pack"): "etag",
-    "references/s000000000020/r000000.json": json.dumps(
-        {"references": [{"step": 10, "restartRound": 0, "bytes": 5}]}
-    ),
+    "references/s000000000010-r000000/by-s000000000020-r000000": "etag",
 }
 
 
@@ -85,7 +83,7 @@ def test_a_sound_run_has_no_problems():
 
 
 def test_a_pack_serves_for_a_shard_while_what_it_needs_is_there():
-    stored = PACKED | {"shards/s000000000010/r000000/rank000000-3333333333333333.shard": "etag"}
+    stored = PACKED | {"shards/s000000000010-r000000/rank000000-3333333333333333.shard": "etag"}
     assert judge(evidence(checkpoints=[checkpoint()], stored=stored)) == []
 
 

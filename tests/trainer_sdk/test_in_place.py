@@ -63,7 +63,7 @@ def save_and_leave_memory(root: Path, memory: Path, state: dict[str, Any]) -> No
 
 def damage(root: Path, step: int) -> None:
     """Flip a bit in the last third of the tensor, which is read when the other thirds are in the state."""
-    (shard,) = root.rglob(f"s{step:012d}/*/*.shard")
+    (shard,) = root.rglob(f"s{step:012d}-*/*.shard")
     with open(shard, "r+b") as file:
         file.seek(4096 + 4096 + 3 * ELEMENTS)
         (byte,) = file.read(1)

@@ -78,7 +78,7 @@ def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> 
         for step in (1, 2, 3):
             training.step()
             ckpt.save(step, training.state).wait(timeout=60)
-        (shard,) = folder.rglob("s000000000002/*/*.shard")
+        (shard,) = folder.rglob("s000000000002-*/*.shard")
         data = bytearray(shard.read_bytes())
         data[-100:] = bytes(100)
         shard.write_bytes(data)

@@ -6,29 +6,44 @@ from holdfast_core.errors import FormatError
 from holdfast_core.format.keys import (
     LayoutKey,
     ManifestKey,
-    ReferencesKey,
+    NeededByKey,
+    NeedsKey,
     ShardKey,
     checked_job_uid,
+    checkpoint_of_folder,
     job_prefix,
     layout_key,
     manifest_key,
+    needed_by_key,
+    needs_key,
     pack_key,
     parse_key,
-    references_key,
+    references_prefix,
     shard_key,
+    shards_prefix,
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
 DIGEST = Digest("b3:" + "0123456789abcdef" * 4)
 CHECKPOINT = CheckpointId(Step(1200), RestartRound(3))
+LATER = CheckpointId(Step(1300), RestartRound(4))
 
 
 def test_keys_are_as_the_protocol_spells_them() -> None:
     ref = ShardRef(JobUid("u"), Step(1200), RestartRound(3), Rank(7), DIGEST)
-    assert shard_key(ref) == "shards/s000000001200/r000003/rank000007-0123456789abcdef.shard"
+    assert shard_key(ref) == "shards/s000000001200-r000003/rank000007-0123456789abcdef.shard"
     assert layout_key(DIGEST) == "layouts/" + "0123456789abcdef" * 4 + ".json"
-    assert pack_key(ref) == "shards/s000000001200/r000003/rank000007-0123456789abcdef.pack"
-    assert references_key(CHECKPOINT) == "references/s000000001200/r000003.json"
+    assert pack_key(ref) == "shards/s000000001200-r000003/rank000007-0123456789abcdef.pack"
+    assert shards_prefix(CHECKPOINT) == "shards/s000000001200-r000003/"
+    assert references_prefix(CHECKPOINT) == "references/s000000001200-r000003/"
+    assert (
+        needed_by_key(CHECKPOINT, LATER)
+        == "references/s000000001200-r000003/by-s000000001300-r000004"
+    )
+    assert (
+        needs_key(LATER, CHECKPOINT, 1 << 40)
+        == "references/s000000001300-r000004/needs-s000000001200-r000003-00000001099511627776"
+    )
     assert manifest_key(CHECKPOINT) == "manifests/s000000001200/r000003.json"
     assert job_prefix("team-a", JobUid("u-1")) == "team-a/u-1/"
 
@@ -38,7 +53,11 @@ def test_keys_parse_back() -> None:
     assert parse_key(shard_key(ref)) == ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef")
     packed = ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef", packed=True)
     assert parse_key(pack_key(ref)) == packed
-    assert parse_key(references_key(CHECKPOINT)) == ReferencesKey(CHECKPOINT)
+    assert parse_key(needed_by_key(CHECKPOINT, LATER)) == NeededByKey(CHECKPOINT, LATER)
+    assert parse_key(needs_key(LATER, CHECKPOINT, 7)) == NeedsKey(LATER, CHECKPOINT, 7)
+    assert checkpoint_of_folder(shards_prefix(CHECKPOINT)) == CHECKPOINT
+    assert checkpoint_of_folder(references_prefix(CHECKPOINT)) == CHECKPOINT
+    assert checkpoint_of_folder("layouts/s000000001200-r000003/") is None
     assert parse_key(layout_key(DIGEST)) == LayoutKey(DIGEST)
     assert parse_key(manifest_key(CHECKPOINT)) == ManifestKey(CHECKPOINT)
 
@@ -55,8 +74,8 @@ def test_keys_parse_back() -> None:
         "manifests/s00000000120٠/r000003.json",
         "manifests\\s000000001200\\r000003.json",
         "layouts/" + "G" * 64 + ".json",
-        "shards/s000000001200/r000003/rank000007-0123456789abcde.shard",
-        "shards/s000000001200/r000003/../rank000007-0123456789abcdef.shard",
+        "shards/s000000001200-r000003/rank000007-0123456789abcde.shard",
+        "shards/s000000001200-r000003/../rank000007-0123456789abcdef.shard",
     ],
 )
 def test_other_names_are_refused(key: str) -> None:

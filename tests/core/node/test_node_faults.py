@@ -73,7 +73,7 @@ def test_files_and_directories_are_the_owners_alone(root: Path, tier: DiskNodeTi
 def test_files_have_the_paths_that_the_format_defines(root: Path, tier: DiskNodeTier) -> None:
     record = write(tier)
     name = f"rank000000-{record.blake3[3:19]}.shard"
-    assert only_shard(root) == root / JOB_UID / "shards/s000000000010/r000000" / name
+    assert only_shard(root) == root / JOB_UID / "shards/s000000000010-r000000" / name
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -157,7 +157,7 @@ def test_renamed_shards_are_refused(root: Path) -> None:
     tier, _ = reopened(root)
     first = write(tier, rank=0)
     second = write(tier, rank=1)
-    directory = root / JOB_UID / "shards/s000000000010/r000000"
+    directory = root / JOB_UID / "shards/s000000000010-r000000"
     (path_a, path_b) = sorted(directory.iterdir())
     os.replace(path_b, path_a)
     with pytest.raises(CorruptionError):

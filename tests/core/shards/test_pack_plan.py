@@ -10,11 +10,11 @@ from tests.support.shards.packs import Saved, plan_ranks, trailer_of
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
-from holdfast_core.format.references import References
 from holdfast_core.ids import ByteRange, CheckpointId, Rank, ShardRef
 from holdfast_core.shards.pack import MAX_EARLIER, pack_index, unpack_index
 from holdfast_core.shards.pack_plan import BLOCK_CHUNKS, owner, replica_groups
 from holdfast_core.store.download.stored import ShardPlaces, StoredShard
+from holdfast_core.store.prune import most_needed
 
 CHUNK = 4096
 
@@ -151,7 +151,7 @@ def test_every_rank_of_every_step_can_be_restored(data: st.DataObject) -> None:
             assert needed <= now.needs.keys()
         assert len(now.needs) <= MAX_EARLIER
         base = now
-        older = References(now.checkpoint, now.needs).most_needed(MAX_EARLIER - 1)
+        older = most_needed(now.needs, MAX_EARLIER - 1)
 
 
 def test_a_circle_of_references_is_refused() -> None:
@@ -236,5 +236,5 @@ def test_the_references_with_the_most_bytes_are_kept() -> None:
     def at(step: int) -> CheckpointId:
         return trailer_of(b"x", step=step, rank=0).record.checkpoint
 
-    document = References(at(9), {at(1): 50, at(2): 70, at(3): 50, at(4): 1})
-    assert document.most_needed(3) == (at(2), at(3), at(1))
+    needs = {at(1): 50, at(2): 70, at(3): 50, at(4): 1}
+    assert most_needed(needs, 3) == (at(2), at(3), at(1))

@@ -88,9 +88,9 @@ def check(directory: Path, said: Sequence[str]) -> list[str]:
     for step in range(1, newest + 2):  # an interrupted delete is repeated
         tier.delete_checkpoint(NAMESPACE, JOB_UID, CheckpointId(Step(step), RestartRound(0)))
     tier.abort_stale(NAMESPACE, JOB_UID, timedelta(0))
-    kept = {f"s{step:012d}" for step in (newest + 2, newest + 3)}
-    for path in (directory / "store").rglob("shards/*/*/*"):
-        if path.parent.parent.name not in kept:
+    kept = {f"s{step:012d}-r000000" for step in (newest + 2, newest + 3)}
+    for path in (directory / "store").rglob("shards/*/*"):
+        if path.parent.name not in kept:
             problems.append(f"left behind: {path}")
     return problems
 

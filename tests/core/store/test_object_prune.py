@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_core.format.references import References
 from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.store.prune import dead, needed
+from holdfast_core.store.prune import dead
 
 
 def at(step: int, round: int = 2) -> CheckpointId:
@@ -34,12 +33,3 @@ def test_a_checkpoint_is_dead_only_if_it_can_never_get_a_manifest(
 
 def test_no_checkpoint_of_a_round_without_manifests_is_dead() -> None:
     assert dead({at(1), at(1, 1)}, {at(9, 1)}, (), RestartRound(2)) == {at(1, 1)}
-
-
-def test_a_checkpoint_is_needed_by_references_that_are_not_ignored() -> None:
-    said = {
-        at(30): References(at(30), {at(10): 1, at(20): 1}),
-        at(25): References(at(25), {at(5): 1}),
-    }
-    assert needed(said) == {at(5), at(10), at(20)}
-    assert needed(said, ignored={at(25)}) == {at(10), at(20)}

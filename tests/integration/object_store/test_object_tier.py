@@ -66,7 +66,7 @@ def test_a_shard_comes_back_as_it_was(
     (before,), (after,) = source.iterdir(), target.iterdir()
     assert after.read_bytes() == before.read_bytes()
     assert keys_below(server, store.prefix) == [
-        f"{store.prefix}/team-a/{JOB_UID}/shards/s000000000010/r000000/"
+        f"{store.prefix}/team-a/{JOB_UID}/shards/s000000000010-r000000/"
         f"rank000000-{ref.blake3[3:19]}.shard"
     ]
 

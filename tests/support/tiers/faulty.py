@@ -196,9 +196,9 @@ class FaultyObjectStore:
         self._faults.strike("size")
         return self._inner.size(key, sure=sure)
 
-    def list(self, prefix: str, page: str = "") -> Page:
+    def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
         self._faults.strike("list")
-        return self._inner.list(prefix, page)
+        return self._inner.list(prefix, page, folders=folders)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._faults.strike("delete")

@@ -160,6 +160,30 @@ class ObjectStoreContract:
         assert all(timedelta(0) <= item.age < timedelta(minutes=10) for item in found)
         assert [item.key for item in everything(objects, "a/s00")] == sorted(names)[:10]
 
+    def test_a_listing_by_folder_has_each_folder_once(self, objects: ObjectStore) -> None:
+        names = [
+            f"a/s{number:03d}-r{part}/{part}"
+            for number in range(105)
+            for part in range(1 + number % 3)
+        ]
+        with ThreadPoolExecutor(WRITERS) as threads:
+            for _ in threads.map(lambda name: objects.write(name, Document(b"x")), names):
+                pass
+        objects.write("a/one", Document(b"x"))
+        objects.write("a/s000-r0/below/two", Document(b"x"))
+        objects.write("a-b/one", Document(b"x"))
+        found, folders = by_folder(objects, "a/")
+        assert found == ["a/one"]
+        assert folders == sorted({f"{name.rpartition('/')[0]}/" for name in names})
+        assert by_folder(objects, "a/s000-r0/") == (["a/s000-r0/0"], ["a/s000-r0/below/"])
+        assert by_folder(objects, "b/") == ([], [])
+
+    def test_a_folder_ends_with_its_last_object(self, objects: ObjectStore) -> None:
+        for name in ("a/one/1", "a/two/1", "a/two/2"):
+            objects.write(name, Document(b"x"))
+        objects.delete(["a/one/1", "a/two/1"])
+        assert by_folder(objects, "a/") == ([], ["a/two/"])
+
     def test_a_listing_shows_writes_and_deletions_at_once(self, objects: ObjectStore) -> None:
         for name in ("a/one", "a/two", "b/one"):
             objects.write(name, Document(b"x"))
@@ -203,6 +227,18 @@ def everything(objects: ObjectStore, prefix: str) -> list[Listed]:
         page = listed.next
         if not page:
             return found
+
+
+def by_folder(objects: ObjectStore, prefix: str) -> tuple[list[str], list[str]]:
+    """Return the objects and the folders of a listing by folder, from all of its pages."""
+    found, folders, page = list[str](), list[str](), ""
+    while True:
+        listed = objects.list(prefix, page, folders=True)
+        found += [item.key for item in listed.objects]
+        folders += listed.folders
+        page = listed.next
+        if not page:
+            return found, folders
 
 
 def at_once(write: Callable[[int], object]) -> list[AlreadyExistsError | None]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.shards.builders import (
@@ -22,13 +23,12 @@ from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
 from tests.support.tiers.object_store_contract import everything
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError
-from holdfast_core.format.references import References
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, ShardRef, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.store.commit import commit
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.tiers.objects import ObjectStore
+from holdfast_core.tiers.objects import Document, ObjectStore, Page
 
 MIB = 1 << 20
 PREFIX = "some/prefix"
@@ -79,7 +79,7 @@ class ObjectTierContract:
         (before,), (after,) = source.iterdir(), target.iterdir()
         assert after.read_bytes() == before.read_bytes()
         assert [item.key for item in everything(objects, "")] == [
-            f"{PREFIX}/{NAMESPACE}/{JOB_UID}/shards/s000000000010/r000000/"
+            f"{PREFIX}/{NAMESPACE}/{JOB_UID}/shards/s000000000010-r000000/"
             f"rank000000-{ref.blake3[3:19]}.shard"
         ]
 
@@ -172,8 +172,7 @@ class ObjectTierContract:
             tier.stored(NAMESPACE, ref, sure=False)
         with pytest.raises(NotFoundError):
             tier.get_manifest(NAMESPACE, JOB_UID, checkpoint(1))
-        with pytest.raises(NotFoundError):
-            tier.get_references(NAMESPACE, JOB_UID, checkpoint(1))
+        assert tier.get_references(NAMESPACE, JOB_UID, checkpoint(1)) == {}
         with pytest.raises(NotFoundError):
             tier.get_layout(NAMESPACE, JOB_UID, digest)
         assert not tier.has_whole(NAMESPACE, ref)
@@ -219,6 +218,46 @@ class ObjectTierContract:
         kept = [item.key.rsplit("/", 2)[1] for item in everything(objects, "")]
         assert kept == ["layouts"]
 
+    def test_references_are_markers_of_both_checkpoints(
+        self, tier: ObjectTier, objects: ObjectStore
+    ) -> None:
+        one, two, three = (checkpoint(step) for step in (1, 2, 3))
+        tier.put_references(NAMESPACE, JOB_UID, three, {one: 5})
+        tier.put_references(NAMESPACE, JOB_UID, three, {one: 7, two: 9})
+        assert tier.get_references(NAMESPACE, JOB_UID, three) == {one: 7, two: 9}
+        assert tier.get_references(NAMESPACE, JOB_UID, one) == {}
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, three)
+        assert everything(objects, "") == []
+
+    def test_the_markers_of_an_upload_that_never_ended_keep_objects_until_a_sweep(
+        self, tmp_path: Path, tier: ObjectTier, objects: ObjectStore
+    ) -> None:
+        put_step(tmp_path, tier, 1, needs={})
+        tier.put_references(NAMESPACE, JOB_UID, checkpoint(2), {checkpoint(1): 10})
+        objects.delete([item.key for item in everything(objects, "") if "/needs-" in item.key])
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))
+        assert len(shards_of(objects, 1)) == 1
+        job = NAMESPACE, JOB_UID, RestartRound(1)
+        assert tier.sweep(*job, timedelta(hours=1), tuple) == frozenset(), "the marker is young"
+        assert tier.sweep(*job, timedelta(0), lambda: {checkpoint(2)}) == frozenset()
+        assert tier.sweep(*job, timedelta(0), tuple) == {checkpoint(1)}
+        assert [item.key.rsplit("/", 2)[1] for item in everything(objects, "")] == ["layouts"]
+
+    def test_a_sweep_asks_the_store_for_checkpoints_and_not_for_their_objects(
+        self, tier: ObjectTier, objects: ObjectStore
+    ) -> None:
+        """What a sweep costs must not grow with the ranks of the checkpoints that exist."""
+        base = f"{PREFIX}/{NAMESPACE}/{JOB_UID}"
+        for step in range(1, 4):
+            tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(step), b"{}")
+            for rank in range(20):
+                name = f"shards/s{step:012d}-r000000/rank{rank:06d}-{'0' * 16}.pack"
+                objects.write(f"{base}/{name}", Document(b"x"))
+        counted = Counting(objects)
+        job = NAMESPACE, JOB_UID, RestartRound(1)
+        assert ObjectTier(counted, PREFIX).sweep(*job, timedelta(0), tuple) == frozenset()
+        assert counted.listed <= 2 * 3, "three folders of objects, and three manifests"
+
     def test_a_sweep_leaves_young_and_uploading_checkpoints(
         self, tmp_path: Path, tier: ObjectTier, objects: ObjectStore
     ) -> None:
@@ -238,11 +277,10 @@ class ObjectTierContract:
         document = layout()
         _, record = shard_file(shard_header(10, step=2), b"x" * 10)
         own = manifest([record], layout_document=document)
-        needs = References(own.checkpoint, {checkpoint(1): 10})
+        needs = {checkpoint(1): 10}
         assert not commit(tier, NAMESPACE, own, document, needs, {checkpoint(1)})
         assert tier.list_manifests(NAMESPACE, JOB_UID) == ()
-        nothing = References(own.checkpoint, {})
-        assert commit(tier, NAMESPACE, own, document, nothing, set())
+        assert commit(tier, NAMESPACE, own, document, {}, set())
         assert commit(tier, NAMESPACE, own, document, needs, {checkpoint(1)}), "it is committed"
 
     @pytest.mark.parametrize(
@@ -261,17 +299,33 @@ class ObjectTierContract:
             call(tier)
 
 
+class Counting:
+    """ObjectStore that counts what its listings return. It has no other method of the contract."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self._inner = inner
+        self.listed = 0
+
+    def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
+        found = self._inner.list(prefix, page, folders=folders)
+        self.listed += len(found.objects) + len(found.folders)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 def put_step(folder: Path, tier: ObjectTier, step: int, needs: dict[CheckpointId, int]) -> None:
     """Store a checkpoint of one rank whose references name these checkpoints."""
     document = layout()
     with write_shard(folder, shard_header(10, step=step), b"x" * 10) as reader:
         tier.upload_shard(NAMESPACE, reader)
         own = manifest([reader.record], layout_document=document)
-    assert commit(tier, NAMESPACE, own, document, References(own.checkpoint, needs), set(needs))
+    assert commit(tier, NAMESPACE, own, document, needs, set(needs))
 
 
 def shards_of(objects: ObjectStore, step: int) -> list[str]:
-    return [item.key for item in everything(objects, "") if f"/shards/s{step:012d}/" in item.key]
+    return [item.key for item in everything(objects, "") if f"/shards/s{step:012d}-" in item.key]
 
 
 def sweep(tier: ObjectTier) -> frozenset[CheckpointId]:

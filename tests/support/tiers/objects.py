@@ -57,12 +57,20 @@ class MemoryObjectStore:
         with self._lock:
             return len(self.objects[key][0]) if key in self.objects else None
 
-    def list(self, prefix: str, page: str = "") -> Page:
+    def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
+        def name(key: str) -> str:
+            inside, slash, _ = key.removeprefix(prefix).partition("/")
+            return prefix + inside + slash if folders else key
+
         with self._lock:
-            keys = sorted(key for key in self.objects if key.startswith(prefix) and key > page)
-            found = keys[: self._page_keys]
-            listed = tuple(Listed(key, self.now - self.objects[key][1]) for key in found)
-        return Page(listed, found[-1] if len(keys) > len(found) else "")
+            names = {name(key) for key in self.objects if key.startswith(prefix)}
+            left = sorted(found for found in names if found > page)
+            shown = left[: self._page_keys]
+            listed = tuple(
+                Listed(key, self.now - self.objects[key][1]) for key in shown if key in self.objects
+            )
+        below = tuple(found for found in shown if found not in self.objects)
+        return Page(listed, shown[-1] if len(left) > len(shown) else "", below)
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._lock:

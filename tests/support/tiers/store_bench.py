@@ -66,7 +66,7 @@ class Bench:
     def unfinished(self, reader: DiskShardReader) -> int:
         ref = reader.record.ref
         key = (
-            f"{self.client.config.prefix}/{NAMESPACE}/{JOB_UID}/shards/s{ref.step:012d}/r000000/"
+            f"{self.client.config.prefix}/{NAMESPACE}/{JOB_UID}/shards/s{ref.step:012d}-r000000/"
             f"rank{ref.rank:06d}-{ref.blake3[3:19]}.shard"
         )
         return len(self.client.list_uploads(key)[0])

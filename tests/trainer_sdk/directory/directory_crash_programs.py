@@ -161,7 +161,9 @@ def check(directory: Path, said: Sequence[str]) -> list[str]:
         gang.service.finish(30)
     problems += whole(directory)
     kept = sorted(p.parent.name for p in (directory / "ckpt/tier").rglob("manifests/*/*.json"))
-    shards = sorted({p.parent.parent.name for p in (directory / "ckpt/tier").rglob("*.shard")})
+    shards = sorted(
+        {p.parent.name.partition("-")[0] for p in (directory / "ckpt/tier").rglob("*.shard")}
+    )
     wanted = {f"s{step:012d}" for step in (last + 1, last + 2)}
     if not wanted <= set(kept) or set(kept) != set(shards):
         problems.append(f"manifests of {kept} and shards of {shards} are left, wanted {wanted}")

@@ -143,7 +143,7 @@ def zeroed(tmp_path: Path) -> None:
 
 
 def without_a_shard(tmp_path: Path) -> None:
-    (path,) = (tmp_path / "tier").rglob("s000000000007/*/rank000001*.shard")
+    (path,) = (tmp_path / "tier").rglob("s000000000007-*/rank000001*.shard")
     path.unlink()
 
 

@@ -22,9 +22,12 @@ MAX_STEP = 10**12 - 1
 MAX_ROUND = 10**6 - 1
 MAX_RANK = 10**6 - 1
 
-_SHARD = re.compile(r"shards/s(\d{12})/r(\d{6})/rank(\d{6})-([0-9a-f]{16})\.(shard|pack)", re.ASCII)
+_FOLDER = r"s(\d{12})-r(\d{6})"
+_SHARD = re.compile(rf"shards/{_FOLDER}/rank(\d{{6}})-([0-9a-f]{{16}})\.(shard|pack)", re.ASCII)
 _LAYOUT = re.compile(r"layouts/([0-9a-f]{64})\.json", re.ASCII)
-_REFERENCES = re.compile(r"references/s(\d{12})/r(\d{6})\.json", re.ASCII)
+_NEEDED_BY = re.compile(rf"references/{_FOLDER}/by-{_FOLDER}", re.ASCII)
+_NEEDS = re.compile(rf"references/{_FOLDER}/needs-{_FOLDER}-(\d{{20}})", re.ASCII)
+_CHECKPOINT_FOLDER = re.compile(rf"(shards|references)/{_FOLDER}/", re.ASCII)
 _MANIFEST = re.compile(r"manifests/s(\d{12})/r(\d{6})\.json", re.ASCII)
 _JOB_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", re.ASCII)
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -51,12 +54,25 @@ class ManifestKey:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferencesKey:
+class NeededByKey:
+    """Marker of a checkpoint: objects of it are needed by another one."""
+
     checkpoint: CheckpointId
+    by: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsKey:
+    """Marker of a checkpoint: it needs objects of an earlier one."""
+
+    checkpoint: CheckpointId
+    earlier: CheckpointId
+    payload_bytes: int
+    """Payload bytes that the earlier checkpoint stores for this one."""
 
 
 def shard_key(ref: ShardRef) -> str:
-    """Return `shards/s<step>/r<round>/rank<rank>-<16 hex>.shard`. Raises FormatError."""
+    """Return `shards/s<step>-r<round>/rank<rank>-<16 hex>.shard`. Raises FormatError."""
     return f"{_of_rank(ref)}.shard"
 
 
@@ -66,8 +82,8 @@ def pack_key(ref: ShardRef) -> str:
 
 
 def shards_prefix(checkpoint: CheckpointId) -> str:
-    """Return `shards/s<step>/r<round>/`, the prefix of all shards of one checkpoint, with the slash."""
-    return f"{SHARDS}/{_checkpoint(checkpoint)}/"
+    """Return `shards/s<step>-r<round>/`, the prefix of all shards of one checkpoint, with the slash."""
+    return f"{SHARDS}/{_folder(checkpoint)}/"
 
 
 def layout_key(digest: Digest) -> str:
@@ -77,12 +93,29 @@ def layout_key(digest: Digest) -> str:
 
 def manifest_key(checkpoint: CheckpointId) -> str:
     """Return `manifests/s<step>/r<round>.json`."""
-    return f"{MANIFESTS}/{_checkpoint(checkpoint)}.json"
+    return f"{MANIFESTS}/{_folder(checkpoint, '/')}.json"
 
 
-def references_key(checkpoint: CheckpointId) -> str:
-    """Return `references/s<step>/r<round>.json`."""
-    return f"{REFERENCES}/{_checkpoint(checkpoint)}.json"
+def references_prefix(checkpoint: CheckpointId) -> str:
+    """Return `references/s<step>-r<round>/`, the prefix of all markers of one checkpoint."""
+    return f"{REFERENCES}/{_folder(checkpoint)}/"
+
+
+def needed_by_key(checkpoint: CheckpointId, by: CheckpointId) -> str:
+    """Return the name of the marker that another checkpoint needs objects of this one."""
+    return f"{references_prefix(checkpoint)}by-{_folder(by)}"
+
+
+def needs_key(checkpoint: CheckpointId, earlier: CheckpointId, payload_bytes: int) -> str:
+    """Return the name of the marker that this checkpoint needs objects of an earlier one."""
+    count = _number(payload_bytes, 20, 10**20 - 1, "number of bytes")
+    return f"{references_prefix(checkpoint)}needs-{_folder(earlier)}-{count}"
+
+
+def checkpoint_of_folder(prefix: str) -> CheckpointId | None:
+    """Return the checkpoint whose `shards_prefix` or `references_prefix` this is; None for other text."""
+    match = _CHECKPOINT_FOLDER.fullmatch(prefix)
+    return None if match is None else _parsed(*match.groups()[1:])
 
 
 def job_prefix(namespace: str, job_uid: JobUid) -> str:
@@ -105,21 +138,22 @@ def checked_job_uid(job_uid: JobUid) -> JobUid:
     return job_uid
 
 
-Key = ShardKey | LayoutKey | ManifestKey | ReferencesKey
+Key = ShardKey | LayoutKey | ManifestKey | NeededByKey | NeedsKey
 
 
 def parse_key(key: str) -> Key:
     """Parse a name that a `*_key` function produced. Raises FormatError for any other name."""
     if match := _SHARD.fullmatch(key):
         step, round_, rank, prefix, kind = match.groups()
-        checkpoint = CheckpointId(Step(int(step)), RestartRound(int(round_)))
-        return ShardKey(checkpoint, Rank(int(rank)), prefix, packed=kind == "pack")
+        return ShardKey(_parsed(step, round_), Rank(int(rank)), prefix, packed=kind == "pack")
     if match := _MANIFEST.fullmatch(key):
-        step, round_ = match.groups()
-        return ManifestKey(CheckpointId(Step(int(step)), RestartRound(int(round_))))
-    if match := _REFERENCES.fullmatch(key):
-        step, round_ = match.groups()
-        return ReferencesKey(CheckpointId(Step(int(step)), RestartRound(int(round_))))
+        return ManifestKey(_parsed(*match.groups()))
+    if match := _NEEDED_BY.fullmatch(key):
+        step, round_, *by = match.groups()
+        return NeededByKey(_parsed(step, round_), _parsed(*by))
+    if match := _NEEDS.fullmatch(key):
+        step, round_, *earlier, count = match.groups()
+        return NeedsKey(_parsed(step, round_), _parsed(*earlier), int(count))
     if match := _LAYOUT.fullmatch(key):
         return LayoutKey(Digest(PREFIX + match.group(1)))
     raise FormatError(f"key {key[:200]!r} is not a key that Holdfast writes")
@@ -131,9 +165,13 @@ def _of_rank(ref: ShardRef) -> str:
     return f"{shards_prefix(checkpoint)}rank{rank}-{hex_of(ref.blake3)[:16]}"
 
 
-def _checkpoint(checkpoint: CheckpointId) -> str:
+def _folder(checkpoint: CheckpointId, separator: str = "-") -> str:
     step = _number(checkpoint.step, 12, MAX_STEP, "step")
-    return f"s{step}/r{_number(checkpoint.round, 6, MAX_ROUND, 'round')}"
+    return f"s{step}{separator}r{_number(checkpoint.round, 6, MAX_ROUND, 'round')}"
+
+
+def _parsed(step: str, round_: str) -> CheckpointId:
+    return CheckpointId(Step(int(step)), RestartRound(int(round_)))
 
 
 def _number(value: int, width: int, limit: int, what: str) -> str:

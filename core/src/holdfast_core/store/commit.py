@@ -9,16 +9,15 @@
 
 This module never deletes references: a delayed DELETE request could remove those of a later commit that
 succeeded. The references of a failed commit keep objects longer than needed, until the next sweep.
-Why no interleaving loses a byte: ADR 0025.
+Why no interleaving loses a byte: ADR 0025 and ADR 0067.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from holdfast_core.errors import AlreadyExistsError, NotFoundError
+from holdfast_core.errors import NotFoundError
 from holdfast_core.format.manifest import Manifest
-from holdfast_core.format.references import References, parse_references_of
 from holdfast_core.ids import CheckpointId, JobUid
 from holdfast_core.store.tier import ObjectTier
 
@@ -28,7 +27,7 @@ def commit(
     namespace: str,
     manifest: Manifest,
     layout: bytes,
-    references: References,
+    needs: Mapping[CheckpointId, int],
     bases: Collection[CheckpointId],
 ) -> bool:
     """Commit a checkpoint.
@@ -41,21 +40,21 @@ def commit(
         namespace: Namespace of the job.
         manifest: Manifest of the checkpoint.
         layout: Document that the manifest's layout digest names.
-        references: All earlier checkpoints that the packs need; maybe none.
+        needs: The payload bytes that each earlier checkpoint stores for the packs; maybe none.
         bases: Checkpoints that the packs were compared with; their manifests must still exist.
 
     Returns:
-        False if a base is gone, or if an earlier attempt stored references that do not cover these. The
-        ranks whose packs refer to other objects must then upload their shards whole.
+        False if a base is gone. The ranks whose packs refer to other objects must then upload their shards
+        whole.
 
     Raises:
         AlreadyExistsError: The store holds another manifest of this checkpoint; this needs an alarm.
         HoldfastError: Whatever else the tier raises.
     """
     job_uid, checkpoint = manifest.job.uid, manifest.checkpoint
-    if references.bytes_in:
-        covered = _put_references(tier, namespace, job_uid, references)
-        kept = covered and all(_exists(tier, namespace, job_uid, base) for base in bases)
+    if needs:
+        tier.put_references(namespace, job_uid, checkpoint, needs)
+        kept = all(_exists(tier, namespace, job_uid, base) for base in bases)
         if not kept and not _exists(tier, namespace, job_uid, checkpoint):
             return False
     tier.put_layout(namespace, job_uid, layout)
@@ -63,22 +62,6 @@ def commit(
     # Put the layout again: before the manifest existed, another coordinator may have deleted the layout
     # as unused.
     tier.put_layout(namespace, job_uid, layout)
-    return True
-
-
-def _put_references(
-    tier: ObjectTier, namespace: str, job_uid: JobUid, references: References
-) -> bool:
-    """Put the references, and return whether the stored ones name every checkpoint that these name.
-
-    References of an earlier attempt may name more; those checkpoints are kept longer than needed.
-    """
-    try:
-        tier.put_references(namespace, job_uid, references)
-    except AlreadyExistsError:
-        document = tier.get_references(namespace, job_uid, references.checkpoint)
-        found = parse_references_of(document, references.checkpoint)
-        return found.bytes_in.keys() >= references.bytes_in.keys()
     return True
 
 

@@ -175,16 +175,18 @@ class DirectoryObjectStore:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def list(self, prefix: str, page: str = "") -> Page:
+    def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
         """See ObjectStore.list. All objects are on one page."""
         with disk_errors(f"list of {self._root / prefix}"):
+            below = self._folders(prefix) if folders else ()
             found = [
                 (key, mtime)
-                for key, mtime in self._files(prefix)
+                for key, mtime in self._files(prefix, deep=not folders)
                 if not key.endswith(_BAD) and not _is_temporary(key)
             ]
             now = self._now(mtime for _, mtime in found)
-        return Page(tuple(Listed(key, _age(now, mtime)) for key, mtime in sorted(found)))
+        listed = tuple(Listed(key, _age(now, mtime)) for key, mtime in sorted(found))
+        return Page(listed, folders=below)
 
     def delete(self, keys: Sequence[str]) -> None:
         with disk_errors(f"delete in {self._root}"):
@@ -210,9 +212,26 @@ class DirectoryObjectStore:
                         removed += 1
         return removed
 
-    def _files(self, prefix: str) -> Iterator[tuple[str, float]]:
-        """Yield key and modification time of each file whose key begins with `prefix`."""
-        for folder, _, names in os.walk(self._root / prefix.rpartition("/")[0], onerror=_fail):
+    def _folders(self, prefix: str) -> tuple[str, ...]:
+        """Return the directories below a prefix that are not empty. Deletions leave empty ones."""
+        found = list[str]()
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / prefix) as it:
+            for entry in it:
+                if entry.is_dir(follow_symlinks=False):
+                    with suppress(FileNotFoundError), os.scandir(entry.path) as inside:
+                        if next(inside, None) is not None:
+                            found.append(f"{prefix}{entry.name}/")
+        return tuple(sorted(found))
+
+    def _files(self, prefix: str, *, deep: bool = True) -> Iterator[tuple[str, float]]:
+        """Yield key and modification time of each file whose key begins with `prefix`.
+
+        Without `deep`, files in directories below the prefix are left out.
+        """
+        top = self._root / prefix.rpartition("/")[0]
+        for folder, below, names in os.walk(top, onerror=_fail):
+            if not deep:
+                below.clear()
             for name in names:
                 path = Path(folder, name)
                 key = str(path.relative_to(self._root))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from holdfast_core.format.references import References
 from holdfast_core.ids import CheckpointId, RestartRound
 
 
@@ -39,13 +38,10 @@ def dead(
     )
 
 
-def needed(
-    references: Mapping[CheckpointId, References], ignored: Collection[CheckpointId] = ()
-) -> frozenset[CheckpointId]:
-    """Return every checkpoint whose objects another one needs, by the references of all but `ignored`."""
-    return frozenset(
-        earlier
-        for checkpoint, recorded in references.items()
-        if checkpoint not in ignored
-        for earlier in recorded.bytes_in
-    )
+def most_needed(needs: Mapping[CheckpointId, int], limit: int) -> tuple[CheckpointId, ...]:
+    """Return at most `limit` checkpoints, those that store the most bytes first.
+
+    Of two that store equally many, the newer one comes first.
+    """
+    order = sorted(needs, key=lambda c: (needs[c], c), reverse=True)
+    return tuple(order[:limit])

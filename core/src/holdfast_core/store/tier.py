@@ -7,16 +7,19 @@ shards stay while other checkpoints need them. Retention decides elsewhere which
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    FormatError,
+    TierError,
+)
 from holdfast_core.format import keys
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import misnamed
-from holdfast_core.format.references import References, parse_references_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef
 from holdfast_core.shards.chunks import payload_runs
 from holdfast_core.shards.file import head_bytes, pack_head, trailer_offset
@@ -24,16 +27,13 @@ from holdfast_core.shards.pack import PackIndex
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.store.download.shard import RUN_BYTES, StoredShardReader, open_stored_shard
 from holdfast_core.store.download.stored import StoredShard, StoredShards
-from holdfast_core.store.prune import dead, needed
+from holdfast_core.store.prune import dead
 from holdfast_core.store.upload.compressed import CompressedPack
 from holdfast_core.store.upload.pack import PlainPack
 from holdfast_core.store.upload.whole import WholeShard
 from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardSource
-from holdfast_core.tiers.objects import Document, Listed, ObjectStore
+from holdfast_core.tiers.objects import Document, Listed, ObjectStore, Page
 
-_LOG = logging.getLogger(__name__)
-MAX_LISTED_KEYS = 1_000_000
-"""A longer list raises FormatError: no job has so many objects, so the server is broken."""
 READERS = 4
 
 
@@ -222,7 +222,9 @@ class ObjectTier:
 
     def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]:
         """Return the checkpoints that have a manifest, by step and round. The manifests are not read."""
-        return tuple(sorted(_by_checkpoint(self._list(namespace, job_uid, f"{keys.MANIFESTS}/"))))
+        listed = self._list(namespace, job_uid, f"{keys.MANIFESTS}/")
+        parsed = (_parsed(item.key) for item in listed)
+        return tuple(sorted(key.checkpoint for key in parsed if isinstance(key, keys.ManifestKey)))
 
     def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
         """Put a layout if absent and return its digest. A damaged one is replaced where possible."""
@@ -251,27 +253,48 @@ class ObjectTier:
         """Return the layouts that were written at least `older_than` ago, by the store's clock."""
         found = set[Digest]()
         for item in self._list(namespace, job_uid, f"{keys.LAYOUTS}/"):
-            digest = _layout_of(item.key)
-            if digest is not None and item.age >= older_than:
-                found.add(digest)
+            key = _parsed(item.key)
+            if isinstance(key, keys.LayoutKey) and item.age >= older_than:
+                found.add(key.digest)
         return frozenset(found)
 
     def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
         """Delete a layout. An absent layout is not an error."""
         self._delete(namespace, job_uid, [keys.layout_key(digest)])
 
-    def put_references(self, namespace: str, job_uid: JobUid, references: References) -> None:
-        """Put a checkpoint's references if absent. This must come before its manifest (ADR 0025).
+    def put_references(
+        self,
+        namespace: str,
+        job_uid: JobUid,
+        checkpoint: CheckpointId,
+        needs: Mapping[CheckpointId, int],
+    ) -> None:
+        """Put the markers of the earlier checkpoints whose objects a checkpoint needs (ADR 0067).
 
-        Raises AlreadyExistsError if the store holds other references of this checkpoint.
+        This must come before its manifest. A repeated call with other values adds to the markers.
+
+        Args:
+            namespace: Namespace of the job.
+            job_uid: UID of the job.
+            checkpoint: The checkpoint that is going to be committed.
+            needs: The payload bytes that each earlier checkpoint stores for it.
         """
-        key = self._key(namespace, job_uid, keys.references_key(references.checkpoint))
-        self._store.write(key, Document(references.to_bytes()))
+        for earlier, count in sorted(needs.items()):
+            # Whoever deletes `checkpoint` finds its `by` markers by way of its `needs` markers.
+            for key in (
+                keys.needs_key(checkpoint, earlier, count),
+                keys.needed_by_key(earlier, checkpoint),
+            ):
+                self._store.write(self._key(namespace, job_uid, key), Document(b""))
 
-    def get_references(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
-        """Return a checkpoint's references. NotFoundError means that it needs no other checkpoint."""
-        key = self._key(namespace, job_uid, keys.references_key(checkpoint))
-        return self._store.get(key)
+    def get_references(
+        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId
+    ) -> dict[CheckpointId, int]:
+        """Return the payload bytes that each earlier checkpoint stores for this one."""
+        found: dict[CheckpointId, int] = {}
+        for key in self._needs(namespace, job_uid, checkpoint):
+            found[key.earlier] = max(key.payload_bytes, found.get(key.earlier, 0))
+        return found
 
     def _put(self, key: str, document: bytes, is_damaged: Callable[[bytes], bool]) -> None:
         """Put a document if absent; replace one that is there if it cannot belong to this key."""
@@ -292,23 +315,9 @@ class ObjectTier:
         interrupted deletion.
         """
         self._delete(namespace, job_uid, [keys.manifest_key(checkpoint)])
-        try:
-            references = self._references(namespace, job_uid)
-        except FormatError as error:
-            # The manifest is deleted, so the checkpoint is gone. Unreadable references of another
-            # checkpoint must not stop retention.
-            _LOG.warning(
-                "the shards of %s are kept, because other checkpoints may need them: %s",
-                checkpoint,
-                error,
-            )
-            return
-        if checkpoint in references:
-            self._delete(namespace, job_uid, [keys.references_key(checkpoint)])
-        if checkpoint in needed(references, ignored={checkpoint}):
-            return
-        below = self._list(namespace, job_uid, keys.shards_prefix(checkpoint))
-        self._delete(namespace, job_uid, [item.key for item in below])
+        self._release(namespace, job_uid, checkpoint)
+        if not self._needed_by(namespace, job_uid, checkpoint):
+            self._delete_below(namespace, job_uid, keys.shards_prefix(checkpoint))
 
     def sweep(
         self,
@@ -321,59 +330,82 @@ class ObjectTier:
         """Delete the objects of checkpoints that have no manifest and that no other checkpoint needs.
 
         Only checkpoints that `prune.dead` returns are swept, and only if none of their objects was
-        written within `quiet`.
+        written within `quiet`. The objects of other checkpoints are neither listed nor read: the time
+        depends on the number of checkpoints, and not on their ranks or bytes.
 
         Args:
             namespace: Namespace of the job.
             job_uid: UID of the job.
             round_: Restart round of the coordinator that calls.
             quiet: Minimum age of the newest object, by the store's clock.
-            uploading: Returns the checkpoints that are being uploaded. It is called after the objects
+            uploading: Returns the checkpoints that are being uploaded. It is called after the checkpoints
                 were listed, so an upload that starts later has no object in the list.
 
         Returns:
             The checkpoints whose shards and packs were deleted.
-
-        Raises:
-            FormatError: A references document cannot be parsed; nothing was deleted.
         """
-        shards = self._list(namespace, job_uid, f"{keys.SHARDS}/")
-        documents = self._list(namespace, job_uid, f"{keys.REFERENCES}/")
-        stored, referring = _by_checkpoint(shards), _by_checkpoint(documents).keys()
-        busy = frozenset(uploading()) | _written_lately([*shards, *documents], quiet)
+        stored = self._folders(namespace, job_uid, keys.SHARDS)
+        stored |= self._folders(namespace, job_uid, keys.REFERENCES)
+        busy = frozenset(uploading())
         manifests = frozenset(self.list_manifests(namespace, job_uid))
-        references = self._references(namespace, job_uid)
-        gone = dead({*stored, *referring}, manifests, busy, round_)
-        kept = needed(references, ignored=gone & referring)
-        swept = frozenset(c for c in stored if c in gone and c not in kept)
-        below = [keys.references_key(checkpoint) for checkpoint in sorted(gone & referring)]
-        below += [key for checkpoint in sorted(swept) for key in stored[checkpoint]]
-        self._delete(namespace, job_uid, below)
-        return swept
 
-    def _references(self, namespace: str, job_uid: JobUid) -> dict[CheckpointId, References]:
-        """Return all references of the job, by checkpoint.
+        def gone(checkpoints: Collection[CheckpointId]) -> frozenset[CheckpointId]:
+            return dead(checkpoints, manifests, busy, round_)
 
-        The listing is repeated until it shows nothing new, at least twice, so that references that were
-        put while others were deleted are not missed. Raises FormatError for a document that cannot be
-        parsed; the caller must then delete nothing that other checkpoints may need.
+        swept = set[CheckpointId]()
+        # A checkpoint needs earlier ones, so the newest is swept first: its markers go with it.
+        for checkpoint in sorted(gone(stored), reverse=True):
+            by = self._needed_by(namespace, job_uid, checkpoint)
+            stale = {c for c in gone(by) if by[c] >= quiet}
+            markers = [keys.needed_by_key(checkpoint, c) for c in sorted(stale)]
+            self._delete(namespace, job_uid, markers)
+            if self._is_quiet(namespace, job_uid, keys.references_prefix(checkpoint), quiet):
+                self._release(namespace, job_uid, checkpoint)
+            shards = keys.shards_prefix(checkpoint)
+            is_free = by.keys() <= stale and self._is_quiet(namespace, job_uid, shards, quiet)
+            if is_free and self._delete_below(namespace, job_uid, shards):
+                swept.add(checkpoint)
+        return frozenset(swept)
+
+    def _needed_by(
+        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId
+    ) -> dict[CheckpointId, timedelta]:
+        """Return the checkpoints that need objects of this one, with the ages of their markers.
+
+        The markers are listed twice: a marker that replaces another one may be put before a listing passes
+        its name, and the other one be deleted after the listing has passed that name.
         """
-        found: dict[CheckpointId, References] = {}
-        seen: set[CheckpointId] = set()
-        listings = 0
-        while True:
-            listed = self._list(namespace, job_uid, f"{keys.REFERENCES}/")
-            new = _by_checkpoint(listed).keys() - seen
-            listings += 1
-            if not new and listings > 1:
-                return found
-            seen |= new
-            for checkpoint in sorted(new):
-                try:
-                    document = self.get_references(namespace, job_uid, checkpoint)
-                except NotFoundError:
-                    continue  # Its checkpoint was deleted since the listing.
-                found[checkpoint] = parse_references_of(document, checkpoint)
+        found: dict[CheckpointId, timedelta] = {}
+        for _ in range(2):
+            for item in self._list(namespace, job_uid, keys.references_prefix(checkpoint)):
+                match _parsed(item.key):
+                    case keys.NeededByKey(by=by):
+                        found[by] = item.age
+        return found
+
+    def _needs(
+        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId
+    ) -> Iterator[keys.NeedsKey]:
+        for item in self._list(namespace, job_uid, keys.references_prefix(checkpoint)):
+            match _parsed(item.key):
+                case keys.NeedsKey() as found:
+                    yield found
+
+    def _release(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        """Delete the markers that a checkpoint without a manifest has put."""
+        needs = tuple(self._needs(namespace, job_uid, checkpoint))
+        self._delete(
+            namespace, job_uid, [keys.needed_by_key(key.earlier, checkpoint) for key in needs]
+        )
+        self._delete(
+            namespace,
+            job_uid,
+            [keys.needs_key(checkpoint, key.earlier, key.payload_bytes) for key in needs],
+        )
+
+    def _is_quiet(self, namespace: str, job_uid: JobUid, below: str, quiet: timedelta) -> bool:
+        """Return whether each object below a path was written at least `quiet` ago."""
+        return all(item.age >= quiet for item in self._list(namespace, job_uid, below))
 
     def abort_stale(self, namespace: str, job_uid: JobUid, older_than: timedelta) -> int:
         """Remove what interrupted uploads of the job left at least `older_than` ago; return how many."""
@@ -384,19 +416,48 @@ class ObjectTier:
     def _delete(self, namespace: str, job_uid: JobUid, relative: Iterable[str]) -> None:
         self._store.delete([self._key(namespace, job_uid, key) for key in relative])
 
-    def _list(self, namespace: str, job_uid: JobUid, below: str) -> list[Listed]:
-        """Return all objects below a path. Their keys are relative to the job's prefix."""
+    def _delete_below(self, namespace: str, job_uid: JobUid, below: str) -> int:
+        """Delete all objects below a path, and return how many there were."""
+        count = 0
+        for page in self._pages(namespace, job_uid, below):
+            self._store.delete([item.key for item in page.objects])
+            count += len(page.objects)
+        return count
+
+    def _list(self, namespace: str, job_uid: JobUid, below: str) -> Iterator[Listed]:
+        """Yield all objects below a path, one page at a time. Their keys are relative to the job's prefix."""
         base = self._prefix_of(namespace, job_uid)
-        found: list[Listed] = []
-        token = ""
+        for page in self._pages(namespace, job_uid, below):
+            for item in page.objects:
+                yield Listed(item.key.removeprefix(base), item.age)
+
+    def _folders(self, namespace: str, job_uid: JobUid, kind: str) -> set[CheckpointId]:
+        """Return the checkpoints that have objects of a kind."""
+        base = self._prefix_of(namespace, job_uid)
+        found = (
+            keys.checkpoint_of_folder(folder.removeprefix(base))
+            for page in self._pages(namespace, job_uid, f"{kind}/", folders=True)
+            for folder in page.folders
+        )
+        return {checkpoint for checkpoint in found if checkpoint is not None}
+
+    def _pages(
+        self, namespace: str, job_uid: JobUid, below: str, *, folders: bool = False
+    ) -> Iterator[Page]:
+        """Yield the pages of a listing. Raises TierError if the store lists a page a second time."""
+        prefix, token = self._prefix_of(namespace, job_uid) + below, ""
+        last = ""
         while True:
-            page = self._store.list(base + below, token)
-            found += [Listed(item.key.removeprefix(base), item.age) for item in page.objects]
-            if len(found) > MAX_LISTED_KEYS:
-                raise FormatError(f"list of {base}{below}: more than {MAX_LISTED_KEYS} keys")
+            page = self._store.list(prefix, token, folders=folders)
+            yield page
             if not page.next:
-                return found
-            token = page.next
+                return
+            listed = max((*(item.key for item in page.objects), *page.folders), default="")
+            if listed <= last:
+                raise TierError(
+                    f"list of {prefix}: expected keys behind {last!r}, found {listed!r}"
+                )
+            token, last = page.next, listed
 
     def _shard_key(self, namespace: str, ref: ShardRef) -> str:
         return self._key(namespace, ref.job_uid, keys.shard_key(ref))
@@ -411,37 +472,9 @@ class ObjectTier:
         return (f"{self._prefix}/" if self._prefix else "") + keys.job_prefix(namespace, job_uid)
 
 
-def _by_checkpoint(listed: Iterable[Listed]) -> dict[CheckpointId, list[str]]:
-    """Return the listed keys by the checkpoint that they belong to. Keys that belong to none are left out."""
-    found: dict[CheckpointId, list[str]] = {}
-    for item in listed:
-        checkpoint = _checkpoint_of(item.key)
-        if checkpoint is not None:
-            found.setdefault(checkpoint, []).append(item.key)
-    return found
-
-
-def _written_lately(listed: Iterable[Listed], within: timedelta) -> frozenset[CheckpointId]:
-    found = (_checkpoint_of(item.key) for item in listed if item.age < within)
-    return frozenset(checkpoint for checkpoint in found if checkpoint is not None)
-
-
-def _layout_of(key: str) -> Digest | None:
-    """Return the digest that a layout's key names; None for any other key."""
+def _parsed(key: str) -> keys.Key | None:
+    """Parse a key. None for a key that Holdfast does not write; such an object is never deleted alone."""
     try:
-        parsed = keys.parse_key(key)
+        return keys.parse_key(key)
     except FormatError:
         return None
-    return parsed.digest if isinstance(parsed, keys.LayoutKey) else None
-
-
-def _checkpoint_of(key: str) -> CheckpointId | None:
-    """Return the checkpoint that a key belongs to.
-
-    Returns None for layouts and for keys that Holdfast does not write; `sweep` never deletes those.
-    """
-    try:
-        parsed = keys.parse_key(key)
-    except FormatError:
-        return None
-    return None if isinstance(parsed, keys.LayoutKey) else parsed.checkpoint

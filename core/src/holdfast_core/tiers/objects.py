@@ -147,6 +147,8 @@ class Page:
     objects: tuple[Listed, ...]
     next: str = ""
     """Token of the next page; "" if this is the last one."""
+    folders: tuple[str, ...] = ()
+    """Beginnings of keys, each up to and with a `/`, if the listing has folders."""
 
 
 class ObjectStore(Protocol):
@@ -214,14 +216,16 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def list(self, prefix: str, page: str = "") -> Page:
+    def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
         """Return one page of the objects whose key begins with `prefix`, in ascending order of the keys.
 
         Every object that was written before the call is listed, and none that was deleted before.
 
         Args:
-            prefix: Beginning of the keys.
+            prefix: Beginning of the keys. It ends with a `/` if `folders` is set.
             page: `Page.next` of the page before; "" for the first page.
+            folders: List the objects whose key has a further `/` behind the prefix by folder, each
+                folder once. The time of a listing then does not depend on the number of these objects.
         """
         ...
 

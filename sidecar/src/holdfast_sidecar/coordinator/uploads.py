@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
-from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
+from holdfast_core.errors import AlreadyExistsError
 from holdfast_core.format.manifest import parse_manifest
-from holdfast_core.format.references import References, parse_references_of
 from holdfast_core.ids import CheckpointId, Level, Step, TierName
 from holdfast_core.messages.schema import PersistRequest, Reference, RestorePoint, Round
 from holdfast_core.shards.pack import MAX_EARLIER
 from holdfast_core.store.commit import commit
+from holdfast_core.store.prune import most_needed
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
@@ -215,33 +215,25 @@ class Uploads:
 
     async def _older(self, store: ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
         """Return the checkpoints that store most of the bytes that the base refers to."""
-        try:
-            document = await self._pools.store.run(
-                store.get_references, self._contract.namespace, self._contract.job_uid, base
-            )
-            found = parse_references_of(document, base).most_needed(MAX_EARLIER - 1)
-        except NotFoundError:
-            return ()
-        except FormatError as error:
-            # Sweeps delete nothing while such a document exists. An upload can do without it.
-            logs.warning("references cannot be read", base=base, error=str(error))
-            return ()
+        needs = await self._pools.store.run(
+            store.get_references, self._contract.namespace, self._contract.job_uid, base
+        )
+        found = most_needed(needs, MAX_EARLIER - 1)
         return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
 
     async def _commit(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
         """Put references, layout and manifest of a step whose shards are all in the store.
 
         Returns:
-            False if the references cannot be used, so that the shards that have any must be uploaded whole: a
-            checkpoint that vouches for them is gone, or an earlier attempt has stored fewer references.
+            False if a checkpoint that vouches for references is gone, so that the shards that have any must
+            be uploaded whole.
         """
         parsed, layout = parse_manifest(manifest), entry.layout
         if layout is None:
             layout = await self._pools.read.run(self._node.get_layout, parsed.layout)
-        checkpoint = CheckpointId(entry.step, entry.round)
-        references, bases = _merged(checkpoint, entry.uploaded.values())
+        needs, bases = _merged(entry.uploaded.values())
         return await self._pools.store.run(
-            commit, store, self._contract.namespace, parsed, layout, references, bases
+            commit, store, self._contract.namespace, parsed, layout, needs, bases
         )
 
     def _persisted(self, entry: StepEntry) -> None:
@@ -255,9 +247,9 @@ class Uploads:
 
 
 def _merged(
-    checkpoint: CheckpointId, stored: Iterable[StoredAs]
-) -> tuple[References, frozenset[CheckpointId]]:
-    """Return the references of all shards of a checkpoint, and the checkpoints that vouch for them."""
+    stored: Iterable[StoredAs],
+) -> tuple[dict[CheckpointId, int], frozenset[CheckpointId]]:
+    """Return the bytes that earlier checkpoints store, and the checkpoints that vouch for these."""
     bytes_in: dict[CheckpointId, int] = {}
     bases: set[CheckpointId] = set()
     for stored_as in stored:
@@ -266,4 +258,4 @@ def _merged(
             bytes_in[earlier] = bytes_in.get(earlier, 0) + reference.payload_bytes
         if stored_as.base is not None:
             bases.add(CheckpointId(stored_as.base.step, stored_as.base.round))
-    return References(checkpoint, bytes_in), frozenset(bases)
+    return bytes_in, frozenset(bases)

@@ -88,6 +88,8 @@ class ListedPage:
     """Token of the next page; "" if this is the last one."""
     date: str
     """The reply's Date header: the server's clock, RFC 9110; "" if there is none."""
+    folders: tuple[str, ...]
+    """Common beginnings of keys, each with a `/` at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,13 +275,16 @@ class S3Client:
         if reply.failure is not None and reply.failure.code != "NoSuchKey":
             raise reply.failure.error()
 
-    def list_objects(self, prefix: str, after: str = "") -> ListedPage:
+    def list_objects(self, prefix: str, after: str = "", *, delimiter: str = "") -> ListedPage:
         """Return one page of the objects whose key begins with `prefix`.
 
-        `after` is the token of the page (`ListedPage.next`); "" asks for the first page.
+        `after` is the token of the page (`ListedPage.next`); "" asks for the first page. With a
+        `delimiter` the server lists all keys with the same text up to it once, as a folder.
         Raises TierError if the reply is not a complete list.
         """
         query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+        if delimiter:
+            query["delimiter"] = delimiter
         if after:
             query["continuation-token"] = after
         request = S3Request("GET", query=query)
@@ -291,13 +296,18 @@ class S3Client:
             for item in root
             if local_name(item) == "Contents"
         )
+        folders = tuple(
+            decode(child_text(item, "Prefix"))
+            for item in root
+            if local_name(item) == "CommonPrefixes"
+        )
         date = reply.headers.get("date", "")
         token = child_text(root, "NextContinuationToken")
         if child_text(root, "IsTruncated") != "true":
-            return ListedPage(listed, "", date)
+            return ListedPage(listed, "", date, folders)
         if not token or token == after:
             raise TierError(f"{self.describe(request)}: truncated list without a next token")
-        return ListedPage(listed, token, date)
+        return ListedPage(listed, token, date, folders)
 
     def create_upload(self, key: str) -> str:
         """Begin a multipart upload with a CRC32C of the whole object, and return its id."""

@@ -168,9 +168,11 @@ class S3ObjectStore:
         )
         return None if found is None else found.size_bytes
 
-    def list(self, prefix: str, page: str = "") -> Page:
+    def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
+        delimiter = "/" if folders else ""
         found = self._retrier.call(
-            f"list of {prefix}", lambda: self._client.list_objects(prefix, page)
+            f"list of {prefix}",
+            lambda: self._client.list_objects(prefix, page, delimiter=delimiter),
         )
         return Page(
             tuple(
@@ -179,6 +181,7 @@ class S3ObjectStore:
                 if item.key.startswith(prefix)
             ),
             found.next,
+            tuple(folder for folder in found.folders if folder.startswith(prefix)),
         )
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -1,0 +1,274 @@
+"""Saves, commits, retries, deletions, sweeps, restores and crashes in any order, request by request.
+
+A model knows which checkpoints were committed and which of them somebody has begun to delete. Every other
+one must be restorable at any time (I1, I2), and in the end only needed objects may be left (I7).
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tests.support.shards.builders import JOB, JOB_UID, shard_header
+from tests.support.shards.shard_files import write_shard
+from tests.support.tiers.objects import MemoryObjectStore
+from tests.support.tiers.turns import Actor
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import Manifest, ManifestShard
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.pack import MAX_EARLIER
+from holdfast_core.shards.pack_plan import Earlier, plan_pack
+from holdfast_core.store.commit import commit
+from holdfast_core.store.prune import most_needed
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.objects import ObjectStore
+
+NAMESPACE, LAYOUT = "team-a", b"{}"
+CHUNK, CHUNKS = 4096, 10
+STEPS = 8
+
+
+def payload_of(checkpoint: CheckpointId) -> bytes:
+    """Return a payload. Of its chunks some never change, some change at every second step, some always."""
+    versions = [0] * 4 + [checkpoint.step // 2] * 3 + [100 + checkpoint.step + checkpoint.round] * 3
+    seeds = [f"{place}/{version}" for place, version in enumerate(versions)]
+    return b"".join(random.Random(seed).randbytes(CHUNK) for seed in seeds)
+
+
+@dataclass
+class Coordinator:
+    round: int
+    last: CheckpointId | None
+    next_step: int
+    on_way: set[CheckpointId] = field(default_factory=set)
+
+
+@dataclass
+class Task:
+    actor: Actor
+    kind: str
+    checkpoint: CheckpointId | None = None
+
+
+class Interleavings(RuleBasedStateMachine):
+    folder: ClassVar[Path]
+    readers: ClassVar[dict[CheckpointId, DiskShardReader]] = {}
+
+    @initialize()
+    def start(self) -> None:
+        self.store = MemoryObjectStore(page_keys=3)
+        self.tasks: list[Task] = []
+        self.committed: set[CheckpointId] = set()
+        self.deleting: set[CheckpointId] = set()
+        self.coordinator = Coordinator(0, None, 0)
+        for _ in range(2):
+            self.save()
+            self.tasks.pop().actor.finish()
+
+    # ------------------------------------------------------------------ what processes do
+
+    @precondition(lambda self: self.running("save") == 0 and self.coordinator.next_step < STEPS)
+    @rule()
+    def save(self) -> None:
+        coordinator = self.coordinator
+        own = CheckpointId(Step(coordinator.next_step), RestartRound(coordinator.round))
+        coordinator.next_step += 1
+        coordinator.on_way.add(own)
+
+        def work(objects: ObjectStore) -> None:
+            tier = ObjectTier(objects, readers=1)
+            base = coordinator.last
+            if not self.uploaded_and_committed(tier, own, base):
+                assert self.uploaded_and_committed(tier, own, None)
+            self.committed.add(own)
+            coordinator.last = own
+            coordinator.on_way.discard(own)
+
+        self.begin("save", work, own)
+
+    @precondition(lambda self: self.readable())
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        """Delete any checkpoint, even the newest one, which the next save has as its base."""
+        doomed = data.draw(st.sampled_from(self.readable()))
+        self.deleting.add(doomed)
+        self.begin(
+            "delete", lambda o: ObjectTier(o).delete_checkpoint(NAMESPACE, JOB_UID, doomed), doomed
+        )
+
+    @precondition(lambda self: self.running("sweep") == 0)
+    @rule()
+    def sweep(self) -> None:
+        coordinator = self.coordinator
+        self.begin("sweep", lambda objects: sweep(objects, coordinator))
+
+    @precondition(lambda self: self.readable())
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        wanted = data.draw(st.sampled_from(self.readable()))
+
+        def work(objects: ObjectStore) -> None:
+            try:
+                self.assert_comes_back(objects, wanted)
+            except HoldfastError:
+                if wanted not in self.deleting:
+                    raise
+
+        self.begin("restore", work, wanted)
+
+    @precondition(lambda self: self.tasks)
+    @rule(number=st.integers(0, 5), requests=st.integers(1, 6))
+    def advance(self, number: int, requests: int) -> None:
+        task = self.tasks[number % len(self.tasks)]
+        task.actor.advance(requests)
+        if task.actor.ended:
+            self.tasks.remove(task)
+            self.assert_no_error(task)
+
+    @rule()
+    def crash(self) -> None:
+        """The coordinator dies. A deletion that it has sent may still be carried out later."""
+        for task in [t for t in self.tasks if t.kind in ("save", "sweep")]:
+            task.actor.kill()
+            self.assert_no_error(task)
+            self.tasks.remove(task)
+        exists = ObjectTier(self.store).list_manifests(NAMESPACE, JOB_UID)
+        self.committed |= set(exists)
+        step = self.coordinator.next_step
+        newest = max((c for c in exists if c not in self.deleting), default=None)
+        self.coordinator = Coordinator(self.coordinator.round + 1, newest, max(0, step - 1))
+
+    def teardown(self) -> None:
+        for task in getattr(self, "tasks", ()):
+            task.actor.finish()
+            self.assert_no_error(task)
+        for checkpoint in self.readable():
+            self.assert_comes_back(self.store, checkpoint)
+        self.assert_nothing_is_left_over()
+
+    # ------------------------------------------------------------------ what must hold
+
+    def assert_no_error(self, task: Task) -> None:
+        if task.actor.error is not None:
+            raise AssertionError(f"{task.kind} of {task.checkpoint}") from task.actor.error
+
+    def assert_comes_back(self, objects: ObjectStore, checkpoint: CheckpointId) -> None:
+        tier = ObjectTier(objects, readers=1)
+        tier.get_manifest(NAMESPACE, JOB_UID, checkpoint)
+        with tier.open_shard(NAMESPACE, self.reader(checkpoint).record.ref) as source:
+            runs = [bytes(run) for run in source.read([range(CHUNKS)])]
+        assert b"".join(runs) == payload_of(checkpoint)
+
+    def assert_nothing_is_left_over(self) -> None:
+        """Delete all checkpoints but the newest one. Only what that one needs may stay."""
+        tier = ObjectTier(self.store)
+        exists = tier.list_manifests(NAMESPACE, JOB_UID)
+        for checkpoint in exists[:-1]:
+            tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
+        last = Coordinator(self.coordinator.round + 1, None, 0)
+        for _ in range(2):
+            sweep(self.store, last)
+        kept = set(exists[-1:])
+        for checkpoint in exists[-1:]:
+            kept |= tier.get_references(NAMESPACE, JOB_UID, checkpoint).keys()
+            self.assert_comes_back(self.store, checkpoint)
+        folders = {f"s{c.step:012d}-r{c.round:06d}" for c in kept}
+        found = {key.split("/")[3] for key in self.store.objects if "/shards/" in key}
+        assert found <= folders
+
+    # ------------------------------------------------------------------ helpers
+
+    def begin(
+        self, kind: str, work: Callable[[ObjectStore], object], own: CheckpointId | None = None
+    ) -> None:
+        self.tasks.append(Task(Actor(self.store, work), kind, own))
+
+    def running(self, kind: str) -> int:
+        return sum(task.kind == kind for task in self.tasks)
+
+    def readable(self) -> list[CheckpointId]:
+        return sorted(self.committed - self.deleting)
+
+    def reader(self, checkpoint: CheckpointId) -> DiskShardReader:
+        if checkpoint not in self.readers:
+            data = payload_of(checkpoint)
+            header = shard_header(
+                len(data),
+                step=checkpoint.step,
+                round=checkpoint.round,
+                chunk_bytes=CHUNK,
+                world_size=1,
+            )
+            self.readers[checkpoint] = write_shard(self.folder, header, data)
+        return self.readers[checkpoint]
+
+    def uploaded_and_committed(
+        self, tier: ObjectTier, own: CheckpointId, base: CheckpointId | None
+    ) -> bool:
+        """Upload and commit as a rank and its coordinator do. False if the base is gone."""
+        reader = self.reader(own)
+        record = reader.record
+        earlier, allowed = None, set[CheckpointId]()
+        if base is not None:
+            needs = tier.get_references(NAMESPACE, JOB_UID, base)
+            allowed = {base, *most_needed(needs, MAX_EARLIER - 1)}
+            try:
+                stored = tier.stored(NAMESPACE, self.reader(base).record.ref)
+                earlier = Earlier(stored.trailer, stored.index)
+            except HoldfastError:
+                earlier = None
+        index = plan_pack(Trailer(record, reader.table), [], earlier, allowed, base)
+        if index is None:
+            tier.upload_shard(NAMESPACE, reader)
+        else:
+            tier.upload_pack(NAMESPACE, reader, index)
+        bases = set() if index is None or index.base is None else {index.base}
+        needed = {} if index is None else index.earlier()
+        shard = ManifestShard(
+            Rank(0), record.header.payload_bytes, record.blake3, record.chunk_table
+        )
+        manifest = Manifest(JOB, own.step, own.round, 1, None, digest_of(LAYOUT), (shard,))
+        return commit(tier, NAMESPACE, manifest, LAYOUT, needed, bases)
+
+
+def sweep(objects: ObjectStore, coordinator: Coordinator) -> None:
+    ObjectTier(objects).sweep(
+        NAMESPACE,
+        JOB_UID,
+        RestartRound(coordinator.round),
+        timedelta(0),
+        lambda: frozenset(coordinator.on_way),
+    )
+
+
+class TestInterleavings(Interleavings.TestCase):
+    settings = settings(
+        max_examples=200,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.temporary = tempfile.TemporaryDirectory()
+        Interleavings.folder = Path(cls.temporary.name)
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        for reader in Interleavings.readers.values():
+            reader.close()
+        Interleavings.readers.clear()
+        cls.temporary.cleanup()
