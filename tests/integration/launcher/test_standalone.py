@@ -174,17 +174,26 @@ def test_the_fork_server_may_be_killed(tmp_path: Path, light: dict[str, str]) ->
 
 
 STRANGER = """
-import os, sys, torch, holdfast
+import logging, os, sys, threading, torch, holdfast
 import torch.distributed as dist
 
 def forge():
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     for prefix in ("", "holdfast/0/0/"):
-        store.set(f"{prefix}stop-wanted", "1")
-        for step in range(1, 30):
-            for key in (f"at/{step}", f"at/0/{step}"):
-                store.set(prefix + key, "stop")
+        for number in range(30):
+            store.set(f"{prefix}proposal/{number}", '[0, 15, "stop", 0]')
+            store.set(f"{prefix}decision/{number}", "accepted")
     return store
+
+class Reported(logging.Handler):
+    event = threading.Event()
+
+    def emit(self, record):
+        if "another process on the network" in record.getMessage():
+            self.event.set()
+
+logging.getLogger("holdfast").addHandler(Reported())
+logging.getLogger("holdfast").addHandler(logging.StreamHandler())
 
 dist.init_process_group("gloo")
 assert "HOLDFAST_STORE_SECRET" in os.environ
@@ -196,6 +205,7 @@ with holdfast.Checkpointer(dir=sys.argv[1], interval_steps=5, when_busy="wait") 
         dist.barrier()
         if index == 10:
             forge()
+            assert Reported.event.wait(60)
     assert not ckpt.stopping
 assert t[0] == 20, t
 print("done", flush=True)

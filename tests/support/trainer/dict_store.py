@@ -19,3 +19,13 @@ class DictStore:
 
     def check(self, keys: list[str], /) -> bool:
         return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        if self.values.get(key, "") == expected:
+            self.values[key] = desired
+        return self.values.get(key, expected).encode()
+
+    def add(self, key: str, amount: int, /) -> int:
+        count = int(self.values.get(key, "0")) + amount
+        self.values[key] = str(count)
+        return count

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.trainer.dict_store import DictStore
+from tests.support.trainer.polled import PolledByHand
 
 from holdfast.checkpoint.decisions import SaveDecisions
 from holdfast.checkpoint.status import SaveStatus
@@ -48,7 +49,8 @@ class Training:
             frees_older_steps=True,
             shares_container=False,
         )
-        agreement = StepAgreement(session, GangStore(self.store), Rank(rank))
+        store = GangStore(self.store)
+        agreement = StepAgreement(session, store, PolledByHand(store, 2))
         self._decisions = SaveDecisions(
             agreement, session, traits, self.ring, self.status, waits=False
         )
@@ -64,6 +66,7 @@ class Training:
         else:
             slot.begin(ROUND, Step(step), 100)
             slot.complete()
+        self._decisions.slot_was_filled()
         self._decisions.foresee(Step(step + 1))
         return True
 

@@ -24,6 +24,7 @@ from holdfast.checkpoint.opened import Opened
 from holdfast.checkpoint.status import SaveStatus
 from holdfast.connection.progress import ProgressReporter
 from holdfast.connection.session import Session
+from holdfast.gang.agreement import StepAgreement
 from holdfast.places.opening import place_for
 from holdfast.places.place import Place
 from holdfast.state.rng import RNG
@@ -416,7 +417,13 @@ class Checkpointer:
         )
         self._is_open = True
         self._dropped = weakref.finalize(
-            self, _release_resources, os.getpid(), self._session, self._place, self._signal
+            self,
+            _release_resources,
+            os.getpid(),
+            self._session,
+            self._place,
+            self._signal,
+            self._opened.agreement,
         )
         self._dropped.atexit = False  # the persister detects the end of the process itself
         try:
@@ -537,7 +544,9 @@ def _is_clean_exit(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def _release_resources(pid: int, session: Session, place: Place, stop: HandledSignal) -> None:
+def _release_resources(
+    pid: int, session: Session, place: Place, stop: HandledSignal, agreement: StepAgreement
+) -> None:
     """Release what an unreferenced Checkpointer holds, for example when a notebook's cell runs again.
 
     Otherwise its memory and its persister would stay until this process ends.
@@ -545,6 +554,7 @@ def _release_resources(pid: int, session: Session, place: Place, stop: HandledSi
     if os.getpid() != pid:
         return  # the resources belong to the parent
     stop.restore()
+    agreement.close()
     session.wait_settled(_RELEASE_SECONDS)
     session.close()
     place.close(wait=False)

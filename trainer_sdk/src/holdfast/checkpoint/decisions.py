@@ -59,13 +59,15 @@ class SaveDecisions:
         self._status = status
         self._waits = waits
         self._has_begun = False
+        self._has_slot = False
+        """Whether a slot is known to be free."""
         self._verdict: tuple[Step, Verdict] | None = None
         self._left_out: Step | None = None
 
     def begin(self, step: int) -> None:
         """Publish this rank's requests when `step` steps are done and the next one is about to start."""
         self._has_begun = True
-        self._agreement.begin(step)
+        self._agreement.begin(step, self._interval)
 
     def after_step(self, step: Step) -> Decision:
         """Decide about `step`, which is done. A second call for the same step decides the same."""
@@ -76,17 +78,24 @@ class SaveDecisions:
         verdict = self._verdict[1]
         self.stopping = self.stopping or verdict.stop
         is_requested = verdict.save or verdict.stop
-        is_due = self._is_due(step) and (is_requested or not self._is_left_out(step))
+        is_due = self._next_due(step) == step and (is_requested or not self._is_left_out(step))
         if not (is_due or is_requested):
             self.foresee(Step(step + 1))
         return Decision(is_due or is_requested, is_requested)
 
     def foresee(self, step: Step) -> None:
-        """Before `step` starts, publish to the gang if this rank would have no slot for its save."""
-        if self._waits or not self._is_due(step):
+        """Before `step` starts, veto the next save if this rank would have no slot for it."""
+        due = None if self._waits else self._next_due(step)
+        if due is None or self._has_slot:
             return
-        if self._ring.slots and not self._ring.has_free() and not self._may_get_free():
-            self._agreement.leave_out(step)
+        # Only a save fills a slot, so that a free one stays free until the next save.
+        self._has_slot = not self._ring.slots or self._ring.has_free()
+        if not self._has_slot and not self._may_get_free():
+            self._agreement.veto(due, step, self._interval)
+
+    def slot_was_filled(self) -> None:
+        """Record that a save has taken a slot."""
+        self._has_slot = False
 
     def roll_back(self) -> None:
         """Forget the steps that the ranks repeat."""
@@ -94,9 +103,14 @@ class SaveDecisions:
         self._verdict = self._left_out = None
         self._agreement.roll_back()
 
-    def _is_due(self, step: int) -> bool:
-        interval = interval_of(self._traits, self._session)
-        return interval > 0 and step % interval == 0
+    @property
+    def _interval(self) -> int:
+        return interval_of(self._traits, self._session)
+
+    def _next_due(self, step: int) -> int | None:
+        """Return the first step from `step` on at which a save is due by the interval, if there is one."""
+        interval = self._interval
+        return None if interval <= 0 else -(-step // interval) * interval
 
     def _may_get_free(self) -> bool:
         """Return whether the other process is expected to free a slot before the next step ends.
@@ -108,7 +122,7 @@ class SaveDecisions:
         return keeps and self._traits.frees_older_steps and not self._status.found_no_slot
 
     def _is_left_out(self, step: Step) -> bool:
-        if self._waits or not self._agreement.is_left_out(step):
+        if self._waits or not self._agreement.is_vetoed(step):
             return False
         if self._left_out != step:
             self._left_out = step

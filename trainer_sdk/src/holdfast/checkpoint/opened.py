@@ -15,6 +15,7 @@ from holdfast.checkpoint.status import SaveStatus
 from holdfast.checkpoint.streaming import StreamingSaver
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement
+from holdfast.gang.proposals import Proposals
 from holdfast.gang.store import connect_store
 from holdfast.places.place import Place
 from holdfast.slots.staging import SlotRing
@@ -64,8 +65,11 @@ class Opened:
             if traits.streams
             else Saver(session, self.ring, layouts, rank)
         )
+        self.agreement = StepAgreement(
+            session, store, None if store is None else Proposals(store, settings.world_size)
+        )
         self.decisions = SaveDecisions(
-            StepAgreement(session, store, rank),
+            self.agreement,
             session,
             traits,
             self.ring,
@@ -91,6 +95,7 @@ class Opened:
         left_error = self.saves.take_left_error()
         self.saves.hand_over_left()
         self._status.progress.send()
+        self.agreement.close()
         copies_seconds = _COPIES_SECONDS if wait else _COPIES_AFTER_ERROR_SECONDS
         copied = self.saver.wait(copies_seconds)
         if wait:

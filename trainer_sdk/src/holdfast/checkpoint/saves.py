@@ -137,6 +137,7 @@ class Saves:
             self._status.count_failure(error, step)
         finally:
             self._status.ended(step, time.monotonic() - started)
+        self._decisions.slot_was_filled()
         self._decisions.foresee(Step(step + 1))
 
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:

@@ -1,15 +1,17 @@
 """Agreement of all ranks on the steps to save and on the last step, without an additional collective.
 
-Saves at the interval follow from the step number. For a request (save now, stop) the order is:
- 1. Before rank 0 starts step s + 1, it writes `at/<lap>/<s+1>` into the round's store and reads it back,
-    so that the store has the value.
- 2. All ranks do step s + 1. No rank leaves the collective of that step before rank 0 has entered it.
- 3. After its own step s + 1, every rank reads `at/<lap>/<s+1>`. All ranks read the same value.
-A rank that was asked to stop by a signal writes `stop-wanted` into the store for rank 0.
+ * Saves at the interval follow from the step number and need no agreement.
+ * For a request (save now, stop) a rank proposes a step ahead; see `gang.proposals`. Rank 0 receives the
+   requests of the operator, and every rank may have received a signal to stop.
+ * A step is committed only if every rank saved it, and ranks that decided alone would seldom skip the same
+   steps. A rank without a free slot therefore vetoes the next save:
+    1. It writes `full/<lap>/<parity>` before it starts the step at which the save is due.
+    2. No rank leaves the collective of that step before all ranks have entered it.
+    3. After the step, every rank reads this key. All ranks read the same value.
 
-Ranks agree in the same way to leave a save out, because a step is committed only if every rank saved it.
-Ranks that decided alone would seldom skip the same steps. A rank without a free slot writes
-`full/<lap>/<parity>` before it starts step s + 1. After that step all ranks read this key.
+Reading vetoes costs a request of every rank at each save. Ranks therefore read them at the first saves of
+a run, and later only while a proposal for `Purpose.VETO` lasts. A rank whose slots are all busy makes one.
+A rank whose slots fill up when no vetoes are read skips its save alone, until its proposal is accepted.
 
 The values are signed with the secret of the round (see `gang.store`), so that only its ranks can request
 a stop.
@@ -20,13 +22,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.connection.session import Session
+from holdfast.gang.proposals import Proposals, Purpose
 from holdfast.gang.store import GangStore
-from holdfast_core.ids import Rank
 
-_STOP_REQUESTED = "stop-wanted"
-_FULL = "full"
-_SAVE = "save"
-_STOP = "stop"
+_VETOED_SAVES = 16
+"""Saves at the interval for which one proposal lets the ranks veto."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,72 +45,113 @@ class StepAgreement:
     Args:
         session: Receives this rank's requests to save or stop.
         store: The gang's store, or None for a gang of one rank.
-        rank: This rank.
+        proposals: The gang's proposals, or None for a gang of one rank.
     """
 
-    def __init__(self, session: Session, store: GangStore | None, rank: Rank) -> None:
+    def __init__(
+        self, session: Session, store: GangStore | None, proposals: Proposals | None
+    ) -> None:
         self._session = session
         self._store = store
-        self._rank = rank
+        self._proposals = proposals
         self._lap = 0
         """Number of rollbacks so far. It keeps the keys apart when the ranks repeat steps."""
-        self._published_stop = False
-        self._posted_stop = False
+        self._save_requested = False
+        self._has_stopped = False
+        self._vetoes: tuple[int, int] | None = None
+        """Vetoes of saves after the first of these steps are read, up to the second one."""
+
+    def close(self) -> None:
+        """End the polling thread."""
+        if self._proposals is not None:
+            self._proposals.close()
 
     def roll_back(self) -> None:
         """Forget what was agreed for the steps that the ranks repeat. Every rank must call it."""
         self._lap += 1
-        self._published_stop = self._posted_stop = False
+        self._has_stopped = False
+        self._vetoes = None
+        if self._proposals is not None:
+            self._proposals.roll_back()
 
-    def begin(self, step: int) -> None:
-        """Publish this rank's requests when `step` steps are done and the next one is about to start."""
-        if self._store is not None:
-            self._exchange_requests(self._store, step + 1)
+    def begin(self, step: int, interval_steps: int) -> None:
+        """Start to agree when `step` steps are done and the next one is about to start."""
+        if self._proposals is None:
+            return
+        if self._vetoes is None:
+            self._vetoes = step, step + _VETOED_SAVES * interval_steps
+        self._proposals.begin(step)
+        self._proposals.start()
+        self._propose_requests(self._proposals)
 
     def after_step(self, step: int) -> Verdict:
-        """Return the verdict for `step`, and publish this rank's requests for the next step."""
-        if self._store is None:
+        """Return the verdict for `step`, which is the same on every rank."""
+        if self._proposals is None:
             save = self._session.take_save_request()
             return Verdict(save, self._session.stop_requested)
-        word = self._store.read(self._at(step))
-        if word != _STOP:
-            self._exchange_requests(self._store, step + 1)
-        return Verdict(word == _SAVE, word == _STOP)
+        # A request that has arrived by now is met by a save after this step.
+        self._save_requested |= self._session.take_save_request()
+        accepted = self._proposals.reach(step)
+        verdict = Verdict()
+        if accepted is not None:
+            match accepted.purpose:
+                case Purpose.SAVE:
+                    verdict = Verdict(save=True)
+                    self._save_requested = False
+                case Purpose.STOP:
+                    verdict = Verdict(stop=True)
+                    self._has_stopped = True
+                case Purpose.VETO:
+                    self._extend_vetoes(accepted.step, accepted.until)
+        self._propose_requests(self._proposals)
+        return verdict
 
-    def leave_out(self, step: int) -> None:
-        """Before `step` starts, publish that this rank has no slot for its save."""
-        if self._store is not None:
-            self._store.publish(self._full(step), str(step))
+    def veto(self, due: int, next_step: int, interval_steps: int) -> None:
+        """Before `next_step` starts, make the gang leave out the save of step `due`, if it is that step.
 
-    def is_left_out(self, step: int) -> bool:
+        Call it before each step while this rank has no free slot.
+
+        Args:
+            due: The next step at which a save is due by the interval.
+            next_step: The step that is about to start.
+            interval_steps: Steps between saves.
+        """
+        if self._store is None or self._proposals is None:
+            return
+        if due == next_step and self._may_veto(due):
+            self._store.publish(self._full(due), str(due))
+        if not self._may_veto(due + _VETOED_SAVES // 2 * interval_steps):
+            self._proposals.propose(Purpose.VETO, _VETOED_SAVES * interval_steps)
+
+    def is_vetoed(self, step: int) -> bool:
         """Return whether a rank had no slot when `step` started. Then no rank saves it.
 
         The answer is the same on every rank.
         """
-        if self._store is None:
+        if self._store is None or not self._may_veto(step):
             return False
         return self._store.read(self._full(step)) == str(step)
 
-    def _exchange_requests(self, store: GangStore, step: int) -> None:
-        if self._rank != 0:
-            if self._session.stop_requested and not self._published_stop:
-                self._published_stop = True
-                store.publish(_STOP_REQUESTED, "1")
+    def _propose_requests(self, proposals: Proposals) -> None:
+        if self._has_stopped:
             return
-        save = self._session.take_save_request()
-        if self._posted_stop:
-            return
-        stop = self._session.stop_requested or store.read(_STOP_REQUESTED) is not None
-        if save or stop:
-            store.publish(self._at(step), _STOP if stop else _SAVE)
-            self._posted_stop = stop
+        if self._session.stop_requested:
+            proposals.propose(Purpose.STOP)
+        elif self._save_requested:
+            proposals.propose(Purpose.SAVE)
 
-    def _at(self, step: int) -> str:
-        return f"at/{self._lap}/{step}"
+    def _may_veto(self, step: int) -> bool:
+        return self._vetoes is not None and self._vetoes[0] < step <= self._vetoes[1]
+
+    def _extend_vetoes(self, step: int, until: int) -> None:
+        first = step
+        if self._vetoes is not None and step <= self._vetoes[1]:
+            first = self._vetoes[0]
+        self._vetoes = first, until
 
     def _full(self, step: int) -> str:
         """Return the key of `step`, one of two that alternate.
 
         No rank writes the key for step s + 2 before all ranks have read it after step s.
         """
-        return f"{_FULL}/{self._lap}/{step % 2}"
+        return f"full/{self._lap}/{step % 2}"

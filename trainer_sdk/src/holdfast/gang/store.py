@@ -41,6 +41,17 @@ class PlainStore(Protocol):
 
     def check(self, keys: list[str], /) -> bool: ...
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set the key if its value is `expected`, or if it has none and `expected` is empty.
+
+        Returns the value that the key has then.
+        """
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to the counter of this name, and return its new value."""
+        ...
+
 
 class GangStore:
     """Keys and values of the ranks of this round. Values of other writers count as absent.
@@ -67,6 +78,21 @@ class GangStore:
     def read(self, key: str) -> str | None:
         """Return the value that a rank of this round wrote, or None. This does not wait for it."""
         return self._verified(key, self._plain.get(key)) if self._plain.check([key]) else None
+
+    def has(self, key: str) -> bool:
+        """Return whether any process has written the key, with or without a valid signature."""
+        return self._plain.check([key])
+
+    def decide(self, key: str, value: str) -> str | None:
+        """Write a value unless the key has one. All ranks can read it when this returns.
+
+        Returns the value that the key has, which is the same for all ranks. None: it is not signed.
+        """
+        return self._verified(key, self._plain.compare_set(key, "", self._signed(key, value)))
+
+    def count(self, key: str) -> int:
+        """Add 1 to a counter and return it. A counter is not signed: any process may raise it."""
+        return self._plain.add(key, 1)
 
     def wait(self, key: str) -> str:
         """Wait until a rank of this round has written the key, and return its value.
