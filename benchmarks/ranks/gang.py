@@ -24,14 +24,12 @@ class Gang:
     port: int
     """Control port of all played members."""
     payload_bytes: int = PAYLOAD_BYTES
+    fan_in: int = 64
+    """`Round.fan_in`. The second real worker is the relay of its group in a gang of several groups."""
 
     @property
     def played(self) -> list[int]:
         return [w for w in range(self.workers) if w not in self.real]
-
-    @property
-    def coordinator_pod(self) -> str:
-        return pod_name(self.real[0], 0)
 
     def certificates(self, pod: str) -> Path:
         return self.folder / "certificates" / pod

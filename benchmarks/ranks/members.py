@@ -3,7 +3,7 @@
 The folder has `gang.json` (see `Gang`) and a certificate for each member. Commands are lines of JSON on the
 standard input; each is answered by one line when all members are through with it:
 
-    {"do": "round", "round": 0, "version": 1, "coordinator": [address, port]}
+    {"do": "round", "round": 0, "version": 1, "real": [[worker, address, port], ...]}
     {"do": "replace", "round": 1, "workers": [7]}
     {"do": "report", "step": 5}
     {"do": "commit", "step": 5}
@@ -20,6 +20,7 @@ import resource
 import ssl
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,9 +30,12 @@ from benchmarks.ranks.http import Client, Served
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.relay import decode, encode
 from holdfast_core.messages.schema import (
+    Answer,
     BufferNotice,
     Inventory,
+    Letter,
     LevelNotice,
     ListedManifest,
     ListedShard,
@@ -41,6 +45,8 @@ from holdfast_core.messages.schema import (
     PreparedReply,
     RankProgress,
     RankSaves,
+    Relay,
+    RelayReply,
     Replicated,
     ShardInfo,
     WorkerReport,
@@ -64,15 +70,52 @@ class Now:
 
     round: RestartRound
     version: int
-    where: tuple[str, int]
-    """Address and control port of the coordinator."""
+    where: dict[int, tuple[str, int]]
+    """Addresses and control ports of the real sidecars. The first one is the coordinator's."""
+
+    def relay(self, gang: Gang, worker: int) -> int:
+        """Return the relay of a worker. The coordinator is worker 0."""
+        return worker // gang.fan_in * gang.fan_in
+
+
+class GroupMail:
+    """What the relay of a played group sends to the coordinator: letters that come together go together."""
+
+    def __init__(self, now: Now, relay: Callable[[], PlayedMember]) -> None:
+        self._now = now
+        self._relay = relay
+        self._waiting: list[tuple[Letter, asyncio.Future[bytes]]] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def deliver(self, path: str, member: PlayedMember, body: bytes) -> bytes:
+        """Send a letter of a member of the group and return the coordinator's reply."""
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting.append((Letter(path, (member.worker,), body), answer))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+        return await answer
+
+    async def _send(self) -> None:
+        while self._waiting:
+            sent, self._waiting = self._waiting, []
+            message = Relay(self._now.round, tuple(letter for letter, _ in sent))
+            reply = await self._relay().relay(message)
+            for (letter, future), answer in zip(sent, reply.answers, strict=True):
+                if answer.status == 200:
+                    future.set_result(answer.body)
+                else:
+                    await asyncio.sleep(_FIRST_PAUSE_SECONDS)
+                    self._waiting.append((letter, future))
 
 
 class PlayedMember:
     """One worker: what its sidecar would send and answer, with one rank."""
 
-    def __init__(self, gang: Gang, worker: int, birth_round: int, now: Now) -> None:
+    def __init__(
+        self, gang: Gang, worker: int, birth_round: int, now: Now, mail: GroupMail
+    ) -> None:
         self._gang = gang
+        self._mail = mail
         self._now = now
         self.worker = Worker(worker)
         self.rank = Rank(worker)
@@ -101,17 +144,25 @@ class PlayedMember:
             f"POST {PATHS[type(message)]} HTTP/1.1\r\n{ROUND_HEADER}: {message.round}\r\n"
             "Content-Type: application/json"
         )
-        return loads(reply, await self._request(head, dumps(message)))
+        relay = self._now.relay(self._gang, self.worker)
+        if relay in self._now.where:
+            return loads(reply, await self._request(relay, head, dumps(message)))
+        return loads(reply, await self._mail.deliver(PATHS[type(message)], self, dumps(message)))
 
     async def get_manifest(self, step: Step, round_: RestartRound) -> ManifestDocument:
         head = f"GET /v1/manifest?step={step}&round={round_} HTTP/1.1"
-        return loads(ManifestDocument, await self._request(head, b""))
+        return loads(ManifestDocument, await self._request(0, head, b""))
 
-    async def _request(self, head: str, body: bytes) -> bytes:
-        name = self._gang.server_name(self._gang.coordinator_pod)
+    async def relay(self, message: Relay) -> RelayReply:
+        """Send letters of this member's group to the coordinator."""
+        head = f"POST /v1/relay HTTP/1.1\r\n{ROUND_HEADER}: {message.round}"
+        return decode(RelayReply, await self._request(0, head, encode(message)))
+
+    async def _request(self, to: int, head: str, body: bytes) -> bytes:
+        name = self._gang.server_name(pod_name(to, 0))
         for attempt in range(_TRIES):
             try:
-                status, reply = await self._client.request(self._now.where, name, head, body)
+                status, reply = await self._client.request(self._now.where[to], name, head, body)
             except OSError:
                 status, reply = 0, b"the connection was closed"
             if status == 200:
@@ -214,7 +265,8 @@ class Played:
 
     def __init__(self, gang: Gang) -> None:
         self._gang = gang
-        self._now = Now(RestartRound(0), 0, ("", 0))
+        self._now = Now(RestartRound(0), 0, {})
+        self._mail: dict[int, GroupMail] = {}
         self._members: dict[int, PlayedMember] = {}
         self._names: dict[str, PlayedMember] = {}
 
@@ -238,12 +290,24 @@ class Played:
         setattr(found, _NAMED, name)
 
     def _answer(self, name: str, method: str, path: str, body: bytes) -> bytes:
-        return self._names[name].answer(path, body)
+        member = self._names[name]
+        if path != "/v1/relay":
+            return member.answer(path, body)
+        message = decode(Relay, body)
+        # The members of a group are in this process: their relay needs no connection to reach them.
+        answers = tuple(
+            Answer(200, self._members[worker].answer(letter.path, letter.body))
+            for letter in message.letters
+            for worker in letter.workers
+        )
+        return encode(RelayReply(message.round, answers))
 
     def add(self, worker: int, birth_round: int) -> None:
         if worker in self._members:
             self._members[worker].close()
-        member = PlayedMember(self._gang, worker, birth_round, self._now)
+        relay = self._now.relay(self._gang, worker)
+        mail = self._mail.setdefault(relay, GroupMail(self._now, lambda: self._members[relay]))
+        member = PlayedMember(self._gang, worker, birth_round, self._now, mail)
         self._members[worker] = member
         self._names[self._gang.server_name(member.pod)] = member
 
@@ -257,7 +321,7 @@ class Played:
             case "round":
                 self._now.round = RestartRound(command["round"])
                 self._now.version = command["version"]
-                self._now.where = (command["coordinator"][0], command["coordinator"][1])
+                self._now.where = {w: (host, port) for w, host, port in command["real"]}
                 await asyncio.gather(*(m.report(None) for m in members))
             case "replace":
                 for worker in command["workers"]:

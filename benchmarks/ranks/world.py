@@ -198,16 +198,19 @@ class World:
             store_host=first,
         )
         await asyncio.gather(*(self.operator.round(r.worker, message) for r in self.real))
-        _, control, _ = self.operator.members[first].address.split(":")
         await asyncio.gather(
             self.play(
                 do="round",
                 round=round_,
                 version=1,
-                coordinator=["127.0.0.1", int(control)],
+                real=[self._reached_at(real.worker) for real in self.real],
             ),
             *(real.train(round_) for real in self.real),
         )
+
+    def _reached_at(self, worker: int) -> list[Any]:
+        host, control, _ = self.operator.members[worker].address.split(":")
+        return [worker, host, int(control)]
 
     async def commit(self, step: int) -> dict[str, Any]:
         """Let all ranks save a step. Return what the played members measured once it is replicated."""

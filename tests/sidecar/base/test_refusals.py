@@ -27,6 +27,7 @@ from holdfast_core.messages.schema import (
     CopyRequest,
     DeadRank,
     GangRequest,
+    Letter,
     LevelNotice,
     ManifestPut,
     PersistRequest,
@@ -35,6 +36,7 @@ from holdfast_core.messages.schema import (
     RankBuffered,
     RankProgress,
     Refusal,
+    Relay,
     Replicated,
     Round,
     Seal,
@@ -143,6 +145,20 @@ def ask(round_: RestartRound = NOW) -> GangRequest:
 
 def prune(round_: RestartRound = NOW) -> Prune:
     return Prune(round_, ())
+
+
+def relayed(round_: RestartRound = NOW, *workers: int) -> Relay:
+    letters = tuple(Letter("/v1/prepared", (Worker(w),), b"{}") for w in workers)
+    return Relay(round_, letters)
+
+
+def in_groups(worker: int) -> RoundState:
+    """Return the state of a worker of six in groups of two. Worker 1 coordinates, 2 and 4 are relays."""
+    message = round_message(5, workers=6, version=3, coordinator=Worker(1), fan_in=2)
+    return accepted(message, worker=worker, procs_per_worker=2)
+
+
+GROUPED = [Caller(f"gpt-{w}-r0") for w in range(6)]
 
 
 SUSPECT = Suspect(JobUid("job"), Step(1), NOW, Rank(0), DIGEST)
@@ -268,6 +284,34 @@ CASES = [
     Case("certificate: a member", PLAIN, MEMBER[1], CERTIFICATE, Refusal.NOT_MEMBER),
     Case("suspect: a member", PLAIN, MEMBER[1], SUSPECT, None),
     Case("suspect: a former member", PLAIN, STRANGER, SUSPECT, Refusal.NOT_MEMBER),
+    # relays
+    *fenced("relay", relayed, 1, MEMBER[0]),
+    Case("relay: from a stranger", COORDINATOR, STRANGER, relayed(), Refusal.NOT_MEMBER),
+    Case("relay: up", in_groups(1), GROUPED[2], relayed(NOW, 2, 3), None),
+    Case("relay: up, another group", in_groups(1), GROUPED[2], relayed(NOW, 5), Refusal.NOT_MEMBER),
+    Case("relay: up, from no relay", in_groups(1), GROUPED[3], relayed(NOW, 3), Refusal.NOT_MEMBER),
+    Case(
+        "relay: up, no such worker", in_groups(1), GROUPED[4], relayed(NOW, 6), Refusal.NOT_MEMBER
+    ),
+    Case(
+        "relay: up, elsewhere", in_groups(4), GROUPED[2], relayed(NOW, 3), Refusal.NOT_COORDINATOR
+    ),
+    Case("relay: down", in_groups(2), GROUPED[1], relayed(NOW, 3), None),
+    Case(
+        "relay: down, another group", in_groups(2), GROUPED[1], relayed(NOW, 4), Refusal.NOT_MEMBER
+    ),
+    Case("relay: down, to no relay", in_groups(3), GROUPED[1], relayed(NOW, 3), Refusal.NOT_MEMBER),
+    Case("prepared: to its relay", in_groups(2), GROUPED[3], prepared(worker=3, rank=6), None),
+    Case(
+        "prepared: to another relay",
+        in_groups(4),
+        GROUPED[3],
+        prepared(worker=3, rank=6),
+        Refusal.NOT_COORDINATOR,
+    ),
+    Case("prepared: past its relay", in_groups(1), GROUPED[3], prepared(worker=3, rank=6), None),
+    Case("manifest: from its relay", in_groups(3), GROUPED[2], manifest(), None),
+    Case("manifest: from another relay", in_groups(3), GROUPED[4], manifest(), Refusal.NOT_MEMBER),
     Case("suspect: sealed", sealed(0), MEMBER[1], SUSPECT, Refusal.SEALED),
 ]
 
@@ -309,6 +353,8 @@ def test_state_poll(state: RoundState, caller: Caller, expected: Refusal | None)
         pytest.param(accepting(2), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
         pytest.param(accepting(2), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
         pytest.param(sealed(2), MEMBER[0], NOW, Refusal.SEALED, id="sealed"),
+        pytest.param(in_groups(4), GROUPED[5], NOW, None, id="its relay"),
+        pytest.param(in_groups(4), GROUPED[3], NOW, Refusal.NOT_FOUND, id="another relay"),
     ],
 )
 def test_rendezvous(

@@ -136,6 +136,7 @@ class FakeOperator:
         store_host: int = 0,
         last_persisted: RestorePoint | None = None,
         pinned: tuple[int, ...] = (),
+        fan_in: int = 64,
     ) -> Round:
         """Return a ROUND message with all members."""
         return Round(
@@ -150,4 +151,5 @@ class FakeOperator:
             policy=policy or Policy(interval_steps=1, peer_copies=1 if copies else 0),
             last_persisted=last_persisted,
             pinned=tuple(Step(step) for step in pinned),
+            fan_in=fan_in,
         )

@@ -71,6 +71,8 @@ class Round:
     pinned: tuple[Step, ...] = ()
     """Pinned steps, which must not be pruned."""
     last_persisted: RestorePoint | None = None
+    fan_in: Annotated[int, Bounds(low=1)] = 64
+    """Number of consecutive workers that exchange messages with the coordinator through one relay."""
 
 
 @dataclass(frozen=True, slots=True)

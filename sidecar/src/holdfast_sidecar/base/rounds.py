@@ -30,6 +30,7 @@ from holdfast_core.messages.schema import (
     Prune,
     Refusal,
     Refused,
+    Relay,
     Replicated,
     Round,
     Seal,
@@ -37,6 +38,7 @@ from holdfast_core.messages.schema import (
     Uploaded,
     WorkerReport,
 )
+from holdfast_sidecar.base.tree import relay_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class To(StrEnum):
     """Sidecar that accepts a message."""
 
     ANY = "any sidecar"
-    COORDINATOR = "the coordinator"
+    COORDINATOR = "the coordinator, or the relay of the sender"
     REQUESTED = "the coordinator, or the sidecar of rank 0 on request of the coordinator"
 
 
@@ -156,6 +158,7 @@ RULES: dict[type[Any], Rule] = {
     BufferNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
     PersistRequest: Rule(From.COORDINATOR, To.ANY, fenced=True),
     Suspect: Rule(From.MEMBER, To.ANY, fenced=False),
+    Relay: Rule(From.MEMBER, To.ANY, fenced=True),
 }
 
 
@@ -177,6 +180,7 @@ def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
         or fence(state, message.round)
         or _sender(state, caller, rule.sender)
         or _receiver(state, caller, rule.receiver)
+        or _relays(state, caller, message)
         or _check_sender(state, caller, message)
         or (_not_assigned(state, caller, message) if isinstance(message, CopyRequest) else None)
     )
@@ -243,15 +247,23 @@ def refuse_state(state: RoundState, caller: Caller) -> Refused | None:
 
 
 def refuse_rendezvous(state: RoundState, caller: Caller, round_: RestartRound) -> Refused | None:
-    """Return why GET /v1/rendezvous is refused, or None. Only the worker that hosts the store serves it."""
+    """Return why GET /v1/rendezvous is refused, or None.
+
+    The worker that hosts the store serves it, and a relay serves its group.
+    """
     refused = fence(state, round_) or refuse_reader(state, caller)
     if refused is not None:
         return refused
-    if state.accepted is not None and state.accepted.store_host != state.worker:
+    accepted = state.accepted
+    if (
+        accepted is not None
+        and accepted.store_host != state.worker
+        and not _is_relay_of(state, caller)
+    ):
         return state.refused(
             Refusal.NOT_FOUND,
             f"worker {state.worker} does not host the store of round {round_}: "
-            f"worker {state.accepted.store_host} does",
+            f"worker {accepted.store_host} does",
         )
     return None
 
@@ -311,13 +323,46 @@ def _not_coordinator(state: RoundState) -> Refused:
     )
 
 
-def _is_coordinator_pod(state: RoundState, caller: Caller) -> bool:
-    member = state.member_of_pod(caller.pod)
+def _sends_for_coordinator(state: RoundState, caller: Caller) -> bool:
+    """Return whether the caller is the coordinator, or the relay of this worker."""
+    member, accepted = state.member_of_pod(caller.pod), state.accepted
     return (
         member is not None
-        and state.accepted is not None
-        and member.worker == state.accepted.coordinator
+        and accepted is not None
+        and member.worker in (accepted.coordinator, relay_of(accepted, state.worker))
     )
+
+
+def _is_relay_of(state: RoundState, caller: Caller) -> bool:
+    """Return whether this worker passes on what the caller sends to the coordinator."""
+    member, accepted = state.member_of_pod(caller.pod), state.accepted
+    return (
+        member is not None
+        and accepted is not None
+        and relay_of(accepted, member.worker) == state.worker
+    )
+
+
+def _relays(state: RoundState, caller: Caller, message: Any) -> Refused | None:
+    """Return why a Relay is refused: it passes a relay's own group and the coordinator only."""
+    member, accepted = state.member_of_pod(caller.pod), state.accepted
+    if not isinstance(message, Relay) or member is None or accepted is None:
+        return None
+    if state.is_coordinator:
+        relay = member.worker
+    elif member.worker == accepted.coordinator:
+        relay = state.worker
+    else:
+        return _not_coordinator(state)
+    for letter in message.letters:
+        if state.is_coordinator and len(letter.workers) != 1:
+            return state.refused(Refusal.BAD_REQUEST, "a letter has one sender")
+        for worker in letter.workers:
+            if state.member(worker) is None or relay_of(accepted, worker) != relay:
+                return state.refused(
+                    Refusal.NOT_MEMBER, f"worker {relay} is not the relay of worker {worker}"
+                )
+    return None
 
 
 def _sender(state: RoundState, caller: Caller, sender: From) -> Refused | None:
@@ -328,9 +373,9 @@ def _sender(state: RoundState, caller: Caller, sender: From) -> Refused | None:
             member = state.member_of_pod(caller.pod)
             return None if member is not None else _not_member(state, caller)
         case From.COORDINATOR:
-            return None if _is_coordinator_pod(state, caller) else _not_member(state, caller)
+            return None if _sends_for_coordinator(state, caller) else _not_member(state, caller)
         case From.OPERATOR_OR_COORDINATOR:
-            if caller.operator or _is_coordinator_pod(state, caller):
+            if caller.operator or _sends_for_coordinator(state, caller):
                 return None
             return _not_member(state, caller)
 
@@ -340,7 +385,8 @@ def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None
         case To.ANY:
             return None
         case To.COORDINATOR:
-            return None if state.is_coordinator else _not_coordinator(state)
+            accepts = state.is_coordinator or _is_relay_of(state, caller)
+            return None if accepts else _not_coordinator(state)
         case To.REQUESTED:
             accepts = state.is_coordinator if caller.operator else state.worker == 0
             return None if accepts else _not_coordinator(state)

@@ -23,6 +23,7 @@ from holdfast_core.messages.schema import (
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.base.tree import relay_of
 from holdfast_sidecar.gang.barrier import Facts, open_barrier
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.wire.client import Peers
@@ -203,7 +204,7 @@ class Starter:
         self.evaluate()
 
     async def rendezvous(self, round_: RestartRound, timeout_seconds: float) -> Rendezvous:
-        """Return the store's address to another member, on the worker that hosts the store.
+        """Return the store's address to another member, on the worker that hosts the store or on a relay.
 
         Waits until the address is known. The address is "" if the time runs out or the round ends.
         """
@@ -215,15 +216,18 @@ class Starter:
         return Rendezvous(round_, "") if self._store is None else self._store
 
     async def _ask_for_store(self, round_: RestartRound) -> None:
-        """Poll the worker that hosts the store until it returns the address."""
+        """Poll the own relay, or the worker that hosts the store, until it returns the address."""
         backoff = self._pod.backoff()
+        own, is_relay_silent = self._current().worker, False
         while True:
             accepted = self._current().accepted
             if accepted is None:
                 return
+            relay = relay_of(accepted, own)
+            asked = accepted.store_host if relay == own or is_relay_silent else relay
             try:
                 answer = await self._peers.get(
-                    accepted.store_host,
+                    asked,
                     "/v1/rendezvous",
                     Rendezvous,
                     query={"round": str(round_), "timeout": str(int(_POLL_SECONDS))},
@@ -231,6 +235,7 @@ class Starter:
                 )
             except HoldfastError as error:
                 self._waiting.log("rendezvous", str(error), round=round_)
+                is_relay_silent = not is_relay_silent
                 await self._clock.sleep(min(backoff.next_seconds(), 1.0))
                 continue
             backoff.reset()

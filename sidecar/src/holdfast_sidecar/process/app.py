@@ -49,6 +49,7 @@ from holdfast_sidecar.wire.bulk import BulkPeers, BulkServing
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.intake import Intake, LocalConnections
 from holdfast_sidecar.wire.members import Members
+from holdfast_sidecar.wire.relaying import Relaying
 from holdfast_sidecar.wire.server import ControlServer, PlainServer
 
 _LISTEN = "0.0.0.0"
@@ -94,6 +95,7 @@ class Sidecar:
             self._pruner,
             self._verifier,
             notices,
+            Relaying(current, peers),
             lambda message: tiers.pools.meta.run(certificates.renew, message),
         )
         self._control = Control(journeys, self._lifecycle, receivers)

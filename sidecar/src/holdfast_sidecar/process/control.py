@@ -24,6 +24,7 @@ from holdfast_core.messages.schema import (
     Prepared,
     Prune,
     Refusal,
+    Relay,
     Rendezvous,
     Replicated,
     Round,
@@ -48,6 +49,7 @@ from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.upkeep.verify import Verifier
 from holdfast_sidecar.wire.client import raise_refused
+from holdfast_sidecar.wire.relaying import Relaying
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Receivers:
     pruner: Pruner
     verifier: Verifier
     notices: RankNotices
+    relaying: Relaying
     renew: Callable[[Certificate], Awaitable[None]]
     """Takes a new certificate of this pod."""
 
@@ -132,6 +135,12 @@ class Control:
                 return await self._lifecycle.round(caller, message)
         self._check(caller, message)
         match message:
+            case Relay():
+                return await receivers.relaying.serve(message, self.dispatch)
+            case Prepared() | Buffered() | Replicated() | Uploaded() | WorkerReport() if (
+                not self.state.is_coordinator
+            ):
+                return await receivers.relaying.to_coordinator(path, message)
             case Prepared():
                 return self._role.require().prepared(message)
             case Buffered():

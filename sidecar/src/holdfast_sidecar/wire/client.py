@@ -2,14 +2,17 @@
 
 The server's certificate must name the pod that ROUND lists (`<pod>.<job-uid>.holdfast`), so that a request
 fails if the address belongs to another pod by now. A message to the own worker is dispatched without a
-connection, but goes through the same refusals.
+connection, but goes through the same refusals. In a large gang, messages between the coordinator and other
+groups of workers go through a relay (ADR 0065).
 """
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import aiohttp
 
@@ -21,14 +24,31 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.ids import Worker
-from holdfast_core.messages.codec import MAX_CONTROL_BYTES, dumps, loads
-from holdfast_core.messages.schema import Member, Refusal, Refused
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.messages.codec import MAX_CONTROL_BYTES, loads
+from holdfast_core.messages.relay import decode, encode
+from holdfast_core.messages.schema import (
+    Answer,
+    Letter,
+    ManifestPut,
+    Member,
+    Refusal,
+    Refused,
+    Relay,
+    RelayReply,
+)
 from holdfast_sidecar.base.rounds import Caller, RoundState
+from holdfast_sidecar.base.tree import next_hop
 from holdfast_sidecar.wire.addresses import Endpoint, parse_address
+from holdfast_sidecar.wire.mail import Mail
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
 
 T = TypeVar("T")
+
+_KEEP_SECONDS = 300.0
+"""Time for which a connection without a request is kept. It exceeds the time between two commits of most
+jobs, and is less than the time that the server keeps it. A relay has some hundred neighbours at most."""
+_CONNECT_SECONDS = 5.0
 
 Dispatch = Callable[[Caller, str, Any], Awaitable[Any]]
 """Handler of a message from (caller, path, message), which returns the reply or raises a HoldfastError."""
@@ -49,6 +69,10 @@ def raise_refused(refused: Refused) -> None:
     raise RefusedError(refused.code, refused.message)
 
 
+class NotConnectedError(UnavailableError):
+    """Error: a member cannot be connected to, or its connection has ended."""
+
+
 class Peers:
     """Client of the members of the current ROUND, by worker number."""
 
@@ -66,15 +90,22 @@ class Peers:
         self._call_seconds = call_seconds
         self._session: aiohttp.ClientSession | None = None
         self._dispatch: Dispatch | None = None
+        self._mail: dict[tuple[RestartRound, str], Mail] = {}
+        """Letters to each pod in the current round."""
+        self._encoded: tuple[ManifestPut, bytes] | None = None
 
     async def start(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._context, limit_per_host=16),
+            connector=aiohttp.TCPConnector(
+                ssl=self._context, limit_per_host=16, keepalive_timeout=_KEEP_SECONDS
+            ),
             auto_decompress=False,
         )
 
     async def close(self) -> None:
+        for mail in self._mail.values():
+            await mail.close()
         if self._session is not None:
             await self._session.close()
 
@@ -118,16 +149,64 @@ class Peers:
             if not isinstance(answer, reply):
                 raise FormatError(f"{target}: answered {type(answer).__name__}")
             return answer
-        round_ = getattr(message, "round", None)
-        data = await self._request(
-            "POST",
-            worker,
-            target,
-            body=dumps(message),
-            headers=None if round_ is None else {ROUND_HEADER: str(round_)},
-            seconds=self._call_seconds,
-        )
-        return loads(reply, data)
+        body, round_ = self._encode(message), getattr(message, "round", None)
+        what = f"POST {target} to worker {worker}"
+        return decode(reply, body_of(await self._post(worker, target, body, round_), what))
+
+    def _encode(self, message: Any) -> bytes:
+        """Return the body. That of a manifest, which goes to many members, is kept."""
+        if not isinstance(message, ManifestPut):
+            return encode(message)
+        if self._encoded is None or self._encoded[0] is not message:
+            self._encoded = message, encode(message)
+        return self._encoded[1]
+
+    async def _post(
+        self, worker: Worker, path: str, body: bytes, round_: RestartRound | None
+    ) -> Answer:
+        """Send a message on its way to a member, and return the member's answer."""
+        hop = self._next_hop(worker)
+        if hop == worker:
+            return await self.exchange(worker, path, body, round_)
+        if self._current().is_coordinator:
+            return await self.mail(hop).deliver(path, worker, body)
+        try:
+            return await self.exchange(hop, path, body, round_)
+        except NotConnectedError:
+            # The relay has failed. What its group reports must not wait until the operator has noticed. A
+            # relay that is only slow is not passed over: the coordinator is busy, and thousands of new
+            # connections would not help it.
+            return await self.exchange(worker, path, body, round_)
+
+    def _next_hop(self, worker: Worker) -> Worker:
+        accepted = self._current().accepted
+        if accepted is None:
+            return worker
+        return next_hop(accepted, self._contract.worker, worker)
+
+    def mail(self, worker: Worker) -> Mail:
+        """Return the sender of letters to this worker, which is a relay or the coordinator.
+
+        Raises:
+            UnavailableError: The worker is not a member of the current round.
+        """
+        round_, member = self._current().round, self._current().member(worker)
+        if member is None:
+            raise UnavailableError(f"worker {worker} is not a member of the current round")
+        key = round_, member.pod
+        if key not in self._mail:
+            # A request to a lost pod that is still under way must not hold up the letters of the next round.
+            self._mail = {k: mail for k, mail in self._mail.items() if k[0] == round_}
+
+            async def send(letters: tuple[Letter, ...]) -> tuple[Answer, ...]:
+                message = Relay(self._current().round, letters)
+                body = await asyncio.to_thread(encode, message)
+                answer = await self.exchange(worker, PATHS[Relay], body, message.round)
+                found = body_of(answer, f"POST {PATHS[Relay]} to worker {worker}")
+                return decode(RelayReply, found).answers
+
+            self._mail[key] = Mail(send)
+        return self._mail[key]
 
     async def get(
         self,
@@ -143,22 +222,31 @@ class Peers:
         Args:
             seconds: Total time-out; None for that of `call`.
         """
-        data = await self._request(
-            "GET", worker, path, query=query, seconds=seconds or self._call_seconds
-        )
-        return loads(reply, data)
+        target = f"{path}?{urlencode(query)}" if query else path
+        hop = self._next_hop(worker)
+        if hop != worker and self._current().is_coordinator:
+            answer = await self.mail(hop).deliver(target, worker, b"")
+        else:
+            answer = await self.exchange(worker, target, b"", None, seconds=seconds)
+        return decode(reply, body_of(answer, f"GET {path} to worker {worker}"))
 
-    async def _request(
+    async def exchange(
         self,
-        method: str,
         worker: Worker,
         path: str,
+        body: bytes,
+        round_: RestartRound | None,
         *,
-        seconds: float,
-        query: dict[str, str] | None = None,
-        body: bytes | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> bytes:
+        seconds: float | None = None,
+    ) -> Answer:
+        """Make one request to a member itself: POST, or GET without a body.
+
+        Raises:
+            NotConnectedError: There is no connection to the member, or it ended.
+            UnavailableError: There is no reply, or the worker is not a member.
+            FormatError: The reply is too large.
+        """
+        method = "POST" if body else "GET"
         member = self._current().member(worker)
         if member is None:
             raise UnavailableError(f"worker {worker} is not a member of the current round")
@@ -170,26 +258,34 @@ class Peers:
             async with self._session.request(
                 method,
                 endpoint.url + path,
-                params=query,
-                data=body,
-                headers=headers,
+                data=body or None,
+                headers=None if round_ is None else {ROUND_HEADER: str(round_)},
                 server_hostname=self.server_name(member),
-                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5),
+                timeout=aiohttp.ClientTimeout(
+                    total=seconds or self._call_seconds, sock_connect=_CONNECT_SECONDS
+                ),
                 allow_redirects=False,
             ) as response:
                 data = await response.content.read(MAX_CONTROL_BYTES + 1)
                 while not response.content.at_eof() and len(data) <= MAX_CONTROL_BYTES:
                     data += await response.content.read(MAX_CONTROL_BYTES + 1 - len(data))
                 status = response.status
+        except aiohttp.ClientConnectionError as error:
+            raise NotConnectedError(f"{what}: {error or type(error).__name__}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnavailableError(f"{what}: {error or type(error).__name__}") from error
         if len(data) > MAX_CONTROL_BYTES:
             raise FormatError(f"{what}: more than {MAX_CONTROL_BYTES} bytes")
-        if status == 200:
-            return data
-        if status in (400, 409):
-            raise_refused(_refused(data, what))
-        raise UnavailableError(f"{what}: status {status}")
+        return Answer(status, data)
+
+
+def body_of(answer: Answer, what: str) -> bytes:
+    """Return the body of a reply. Raises the error of a refusal, or UnavailableError."""
+    if answer.status == 200:
+        return answer.body
+    if answer.status in (400, 409):
+        raise_refused(_refused(answer.body, what))
+    raise UnavailableError(f"{what}: status {answer.status}: {answer.body[:200]!r}")
 
 
 def _refused(data: bytes, what: str) -> Refused:

@@ -23,8 +23,9 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.messages.bounds import body_limit_bytes
-from holdfast_core.messages.codec import MAX_CONTROL_BYTES, dumps, loads
+from holdfast_core.messages.codec import MAX_CONTROL_BYTES
 from holdfast_core.messages.refusals import refusal_of
+from holdfast_core.messages.relay import decode, encode
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Inventory,
@@ -47,8 +48,9 @@ _BODIES_BYTES = 2 * MAX_CONTROL_BYTES
 """Limit on the bodies of all requests together. A sidecar has a memory limit, and a gang has many members."""
 _OFF_LOOP_BYTES = 256 << 10
 """Bodies of at least this size are parsed in a thread."""
-_IDLE_SECONDS = 30.0
-"""Time-out between two requests of a connection, and for the head of a request."""
+_IDLE_SECONDS = 330.0
+"""Time-out between two requests of a connection, and for the head of a request. Only callers with a
+certificate of this job come so far."""
 _PLAIN_IDLE_SECONDS = 5.0
 _PLAIN_PLACES = Places(unauthenticated=32, unauthenticated_per_address=16)
 _RENDER_SECONDS = 0.2
@@ -168,9 +170,9 @@ class ControlServer:
                 raise_refused(refused)
             async with self._bodies.read(request, body_limit_bytes(endpoint.request)) as body:
                 if len(body) < _OFF_LOOP_BYTES:
-                    message = loads(endpoint.request, body)
+                    message = decode(endpoint.request, body)
                 else:
-                    message = await asyncio.to_thread(loads, endpoint.request, body)
+                    message = await asyncio.to_thread(decode, endpoint.request, body)
             return await self._handler.dispatch(caller, endpoint.path, message)
 
         return self._guarded(handle)
@@ -306,7 +308,7 @@ def _round_of_header(request: web.Request) -> RestartRound | None:
 
 
 def _json(status: int, message: Any) -> web.Response:
-    return web.Response(status=status, body=dumps(message), content_type="application/json")
+    return web.Response(status=status, body=encode(message), content_type="application/json")
 
 
 def _number(request: web.Request, name: str, default: int | None) -> int:

@@ -22,6 +22,8 @@ from holdfast_core.messages.schema import (
     PreparedReply,
     Prune,
     PruneReply,
+    Relay,
+    RelayReply,
     Replicated,
     Round,
     Seal,
@@ -65,6 +67,9 @@ POSTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/persist", PersistRequest, Ok),
     Endpoint("/v1/suspect", Suspect, Ok),
     Endpoint("/v1/prune", Prune, PruneReply),
+    Endpoint("/v1/relay", Relay, RelayReply),
 )
+
+BY_PATH = {e.path: e for e in POSTS}
 
 PATHS: dict[type[Any], str] = {e.request: e.path for e in POSTS if e.request is not GangRequest}
