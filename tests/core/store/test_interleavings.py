@@ -62,9 +62,68 @@ class Task:
     checkpoint: CheckpointId | None = None
 
 
+class World:
+    """The shards of checkpoints on the node, and what ranks and coordinators do with a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._readers: dict[CheckpointId, DiskShardReader] = {}
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def reader(self, checkpoint: CheckpointId) -> DiskShardReader:
+        if checkpoint not in self._readers:
+            data = payload_of(checkpoint)
+            header = shard_header(
+                len(data),
+                step=checkpoint.step,
+                round=checkpoint.round,
+                chunk_bytes=CHUNK,
+                world_size=1,
+            )
+            self._readers[checkpoint] = write_shard(self._folder, header, data)
+        return self._readers[checkpoint]
+
+    def uploaded_and_committed(
+        self, tier: ObjectTier, own: CheckpointId, base: CheckpointId | None
+    ) -> bool:
+        """Upload and commit as a rank and its coordinator do. False if the base is gone."""
+        reader = self.reader(own)
+        record = reader.record
+        earlier, allowed = None, set[CheckpointId]()
+        if base is not None:
+            needs = tier.get_references(NAMESPACE, JOB_UID, base)
+            allowed = {base, *most_needed(needs, MAX_EARLIER - 1)}
+            try:
+                stored = tier.stored(NAMESPACE, self.reader(base).record.ref)
+                earlier = Earlier(stored.trailer, stored.index)
+            except HoldfastError:
+                earlier = None
+        index = plan_pack(Trailer(record, reader.table), [], earlier, allowed, base)
+        if index is None:
+            tier.upload_shard(NAMESPACE, reader)
+        else:
+            tier.upload_pack(NAMESPACE, reader, index)
+        bases = set() if index is None or index.base is None else {index.base}
+        needed = {} if index is None else index.earlier()
+        shard = ManifestShard(
+            Rank(0), record.header.payload_bytes, record.blake3, record.chunk_table
+        )
+        manifest = Manifest(JOB, own.step, own.round, 1, None, digest_of(LAYOUT), (shard,))
+        return commit(tier, NAMESPACE, manifest, LAYOUT, needed, bases)
+
+    def assert_comes_back(self, objects: ObjectStore, checkpoint: CheckpointId) -> None:
+        tier = ObjectTier(objects, readers=1)
+        tier.get_manifest(NAMESPACE, JOB_UID, checkpoint)
+        with tier.open_shard(NAMESPACE, self.reader(checkpoint).record.ref) as source:
+            runs = [bytes(run) for run in source.read([range(CHUNKS)])]
+        assert b"".join(runs) == payload_of(checkpoint)
+
+
 class Interleavings(RuleBasedStateMachine):
-    folder: ClassVar[Path]
-    readers: ClassVar[dict[CheckpointId, DiskShardReader]] = {}
+    world: ClassVar[World]
 
     @initialize()
     def start(self) -> None:
@@ -90,8 +149,8 @@ class Interleavings(RuleBasedStateMachine):
         def work(objects: ObjectStore) -> None:
             tier = ObjectTier(objects, readers=1)
             base = coordinator.last
-            if not self.uploaded_and_committed(tier, own, base):
-                assert self.uploaded_and_committed(tier, own, None)
+            if not self.world.uploaded_and_committed(tier, own, base):
+                assert self.world.uploaded_and_committed(tier, own, None)
             self.committed.add(own)
             coordinator.last = own
             coordinator.on_way.discard(own)
@@ -121,7 +180,7 @@ class Interleavings(RuleBasedStateMachine):
 
         def work(objects: ObjectStore) -> None:
             try:
-                self.assert_comes_back(objects, wanted)
+                self.world.assert_comes_back(objects, wanted)
             except HoldfastError:
                 if wanted not in self.deleting:
                     raise
@@ -155,7 +214,7 @@ class Interleavings(RuleBasedStateMachine):
             task.actor.finish()
             self.assert_no_error(task)
         for checkpoint in self.readable():
-            self.assert_comes_back(self.store, checkpoint)
+            self.world.assert_comes_back(self.store, checkpoint)
         self.assert_nothing_is_left_over()
 
     # ------------------------------------------------------------------ what must hold
@@ -163,13 +222,6 @@ class Interleavings(RuleBasedStateMachine):
     def assert_no_error(self, task: Task) -> None:
         if task.actor.error is not None:
             raise AssertionError(f"{task.kind} of {task.checkpoint}") from task.actor.error
-
-    def assert_comes_back(self, objects: ObjectStore, checkpoint: CheckpointId) -> None:
-        tier = ObjectTier(objects, readers=1)
-        tier.get_manifest(NAMESPACE, JOB_UID, checkpoint)
-        with tier.open_shard(NAMESPACE, self.reader(checkpoint).record.ref) as source:
-            runs = [bytes(run) for run in source.read([range(CHUNKS)])]
-        assert b"".join(runs) == payload_of(checkpoint)
 
     def assert_nothing_is_left_over(self) -> None:
         """Delete all checkpoints but the newest one. Only what that one needs may stay."""
@@ -183,7 +235,7 @@ class Interleavings(RuleBasedStateMachine):
         kept = set(exists[-1:])
         for checkpoint in exists[-1:]:
             kept |= tier.get_references(NAMESPACE, JOB_UID, checkpoint).keys()
-            self.assert_comes_back(self.store, checkpoint)
+            self.world.assert_comes_back(self.store, checkpoint)
         folders = {f"s{c.step:012d}-r{c.round:06d}" for c in kept}
         found = {key.split("/")[3] for key in self.store.objects if "/shards/" in key}
         assert found <= folders
@@ -200,47 +252,6 @@ class Interleavings(RuleBasedStateMachine):
 
     def readable(self) -> list[CheckpointId]:
         return sorted(self.committed - self.deleting)
-
-    def reader(self, checkpoint: CheckpointId) -> DiskShardReader:
-        if checkpoint not in self.readers:
-            data = payload_of(checkpoint)
-            header = shard_header(
-                len(data),
-                step=checkpoint.step,
-                round=checkpoint.round,
-                chunk_bytes=CHUNK,
-                world_size=1,
-            )
-            self.readers[checkpoint] = write_shard(self.folder, header, data)
-        return self.readers[checkpoint]
-
-    def uploaded_and_committed(
-        self, tier: ObjectTier, own: CheckpointId, base: CheckpointId | None
-    ) -> bool:
-        """Upload and commit as a rank and its coordinator do. False if the base is gone."""
-        reader = self.reader(own)
-        record = reader.record
-        earlier, allowed = None, set[CheckpointId]()
-        if base is not None:
-            needs = tier.get_references(NAMESPACE, JOB_UID, base)
-            allowed = {base, *most_needed(needs, MAX_EARLIER - 1)}
-            try:
-                stored = tier.stored(NAMESPACE, self.reader(base).record.ref)
-                earlier = Earlier(stored.trailer, stored.index)
-            except HoldfastError:
-                earlier = None
-        index = plan_pack(Trailer(record, reader.table), [], earlier, allowed, base)
-        if index is None:
-            tier.upload_shard(NAMESPACE, reader)
-        else:
-            tier.upload_pack(NAMESPACE, reader, index)
-        bases = set() if index is None or index.base is None else {index.base}
-        needed = {} if index is None else index.earlier()
-        shard = ManifestShard(
-            Rank(0), record.header.payload_bytes, record.blake3, record.chunk_table
-        )
-        manifest = Manifest(JOB, own.step, own.round, 1, None, digest_of(LAYOUT), (shard,))
-        return commit(tier, NAMESPACE, manifest, LAYOUT, needed, bases)
 
 
 def sweep(objects: ObjectStore, coordinator: Coordinator) -> None:
@@ -264,11 +275,80 @@ class TestInterleavings(Interleavings.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         cls.temporary = tempfile.TemporaryDirectory()
-        Interleavings.folder = Path(cls.temporary.name)
+        Interleavings.world = World(Path(cls.temporary.name))
 
     @classmethod
     def tearDownClass(cls) -> None:
-        for reader in Interleavings.readers.values():
-            reader.close()
-        Interleavings.readers.clear()
+        Interleavings.world.close()
         cls.temporary.cleanup()
+
+
+def test_two_deletions_and_a_commit_stop_at_any_request(tmp_path: Path) -> None:
+    """NEXT needs objects of FIRST by way of BASE. Both are deleted while NEXT is committed.
+
+    The marker of NEXT is listed before that of BASE, and each page of a listing has one name.
+    """
+    first, base, last = (
+        CheckpointId(Step(step), RestartRound(round_)) for step, round_ in ((2, 0), (5, 0), (4, 1))
+    )
+    world = World(tmp_path)
+    for of_base in range(8):
+        for of_first in range(8):
+            store = MemoryObjectStore(page_keys=1)
+            assert world.uploaded_and_committed(ObjectTier(store), first, None)
+            assert world.uploaded_and_committed(ObjectTier(store), base, first)
+            deleters = [
+                Actor(
+                    store,
+                    lambda objects, doomed=doomed: ObjectTier(objects).delete_checkpoint(
+                        NAMESPACE, JOB_UID, doomed
+                    ),
+                )
+                for doomed in (base, first)
+            ]
+            deleters[0].advance(of_base)
+            deleters[1].advance(of_first)
+            try:
+                committed = world.uploaded_and_committed(ObjectTier(store), last, base)
+            except HoldfastError:
+                committed = False  # its base was gone before it began
+            for deleter in deleters:
+                deleter.finish()
+                assert deleter.error is None
+            if committed:
+                world.assert_comes_back(store, last)
+    world.close()
+
+
+def test_a_sweep_lists_markers_while_one_replaces_another(tmp_path: Path) -> None:
+    """FIRST is needed by BASE, then by NEXT. A stale marker of an upload that died lies between the two.
+
+    A listing of one name a page may pass the place of NEXT before its marker is put, and that of BASE after
+    its marker was deleted.
+    """
+    first, base, stale, last = (
+        CheckpointId(Step(step), RestartRound(round_))
+        for step, round_ in ((2, 0), (5, 0), (4, 2), (4, 1))
+    )
+    world = World(tmp_path)
+    for requests in range(25):
+        store = MemoryObjectStore(page_keys=1)
+        tier = ObjectTier(store)
+        assert world.uploaded_and_committed(tier, first, None)
+        assert world.uploaded_and_committed(tier, base, first)
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, first)
+        tier.put_references(NAMESPACE, JOB_UID, stale, {first: 1})
+        store.delete([key for key in store.objects if "-r000002/needs-" in key])
+        sweeper = Actor(
+            store,
+            lambda objects: ObjectTier(objects).sweep(
+                NAMESPACE, JOB_UID, RestartRound(3), timedelta(0), lambda: {last}
+            ),
+        )
+        sweeper.advance(requests)
+        assert world.uploaded_and_committed(tier, last, base)
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, base)
+        sweeper.finish()
+        assert sweeper.error is None
+        world.assert_comes_back(store, last)
+    world.close()
