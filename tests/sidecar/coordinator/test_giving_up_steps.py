@@ -112,13 +112,13 @@ def test_the_memory_of_deleted_steps_is_bounded() -> None:
     gone = Forgotten()
     last = 4 * MAX_FORGOTTEN
     for step in range(last):
-        gone.add(Step(step), SHARD_DIGEST, pruned=True)
+        gone.add(Step(step), pruned=True)
     assert all(gone.has(Step(s), ()) for s in range(last))
     assert not gone.has(Step(7), [Step(7)]), "a held step may be as old as any"
     assert not gone.has(Step(last), ())
     assert gone.is_pruned(Step(last - 1))
     assert not gone.is_pruned(Step(7)), "why it is gone is not known any more: nothing is deleted"
-    remembered = [s for s in range(last) if gone.manifest(Step(s)) is not None]
+    remembered = [s for s in range(last) if gone.is_pruned(Step(s))]
     assert len(remembered) == MAX_FORGOTTEN
 
 

@@ -98,6 +98,7 @@ _MAX_BYTES = MappingProxyType(
         "RelayReply": 64 * MIB,
         "ManifestDocument": 64 * MIB,
         "Inventory": 16 * MIB,
+        "ManifestList": 16 * MIB,
         "CoordinatorState": 16 * MIB,
     }
 )

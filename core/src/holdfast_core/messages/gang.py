@@ -51,9 +51,6 @@ class Prepared:
 @dataclass(frozen=True, slots=True)
 class PreparedReply:
     need_layout: bool = False
-    committed: Digest | None = None
-    """Digest of the step's manifest, where the manifest exists: the coordinator has built it before or
-    because of this message."""
     pruned: bool = False
     """The coordinator has given the step up or pruned it. The receiver deletes the shard."""
 

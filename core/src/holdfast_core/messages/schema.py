@@ -49,6 +49,7 @@ from holdfast_core.messages.operator import (
     Inventory,
     ListedManifest,
     ListedShard,
+    ManifestList,
     Member,
     Prune,
     PruneReply,

@@ -39,8 +39,8 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     Failure,
     GangRequest,
-    Inventory,
     ManifestDocument,
+    ManifestList,
     Ok,
     Prepared,
     PreparedReply,
@@ -122,6 +122,8 @@ class Coordinator:
         self._pressed = asyncio.Event()
         """Set when a report contains a failure for lack of room on a node."""
         self._versioned = Versioned()
+        self._building = set[Step]()
+        """Steps whose manifest is being built in a thread."""
         self._weighing: asyncio.TimerHandle | None = None
         """Set while `_weigh_soon` has a call of `_weigh` scheduled."""
         self.instance = secrets.token_hex(8)
@@ -216,10 +218,7 @@ class Coordinator:
                 f"step {message.step} is not above the restore point (step {base})",
             )
         if self._ledger.is_forgotten(message.step):
-            return PreparedReply(
-                committed=self._ledger.forgotten_manifest(message.step),
-                pruned=self._ledger.is_pruned(message.step),
-            )
+            return PreparedReply(pruned=self._ledger.is_pruned(message.step))
         if message.rank_layout is not None:
             self._builder.add(message.layout, message.rank_layout)
         if not self._builder.has(message.layout):
@@ -227,7 +226,7 @@ class Coordinator:
         with _Conflicts():
             entry = self._ledger.prepared(message.step, message.shard, message.layout)
         self._is_known(entry)
-        return PreparedReply(committed=entry.manifest_digest)
+        return PreparedReply()
 
     def buffered(self, message: Buffered) -> BufferedReply:
         """Record all shards that a member buffers in shared memory.
@@ -411,7 +410,7 @@ class Coordinator:
     def _is_known(self, entry: StepEntry) -> None:
         """Act on a shard of the step that has become known, or that has become durable."""
         if entry.complete and entry.manifest is None and not entry.lost:
-            self._commit(entry)
+            self._build(entry)
         level = self._ledger.rise(entry.step)
         if level is not None:
             self._risen(entry.step, level)
@@ -419,18 +418,31 @@ class Coordinator:
             self._weigh_soon()
         self._versioned.bump(urgent=False)
 
-    def _commit(self, entry: StepEntry) -> None:
-        """Build the manifest of a step whose shards are all known. The outbox sends it to the members."""
+    def _build(self, entry: StepEntry) -> None:
+        """Build the manifest of a step whose shards are all known, unless that is under way."""
+        if entry.step not in self._building:
+            self._building.add(entry.step)
+            self._tasks.spawn(self._commit(entry), f"manifest of step {entry.step}")
+
+    async def _commit(self, entry: StepEntry) -> None:
+        """Build the manifest of a step in a thread. The outbox sends it to the members."""
         try:
-            built = self._builder.build(entry)
+            built = await self._pools.read.run(self._builder.build, entry)
         except HoldfastError as error:
             self._failures.note(
                 f"manifest of step {entry.step}", TierName.NODE, error, step=entry.step
             )
             return
+        finally:
+            self._building.discard(entry.step)
+        if self._ledger.steps.get(entry.step) is not entry or entry.lost:
+            return  # The step was given up meanwhile.
         entry.layout = built.layout
-        with _Conflicts():
+        try:
             self._ledger.committed(entry.step, built.manifest, built.digest, built.shards)
+        except Conflict as error:
+            logs.warning("conflicting digests", error=str(error))
+            return
         logs.info("manifest built", step=entry.step, round=entry.round, manifest=built.digest)
         self._changed()
 
@@ -543,13 +555,12 @@ class Coordinator:
             self._older.add(CheckpointId(step, self._message.round))
             self._changed()
 
-    def _found(self, inventory: Inventory) -> None:
+    def _found(self, inventory: ManifestList) -> None:
         """Record the checkpoints of older rounds that a member's inventory lists."""
         base = self._message.restore_point.step
         for found in inventory.manifests:
             if found.round < self._message.round and base is not None and found.step <= base:
                 self._older.add(CheckpointId(found.step, found.round))
-        self._changed()
 
     def _adopt(self, step: Step, digest: Digest, document: ManifestDocument) -> None:
         """Take over a manifest of this round that an earlier coordinator wrote.

@@ -99,10 +99,11 @@ class Builder:
     def _layout(self, digests: tuple[Digest, ...]) -> bytes:
         if self._merged is not None and self._merged[0] == digests:
             return self._merged[1]
-        missing = [d for d in digests if d not in self._rank_layouts]
+        known = dict(self._rank_layouts)  # This runs in a thread, and the event loop adds others.
+        missing = [d for d in digests if d not in known]
         if missing:
             raise FormatError(f"layouts of {len(missing)} ranks are missing at the coordinator")
-        merged = merge_layouts(self._rank_layouts[d] for d in digests).to_bytes()
+        merged = merge_layouts(known[d] for d in digests).to_bytes()
         self._merged = (digests, merged)
         return merged
 

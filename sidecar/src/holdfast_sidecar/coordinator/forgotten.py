@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast_core.ids import Digest, Step
+from holdfast_core.ids import Step
 
 MAX_FORGOTTEN = 1024
 """Steps that are recorded individually. Of the older ones only the highest number is kept: a step up to that
@@ -19,16 +19,17 @@ class Forgotten:
     """Bounded record of forgotten steps."""
 
     def __init__(self) -> None:
-        self._steps: dict[Step, tuple[Digest | None, bool]] = {}
+        self._steps: dict[Step, bool] = {}
+        """Whether the shards of each step are to be deleted."""
         self._below = Step(-1)
 
-    def add(self, step: Step, manifest: Digest | None, *, pruned: bool) -> None:
+    def add(self, step: Step, *, pruned: bool) -> None:
         """Record a step.
 
         Args:
             pruned: Shards of the step are to be deleted wherever they still appear.
         """
-        self._steps[step] = (manifest, pruned)
+        self._steps[step] = pruned
         while len(self._steps) > MAX_FORGOTTEN:
             oldest = min(self._steps)
             del self._steps[oldest]
@@ -42,12 +43,9 @@ class Forgotten:
         """
         return step in self._steps or (step <= self._below and step not in known)
 
-    def manifest(self, step: Step) -> Digest | None:
-        return self._steps.get(step, (None, False))[0]
-
     def is_pruned(self, step: Step) -> bool:
         """Return whether the step's shards are to be deleted.
 
         This is False if the step is no longer recorded individually: nothing is deleted without a reason.
         """
-        return self._steps.get(step, (None, False))[1]
+        return self._steps.get(step, False)

@@ -380,15 +380,11 @@ class Ledger:
             pruned: Their shards are to be deleted wherever they still appear.
         """
         for step in sorted(set(steps) - self.on_way_to_store):
-            entry = self.steps.pop(step, None)
-            if entry is not None:
-                self._forgotten.add(step, entry.manifest_digest, pruned=pruned)
+            if self.steps.pop(step, None) is not None:
+                self._forgotten.add(step, pruned=pruned)
 
     def is_forgotten(self, step: Step) -> bool:
         return self._forgotten.has(step, self.steps)
-
-    def forgotten_manifest(self, step: Step) -> Digest | None:
-        return self._forgotten.manifest(step)
 
     def is_pruned(self, step: Step) -> bool:
         """Return whether the step is forgotten and its remaining shards are to be deleted."""

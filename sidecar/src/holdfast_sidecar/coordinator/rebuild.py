@@ -13,7 +13,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
-from holdfast_core.messages.schema import Inventory, ManifestDocument
+from holdfast_core.messages.schema import ManifestDocument, ManifestList
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.wire.client import Peers
@@ -23,7 +23,7 @@ from holdfast_sidecar.wire.client import Peers
 class RebuildTarget:
     """Callbacks of the coordinator."""
 
-    inventory: Callable[[Inventory], None]
+    inventory: Callable[[ManifestList], None]
     """Called with the inventory of the member."""
     has_manifest: Callable[[Step], bool]
     """Returns whether the manifest of a step of this round need not be read."""
@@ -38,7 +38,7 @@ async def rebuild_from(
     backoff = Backoff(0.2, 5.0)
     while True:
         try:
-            inventory = await peers.get(worker, "/v1/inventory", Inventory)
+            inventory = await peers.get(worker, "/v1/inventory", ManifestList)
             break
         except HoldfastError:
             await clock.sleep(backoff.next_seconds())

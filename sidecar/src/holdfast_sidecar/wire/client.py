@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -29,9 +30,12 @@ from holdfast_core.messages.codec import MAX_CONTROL_BYTES, loads
 from holdfast_core.messages.relay import decode, encode
 from holdfast_core.messages.schema import (
     Answer,
+    BufferNotice,
     Letter,
+    LevelNotice,
     ManifestPut,
     Member,
+    PersistRequest,
     Refusal,
     Refused,
     Relay,
@@ -92,7 +96,6 @@ class Peers:
         self._dispatch: Dispatch | None = None
         self._mail: dict[tuple[RestartRound, str], Mail] = {}
         """Letters to each pod in the current round."""
-        self._encoded: tuple[ManifestPut, bytes] | None = None
 
     async def start(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
@@ -149,17 +152,11 @@ class Peers:
             if not isinstance(answer, reply):
                 raise FormatError(f"{target}: answered {type(answer).__name__}")
             return answer
-        body, round_ = self._encode(message), getattr(message, "round", None)
+        shared = isinstance(message, ManifestPut | LevelNotice | BufferNotice | PersistRequest)
+        body = _encode_shared(message) if shared else encode(message)
+        round_ = getattr(message, "round", None)
         what = f"POST {target} to worker {worker}"
         return decode(reply, body_of(await self._post(worker, target, body, round_), what))
-
-    def _encode(self, message: Any) -> bytes:
-        """Return the body. That of a manifest, which goes to many members, is kept."""
-        if not isinstance(message, ManifestPut):
-            return encode(message)
-        if self._encoded is None or self._encoded[0] is not message:
-            self._encoded = message, encode(message)
-        return self._encoded[1]
 
     async def _post(
         self, worker: Worker, path: str, body: bytes, round_: RestartRound | None
@@ -277,6 +274,12 @@ class Peers:
         if len(data) > MAX_CONTROL_BYTES:
             raise FormatError(f"{what}: more than {MAX_CONTROL_BYTES} bytes")
         return Answer(status, data)
+
+
+@lru_cache(maxsize=8)
+def _encode_shared(message: Any) -> bytes:
+    """Return the body of a message that goes to many members. That of a manifest has megabytes."""
+    return encode(message)
 
 
 def body_of(answer: Answer, what: str) -> bytes:
