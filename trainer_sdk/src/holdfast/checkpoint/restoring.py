@@ -94,14 +94,21 @@ class Restorer:
                 found = self._fetch(target)
             except HoldfastError as error:
                 failed = error
-            step = None if found is None else found.step
-            match self._place.after_fetch(step, failed):
-                case NextFetch.NONE:
-                    return found
-                case NextFetch.REPEAT:
-                    continue
-                case NextFetch.OLDER:
-                    self._start_again()
+            try:
+                step = None if found is None else found.step
+                match self._place.after_fetch(step, failed):
+                    case NextFetch.FAIL if failed is not None:
+                        raise failed
+                    case NextFetch.NONE | NextFetch.FAIL:
+                        return found
+                    case NextFetch.REPEAT:
+                        continue
+                    case NextFetch.OLDER:
+                        self._start_again()
+            finally:
+                # The error refers to this frame by its traceback. If the frame referred to the error, the
+                # state would stay in memory until the next garbage collection.
+                failed = None
 
     def load(
         self,

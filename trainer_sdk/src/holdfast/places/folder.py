@@ -179,7 +179,7 @@ class FolderPlace:
 
     def after_fetch(self, step: Step | None, error: HoldfastError | None) -> NextFetch:
         if error is not None and not _is_bad_copy(error):
-            raise error
+            return NextFetch.FAIL
         return self._start.after_fetch(self._store, step, error)
 
     def roll_back(self, session: Session, step: Step | None) -> None:

@@ -70,6 +70,8 @@ class NextFetch(Enum):
     """Keep what was fetched."""
     REPEAT = auto()
     """Fetch again: the connection was lost."""
+    FAIL = auto()
+    """Raise the error of the fetch: no other fetch can succeed."""
     OLDER = auto()
     """Start again: not all ranks can read this checkpoint."""
 
@@ -125,8 +127,7 @@ class Place(Protocol):
             error: Why the fetch failed.
 
         Raises:
-            HoldfastError: `error`, if no other fetch can succeed; CorruptionError if a step that the script
-                asked for cannot be read.
+            CorruptionError: A step that the script asked for cannot be read.
         """
         ...
 

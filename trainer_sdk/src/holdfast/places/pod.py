@@ -73,7 +73,7 @@ class PodPlace:
             return NextFetch.NONE
         if isinstance(error, UnavailableError):
             return NextFetch.REPEAT
-        raise error
+        return NextFetch.FAIL
 
     def roll_back(self, session: Session, step: Step | None) -> None:
         raise ConfigError(

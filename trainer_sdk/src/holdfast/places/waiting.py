@@ -33,5 +33,10 @@ def wait_connected(session: Session, place: Place) -> RestartRound:
         error = place.reason_to_give_up(session, time.monotonic() - began)
         if error is not None:
             session.close()
-            raise error from session.hello_error
+            try:
+                raise error from session.hello_error
+            finally:
+                # The error refers to this frame and its callers by its traceback. If the frame referred to
+                # the error, the state of a restore would stay in memory until the next garbage collection.
+                del error
     return session.current_round
