@@ -15,19 +15,21 @@ from typing import Any
 
 from benchmarks.ranks import chart, page
 from benchmarks.ranks.figures import Phase, rows, verdicts
+from benchmarks.ranks.gang import SMALL
 from benchmarks.ranks.world import World
 from benchmarks.report import merged, read, write
 
 NAME = "ranks"
 
 
-async def measure(folder: Path, workers: int, commits: int) -> list[Phase]:
+async def measure(folder: Path, workers: int, state: str, commits: int) -> list[Phase]:
     """Run one gang through its phases. Return what each of them cost its coordinator."""
     phases: list[Phase] = []
 
     async def ended(name: str, wall: float, **details: Any) -> None:
         coordinator = await world.real[0].take()
         member = await world.real[1].take()
+        name = name if state == SMALL else f"{state}: {name}"
         phases.append(Phase(workers, name, wall, coordinator, member, details))
         print(
             f"  {workers} workers, {name}: {coordinator['cpu_seconds']:.2f} s of CPU, "
@@ -35,7 +37,7 @@ async def measure(folder: Path, workers: int, commits: int) -> list[Phase]:
             flush=True,
         )
 
-    async with World(folder, workers, _free_port()) as world:
+    async with World(folder, workers, state, _free_port()) as world:
         loop = asyncio.get_running_loop()
         for real in world.real:
             await real.take()
@@ -51,9 +53,9 @@ async def measure(folder: Path, workers: int, commits: int) -> list[Phase]:
         played = await world.play(do="report", step=last)
         await ended("reports", played["wall_seconds"])
         began = loop.time()
-        state = await world.state()
+        seen = await world.state()
         await ended("state", loop.time() - began)
-        point = state.last_replicated
+        point = seen.last_replicated
         assert point is not None
         seconds = await world.seal(1)
         await ended("inventory after SEAL", max(seconds))
@@ -80,14 +82,20 @@ def _free_port() -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks")
     parser.add_argument("--workers", default="64,256,1024,4096")
+    parser.add_argument("--states", default="llama-70b:256", help="gangs with layouts of models")
     parser.add_argument("--commits", type=int, default=5, help="steady commits of each gang")
     parser.add_argument("--keep", type=Path, help="keep the logs of the sidecars in this folder")
     options = parser.parse_args(arguments)
     phases: list[Phase] = []
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as temporary:
         root = options.keep or Path(temporary)
-        for workers in map(int, options.workers.split(",")):
-            phases += asyncio.run(measure(root / f"gang-{workers}", workers, options.commits))
+        sizes = [w for w in options.workers.split(",") if w]
+        gangs = [f"{SMALL}:{workers}" for workers in sizes]
+        gangs += [gang for gang in options.states.split(",") if gang]
+        for gang in gangs:
+            state, _, workers = gang.partition(":")
+            folder = root / gang.replace(":", "-")
+            phases += asyncio.run(measure(folder, int(workers), state, options.commits))
     measured = merged((f for f in read(NAME) if "phase" in f.details), rows(phases))
     found = [*verdicts(measured), *measured]
     path = write(NAME, found)

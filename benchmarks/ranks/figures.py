@@ -110,6 +110,16 @@ def verdicts(found: Sequence[Figure]) -> list[Figure]:
             at_most("L2-cpu", [largest.value], "s", 2),
             at_most("L2-memory", [details["peak_mib"]], "MiB", 512),
         ]
+    model = {f.details["phase"]: f for f in found if f.details["workers"] == _REPLACED}
+    for id_, phase, target in (
+        ("L1-first", "llama-70b: first commit", 5),
+        ("L1-steady", f"llama-70b: {STEADY}", 0.5),
+    ):
+        row = model.get(phase)
+        if row is not None and row.value is not None:
+            result.append(at_most(id_, [row.value], "s", target))
+            if phase.endswith(STEADY):
+                result.append(at_most("L1-memory", [row.details["peak_mib"]], "MiB", 256))
     fetched = [
         f
         for f in found

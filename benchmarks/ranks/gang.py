@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from benchmarks.ranks import states
+from benchmarks.ranks.states import PlayedState
 from holdfast_core.contract import peer_dns_name
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, JobUid, Rank
 
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
 PAYLOAD_BYTES = 4096
+SMALL = "small"
+STATES: Mapping[str, Callable[[int], PlayedState]] = {
+    "llama-70b": states.llama_70b,
+    "unfused-moe": states.unfused_moe,
+    "moe-1t": states.moe_1t,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +32,8 @@ class Gang:
     """The workers whose sidecars are real processes. The first one coordinates."""
     port: int
     """Control port of all played members."""
-    payload_bytes: int = PAYLOAD_BYTES
+    state: str = SMALL
+    """Name of the state whose layouts the played members have."""
     fan_in: int = 64
     """`Round.fan_in`. The second real worker is the relay of its group in a gang of several groups."""
 
@@ -44,7 +54,8 @@ class Gang:
     @classmethod
     def read(cls, folder: Path) -> Self:
         data = json.loads((folder / "gang.json").read_text())
-        return cls(folder, data["workers"], tuple(data["real"]), data["port"])
+        real, state = tuple(data["real"]), data["state"]
+        return cls(folder, data["workers"], real, data["port"], state=state)
 
 
 def pod_name(worker: int, birth_round: int) -> str:
@@ -56,7 +67,7 @@ def address_of(worker: int) -> str:
     return f"127.{1 + worker // 62500}.{worker // 250 % 250}.{worker % 250 + 1}"
 
 
-def layout_text(rank: int) -> str:
+def small_layout(rank: int) -> RankLayout:
     """Return the layout of a rank, with one tensor that covers its whole payload."""
     whole = TensorSlice("U8", (PAYLOAD_BYTES,), (0,), (PAYLOAD_BYTES,), ByteRange(0, PAYLOAD_BYTES))
-    return RankLayout(Rank(rank), {f"w{rank}": whole}, {}, PAYLOAD_BYTES).to_bytes().decode()
+    return RankLayout(Rank(rank), {f"w{rank}": whole}, {}, PAYLOAD_BYTES)

@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.ranks.gang import Gang, address_of, layout_text, pod_name
+from benchmarks.ranks.gang import SMALL, STATES, Gang, address_of, pod_name, small_layout
 from benchmarks.ranks.http import Client, Served
+from benchmarks.ranks.states import PlayedState
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.relay import decode, encode
+from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import (
-    Answer,
     BufferNotice,
     Inventory,
-    Letter,
     LevelNotice,
     ListedManifest,
     ListedShard,
@@ -45,8 +45,6 @@ from holdfast_core.messages.schema import (
     PreparedReply,
     RankProgress,
     RankSaves,
-    Relay,
-    RelayReply,
     Replicated,
     ShardInfo,
     WorkerReport,
@@ -112,7 +110,13 @@ class PlayedMember:
     """One worker: what its sidecar would send and answer, with one rank."""
 
     def __init__(
-        self, gang: Gang, worker: int, birth_round: int, now: Now, mail: GroupMail
+        self,
+        gang: Gang,
+        worker: int,
+        birth_round: int,
+        now: Now,
+        mail: GroupMail,
+        state: PlayedState | None,
     ) -> None:
         self._gang = gang
         self._mail = mail
@@ -120,8 +124,10 @@ class PlayedMember:
         self.worker = Worker(worker)
         self.rank = Rank(worker)
         self.pod = pod_name(worker, birth_round)
-        self._layout = layout_text(worker)
-        self._digest = digest_of(self._layout.encode())
+        self._state = state
+        layout = self._layout()
+        self._payload_bytes = layout.payload_bytes
+        self._digest = digest_of(layout.to_bytes())
         files = TlsFiles.in_directory(gang.certificates(self.pod))
         self.server = server_context(files)
         self._client = Client(client_context(files), address_of(worker))
@@ -132,9 +138,13 @@ class PlayedMember:
         self._levels: dict[Step, set[Level]] = {}
         self._reached: dict[tuple[Step, Level], asyncio.Event] = {}
 
+    def _layout(self) -> RankLayout:
+        """Return the layout of this rank. Those of all ranks would not fit into memory."""
+        return small_layout(self.worker) if self._state is None else self._state.layout(self.rank)
+
     def shard(self, step: Step) -> ShardInfo:
         digest = digest_of(f"shard {self.rank} {step}".encode())
-        return ShardInfo(self.rank, self._gang.payload_bytes, digest, digest)
+        return ShardInfo(self.rank, self._payload_bytes, digest, digest)
 
     # ------------------------------------------------------------------ what it sends
 
@@ -192,9 +202,8 @@ class PlayedMember:
         message = Prepared(self._now.round, step, self.worker, shard, self._digest)
         reply = await self.send(message, PreparedReply)
         if reply.need_layout:
-            message = Prepared(
-                self._now.round, step, self.worker, shard, self._digest, self._layout
-            )
+            text = self._layout().to_bytes().decode()
+            message = Prepared(self._now.round, step, self.worker, shard, self._digest, text)
             await self.send(message, PreparedReply)
         await self.level(step, Level.REPLICATED)
 
@@ -247,7 +256,7 @@ class PlayedMember:
         ranks = self._gang.workers
         shards = tuple(
             ListedShard(
-                step, self._now.round, self.rank, self._gang.payload_bytes, digest, TierName.NODE
+                step, self._now.round, self.rank, self._payload_bytes, digest, TierName.NODE
             )
             for step, digest in self._held.items()
         )
@@ -266,6 +275,7 @@ class Played:
     def __init__(self, gang: Gang) -> None:
         self._gang = gang
         self._now = Now(RestartRound(0), 0, {})
+        self._state = None if gang.state == SMALL else STATES[gang.state](gang.workers)
         self._mail: dict[int, GroupMail] = {}
         self._members: dict[int, PlayedMember] = {}
         self._names: dict[str, PlayedMember] = {}
@@ -307,7 +317,8 @@ class Played:
             self._members[worker].close()
         relay = self._now.relay(self._gang, worker)
         mail = self._mail.setdefault(relay, GroupMail(self._now, lambda: self._members[relay]))
-        member = PlayedMember(self._gang, worker, birth_round, self._now, mail)
+        state = self._state
+        member = PlayedMember(self._gang, worker, birth_round, self._now, mail, state)
         self._members[worker] = member
         self._names[self._gang.server_name(member.pod)] = member
 

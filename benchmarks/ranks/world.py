@@ -19,7 +19,7 @@ from tests.support.sidecar.processes import SidecarProcess
 from tests.support.sidecar.ranks import FakeRank
 from tests.support.sidecar.waiting import until
 
-from benchmarks.ranks.gang import JOB_UID, PAYLOAD_BYTES, Gang, address_of, layout_text, pod_name
+from benchmarks.ranks.gang import JOB_UID, PAYLOAD_BYTES, Gang, address_of, pod_name, small_layout
 from benchmarks.ranks.watched import COUNTERS
 from holdfast_core.contract import SidecarContract, operator_dns_name
 from holdfast_core.ids import Level, RestartRound, Worker
@@ -85,7 +85,7 @@ class RealWorker:
     async def save(self, step: int) -> None:
         assert self.rank is not None
         data = random.Random(step * 10_000 + self.worker).randbytes(PAYLOAD_BYTES)
-        await self.rank.save(step, data, layout_text(self.worker).encode())
+        await self.rank.save(step, data, small_layout(self.worker).to_bytes())
         self.rank.progress(step)
 
     async def reached(self, step: int, level: Level) -> None:
@@ -111,9 +111,9 @@ class RealWorker:
 class World:
     """The gang. The context manager ends its processes."""
 
-    def __init__(self, folder: Path, workers: int, port: int) -> None:
+    def __init__(self, folder: Path, workers: int, state: str, port: int) -> None:
         folder.mkdir(parents=True)
-        self.gang = Gang(folder, workers, (0, workers // 2), port)
+        self.gang = Gang(folder, workers, (0, workers // 2), port, state=state)
         self._authority = Authority()
         self._key = ec.generate_private_key(ec.SECP256R1())
         for worker in range(workers):

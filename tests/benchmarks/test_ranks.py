@@ -56,6 +56,15 @@ def test_4096_workers_are_judged_by_wall_cpu_and_memory() -> None:
     }
 
 
+def test_256_workers_with_a_models_layouts_are_judged() -> None:
+    phases = [
+        phase(256, 4.0, "llama-70b: first commit"),
+        phase(256, 0.6, f"llama-70b: {STEADY}", peak_mib=300.0),
+    ]
+    found = {f.id: f.ok for f in verdicts(rows(phases)) if f.id.startswith("L1")}
+    assert found == {"L1-first": True, "L1-steady": False, "L1-memory": False}
+
+
 def test_long_callbacks_miss_l8() -> None:
     found = verdicts(rows([phase(64, 0.1, above_5_ms=2, longest_ms={"slow": 60.0})]))
     assert {f.id: f.ok for f in found} == {"L8": False, "L8-longest": False}

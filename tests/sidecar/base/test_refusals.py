@@ -19,6 +19,7 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
+from holdfast_core.messages.relay import Letter, Relay
 from holdfast_core.messages.schema import (
     Buffered,
     BufferNotice,
@@ -27,7 +28,6 @@ from holdfast_core.messages.schema import (
     CopyRequest,
     DeadRank,
     GangRequest,
-    Letter,
     LevelNotice,
     ManifestPut,
     PersistRequest,
@@ -36,7 +36,6 @@ from holdfast_core.messages.schema import (
     RankBuffered,
     RankProgress,
     Refusal,
-    Relay,
     Replicated,
     Round,
     Seal,

@@ -89,7 +89,6 @@ from holdfast_core.messages.pod_socket import (
     StopRequested,
     StoreAddress,
 )
-from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply
 from holdfast_core.messages.report import (
     DeadRank,
     Ok,

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast_core.ids import RestartRound, Worker, ranks_of
+from holdfast_core.messages.relay import Relay
 from holdfast_core.messages.schema import (
     Buffered,
     BufferNotice,
@@ -30,7 +31,6 @@ from holdfast_core.messages.schema import (
     Prune,
     Refusal,
     Refused,
-    Relay,
     Replicated,
     Round,
     Seal,

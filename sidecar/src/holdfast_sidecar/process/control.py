@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound
+from holdfast_core.messages.relay import Relay
 from holdfast_core.messages.schema import (
     Buffered,
     BufferNotice,
@@ -24,7 +25,6 @@ from holdfast_core.messages.schema import (
     Prepared,
     Prune,
     Refusal,
-    Relay,
     Rendezvous,
     Replicated,
     Round,

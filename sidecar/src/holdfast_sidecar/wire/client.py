@@ -27,19 +27,15 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES, loads
-from holdfast_core.messages.relay import decode, encode
+from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import (
-    Answer,
     BufferNotice,
-    Letter,
     LevelNotice,
     ManifestPut,
     Member,
     PersistRequest,
     Refusal,
     Refused,
-    Relay,
-    RelayReply,
 )
 from holdfast_sidecar.base.rounds import Caller, RoundState
 from holdfast_sidecar.base.tree import next_hop
@@ -52,6 +48,8 @@ T = TypeVar("T")
 _KEEP_SECONDS = 300.0
 """Time for which a connection without a request is kept. It exceeds the time between two commits of most
 jobs, and is less than the time that the server keeps it. A relay has some hundred neighbours at most."""
+_MAX_CONNECTIONS = 512
+"""Connections at the same time. The neighbours of a relay must not wait for one another."""
 _CONNECT_SECONDS = 5.0
 
 Dispatch = Callable[[Caller, str, Any], Awaitable[Any]]
@@ -101,7 +99,10 @@ class Peers:
         self._dispatch = dispatch
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                ssl=self._context, limit_per_host=16, keepalive_timeout=_KEEP_SECONDS
+                ssl=self._context,
+                limit=_MAX_CONNECTIONS,
+                limit_per_host=16,
+                keepalive_timeout=_KEEP_SECONDS,
             ),
             auto_decompress=False,
         )

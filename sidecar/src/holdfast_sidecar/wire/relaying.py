@@ -11,8 +11,10 @@ from typing import Any
 from holdfast_core.errors import HoldfastError, RefusedError, UnavailableError
 from holdfast_core.ids import Worker
 from holdfast_core.messages.refusals import refusal_of
-from holdfast_core.messages.relay import decode, encode
-from holdfast_core.messages.schema import Answer, Letter, Refusal, Relay, RelayReply
+from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
+from holdfast_core.messages.schema import (
+    Refusal,
+)
 from holdfast_sidecar.base.pod import CurrentRound
 from holdfast_sidecar.base.rounds import Caller
 from holdfast_sidecar.wire.client import Dispatch, Peers, body_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast_core.messages.relay import Relay, RelayReply
 from holdfast_core.messages.schema import (
     Buffered,
     BufferedReply,
@@ -22,8 +23,6 @@ from holdfast_core.messages.schema import (
     PreparedReply,
     Prune,
     PruneReply,
-    Relay,
-    RelayReply,
     Replicated,
     Round,
     Seal,
