@@ -300,6 +300,20 @@ CASES = [
         "relay: down, another group", in_groups(2), GROUPED[1], relayed(NOW, 4), Refusal.NOT_MEMBER
     ),
     Case("relay: down, to no relay", in_groups(3), GROUPED[1], relayed(NOW, 3), Refusal.NOT_MEMBER),
+    Case(
+        "relay: a path with a host",
+        in_groups(2),
+        GROUPED[1],
+        Relay(NOW, (Letter("@10.0.0.9/v1/level", (Worker(3),), b"{}"),)),
+        Refusal.BAD_REQUEST,
+    ),
+    Case(
+        "relay: a letter without a sender",
+        in_groups(1),
+        GROUPED[2],
+        Relay(NOW, (Letter("/v1/prepared", (), b"{}"),)),
+        Refusal.BAD_REQUEST,
+    ),
     Case("prepared: to its relay", in_groups(2), GROUPED[3], prepared(worker=3, rank=6), None),
     Case(
         "prepared: to another relay",

@@ -113,10 +113,12 @@ async def test_a_letter_that_is_no_message_is_refused_alone() -> None:
     letters = (
         Letter("/v1/replicated", (Worker(2),), b"[]"),
         Letter("/v1/nothing", (Worker(2),), b"{}"),
+        Letter("/v1/relay", (Worker(2),), encode(Relay(ROUND, (letter_of(2),)))),
+        Letter("/v1/prune", (Worker(2),), b'{"round":0,"checkpoints":[]}'),
         letter_of(3),
     )
     reply = await relaying(0, Group()).serve(Relay(ROUND, letters), dispatch)
-    assert [a.status for a in reply.answers] == [400, 400, 200]
+    assert [a.status for a in reply.answers] == [400, 400, 400, 400, 200]
 
 
 async def test_a_relay_passes_the_coordinators_reply_on() -> None:

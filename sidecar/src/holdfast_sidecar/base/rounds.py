@@ -357,6 +357,9 @@ def _relays(state: RoundState, caller: Caller, message: Any) -> Refused | None:
     for letter in message.letters:
         if state.is_coordinator and len(letter.workers) != 1:
             return state.refused(Refusal.BAD_REQUEST, "a letter has one sender")
+        if not letter.path.startswith("/v1/"):
+            # The path is appended to a member's address. With "@host" it would name another host.
+            return state.refused(Refusal.BAD_REQUEST, "the path of a letter begins with /v1/")
         for worker in letter.workers:
             if state.member(worker) is None or relay_of(accepted, worker) != relay:
                 return state.refused(

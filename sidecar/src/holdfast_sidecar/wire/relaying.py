@@ -16,9 +16,9 @@ from holdfast_core.messages.schema import (
     Refusal,
 )
 from holdfast_sidecar.base.pod import CurrentRound
-from holdfast_sidecar.base.rounds import Caller
+from holdfast_sidecar.base.rounds import RULES, Caller, From, To
 from holdfast_sidecar.wire.client import Dispatch, Peers, body_of
-from holdfast_sidecar.wire.verbs import BY_PATH
+from holdfast_sidecar.wire.verbs import BY_PATH, Endpoint
 
 _MEMBER_SECONDS = 10.0
 """How long a relay waits for a worker of its group. It is less than a sender waits for the relay."""
@@ -80,9 +80,10 @@ class Relaying:
         state = self._current()
         try:
             endpoint, member = BY_PATH.get(letter.path), state.member(letter.workers[0])
-            if endpoint is None or member is None:
+            if endpoint is None or member is None or not _is_for_coordinator(endpoint):
                 raise RefusedError(
-                    Refusal.BAD_REQUEST, f"{letter.path} of worker {letter.workers[0]}"
+                    Refusal.BAD_REQUEST,
+                    f"{letter.path} is no message from worker {letter.workers[0]} to a coordinator",
                 )
             if len(letter.body) < _OFF_LOOP_BYTES:
                 message = decode(endpoint.request, letter.body)
@@ -104,3 +105,8 @@ class Relaying:
             )
         except HoldfastError as error:
             return Answer(503, str(error).encode())
+
+
+def _is_for_coordinator(endpoint: Endpoint) -> bool:
+    rule = RULES[endpoint.request]
+    return rule.sender is From.MEMBER and rule.receiver is To.COORDINATOR
