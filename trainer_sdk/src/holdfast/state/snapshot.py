@@ -6,7 +6,9 @@ for the merge of all ranks' layouts into the layout of a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +45,22 @@ PIECE_BYTES = 32 << 20
 BATCH_BYTES = 4 << 20
 """Largest batch of small tensors that one call copies."""
 _GRAIN_BYTES = 4096
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pause the collector while a state is read.
+
+    Reading a state of 100,000 tensors makes a million objects that stay alive. The collector would visit all
+    of them again and again, which takes as long as the reading itself.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +126,7 @@ class Snapshots:
         self._unsupported: tuple[Any, ...] | None = None
         """Signature of a state for which no template can be made."""
 
+    @paused_collector()
     def take(self, state: Mapping[str, Any]) -> Snapshot:
         """Read the state without copying its tensors. Raises what `take_snapshot` raises."""
         state_dicts = StateDictCache()
@@ -129,6 +148,7 @@ class Snapshots:
         return snapshot
 
 
+@paused_collector()
 def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
     """Read the state without copying its tensors.
 
@@ -163,6 +183,7 @@ def _encode(state: Mapping[str, Any], encoder: Encoder) -> Snapshot:
     )
 
 
+@paused_collector()
 def plan_save(snapshot: Snapshot, rank: Rank) -> SavePlan:
     """Plan the payload, with room for objects that grow, such as counters and lists."""
     room = len(snapshot.objects) + len(snapshot.objects) // 4 + _GRAIN_BYTES
@@ -266,6 +287,7 @@ def device_copies(
     return copies
 
 
+@paused_collector()
 def read_payload(source: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Return the saved state, with views into `source`. Raises FormatError for an invalid payload."""
     size = header_bytes(source[:LENGTH_BYTES].tobytes(), source.size)

@@ -1,0 +1,54 @@
+"""The garbage collector is paused only while a state is read."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.state.snapshot import take_snapshot
+from holdfast_core.errors import StateDictError
+from holdfast_core.ids import Rank
+
+
+class Part:
+    """A part of a state that records whether the collector runs while it is read."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.was_enabled: bool | None = None
+        self._error = error
+
+    def state_dict(self) -> dict[str, int]:
+        self.was_enabled = gc.isenabled()
+        if self._error is not None:
+            raise self._error
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Load nothing."""
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+def test_the_collector_pauses_while_a_state_is_read() -> None:
+    part = Part()
+    take_snapshot({"part": part}, Rank(0))
+    assert part.was_enabled is False
+    assert gc.isenabled()
+
+
+def test_the_collector_runs_again_after_a_state_that_cannot_be_read() -> None:
+    with pytest.raises(StateDictError):
+        take_snapshot({"part": Part(ValueError("no"))}, Rank(0))
+    assert gc.isenabled()
+
+
+def test_a_collector_that_the_script_has_disabled_stays_disabled() -> None:
+    gc.disable()
+    take_snapshot({"part": Part()}, Rank(0))
+    assert not gc.isenabled()
