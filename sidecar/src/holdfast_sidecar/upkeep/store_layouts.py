@@ -87,7 +87,8 @@ class StoreLayouts:
         Manifests that are put later have put their layout before, or found it (ADR 0043).
         """
         listed = self._store.list_manifests(*self._name)
-        self._layout_of = {c: d for c, d in self._layout_of.items() if c in listed}
+        exists = frozenset(listed)
+        self._layout_of = {c: d for c, d in self._layout_of.items() if c in exists}
         namespace, job_uid = self._name
         for checkpoint in listed:
             if checkpoint not in self._layout_of:
