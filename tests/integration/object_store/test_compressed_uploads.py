@@ -300,7 +300,7 @@ def test_parts_of_another_attempt_are_not_mixed_in(
     key, client = key_of(store, gang.ref(1, 0)), S3Client(store, server.credentials)
     with client.stream_range(key, 0, 5 * MIB) as reply:
         same = reply.read(5 * MIB)
-    client.delete(key)
+    client.delete([key])
     upload_id = client.create_upload(key)
     for number in range(1, 8):
         data = same if number == 1 else payload(5 * MIB, seed=number)

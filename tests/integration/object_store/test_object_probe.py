@@ -245,7 +245,7 @@ def test_f56_an_ignored_condition_is_switched_off_and_said(
 def test_a_store_that_never_deletes_is_said(
     server: StoreServer, store: StoreConfig, proxy: HostileProxy
 ) -> None:
-    proxy.add(on("DELETE", query=""), Answer(403, "AccessDenied"), times=1000)
+    proxy.add(on("POST", query="delete"), Answer(403, "AccessDenied"), times=1000)
     report = probe(replace(store, endpoint=proxy.endpoint), server.credentials)
     assert report.available
     assert "retention cannot" in report.message and "AccessDenied" in report.message

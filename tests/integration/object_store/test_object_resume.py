@@ -72,7 +72,7 @@ class Bench:
     def key(self) -> str:
         ref = self.reader.record.ref
         return (
-            f"{self.store.prefix}/{NAMESPACE}/{JOB_UID}/shards/s{ref.step:012d}/r{ref.round:06d}/"
+            f"{self.store.prefix}/{NAMESPACE}/{JOB_UID}/shards/s{ref.step:012d}-r{ref.round:06d}/"
             f"rank{ref.rank:06d}-{ref.blake3[3:19]}.shard"
         )
 

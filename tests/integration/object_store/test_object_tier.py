@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.support.servers.hostile_s3 import HostileProxy
+from tests.support.servers.hostile_s3 import Answer, HostileProxy, Replace, Seen, on
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import JOB_UID, shard_header
 from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
@@ -20,6 +20,7 @@ from holdfast_core.errors import (
     AccessDeniedError,
     AlreadyExistsError,
     CorruptionError,
+    TierError,
 )
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
 from holdfast_core.store.s3.client import S3Client
@@ -45,7 +46,7 @@ def keys_below(server: StoreServer, prefix: str) -> list[str]:
 def unfinished(client: S3Client, tier_prefix: str, ref: ShardRef) -> int:
     """Return the unfinished uploads of exactly this shard."""
     key = (
-        f"{tier_prefix}/{NAMESPACE}/{ref.job_uid}/shards/s{ref.step:012d}/r{ref.round:06d}/"
+        f"{tier_prefix}/{NAMESPACE}/{ref.job_uid}/shards/s{ref.step:012d}-r{ref.round:06d}/"
         f"rank{ref.rank:06d}-{ref.blake3[3:19]}.shard"
     )
     return len(client.list_uploads(key)[0])
@@ -179,9 +180,19 @@ def test_a_checkpoint_is_deleted_manifest_first_and_nothing_else_is(
             with write_shard(tmp_path, shard_header(10, step=step, rank=rank), b"x" * 10) as reader:
                 tier.upload_shard(NAMESPACE, reader)
         tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(step), b"{}")
+    left: list[list[str]] = []
+
+    def look(seen: Seen) -> bool:
+        """Note what is left of the checkpoint before each request that deletes."""
+        if seen.method == "POST":
+            assert seen.query == "delete="
+            left.append([k for k in keys_below(server, store.prefix) if "s000000000100" in k])
+        return False
+
+    proxy.add(look, Answer(500))
     proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(100))
-    deleted = [seen.path for seen in proxy.requests if seen.method == "DELETE"]
-    assert "/manifests/" in deleted[0] and len(deleted) == 4
+    assert [len(keys) for keys in left] == [4, 3]
+    assert not any("/manifests/" in key for key in left[1])
     assert all("s000000001000" in key for key in keys_below(server, store.prefix))
     assert len(keys_below(server, store.prefix)) == 4
     proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(100))
@@ -244,3 +255,25 @@ def test_keys_that_are_corrected_are_used_without_a_restart(
     (tmp_path / "secretKey").write_text(right.secret_key)
     tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(1), b"{}")
     tier.close()
+
+
+def test_an_object_that_the_store_does_not_delete_is_an_error(
+    proxied: ObjectTier, proxy: HostileProxy
+) -> None:
+    """One reply answers for many objects, so it is a success although some of them were not deleted."""
+
+    def result(code: str) -> bytes:
+        error = f"<Error><Key>k</Key><Code>{code}</Code><Message>said the store</Message></Error>"
+        return f"<DeleteResult>{error}</DeleteResult>".encode()
+
+    deletes = on("POST", query="delete")
+    proxy.add(deletes, Replace(200, result("AccessDenied")))
+    with pytest.raises(AccessDeniedError, match="said the store"):
+        proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))
+    proxy.add(deletes, Replace(200, result("InternalError")), times=2)
+    proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))
+    proxy.add(deletes, Replace(200, result("NoSuchKey")))
+    proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))
+    proxy.add(deletes, Replace(200, b"<html>a login page</html>"))
+    with pytest.raises(TierError, match="expected a DeleteResult"):
+        proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))

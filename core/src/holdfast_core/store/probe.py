@@ -245,13 +245,13 @@ class _Session:
     def clean_up(self) -> str:
         """Delete the objects that may have been written.
 
-        Stop at the first failure and return its message; return "" if all deletes succeed.
+        Return the message of a failure; "" if all were deleted.
         """
-        for key in sorted(self._written):
-            try:
-                self._client.delete(key)
-            except HoldfastError as error:
-                return str(error)
+        try:
+            if self._written:
+                self._client.delete(sorted(self._written))
+        except HoldfastError as error:
+            return str(error)
         return ""
 
     def _first_put(self) -> None:

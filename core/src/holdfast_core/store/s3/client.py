@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote_plus, urlencode, urlsplit
 from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
 from minio.signer import sign_v4_s3
 from minio.time import to_amz_date
@@ -20,6 +21,7 @@ from minio.time import to_amz_date
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import TierError, UnavailableError
+from holdfast_core.format.digest import crc32c
 from holdfast_core.store.s3.credentials import CredentialsProvider, Keys
 from holdfast_core.store.s3.errors import (
     S3Failure,
@@ -35,6 +37,9 @@ from holdfast_core.tiers.objects import ObjectInfo
 
 MAX_CONTROL_BYTES = 8 << 20
 """Largest reply that is not an object. A page of 1,000 keys of 1 KiB fits easily."""
+MAX_DELETED = 1000
+"""S3's limit of objects that one request deletes."""
+_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 CHECKSUM_HEADER = "x-amz-checksum-crc32c"
 CHECKSUM_MODE = {"x-amz-checksum-mode": "ENABLED"}
@@ -269,11 +274,23 @@ class S3Client:
         reason = self.send(request).failure
         return failure if reason is None or reason.is_absent else reason
 
-    def delete(self, key: str) -> None:
-        """Delete an object. Ignore that it does not exist."""
-        reply = self.send(S3Request("DELETE", key))
-        if reply.failure is not None and reply.failure.code != "NoSuchKey":
-            raise reply.failure.error()
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete at most MAX_DELETED objects by one request. Objects that do not exist are ignored.
+
+        Raises the error of the first object that the server did not delete; others may be deleted.
+        """
+        objects = "".join(f"<Object><Key>{escape(key)}</Key></Object>" for key in keys)
+        body = f'<Delete xmlns="{_NAMESPACE}">{objects}<Quiet>true</Quiet></Delete>'.encode()
+        headers = {CHECKSUM_HEADER: encode_crc(crc32c(body)), "Content-Type": "application/xml"}
+        request = S3Request("POST", "", {"delete": ""}, headers, body)
+        for item in self._xml(request, "DeleteResult"):
+            code = self.shown(child_text(item, "Code"))
+            if local_name(item) == "Error" and code != "NoSuchKey":
+                what = (
+                    f"{self.describe(request)}: delete of {self.shown(child_text(item, 'Key'))!r}"
+                )
+                status = 403 if code == "AccessDenied" else 500
+                raise S3Failure(status, code, self.shown(child_text(item, "Message")), what).error()
 
     def list_objects(self, prefix: str, after: str = "", *, delimiter: str = "") -> ListedPage:
         """Return one page of the objects whose key begins with `prefix`.

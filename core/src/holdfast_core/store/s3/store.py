@@ -19,6 +19,7 @@ from holdfast_core.format.digest import crc32c
 from holdfast_core.store.s3.client import (
     CHECKSUM_HEADER,
     CHECKSUM_MODE,
+    MAX_DELETED,
     PendingUpload,
     S3Client,
     S3Request,
@@ -185,10 +186,12 @@ class S3ObjectStore:
         )
 
     def delete(self, keys: Sequence[str]) -> None:
-        def delete(key: str) -> None:
-            self._retrier.call(f"delete of {key}", lambda: self._client.delete(key))
+        def delete(some: Sequence[str]) -> None:
+            what = f"delete of {len(some)} objects, from {some[0]} on"
+            self._retrier.call(what, lambda: self._client.delete(some))
 
-        run_all(self._workers, delete, keys)
+        starts = range(0, len(keys), MAX_DELETED)
+        run_all(self._workers, delete, (keys[at : at + MAX_DELETED] for at in starts))
 
     def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
         """Abort the multipart uploads below these prefixes that were begun `older_than` ago.
