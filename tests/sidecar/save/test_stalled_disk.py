@@ -84,6 +84,32 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
     pools.close()
 
 
+async def test_a_write_that_waits_for_another_one_is_not_reported(tmp_path: Path) -> None:
+    """With one thread the second write cannot begin. The report names the write that hangs, not that one."""
+    steps: set[int | None] = set()
+
+    def is_long_reported() -> bool:
+        steps.update(failure.step for failure in failures.current)
+        return "none for 1 s" in message_of(failures)
+
+    node, pools, failures = (
+        HangingNode(),
+        Pools(disk=1, fetch=1, store=1),
+        Failures(asyncio.Event().set),
+    )
+    state = accepted(round_message(workers=1))
+    stager = stager_of(settings_in(tmp_path), state, node, pools, failures)
+    rank = FakeRank(tmp_path, JOB, 0, 0)
+    await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
+    rank.fill_slot(rank.names[1], 8, PAYLOAD)
+    await stager.stage(lambda: state, rank.stage_message(rank.names[1], 8, PAYLOAD))
+    await until(is_long_reported, "many reports of the write that hangs")
+    assert steps == {7}
+    node.go_on.set()
+    await until(lambda: stager.idle, "both are written")
+    pools.close()
+
+
 async def test_a_slow_call_is_not_a_stalled_one() -> None:
     """A call is reported as stalled only while its progress does not change between two checks."""
     noted: list[str] = []

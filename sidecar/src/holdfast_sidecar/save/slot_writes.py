@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from holdfast_core.errors import CapacityError, CorruptionError
@@ -110,7 +111,15 @@ class SlotWrites:
             0  # a digest or an earlier attempt may have increased them
         )
 
+        has_begun = threading.Event()
+
+        def write() -> ShardRecord:
+            has_begun.set()
+            return self._node.write_shard(header, slot)
+
         def stalled(quiet: float) -> None:
+            if not has_begun.is_set():
+                return  # the write waits for those of other ranks, which are watched themselves
             if slot.is_starved:
                 return  # the rank that streams its save is slow or stopped, and not the disk
             self._failures.note_text(
@@ -128,7 +137,7 @@ class SlotWrites:
             )
 
         return await until_done(
-            self._pools.shard.run(self._node.write_shard, header, slot),
+            self._pools.shard.run(write),
             lambda: slot.bytes_read + slot.bytes_verified,
             quiet_seconds=self._settings.disk_quiet_seconds,
             stalled=stalled,

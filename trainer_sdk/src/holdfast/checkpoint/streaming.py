@@ -20,6 +20,8 @@ from holdfast_core.messages.schema import Segment, Stage, StageSegment
 
 _LONGEST_WAIT_SECONDS = 600.0
 """Time without a free slot after which a save fails: the disk hangs, or the other process is stopped."""
+_LONGEST_QUEUE_SECONDS = 3600.0
+"""The same before any slot was read, because the writes of other ranks of the pod may come first."""
 _LOOK_SECONDS = 0.1
 """Time between two looks at the connection while all slots are busy."""
 
@@ -57,8 +59,12 @@ class StreamingSaver(Saver):
         connection = self._session.connections
         # A helper thread does not use this thread's streams, in which a device has work that it must follow.
         run = self._copier.run if self._copies is None else run_all
-        for segment in segments_of(stage.payload_bytes, self._ring.capacity_bytes):
-            slot = self._free_slot(stage, connection)
+        segments = segments_of(stage.payload_bytes, self._ring.capacity_bytes)
+        for number, segment in enumerate(segments):
+            is_read = number > SEGMENT_SLOTS
+            slot = self._free_slot(
+                stage, connection, _LONGEST_WAIT_SECONDS if is_read else _LONGEST_QUEUE_SECONDS
+            )
             slot.begin(stage.round, stage.step, segment.length_bytes)
             try:
                 writer.write(segment, slot.payload[: segment.length_bytes], run)
@@ -80,9 +86,9 @@ class StreamingSaver(Saver):
                 part,
             )
 
-    def _free_slot(self, stage: Stage, connection: int) -> Slot:
+    def _free_slot(self, stage: Stage, connection: int, wait_seconds: float) -> Slot:
         """Wait for a slot that the other process has read. Raises UnavailableError."""
-        deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
+        deadline = time.monotonic() + wait_seconds
         while (slot := self._ring.acquire(_LOOK_SECONDS)) is None:
             if not self._session.is_connected or connection != self._session.connections:
                 raise UnavailableError(
@@ -91,6 +97,6 @@ class StreamingSaver(Saver):
             if time.monotonic() >= deadline:
                 raise UnavailableError(
                     f"save of step {stage.step}: {self._session.peer} has read nothing for "
-                    f"{_LONGEST_WAIT_SECONDS:.0f} s: check its disk"
+                    f"{wait_seconds:.0f} s: check its disk"
                 )
         return slot
