@@ -163,15 +163,18 @@ class Coordinator:
 
     def start(self) -> None:
         self._outbox.start(self._message)
-        for worker in self._ledger.workers:
-            rebuild = rebuild_from(
-                worker,
-                self._message.round,
-                self._peers,
-                self._clock,
-                RebuildTarget(self._found, self._has_manifest, self._adopt),
+        round_, target = (
+            self._message.round,
+            RebuildTarget(self._found, self._has_manifest, self._adopt),
+        )
+        rebuilds = (
+            (
+                rebuild_from(worker, round_, self._peers, self._clock, target),
+                f"rebuild from worker {worker}",
             )
-            self._tasks.spawn(rebuild, f"rebuild from worker {worker}")
+            for worker in self._ledger.workers
+        )
+        self._tasks.spawn(self._tasks.spawn_all(rebuilds), "rebuild from all workers")
         self._tasks.spawn(self._uploads.run(), "uploads")
         self._tasks.spawn(self._leftovers.run(), "leftovers")
         self._tasks.spawn(self._make_room(), "room")

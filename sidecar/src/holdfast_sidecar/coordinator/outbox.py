@@ -126,7 +126,8 @@ class Outbox:
         for worker in self._ledger.workers:
             self._acknowledged[worker] = _Acknowledged()
             self._wakes[worker] = asyncio.Event()
-            self._tasks.spawn(self._serve(worker), f"sending to worker {worker}")
+        sending = ((self._serve(w), f"sending to worker {w}") for w in self._ledger.workers)
+        self._tasks.spawn(self._tasks.spawn_all(sending), "sending to all workers")
 
     def update(self, message: Round) -> None:
         """Take over a higher version of the ROUND. A member whose pod was replaced gets everything again."""

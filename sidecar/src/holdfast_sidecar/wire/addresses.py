@@ -77,16 +77,13 @@ class MemberAddresses:
         accepted = self._current().accepted
         if accepted is not self._known[0]:
             members = () if accepted is None else accepted.members
-            self._known = (
-                accepted,
-                frozenset(h for m in members if (h := _host(m.address)) is not None),
-            )
+            self._known = accepted, frozenset(_host(m.address) for m in members)
         return self._known[1]
 
 
-def _host(address: str) -> str | None:
-    try:
-        endpoint = parse_address(address, control_port=0, bulk_port=0)
-    except ConfigError:
-        return None
-    return None if endpoint is None else endpoint.host
+def _host(address: str) -> str:
+    """Return the IP address without its ports. It is only compared, so that it is not checked."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    host, _, _ = address.partition(":")
+    return host if "." in host else address

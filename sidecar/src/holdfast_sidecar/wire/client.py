@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -40,6 +41,7 @@ from holdfast_core.messages.schema import (
 from holdfast_sidecar.base.rounds import Caller, RoundState
 from holdfast_sidecar.base.tree import next_hop
 from holdfast_sidecar.wire.addresses import Endpoint, parse_address
+from holdfast_sidecar.wire.budget import ByteBudget
 from holdfast_sidecar.wire.mail import Mail
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
 
@@ -51,6 +53,11 @@ jobs, and is less than the time that the server keeps it. A relay has some hundr
 _MAX_CONNECTIONS = 512
 """Connections at the same time. The neighbours of a relay must not wait for one another."""
 _CONNECT_SECONDS = 5.0
+_SENDING_BYTES = 64 << 20
+"""Limit on the large bodies that are being sent together. TLS buffers a whole body for a slow receiver, and
+the manifest of thousands of ranks goes to a hundred of them at the same time."""
+_LARGE_BYTES = 128 << 10
+"""Bodies of at least this size count against `_SENDING_BYTES`."""
 
 Dispatch = Callable[[Caller, str, Any], Awaitable[Any]]
 """Handler of a message from (caller, path, message), which returns the reply or raises a HoldfastError."""
@@ -92,6 +99,7 @@ class Peers:
         self._call_seconds = call_seconds
         self._session: aiohttp.ClientSession | None = None
         self._dispatch: Dispatch | None = None
+        self._sending = ByteBudget(_SENDING_BYTES)
         self._mail: dict[tuple[RestartRound, str], Mail] = {}
         """Letters to each pod in the current round."""
 
@@ -252,18 +260,22 @@ class Peers:
         if self._session is None:
             raise UnavailableError("the client has not been started")
         what = f"{method} {path} to worker {worker} ({member.pod} at {endpoint.url})"
+        large = len(body) >= _LARGE_BYTES
+        sending = self._sending.take(min(len(body), _SENDING_BYTES)) if large else nullcontext()
         try:
-            async with self._session.request(
-                method,
-                endpoint.url + path,
-                data=body or None,
-                headers=None if round_ is None else {ROUND_HEADER: str(round_)},
-                server_hostname=self.server_name(member),
-                timeout=aiohttp.ClientTimeout(
-                    total=seconds or self._call_seconds, sock_connect=_CONNECT_SECONDS
-                ),
-                allow_redirects=False,
-            ) as response:
+            async with (
+                asyncio.timeout(seconds or self._call_seconds),
+                sending,
+                self._session.request(
+                    method,
+                    endpoint.url + path,
+                    data=body or None,
+                    headers=None if round_ is None else {ROUND_HEADER: str(round_)},
+                    server_hostname=self.server_name(member),
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+                    allow_redirects=False,
+                ) as response,
+            ):
                 data = await response.content.read(MAX_CONTROL_BYTES + 1)
                 while not response.content.at_eof() and len(data) <= MAX_CONTROL_BYTES:
                     data += await response.content.read(MAX_CONTROL_BYTES + 1 - len(data))
