@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.ranks.figures import curve, slope
 from benchmarks.report import Figure
 
-_COLOURS = ("#1b7f5c", "#c0392b", "#2c6fbb", "#8a97a6", "#b8860b", "#6b4c9a", "#444444")
+_COLOURS = ("#1b7f5c", "#c0392b", "#2c6fbb", "#8a97a6", "#b8860b", "#6b4c9a", "#444444", "#d98cb3")
 
 
 def draw(path: Path, found: Sequence[Figure]) -> None:
