@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.flows import AcceptingMember, running_flow
 
-from holdfast_core.ids import TierName
+from holdfast_core.ids import TierName, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal, Refused
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.wire.client import raise_refused
@@ -38,7 +40,18 @@ class Slow(AcceptingMember):
 
     def copy(self, message: CopyRequest) -> CopyReply:
         super().copy(message)
-        return CopyReply(len(self.copied) == 3, 17)
+        return CopyReply(len(self.copied) == 3, len(self.copied), 17)
+
+
+class Stalled(AcceptingMember):
+    """A target whose disk hangs: the copy runs, and makes no progress until it is given up once."""
+
+    async def call(self, worker: Worker, message: Any, kind: type[Any]) -> Any:
+        if isinstance(message, CopyRequest) and not self.given_up():
+            return CopyReply(durable=False, pieces=1)
+        return await super().call(worker, message, kind)
+
+    given_up: Callable[[], bool]
 
 
 def quarantined(folder: Path) -> list[Path]:
@@ -88,6 +101,16 @@ async def test_a_shard_that_its_owner_has_no_more_is_not_offered_again(tmp_path:
         await world.until_idle()
         assert peer.copied == [record.ref]
         assert world.flow.shards() == ()
+
+
+async def test_a_copy_without_progress_is_reported_and_requested_again(tmp_path: Path) -> None:
+    peer = Stalled()
+    async with running_flow(tmp_path, peer, disk_quiet_seconds=0.05) as world:
+        peer.given_up = lambda: bool(world.failures.current)
+        record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+        world.flow.add(own_shard(record, committed=True))
+        await world.until_idle()
+        assert peer.copied == [record.ref]
 
 
 async def test_a_copy_that_takes_long_is_requested_until_it_is_durable(tmp_path: Path) -> None:

@@ -57,21 +57,26 @@ class EmptyLayouts:
 class FlowWorld:
     """The flow, its node tier, and what it counts."""
 
-    def __init__(self, folder: Path, store: ObjectTier | None, member: Any) -> None:
+    def __init__(
+        self, folder: Path, store: ObjectTier | None, member: Any, settings: dict[str, Any]
+    ) -> None:
         self.node = DiskNodeTier(folder, capacity_bytes=1 << 30)
         self.node.open()
         self.metrics = Metrics()
         self.pools = Pools(disk=1, fetch=1, store=1)
         self._settled = asyncio.Event()
         contract = contract_with(node_dir=str(folder))
-        settings = Settings(contract, backoff_first_seconds=0.01, backoff_last_seconds=0.01)
+        usual = {"backoff_first_seconds": 0.01, "backoff_last_seconds": 0.01}
+        self.failures = Failures(lambda: None)
         layouts: Any = EmptyLayouts()
         self.flow = Flow(
-            Pod(settings, SystemClock(), CurrentRound(first_round())),
+            Pod(
+                Settings(contract, **(usual | settings)), SystemClock(), CurrentRound(first_round())
+            ),
             Tiers(self.node, store, self.pools),
             Members(member, member),
             layouts,
-            Telemetry(self.metrics, Failures(lambda: None)),
+            Telemetry(self.metrics, self.failures),
             self._settled.set,
         )
 
@@ -84,9 +89,10 @@ class FlowWorld:
 
 @asynccontextmanager
 async def running_flow(
-    folder: Path, member: Any, *, store: ObjectTier | None = None
+    folder: Path, member: Any, *, store: ObjectTier | None = None, **settings: Any
 ) -> AsyncIterator[FlowWorld]:
-    world = FlowWorld(folder, store, member)
+    """Run a flow. `settings` are fields of `Settings`."""
+    world = FlowWorld(folder, store, member, settings)
     try:
         yield world
     finally:

@@ -400,11 +400,21 @@ class Flow:
             NotFoundError: This node did not have the shard.
             HoldfastError: The target refuses the copy, has failed, or is unreachable.
         """
+        clock, settings = self._pod.clock, self._pod.settings
+        pieces, since = 0, clock.monotonic()
         try:
             while True:
                 reply = await self._members.control.call(target, request, CopyReply)
                 if reply.durable:
                     return reply.received_bytes
+                if reply.pieces != pieces:
+                    pieces, since = reply.pieces, clock.monotonic()
+                elif clock.monotonic() - since > settings.disk_quiet_seconds:
+                    raise UnavailableError(
+                        f"worker {target} copies {request.shard}, but has made no progress for "
+                        f"{settings.disk_quiet_seconds:.0f} s"
+                    )
+                await clock.sleep(settings.backoff_first_seconds)
         except RefusedError as error:
             match error.code:
                 case Refusal.CONFLICT:

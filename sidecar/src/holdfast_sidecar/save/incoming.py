@@ -12,7 +12,7 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
-from holdfast_core.ids import RestartRound, ShardRef
+from holdfast_core.ids import ShardRef
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import Caller, fence
@@ -31,6 +31,8 @@ class IncomingCopies:
         self._reply_seconds = pod.settings.call_seconds / 3
         """Longest wait for the end of a copy before its request is answered."""
         self._running: dict[ShardRef, asyncio.Task[int]] = {}
+        self._pieces: dict[ShardRef, int] = {}
+        """Pieces that each running copy has reached. The threads of the copies count them."""
 
     async def take(self, caller: Caller, request: CopyRequest) -> CopyReply:
         """Copy the shard from the caller, and reply when it is durable or when it takes long.
@@ -56,12 +58,12 @@ class IncomingCopies:
             return CopyReply(durable=True)
         if ref not in self._running:
             task = asyncio.create_task(self._copy(caller, request), name=f"copy of {ref}")
-            self._running[ref] = task
+            self._running[ref], self._pieces[ref] = task, 0
             task.add_done_callback(partial(self._ended, ref))
         task = self._running[ref]
         done, _ = await asyncio.wait((task,), timeout=self._reply_seconds)
         if not done:
-            return CopyReply(durable=False)
+            return CopyReply(durable=False, pieces=self._pieces[ref])
         try:
             return CopyReply(durable=True, received_bytes=task.result())
         except CapacityError as error:
@@ -83,18 +85,23 @@ class IncomingCopies:
             member,
             request.shard,
             background=True,
-            may_go_on=partial(self._expect_round, request.round),
+            may_go_on=partial(self._expect_round, request),
         )
         return copied.received_bytes
 
-    def _expect_round(self, round_: RestartRound) -> None:
-        """Raise StaleRoundError or RefusedError if the round of a copy is over. Called in its thread."""
-        refused = fence(self._pod.state, round_)
+    def _expect_round(self, request: CopyRequest) -> None:
+        """Count a piece of the copy. Called in its thread.
+
+        Raises StaleRoundError or RefusedError if the round of the request is over.
+        """
+        refused = fence(self._pod.state, request.round)
         if refused is not None:
             raise_refused(refused)
+        self._pieces[request.shard] += 1
 
     def _ended(self, ref: ShardRef, task: asyncio.Task[int]) -> None:
-        self._running.pop(ref, None)
+        self._running.pop(ref)
+        self._pieces.pop(ref)
         if not task.cancelled():
             task.exception()  # a caller that still waits receives it, and another one starts again
 
