@@ -27,6 +27,7 @@ OPENED = [
     "ControlServer.close",
     "PlainServer.close",
     "Peers.close",
+    "IncomingCopies.close",
     "Verifier.close",
     "Pruner.close",
     "Lifecycle.close",
