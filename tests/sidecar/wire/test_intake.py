@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import NotFoundError, UnavailableError
-from holdfast_core.ids import JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     Hello,
@@ -20,12 +23,26 @@ from holdfast_core.messages.schema import (
     Refusal,
     Refused,
     Restore,
+    ShardFile,
 )
-from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
+from holdfast_core.messages.socket_frames import (
+    Frame,
+    parse_body,
+    read_frame,
+    receive_frame,
+    send_frame,
+    write_frame,
+)
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.wire.intake import Connection, Intake, LocalConnections
+from holdfast_sidecar.wire.intake import Attached, Connection, Intake, LocalConnections
 
 JOB = JobUid("job-1")
+FILE = ShardFile(
+    "shards/x",
+    ShardRef(JOB, Step(1), RestartRound(1), Rank(0), digest_of(b"")),
+    TierName.NODE,
+    is_attached=True,
+)
 STATE = RoundState(Worker(0), 1, RestartRound(1))
 
 
@@ -92,6 +109,51 @@ def test_a_request_that_fails_is_answered(
     assert isinstance(reply.message, Refused)
     assert reply.id == 2
     assert (reply.message.code, reply.message.message) == expected
+
+
+class Opening(Failing):
+    """A LocalHandler that answers each request with an open file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(UnavailableError("unused"))
+        self._path = path
+
+    async def request(self, connection: Connection, message: object) -> object:
+        return Attached(FILE, os.open(self._path, os.O_RDONLY))
+
+
+def test_a_reply_carries_an_open_file_and_the_sidecar_closes_its_own(
+    socket_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "shard").write_bytes(b"payload")
+
+    def client() -> tuple[Frame | None, list[bytes]]:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(60)
+            sock.connect(str(socket_path))
+            send_frame(sock, Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1)
+            receive_frame(sock)
+            send_frame(sock, Restore(RestartRound(1), Rank(0)), 2)
+            first, files, _, _ = socket.recv_fds(sock, 4, 4)
+            body = sock.recv(int.from_bytes(first))
+        contents = [os.pread(fd, 100, 0) for fd in files]
+        for fd in files:
+            os.close(fd)
+        return parse_body(body), contents
+
+    async def scenario() -> tuple[Frame | None, list[bytes]]:
+        intake = Intake(socket_path, JOB, Opening(tmp_path / "shard"), LocalConnections())
+        await intake.start()
+        try:
+            return await asyncio.to_thread(client)
+        finally:
+            await intake.close()
+
+    frame, contents = asyncio.run(scenario())
+    assert frame == Frame(2, FILE)
+    assert contents == [b"payload"]
+    opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert str(tmp_path / "shard") not in opened
 
 
 class Listening(Failing):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.trainer.launched import until
 
-from holdfast.connection.link import Link
-from holdfast_core.errors import HoldfastError, RefusedError
-from holdfast_core.ids import JobUid, Rank, RestartRound, Step
+from holdfast.connection.link import Link, OpenedFile
+from holdfast_core.errors import HoldfastError, RefusedError, UnavailableError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
+    Fill,
     Hello,
     HelloReply,
     LocalRole,
@@ -21,8 +25,9 @@ from holdfast_core.messages.schema import (
     RestorePoint,
     RestoreReply,
     SaveRequested,
+    ShardFile,
 )
-from holdfast_core.messages.socket_frames import receive_frame, send_frame
+from holdfast_core.messages.socket_frames import receive_frame, send_frame, write_frame
 
 ROUND = RestartRound(3)
 
@@ -186,3 +191,61 @@ def answer(connection: socket.socket) -> None:
     frame = receive_frame(connection)
     assert frame is not None and isinstance(frame.message, Restore)
     send_frame(connection, RestoreReply(RestorePoint(Step(7), ROUND)), frame.id)
+
+
+FILL = Fill(ROUND, Rank(0), (), reads_files=True)
+SHARD = ShardRef(JobUid("job"), Step(1), ROUND, Rank(0), digest_of(b""))
+ATTACHED = ShardFile("shards/x", SHARD, TierName.NODE, is_attached=True)
+
+
+def test_a_reply_brings_its_open_file(
+    tmp_path: Path, other: Other, events: Events, link: Link
+) -> None:
+    (tmp_path / "shard").write_bytes(b"payload")
+    link.start()
+    connection = other.greet()
+    until(lambda: link.is_connected, "a connection")
+    replies = [link.submit(FILL) for _ in range(2)]
+    for _ in replies:
+        frame = receive_frame(connection)
+        assert frame is not None
+        data = write_frame(ATTACHED, frame.id)
+        with open(tmp_path / "shard", "rb") as file:  # the first byte brings the file
+            socket.send_fds(connection, [data[:1]], [file.fileno()])
+        connection.sendall(data[1:])
+    for reply in replies:
+        opened = reply.result(60)
+        assert isinstance(opened, OpenedFile)
+        assert opened.file == ATTACHED
+        assert os.pread(opened.fd, 100, 0) == b"payload"
+        os.close(opened.fd)
+
+
+def test_a_reply_without_its_open_file_ends_the_connection(
+    other: Other, events: Events, link: Link
+) -> None:
+    link.start()
+    connection = other.greet()
+    until(lambda: link.is_connected, "a connection")
+    reply = link.submit(FILL)
+    frame = receive_frame(connection)
+    assert frame is not None
+    send_frame(connection, ATTACHED, frame.id)
+    with pytest.raises(UnavailableError, match="carries no open file"):
+        reply.result(60)
+
+
+def test_no_file_stays_open_when_a_connection_ends_within_a_frame(
+    tmp_path: Path, other: Other, events: Events, link: Link
+) -> None:
+    (tmp_path / "shard").write_bytes(b"payload")
+    link.start()
+    connection = other.greet()
+    until(lambda: link.is_connected, "a connection")
+    link.submit(FILL)
+    with open(tmp_path / "shard", "rb") as file:
+        socket.send_fds(connection, [b"\0"], [file.fileno()])
+    connection.close()
+    until(lambda: "disconnected" in events.calls, "the end of the connection")
+    opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert str(tmp_path / "shard") not in opened

@@ -124,10 +124,8 @@ class Fill:
     """None asks for the shard as it was saved. Otherwise the layout of the payload that this rank needs, in
     <shared_dir>/layouts/<hex>.json. The sidecar assembles it from the shards of any old ranks."""
     reads_files: bool = False
-    """The rank can read the shard's file itself, so the reply may be ShardFile."""
-    segment: Segment | None = None
-    """Range of the shard's payload to write, from a slot's first byte on; None for all of it. It starts at
-    a chunk, and ends at a chunk or at the payload's end. Only for a shard as it was saved."""
+    """The rank reads the shard's file itself: the reply is ShardFile, and no slot is written. It may be
+    refused, and the rank then asks for a filled slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +145,16 @@ class ShardFile:
     """
 
     path: str
+    """Path of the file. With `is_attached` it is a name for messages only."""
     shard: ShardRef
     tier: TierName
     """The tier of the file."""
     slot: str | None = None
     """A slot whose header names the same shard. The rank must verify its bytes with the chunk table of the
     file."""
+    is_attached: bool = False
+    """The frame carries a descriptor of the file, open for reading (SCM_RIGHTS): in a pod, the rank cannot
+    open the files of its sidecar."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,13 @@ def _part_bytes(buffers: BufferPool) -> int:
 def _direct(fd: int) -> Iterator[int]:
     """Open the same file again with O_DIRECT, because other threads may send from `fd` meanwhile.
 
-    The path under /proc also works for a file that was deleted.
+    The path under /proc also works for a file that was deleted. A file of another user, whose descriptor
+    this process was sent, cannot be opened again; no other thread uses that descriptor.
     """
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:
+        own = os.dup(fd)
     try:
         set_direct(own, True)
         yield own

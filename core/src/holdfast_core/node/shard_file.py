@@ -220,6 +220,14 @@ class DiskShardReader:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise NotFoundError(f"shard of {ref}: no file {path}") from error
+        return cls.of_file(fd, path, ref, buffers)
+
+    @classmethod
+    def of_file(cls, fd: int, path: Path, ref: ShardRef, buffers: BufferPool) -> Self:
+        """Like `open`, for a file that is open already. The reader closes `fd`, also if this raises.
+
+        `path` is a name for messages.
+        """
         try:
             trailer = read_record(fd, path, buffers)
             check_ref(trailer.record, ref)

@@ -16,18 +16,12 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Protocol
 
-from holdfast_core.errors import CapacityError, CorruptionError, FormatError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.errors import CapacityError
 from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.ids import ByteRange, ShardRef
-from holdfast_core.messages.schema import Segment
+from holdfast_core.ids import ShardRef
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shards.file import head_bytes
 from holdfast_core.shm.slot_header import SlotHeader, SlotState
 from holdfast_core.tiers.base import ShardReader
-
-_PIECE_BYTES = 4 << 20
-"""Bytes that are read, verified and copied at once: a multiple of the chunk size of new shards."""
 
 
 class SlotTarget(Protocol):
@@ -82,51 +76,6 @@ def copy_shard(reader: ShardReader, ref: ShardRef, target: SlotTarget) -> None:
             target.write_payload(offset, piece)
             offset += len(piece)
     target.write_header(replace(free, round=ref.round, step=ref.step, payload_bytes=offset))
-
-
-def copy_segment(
-    reader: ShardReader, payload_bytes: int, segment: Segment, target: SlotTarget
-) -> None:
-    """Copy a range of a shard's payload, verified by the CRC32Cs of its chunks, to the slot's start.
-
-    The slot is FREE then and names no shard.
-
-    Raises:
-        FormatError: The segment is not a range of whole chunks of the payload.
-        CorruptionError: The shard does not verify.
-    """
-    chunk = reader.record.header.chunk_bytes
-    start, stop = segment.start, segment.stop
-    if (
-        start % chunk
-        or not start < stop <= payload_bytes
-        or (stop % chunk and stop != payload_bytes)
-    ):
-        raise FormatError(
-            f"bytes [{start}, {stop}) of a payload of {payload_bytes}: expected whole chunks of {chunk}"
-        )
-    free = _begin(target)
-    payload_start = head_bytes(reader.record.header)
-    ranges = [
-        ByteRange(payload_start + low, payload_start + min(low + _PIECE_BYTES, stop))
-        for low in range(start, stop, _PIECE_BYTES)
-    ]
-    position = start
-    with closing(reader.read_file(ranges)) as pieces:
-        for piece in pieces:
-            for low in range(0, len(piece), chunk):
-                number = (position + low) // chunk
-                if crc32c(piece[low : low + chunk]) != reader.table.crcs[number]:
-                    raise CorruptionError(
-                        f"shard of {reader.record.ref}: CRC32C of chunk {number} does not match"
-                    )
-            target.write_payload(position - start, piece)
-            position += len(piece)
-    if position != stop:
-        raise CorruptionError(
-            f"shard of {reader.record.ref}: ends at payload byte {position} of {stop}"
-        )
-    target.write_header(free)
 
 
 def begin_assembly(target: SlotTarget, wanted: RankLayout) -> SlotHeader:

@@ -97,6 +97,8 @@ class Local:
                 return await self._saves.stager.streams.stage(self._current, message, connection)
             case Restore():
                 return await self._filler.restore(self.state, message)
+            case Fill(reads_files=True):
+                return await self._filler.opened(self.state, message)
             case Fill():
                 return await self._filler.fill(self.state, message)
             case Finish():

@@ -1,4 +1,8 @@
-"""Put a rank's shard of the restore point into one of the slots that the rank offers.
+"""Give a rank its shard of the restore point: as an open file, or in one of the slots that the rank offers.
+
+A rank whose tensors lie in host memory and that restores its shard as it was saved gets the shard's file,
+and the name of a slot that may still hold the shard. It verifies and copies their chunks in one pass. For
+all other ranks the payload is put into a slot.
 
 If a slot still holds exactly these bytes, because it survived the restart in shared memory, its checksums
 are compared and nothing is copied. Otherwise the payload is read from the node tier and each chunk is
@@ -10,6 +14,9 @@ several ranks (reshard.py).
 
 from __future__ import annotations
 
+import os
+from contextlib import closing
+
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
@@ -19,6 +26,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.keys import shard_key
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Digest, Rank, ShardRef, TierName
@@ -28,11 +36,12 @@ from holdfast_core.messages.schema import (
     Refusal,
     Restore,
     RestoreReply,
+    ShardFile,
 )
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile, rank_of_slot
-from holdfast_core.shm.slot_fill import copy_segment, copy_shard, first_fitting, names_shard
+from holdfast_core.shm.slot_fill import copy_shard, first_fitting, names_shard
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
@@ -44,6 +53,7 @@ from holdfast_sidecar.restore.fill_target import FillTarget
 from holdfast_sidecar.restore.rehydrate import Rehydrator, Restored
 from holdfast_sidecar.restore.reshard import Resharder, Saved
 from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.wire.intake import Attached
 
 _MAX_TRIES = 8
 """Number of damaged or missing copies in a row after which a fill fails."""
@@ -104,6 +114,31 @@ class Filler:
             layout=layout,
         )
 
+    async def opened(self, state: RoundState, message: Fill) -> Attached:
+        """Return the file of the rank's shard, and the offered slot that may hold the shard, unverified.
+
+        Raises:
+            RefusedError, NotFoundError: As `fill`.
+            CorruptionError: The copy on this node is damaged. The rank asks for a filled slot then, and
+                `fill` quarantines the copy and fetches another one.
+        """
+        restored = self._restored(state, message)
+        ref = restored.refs.get(message.rank)
+        if ref is None:
+            raise NotFoundError(f"rank {message.rank} has no shard of its own in this round")
+        target = self._replace(message)
+        try:
+            attached = await self._pools.fill.run(
+                self._open, message, ref, _source_of_file(restored, message.rank), target
+            )
+        finally:
+            self._end(message.rank, target)
+        if attached.message.slot is not None:
+            restored.sources[message.rank] = TierName.MEMORY
+        self._rehydrator.failed(message.rank, "")
+        self.changed()
+        return attached
+
     async def fill(self, state: RoundState, message: Fill) -> Filled:
         """Put the rank's payload into one of the offered slots, and return which one and from which tier.
 
@@ -124,21 +159,12 @@ class Filler:
                     "ranks saved the checkpoint"
                 ),
             )
-        for offer in message.slots:
-            if rank_of_slot(offer.name) != message.rank:
-                raise RefusedError(
-                    Refusal.BAD_REQUEST, f"slot {offer.name!r} is not one of rank {message.rank}"
-                )
-        # There is no await between the check of the round and this registration. The target is therefore
-        # of the current round, and a SEAL that arrives from now on finds and stops it.
-        target = self._replace(message.rank)
+        target = self._replace(message)
         try:
             filled = await self._fill(message, restored, target)
             target.check()
         finally:
-            target.stop("the fill has ended")
-            if self._targets.get(message.rank) is target:
-                del self._targets[message.rank]
+            self._end(message.rank, target)
         restored.sources[message.rank] = filled.tier
         self._rehydrator.failed(message.rank, "")
         self.changed()
@@ -149,16 +175,31 @@ class Filler:
         for target in self._targets.values():
             target.stop(why)
 
-    def _replace(self, rank: Rank) -> FillTarget:
+    def _replace(self, message: Fill) -> FillTarget:
         """Register a new target for the rank's fill, and stop the fill before it.
 
-        A rank asks again only after its connection was lost, and it offers the same slots.
+        A rank asks again only after its connection was lost, and it offers the same slots. There must be no
+        await between the check of the round and this call. The target is then of the current round, and a
+        SEAL that arrives from now on finds and stops it.
+
+        Raises RefusedError if an offered slot is not of the rank.
         """
+        rank = message.rank
+        for offer in message.slots:
+            if rank_of_slot(offer.name) != rank:
+                raise RefusedError(
+                    Refusal.BAD_REQUEST, f"slot {offer.name!r} is not one of rank {rank}"
+                )
         old = self._targets.get(rank)
         if old is not None:
             old.stop("the rank sent another request")
         self._targets[rank] = target = FillTarget(rank)
         return target
+
+    def _end(self, rank: Rank, target: FillTarget) -> None:
+        target.stop("the fill has ended")
+        if self._targets.get(rank) is target:
+            del self._targets[rank]
 
     async def _fill(self, message: Fill, restored: Restored, target: FillTarget) -> Filled:
         rank, names = message.rank, tuple(offer.name for offer in message.slots)
@@ -168,11 +209,10 @@ class Filler:
         if ref is None:
             raise NotFoundError(f"rank {rank} has nothing to restore in this round")
         payload_bytes = restored.payload_bytes[rank]
-        if message.segment is None:
-            kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes, target)
-            if kept is not None:
-                return Filled(kept, payload_bytes, TierName.MEMORY)
-        return await self._from_node(message, ref, restored, target)
+        kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes, target)
+        if kept is not None:
+            return Filled(kept, payload_bytes, TierName.MEMORY)
+        return await self._from_node(names, ref, payload_bytes, restored, target)
 
     def _restored(self, state: RoundState, message: Restore | Fill) -> Restored:
         """Return what the ranks restore from, if the request fits the round. Raises RefusedError."""
@@ -268,18 +308,22 @@ class Filler:
         return Filled(slot, wanted.payload_bytes, tier)
 
     async def _from_node(
-        self, message: Fill, ref: ShardRef, restored: Restored, target: FillTarget
+        self,
+        names: tuple[str, ...],
+        ref: ShardRef,
+        payload_bytes: int,
+        restored: Restored,
+        target: FillTarget,
     ) -> Filled:
         rank = Rank(ref.rank)
         for _ in range(_MAX_TRIES):
             try:
-                slot, record, copied = await self._pools.fill.run(
-                    self._copy, message, ref, restored, target
+                slot, record = await self._pools.fill.run(
+                    self._copy, names, ref, payload_bytes, target
                 )
                 target.check()
-                if message.segment is None:
-                    self._stager.memory[slot] = record
-                return Filled(slot, copied, restored.sources[rank])
+                self._stager.memory[slot] = record
+                return Filled(slot, payload_bytes, _source_of_file(restored, rank))
             except CorruptionError as error:
                 self._metrics.corruption(TierName.NODE)
                 logs.warning("bad copy in the node tier", rank=rank, error=str(error))
@@ -329,27 +373,40 @@ class Filler:
                 slot.close()
         return None
 
-    def _copy(
-        self, message: Fill, ref: ShardRef, restored: Restored, target: FillTarget
-    ) -> tuple[str, ShardRecord, int]:
-        """Copy the payload, or a segment of it, from the node tier into an offered slot.
-
-        Returns the slot's name, the shard's record and the number of bytes.
-        """
-        names, segment = tuple(offer.name for offer in message.slots), message.segment
-        payload_bytes = restored.payload_bytes[message.rank]
+    def _open(self, message: Fill, ref: ShardRef, source: TierName, target: FillTarget) -> Attached:
         with self._node.open_shard(ref) as reader:
-            if segment is None:
-                slot = self._room(names, payload_bytes, target)
-                copy_shard(reader, ref, target)
-                copied = payload_bytes
-            else:
-                expect_table(reader.record, restored, message.rank)
-                copied = segment.stop - segment.start
-                slot = self._room(names, copied, target)
-                copy_segment(reader, payload_bytes, segment, target)
-            self._metrics.fetched(TierName.NODE, copied)
-            return slot, reader.record, copied
+            size = reader.record.header.payload_bytes
+            slot = self._named_slot(message, ref, size, target)
+            if slot is None:
+                self._metrics.fetched(TierName.NODE, size)
+            file = ShardFile(shard_key(ref), ref, source, slot, is_attached=True)
+            return Attached(file, os.dup(reader.fd))
+
+    def _named_slot(
+        self, message: Fill, ref: ShardRef, payload_bytes: int, target: FillTarget
+    ) -> str | None:
+        """Return an offered slot whose header names the shard, and make it FREE. Its bytes are not read."""
+        for offer in message.slots:
+            try:
+                with closing(SlotFile.open(self._pod.settings.slots_dir, offer.name)) as slot:
+                    if names_shard(slot.header(), ref, payload_bytes):
+                        with target.writing():
+                            if not self._stager.owns(offer.name):
+                                slot.set_state(SlotState.FREE)
+                        return offer.name
+            except (FormatError, NotFoundError, UnavailableError):
+                continue
+        return None
+
+    def _copy(
+        self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
+    ) -> tuple[str, ShardRecord]:
+        """Copy the payload from the node tier into an offered slot, and return the slot's name."""
+        with self._node.open_shard(ref) as reader:
+            slot = self._room(names, payload_bytes, target)
+            copy_shard(reader, ref, target)
+            self._metrics.fetched(TierName.NODE, payload_bytes)
+            return slot, reader.record
 
     def _room(self, names: tuple[str, ...], payload_bytes: int, target: FillTarget) -> str:
         """Give the target the first offered slot that is large enough and that the stager does not own.
@@ -366,14 +423,7 @@ class Filler:
         return first_fitting(names, payload_bytes, capacity_of)
 
 
-def expect_table(record: ShardRecord, restored: Restored, rank: Rank) -> None:
-    """Raise CorruptionError unless the shard has the chunk table that the manifest names.
-
-    A read of a segment does not verify the payload's digest, only the CRC32Cs of that table.
-    """
-    expected = None if restored.manifest is None else restored.manifest.shards[rank].chunk_table
-    if record.chunk_table != expected:
-        raise CorruptionError(
-            f"shard of {record.ref}: its chunk table is {record.chunk_table}, expected {expected} "
-            "according to the manifest"
-        )
+def _source_of_file(restored: Restored, rank: Rank) -> TierName:
+    """Return the tier from which the file on this node came. MEMORY is that of a slot, not of the file."""
+    found = restored.sources[rank]
+    return TierName.NODE if found is TierName.MEMORY else found

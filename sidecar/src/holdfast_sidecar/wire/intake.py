@@ -9,6 +9,8 @@ connection that does not read is closed when its buffer is full.
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -92,6 +94,14 @@ class LocalHandler(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Reply that carries an open file. Whoever sends it closes the file."""
+
+    message: Any
+    fd: int
+
+
 class Connection:
     """Connection of one launcher or rank. `hello` is None until its Hello was accepted."""
 
@@ -114,15 +124,39 @@ class Connection:
 
     def send(self, message: Any, id_: int) -> bool:
         """Send a message: a push if `id_` is 0, else the reply to that request. Returns as `push` does."""
+        if not self._is_read(_MAX_BUFFERED_BYTES):
+            return False
+        self._writer.write(write_frame(message, id_))
+        return True
+
+    def send_attached(self, reply: Attached, id_: int) -> bool:
+        """Send a reply with its open file, and close the file. Returns as `push` does."""
+        data = write_frame(reply.message, id_)
+        try:
+            # The frame goes directly to the socket, so that none may wait in the buffer before it.
+            if not self._is_read(0):
+                return False
+            with self._writer.get_extra_info("socket").dup() as plain:
+                sent = socket.send_fds(plain, [data], [reply.fd])
+        except OSError as error:
+            logs.warning("a file could not be sent", rank=self.rank, error=str(error))
+            self.abort()
+            return False
+        finally:
+            os.close(reply.fd)
+        self._writer.write(data[sent:])
+        return True
+
+    def _is_read(self, buffered_bytes: int) -> bool:
+        """Return whether the connection is open and at most `buffered_bytes` wait. Abort it if more wait."""
         if self._writer.is_closing():
             return False
-        if self._writer.transport.get_write_buffer_size() > _MAX_BUFFERED_BYTES:
+        if self._writer.transport.get_write_buffer_size() > buffered_bytes:
             logs.warning(
                 "a local connection does not read its messages and is closed", rank=self.rank
             )
             self.abort()
             return False
-        self._writer.write(write_frame(message, id_))
         return True
 
     def close(self) -> None:
@@ -318,7 +352,10 @@ class Intake:
             reply = state.refused(code, text)
         finally:
             release()
-        connection.send(reply, frame.id)
+        if isinstance(reply, Attached):
+            connection.send_attached(reply, frame.id)
+        else:
+            connection.send(reply, frame.id)
 
     def _forget(self, connection: Connection) -> None:
         self._introduced.remove(connection)

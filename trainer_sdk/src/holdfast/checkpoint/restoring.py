@@ -1,6 +1,7 @@
 """A restore: all ranks fetch the same checkpoint, and each loads its part into its state.
 
-A part is fetched into a slot, or, where this rank can open the files, straight into the state's tensors.
+A part is read from the file of its shard straight into the state's tensors where that is possible, and
+else fetched into a slot.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from holdfast.base.layouts import LayoutFiles
 from holdfast.base.notices import show_notice
 from holdfast.base.settings import RankSettings
-from holdfast.checkpoint.segment_restore import SegmentReader, read_segments
+from holdfast.connection.link import OpenedFile
 from holdfast.connection.session import Session
 from holdfast.directory.in_place import InPlace, read_in_place
 from holdfast.places.place import NextFetch, Place
@@ -23,7 +24,7 @@ from holdfast.slots.staging import SlotRing
 from holdfast.state.load import load_state
 from holdfast.state.restore_target import RestoreTarget
 from holdfast.state.snapshot import read_payload
-from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError
+from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError, RefusedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
@@ -181,19 +182,21 @@ class Restorer:
         is_local = traits.shares_container
         in_place = wanted is None and target.is_read_in_place()
         if traits.streams:
-            found = self._fetch_streaming(reply, target) if in_place else None
+            found = self._fetch_file(step, target, ()) if in_place else None
             if found is not None:
                 return found
-            self._ring.use(
-                1, is_bounded=False
-            )  # one slot for the whole payload, until the first save
+            # One slot for the whole payload, until the first save.
+            self._ring.use(1, is_bounded=False)
             in_place = False
-        self._ring.ensure(max(target.needed_bytes(), payload_bytes), round_, to_fill=is_local)
+        slot_bytes = max(target.needed_bytes(), payload_bytes)
+        self._ring.ensure(slot_bytes, round_, to_fill=is_local or in_place)
         offers = tuple(slot.offer() for slot in self._ring.slots)
-        if is_local and in_place:
+        if in_place:
             found = self._fetch_file(step, target, offers)
             if found is not None:
                 return found
+            # From here on the slots are filled: by another container, unless it is local.
+            self._ring.ensure(slot_bytes, round_, to_fill=is_local)
         filled = self._session.request(Fill(round_, rank, offers, digest), Filled)
         payload = self._ring.find(filled.slot).payload[: filled.payload_bytes]
         return Fetched(
@@ -208,46 +211,22 @@ class Restorer:
         self, step: Step, target: RestoreTarget, offers: tuple[SlotOffer, ...]
     ) -> Fetched | None:
         """Read the shard's file into the state's tensors. Return None if a slot is needed instead."""
-        round_ = self._session.current_round
-        fill = Fill(round_, self._settings.rank, offers, reads_files=True)
-        file = self._session.request(fill, Filled, ShardFile)
-        if not isinstance(file, ShardFile):
+        fill = Fill(self._session.current_round, self._settings.rank, offers, reads_files=True)
+        try:
+            reply = self._session.request(fill, ShardFile, OpenedFile)
+        except RefusedError as error:
+            logger.info("%s; the shard is requested in a slot", error)
             return None
+        file, fd = (reply.file, reply.fd) if isinstance(reply, OpenedFile) else (reply, None)
         held = None if file.slot is None else self._ring.find(file.slot).payload.data
-        found = self._read_in_place(file, target, held)
+        found = self._read_in_place(file, fd, target, held)
         if found is None:
             return None
         saved = found.saved
         return Fetched(step, found.tier, lambda: saved, is_ours=True)
 
-    def _fetch_streaming(self, reply: RestoreReply, target: RestoreTarget) -> Fetched | None:
-        """Read the shard into the state's tensors without a slot for all of it.
-
-        Return None if the state does not fit. A load from a slot names what does not.
-        """
-        point = reply.restore_point
-        if point.step is None or point.round is None:
-            return None
-        if self._place.traits.shares_container:
-            return self._fetch_file(point.step, target, ())
-        checkpoint = CheckpointId(point.step, point.round)
-
-        def begins() -> None:
-            self._left_parts = checkpoint
-
-        round_ = self._session.current_round
-        reader = SegmentReader(
-            self._session, self._ring, round_, self._settings.rank, reply.payload_bytes
-        )
-        reader.open(self._place.traits.ring_bytes)
-        read = read_segments(reader, target, begins)
-        if read is None:
-            return None
-        saved, tier = read
-        return Fetched(point.step, tier, lambda: saved, is_ours=True)
-
     def _read_in_place(
-        self, file: ShardFile, target: RestoreTarget, held: memoryview | None
+        self, file: ShardFile, fd: int | None, target: RestoreTarget, held: memoryview | None
     ) -> InPlace | None:
         """Read the shard into the state's tensors. Return None if it must be requested in a slot instead.
 
@@ -259,7 +238,7 @@ class Restorer:
             self._left_parts = file.shard.checkpoint
 
         try:
-            return read_in_place(file, target.leaves, target.fits, held, begins)
+            return read_in_place(file, target.leaves, target.fits, held, begins, fd)
         except HoldfastError as error:
             logger.warning("%s; it is read again", error)
             return None

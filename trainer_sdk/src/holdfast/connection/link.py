@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +29,7 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.messages.schema import Hello, HelloReply, Refusal, Refused
+from holdfast_core.messages.schema import Hello, HelloReply, Refusal, Refused, ShardFile
 from holdfast_core.messages.socket_frames import Frame, write_frame
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,16 @@ _MAX_QUEUED_BYTES = 8 << 20
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
 _READ_BYTES = 64 * 1024
+_MAX_FILES = 4
+"""Most files that one read may receive. A rank has one request for a file at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFile:
+    """A reply that carried an open file. Whoever gets it closes the file."""
+
+    file: ShardFile
+    fd: int
 
 
 class LinkEvents(Protocol):
@@ -96,6 +108,8 @@ class Link:
         self._queued_bytes = 0
         self._next_id = 0
         self._waiting: dict[int, Future[Any]] = {}
+        self._files: collections.deque[int] = collections.deque()
+        """Open files that were received, in the order of the frames that carry them."""
         self._closing = False
         self._ready = threading.Event()
         self._wakers: tuple[socket.socket, socket.socket] | None = None
@@ -295,9 +309,12 @@ class Link:
 
     def _receive(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
         try:
-            data = connection.recv(_READ_BYTES)
+            data, files, _, _ = socket.recv_fds(
+                connection, _READ_BYTES, _MAX_FILES, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return True
+        self._files.extend(files)
         if not data:
             return False
         for frame in decoder.feed(data):
@@ -308,14 +325,21 @@ class Link:
         if frame.id == 0:
             self._call(partial(self._events.push, frame.message))
             return
+        message = frame.message
+        if isinstance(message, ShardFile) and message.is_attached:
+            if not self._files:
+                raise FormatError(f"{message.path}: the frame carries no open file")
+            message = OpenedFile(message, self._files.popleft())
         with self._lock:
             future = self._waiting.pop(frame.id, None)
         if future is None:
+            if isinstance(message, OpenedFile):
+                os.close(message.fd)
             return
-        if isinstance(frame.message, Refused):
-            self._call(partial(future.set_exception, _refusal(frame.message)))
+        if isinstance(message, Refused):
+            self._call(partial(future.set_exception, _refusal(message)))
         else:
-            self._call(partial(future.set_result, frame.message))
+            self._call(partial(future.set_result, message))
 
     def _drop(self, reason: str) -> None:
         with self._lock:
@@ -323,6 +347,8 @@ class Link:
             waiting, self._waiting = self._waiting, {}
             self._outgoing.clear()
             self._queued_bytes = 0
+        while self._files:
+            os.close(self._files.popleft())
         for future in waiting.values():
             error = UnavailableError(f"the connection to {self._peer} ended: {reason}")
             self._call(partial(future.set_exception, error))

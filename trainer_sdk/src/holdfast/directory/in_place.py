@@ -1,4 +1,4 @@
-"""Reads a shard of a folder directly into the tensors of a state, without a slot in between.
+"""Reads the file of a shard directly into the tensors of a state, without a slot in between.
 
 1. The objects that are not tensors are read first, and all of the shard is compared with the state.
    Nothing has been written into the state at this point.
@@ -50,6 +50,7 @@ def read_in_place(
     fits: Callable[[dict[str, Any]], bool],
     held: memoryview | None = None,
     begins: Callable[[], None] = lambda: None,
+    fd: int | None = None,
 ) -> InPlace | None:
     """Read the shard into the tensors `leaves`. Return None, without writing, if the state does not fit.
 
@@ -59,13 +60,18 @@ def read_in_place(
         fits: Whether a saved state fits the current one.
         held: Payload of `file.slot`, which may still hold the shard.
         begins: Called before the first byte is written.
+        fd: The file, if it is open already. This function closes it.
 
     Raises:
         CorruptionError, FormatError, NotFoundError, UnavailableError: The shard cannot be read.
     """
     path = Path(file.path)
     with disk_errors(f"opening shard {path}"):
-        reader = DiskShardReader.open(path, file.shard, BufferPool(WRITE_BYTES, keep=1))
+        buffers = BufferPool(WRITE_BYTES, keep=1)
+        if fd is None:
+            reader = DiskShardReader.open(path, file.shard, buffers)
+        else:
+            reader = DiskShardReader.of_file(fd, path, file.shard, buffers)
     with reader:
         size = reader.record.header.payload_bytes
         head_stop = header_bytes(_read(reader, ByteRange(0, LENGTH_BYTES)), size)

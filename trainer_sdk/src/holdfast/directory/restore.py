@@ -20,7 +20,6 @@ from holdfast_core.messages.schema import (
     Restore,
     RestorePoint,
     RestoreReply,
-    Segment,
     ShardFile,
     SlotOffer,
 )
@@ -33,7 +32,6 @@ from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_fill import (
     begin_assembly,
-    copy_segment,
     copy_shard,
     first_fitting,
     names_shard,
@@ -102,22 +100,11 @@ class FolderRestore:
         if message.reads_files:
             path = str(self._tier.shard_path(ref))
             return ShardFile(path, ref, TierName.NODE, named[0] if named else None)
-        if message.segment is not None:
-            return self._fill_segment(message, ref, message.segment)
         for name in named:
             if self._holds(name, ref, size):
                 return Filled(name, size, TierName.MEMORY)
         with closing(self._fitting(message.slots, size)) as slot, self._reading(ref) as reader:
             copy_shard(reader, ref, slot)
-        return Filled(slot.name, size, TierName.NODE)
-
-    def _fill_segment(self, message: Fill, ref: ShardRef, segment: Segment) -> Filled:
-        size = segment.stop - segment.start
-        with (
-            closing(self._fitting(message.slots, size)) as slot,
-            self._reading(ref) as reader,
-        ):
-            copy_segment(reader, reader.record.header.payload_bytes, segment, slot)
         return Filled(slot.name, size, TierName.NODE)
 
     @contextmanager
