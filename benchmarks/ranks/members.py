@@ -240,10 +240,12 @@ class PlayedMember:
         return dumps(Ok(self._now.round))
 
     def _notice(self, notice: LevelNotice) -> None:
-        self._levels.setdefault(notice.step, set()).add(notice.level)
-        waiting = self._reached.pop((notice.step, notice.level), None)
-        if waiting is not None:
-            waiting.set()
+        # A step may be replicated before its level LOCAL was sent here. Then that is not sent any more.
+        for level in {notice.level, Level.LOCAL}:
+            self._levels.setdefault(notice.step, set()).add(level)
+            waiting = self._reached.pop((notice.step, level), None)
+            if waiting is not None:
+                waiting.set()
         self._prune(notice.prune)
 
     def _prune(self, steps: tuple[Step, ...]) -> None:
