@@ -373,7 +373,7 @@ class LocalCluster:
 
     async def _stored(self, address: str, pod: str, inventory: Inventory) -> InventoryView:
         async def fetch(listed: ListedManifest) -> bytes | None:
-            path = f"/v1/manifest?step={listed.step}&round={listed.round}&layout=0"
+            path = f"/v1/manifest?step={listed.step}&round={listed.round}"
             return (await self._call(address, pod, path, None, ManifestDocument)).manifest.encode()
 
         spec = self.job.spec

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 
-from tests.support.shards.placements import Placement, layout_of, transformer
+from tests.support.shards.placements import Placement, layout_of, shards_of, transformer
 
-from holdfast_core.format.layout import merge_layouts
 from holdfast_core.reshard.plan import plan
 from holdfast_core.reshard.reads import bytes_read
 from holdfast_core.shards.record import CHUNK_BYTES
@@ -36,13 +35,12 @@ def _worst(
     old: list[int], before: Placement | None, new: list[int], after: Placement | None
 ) -> float:
     old_ranks, new_ranks = math.prod(old), math.prod(new)
-    source = merge_layouts(
-        layout_of(transformer(_LAYERS, before), old, rank).to_bytes() for rank in range(old_ranks)
-    )
-    sizes = [part.payload_bytes for part in source.ranks]
+    saved = [layout_of(transformer(_LAYERS, before), old, rank) for rank in range(old_ranks)]
+    shards, sizes = shards_of(saved), [layout.payload_bytes for layout in saved]
     worst = 0.0
     for rank in range(new_ranks):
-        moves = plan(layout_of(transformer(_LAYERS, after), new, rank), source)
+        wanted = layout_of(transformer(_LAYERS, after), new, rank)
+        moves = plan(wanted, new_ranks, shards, saved.__getitem__)
         needed = sum(move.total_bytes for move in moves)
         worst = max(worst, bytes_read(moves, sizes, CHUNK_BYTES) / needed)
     return worst

@@ -29,7 +29,7 @@ from benchmarks.ranks.gang import SMALL, STATES, Gang, address_of, pod_name, sma
 from benchmarks.ranks.http import Client, Served
 from benchmarks.ranks.states import PlayedState
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
@@ -127,7 +127,7 @@ class PlayedMember:
         self._state = state
         layout = self._layout()
         self._payload_bytes = layout.payload_bytes
-        self._digest = digest_of(layout.to_bytes())
+        self._digests = layout_digests(layout.to_bytes())
         files = TlsFiles.in_directory(gang.certificates(self.pod))
         self.server = server_context(files)
         self._client = Client(client_context(files), address_of(worker))
@@ -199,12 +199,8 @@ class PlayedMember:
         """Prepare a step, and wait until the coordinator has sent its level REPLICATED."""
         shard = self.shard(step)
         self._held[step] = shard.blake3
-        message = Prepared(self._now.round, step, self.worker, shard, self._digest)
-        reply = await self.send(message, PreparedReply)
-        if reply.need_layout:
-            text = self._layout().to_bytes().decode()
-            message = Prepared(self._now.round, step, self.worker, shard, self._digest, text)
-            await self.send(message, PreparedReply)
+        message = Prepared(self._now.round, step, self.worker, shard, self._digests)
+        await self.send(message, PreparedReply)
         await self.level(step, Level.REPLICATED)
 
     async def level(self, step: Step, level: Level) -> None:

@@ -7,6 +7,7 @@ states take gigabytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -36,6 +37,14 @@ class PlayedState:
     )
     """Byte ranges of the tensors and of the objects, and the payload's length, by the tensors' lengths.
     Most ranks hold pieces of the same lengths."""
+
+    def on(self, ranks: int) -> PlayedState:
+        """Return the same state on another number of ranks, which a mesh of one dimension has.
+
+        A mesh of two dimensions keeps its second one; `ranks` is then rounded down to a multiple of it.
+        """
+        mesh = (ranks,) if len(self.mesh) == 1 else (ranks // self.mesh[1], self.mesh[1])
+        return PlayedState(self.name, self.tensors, mesh, math.prod(mesh))
 
     def layout(self, rank: Rank) -> RankLayout:
         """Return the layout of one rank."""
@@ -186,9 +195,7 @@ def _state(
     for fqn, shape in (others or {}).items():
         parameters[fqn] = Tensor("F32", shape, other_placement)
     tensors = dict(parameters) | dict(_adamw(parameters))
-    ranks = 1
-    for size in mesh:
-        ranks *= size
+    ranks = math.prod(mesh)
     return PlayedState(f"{name} on {ranks} ranks", tensors, mesh, ranks)
 
 

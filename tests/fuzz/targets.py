@@ -29,7 +29,6 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.canonical import loads_strict
 from holdfast_core.format.keys import parse_key
-from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.payload import header_bytes, parse_payload, unpack_objects
 from holdfast_core.format.rank_layout import parse_rank_layout
@@ -165,7 +164,6 @@ def _documents() -> Iterator[Target]:
         return check
 
     yield Target("manifest", same(parse_manifest), _golden("format_v1/manifest.json"))
-    yield Target("layout", same(parse_layout), _golden("format_v1/layout.json"))
     yield Target("rank-layout", same(parse_rank_layout), _golden("format_v1/rank1.layout.json"))
     yield Target(
         "key",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.shards.builders import (
-    layout,
     manifest,
     rank_layout,
     rank_payload,
@@ -46,10 +45,8 @@ def golden_files() -> dict[str, bytes]:
         files[f"rank{rank}.shard"] = file
         files[f"rank{rank}.layout.json"] = document
         files[f"rank{rank}.safetensors"] = data
-    whole = layout(world_size=WORLD_SIZE)
-    files["layout.json"] = whole
     parent = digest_of(b"the manifest before")
-    files["manifest.json"] = manifest(records, parent=parent, layout_document=whole).to_bytes()
+    files["manifest.json"] = manifest(records, parent=parent).to_bytes()
     return files
 
 

@@ -17,8 +17,8 @@ from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import ManualClock
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.tiers.base import NodeTier
 from holdfast_core.tiers.local_commit import build_manifest
 from holdfast_sidecar.base.metrics import Metrics
@@ -31,11 +31,11 @@ from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.wire.members import Members
 
-LAYOUT = merge_layouts([rank_layout(world_size=1)]).to_bytes()
+LAYOUT = rank_layout(world_size=1)
 PAYLOAD = rank_payload(world_size=1)
-HEADER = shard_header(len(PAYLOAD), world_size=1, layout=digest_of(rank_layout(world_size=1)))
+HEADER = shard_header(len(PAYLOAD), world_size=1, layout=digest_of(LAYOUT))
 RECORD = MemoryTier().write_shard(HEADER, BytesSource(PAYLOAD))
-DOCUMENT = build_manifest(JOB, [RECORD], parent=None, layout=LAYOUT)
+DOCUMENT = build_manifest(JOB, [(RECORD, layout_digests(LAYOUT))], parent=None)
 MANIFEST = parse_manifest(DOCUMENT)
 PATIENCE_SECONDS = 60.0
 

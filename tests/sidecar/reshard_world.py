@@ -14,11 +14,11 @@ from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.faulty import Faults, FaultyObjectStore, FaultySource
 
 from holdfast_core.clock import ManualClock
+from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import JobIdentity, parse_manifest
-from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName, Worker
+from holdfast_core.format.rank_layout import RankLayout, layout_digests
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import Member
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
@@ -59,7 +59,7 @@ def payload_of(layout: RankLayout, saved_by: int) -> bytes:
 class World:
     """Shards of four ranks (two copies of two halves), on this node, at two members, and in a store.
 
-    Also stands for BulkPeers and Rehydrator, and records their requests.
+    Also stands for BulkPeers and Fetcher, and records their requests.
     """
 
     def __init__(self, root: Path) -> None:
@@ -83,9 +83,13 @@ class World:
         self.objects = DirectoryObjectStore(root / "store")
         self.store = ObjectTier(self.objects)
         self.source = source
-        merged = merge_layouts(layout.to_bytes() for layout in self.layouts)
-        document = build_manifest(JOB, self.records, parent=None, layout=merged.to_bytes())
-        self.saved = Saved(parse_manifest(document), merged, NAMESPACE)
+        documents = [layout.to_bytes() for layout in self.layouts]
+        shards = zip(self.records, map(layout_digests, documents), strict=True)
+        document = build_manifest(JOB, shards, parent=None)
+        self.saved = Saved(parse_manifest(document), NAMESPACE)
+        self.layout_errors: dict[Rank, HoldfastError] = {}
+        """Why the layout of a rank cannot be read."""
+        self.layouts_read: list[Rank] = []
 
     def _tier(self, name: str) -> DiskNodeTier:
         tier = DiskNodeTier(self.root / name, fill_limit=1.0)
@@ -118,7 +122,15 @@ class World:
         (path,) = (self.root / place).rglob(f"rank{rank:06d}-*.shard")
         flip_bit(path, head_bytes(self.records[rank].header) + payload_offset)
 
-    # -------------------------------------------------------------- as BulkPeers and Rehydrator
+    # -------------------------------------------------------------- as BulkPeers and Fetcher
+
+    async def layout(self, ref: ShardRef, digest: Digest, namespace: str) -> bytes:
+        document = self.layouts[ref.rank].to_bytes()
+        assert (namespace, digest) == (NAMESPACE, digest_of(document))
+        self.layouts_read.append(ref.rank)
+        if ref.rank in self.layout_errors:
+            raise self.layout_errors[ref.rank]
+        return document
 
     def open(self, member: Member, ref: ShardRef) -> ShardSource:
         self.asked.append((f"worker {member.worker}", ref.rank))
@@ -150,7 +162,7 @@ class World:
         store = ObjectTier(FaultyObjectStore(self.objects, self.store_faults))
         bulk: Any = self
         places = Places(Tiers(self.node, store, pools), bulk, bulk, self.metrics, 1)
-        return Resharder(places, pools, self.metrics, self.clock.patience)
+        return Resharder(places, bulk, pools, self.metrics, self.clock.patience)
 
     def fill(self, wanted: RankLayout = WANTED, slot: SlotFile | None = None) -> Any:
         """Fill a slot. Return the farthest tier that was read, and the payload."""
@@ -162,7 +174,7 @@ class World:
             target.take(slot or SlotFile.open(self.root, path.name))
             try:
                 tier = await self.resharder(pools).fill(
-                    self.saved, wanted, target, self.waits.append
+                    self.saved, wanted, 3, target, self.waits.append
                 )
             finally:
                 target.stop("it is over")

@@ -152,14 +152,13 @@ def test_layouts_in_any_other_spelling_are_refused(layout: RankLayout, data: st.
                 document.replace(b'"formatVersion":1', b'"formatVersion":1.0'),
                 document.replace(b'"formatVersion":1', b'"formatVersion":1,"formatVersion":1'),
                 document.replace(b'"rank":', b'"rank":0,"rank":'),
-                document.replace(b'"objects":{', b'"objects":{"a":{"byteRange":[0,0]},'),
                 b" " + document,
                 document + b"\n",
                 b"\xef\xbb\xbf" + document,
             ]
         )
     )
-    if other != document and json.loads(other.decode("utf-8-sig")) == value:
+    if other != document:
         with pytest.raises(FormatError, match="layout of a rank"):
             parse_rank_layout(other)
 
@@ -176,5 +175,5 @@ def test_hostile_layouts_are_refused(data: bytes) -> None:
 
 def test_a_name_that_is_not_unicode_is_refused() -> None:
     layout = RankLayout(Rank(0), {}, {"\ud800": ByteRange(0, 1)}, 1)
-    with pytest.raises(FormatError, match="canonical JSON"):
+    with pytest.raises(FormatError, match="layout of rank 0 with 0 tensors: cannot be written"):
         layout.to_bytes()

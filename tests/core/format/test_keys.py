@@ -4,11 +4,11 @@ import pytest
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.keys import (
-    LayoutKey,
     ManifestKey,
     NeededByKey,
     NeedsKey,
     ShardKey,
+    ShardObject,
     checked_job_uid,
     checkpoint_of_folder,
     job_prefix,
@@ -21,6 +21,7 @@ from holdfast_core.format.keys import (
     references_prefix,
     shard_key,
     shards_prefix,
+    stored_layout_key,
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
@@ -44,6 +45,9 @@ def test_keys_are_as_the_protocol_spells_them() -> None:
         needs_key(LATER, CHECKPOINT, 1 << 40)
         == "references/s000000001300-r000004/needs-s000000001200-r000003-00000001099511627776"
     )
+    assert stored_layout_key(ref) == (
+        "shards/s000000001200-r000003/rank000007-0123456789abcdef.layout"
+    )
     assert manifest_key(CHECKPOINT) == "manifests/s000000001200/r000003.json"
     assert job_prefix("team-a", JobUid("u-1")) == "team-a/u-1/"
 
@@ -51,14 +55,15 @@ def test_keys_are_as_the_protocol_spells_them() -> None:
 def test_keys_parse_back() -> None:
     ref = ShardRef(JobUid("u"), Step(1200), RestartRound(3), Rank(7), DIGEST)
     assert parse_key(shard_key(ref)) == ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef")
-    packed = ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef", packed=True)
+    packed = ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef", ShardObject.PACK)
     assert parse_key(pack_key(ref)) == packed
     assert parse_key(needed_by_key(CHECKPOINT, LATER)) == NeededByKey(CHECKPOINT, LATER)
     assert parse_key(needs_key(LATER, CHECKPOINT, 7)) == NeedsKey(LATER, CHECKPOINT, 7)
     assert checkpoint_of_folder(shards_prefix(CHECKPOINT)) == CHECKPOINT
     assert checkpoint_of_folder(references_prefix(CHECKPOINT)) == CHECKPOINT
     assert checkpoint_of_folder("layouts/s000000001200-r000003/") is None
-    assert parse_key(layout_key(DIGEST)) == LayoutKey(DIGEST)
+    layout = ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef", ShardObject.LAYOUT)
+    assert parse_key(stored_layout_key(ref)) == layout
     assert parse_key(manifest_key(CHECKPOINT)) == ManifestKey(CHECKPOINT)
 
 
@@ -73,7 +78,7 @@ def test_keys_parse_back() -> None:
         "manifests/s1200/r3.json",
         "manifests/s00000000120٠/r000003.json",
         "manifests\\s000000001200\\r000003.json",
-        "layouts/" + "G" * 64 + ".json",
+        "layouts/" + "0" * 64 + ".json",
         "shards/s000000001200-r000003/rank000007-0123456789abcde.shard",
         "shards/s000000001200-r000003/../rank000007-0123456789abcdef.shard",
     ],

@@ -43,14 +43,14 @@ from tests.support.trainer.launched import until
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.payload import PayloadPlan
+from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.clone import Clone, clone_range
 from holdfast_core.node.files import write_at
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardHeader
-from holdfast_core.tiers.local_commit import build_manifest, commit_local
+from holdfast_core.tiers.local_commit import build_manifest
 from holdfast_sidecar.upkeep.prune import delete_steps
 
 WORLD = 2
@@ -94,18 +94,20 @@ def save(tier: DiskNodeTier, step: int, announce: Announce, order: str = "") -> 
     layouts = [plan_of(rank)[0] for rank in range(WORLD)]
     headers = [header_of(step, rank) for rank in range(WORLD)]
     files = [shard_file(headers[rank], bytes_of(step, rank)) for rank in range(WORLD)]
-    layout = merge_layouts(layouts).to_bytes()
-    manifest = build_manifest(JOB, [r for _, r in files], parent=None, layout=layout)
+    shards = [(record, layout_digests(layouts[rank])) for rank, (_, record) in enumerate(files)]
+    checkpoint = files[0][1].checkpoint
+    manifest = build_manifest(JOB, shards, parent=None)
+    for layout in layouts:
+        tier.put_layout(layout)
     if order == "manifest-before-shards":
-        commit_local(tier, layout, manifest)
-    tier.put_layout(layouts[0])
+        tier.put_manifest(JOB_UID, checkpoint, manifest)
     tier.write_shard(headers[0], BytesSource(bytes_of(step, 0)))
     file, record = files[1]
     if tier.find(record.ref) is None:
         writer = tier.begin_copy(record.ref, len(file))
         writer.write(file)
         writer.commit()
-    commit_local(tier, layout, manifest)
+    tier.put_manifest(JOB_UID, checkpoint, manifest)
     announce(f"committed {step}")
     old = Step(step - KEPT)
     if order == "shards-deleted-first":

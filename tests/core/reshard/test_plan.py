@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.shards.placements import Tensor, layout_of, objects_of
+from tests.support.shards.placements import Tensor, layout_of, objects_of, planned, shards_of
 
-from holdfast_core.errors import FormatError, StateMismatchError
+from holdfast_core.errors import FormatError, NotFoundError, StateMismatchError
 from holdfast_core.format.dtypes import DTYPE_BYTES
-from holdfast_core.format.layout import Layout, merge_layouts
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ByteRange, Rank
 from holdfast_core.reshard.boxes import Box
@@ -48,9 +47,8 @@ def payload_of(layout: RankLayout, objects: bytes) -> np.ndarray:
     return payload
 
 
-def saved(layouts: Sequence[RankLayout]) -> tuple[Layout, list[np.ndarray]]:
-    source = merge_layouts(layout.to_bytes() for layout in layouts)
-    return source, [payload_of(layout, objects_of(layout.rank)) for layout in layouts]
+def payloads_of(layouts: Sequence[RankLayout]) -> list[np.ndarray]:
+    return [payload_of(layout, objects_of(layout.rank)) for layout in layouts]
 
 
 def executed(
@@ -73,10 +71,11 @@ def executed(
 
 def check(tensors: Tensors, old: Sequence[int], new: Tensors, mesh: Sequence[int]) -> None:
     n, m = math.prod(old), math.prod(mesh)
-    source, payloads = saved([layout_of(tensors, old, rank) for rank in range(n)])
+    source = [layout_of(tensors, old, rank) for rank in range(n)]
+    payloads = payloads_of(source)
     for rank in range(m):
         wanted = layout_of(new, mesh, rank)
-        moves = plan(wanted, source)
+        moves = planned(wanted, source, m)
         expected = payload_of(wanted, objects_of(rank % n))
         assert (executed(wanted, moves, payloads) == expected).all()
 
@@ -167,26 +166,28 @@ def test_one_owner_of_each_box_is_enough(
             if owners[(fqn, Box(item.offsets, item.lengths))] == layout.rank
         }
         owned.append(layout_of(own, old, layout.rank))
-    source, payloads = saved(owned)
+    payloads = payloads_of(owned)
     for rank in range(math.prod(mesh)):
         wanted = layout_of(new, mesh, rank)
-        made = executed(wanted, plan(wanted, source), payloads)
+        made = executed(wanted, planned(wanted, owned, math.prod(mesh)), payloads)
         assert (made == payload_of(wanted, objects_of(rank % n))).all()
 
 
 def test_the_same_ranks_and_placements_are_one_move() -> None:
     tensors = {**placed(MODEL, [0]), **SCALAR}
-    source, _ = saved([layout_of(tensors, [4], rank) for rank in range(4)])
+    source = [layout_of(tensors, [4], rank) for rank in range(4)]
     for rank in range(4):
         wanted = layout_of(tensors, [4], rank)
         head = len(payload_plan(wanted).header)
-        assert plan(wanted, source) == (Move(Rank(rank), head, wanted.payload_bytes - head, head),)
+        assert planned(wanted, source, 4) == (
+            Move(Rank(rank), head, wanted.payload_bytes - head, head),
+        )
 
 
 def test_columns_are_one_move_and_not_one_a_row() -> None:
-    source, _ = saved([layout_of({"w": Tensor("F32", (64, 8), [1])}, [4], r) for r in range(4)])
+    source = [layout_of({"w": Tensor("F32", (64, 8), [1])}, [4], r) for r in range(4)]
     wanted = layout_of({"w": Tensor("F32", (64, 8), [1])}, [2], 1)
-    moves = [move for move in plan(wanted, source) if move.times > 1]
+    moves = [move for move in planned(wanted, source, 2) if move.times > 1]
     assert [(m.source, m.times, m.length_bytes, m.total_bytes) for m in moves] == [
         (2, 64, 8, 512),
         (3, 64, 8, 512),
@@ -208,11 +209,11 @@ def test_equal_copies_serve_about_as_much(
 ) -> None:
     tensors = {"w": Tensor("F32", (64, 16), before)}
     n = math.prod(old)
-    source, _ = saved([layout_of(tensors, old, rank) for rank in range(n)])
+    source = [layout_of(tensors, old, rank) for rank in range(n)]
     served: Counter[int] = Counter()
     for rank in range(math.prod(new)):
         wanted = layout_of({"w": Tensor("F32", (64, 16), after)}, new, rank)
-        for move in plan(wanted, source):
+        for move in planned(wanted, source, math.prod(new)):
             served[move.source] += move.total_bytes
     used = [served[rank] for rank in range(n) if served[rank]]
     assert len(used) == min(n, math.prod(new))
@@ -221,15 +222,16 @@ def test_equal_copies_serve_about_as_much(
 
 def test_a_copy_that_cannot_be_read_is_avoided() -> None:
     tensors = {"w": Tensor("F32", (6, 2))}
-    source, _ = saved([layout_of(tensors, [3], rank) for rank in range(3)])
+    source = [layout_of(tensors, [3], rank) for rank in range(3)]
     wanted = layout_of(tensors, [4], 3)  # its preferred source is rank 0
-    assert {move.source for move in plan(wanted, source)} == {0}
+    assert {move.source for move in planned(wanted, source, 4)} == {0}
     only = RankLayout(wanted.rank, wanted.tensors, {}, wanted.payload_bytes)
-    assert {move.source for move in plan(only, source, avoid={Rank(0)})} == {2}
+    assert {move.source for move in planned(only, source, 4, {Rank(0): "gone"})} == {2}
     with pytest.raises(
-        StateMismatchError, match="object state: expected it in the shard of rank 0"
+        NotFoundError,
+        match=r"gone; without them: .*\n.*object state: expected it in the shard of rank 0",
     ):
-        plan(wanted, source, avoid={Rank(0)})
+        planned(wanted, source, 4, {Rank(0): "gone"})
 
 
 def test_an_error_names_every_tensor() -> None:
@@ -238,7 +240,7 @@ def test_an_error_names_every_tensor() -> None:
         "dtype": Tensor("F32", (4, 2), [0]),
         "fine": Tensor("F32", (4, 2), [0]),
     }
-    source, _ = saved([layout_of(old, [2], rank) for rank in range(2)])
+    source = [layout_of(old, [2], rank) for rank in range(2)]
     wanted = layout_of(
         {
             "shape": Tensor("F32", (4, 3)),
@@ -250,7 +252,7 @@ def test_an_error_names_every_tensor() -> None:
         0,
     )
     with pytest.raises(StateMismatchError) as caught:
-        plan(wanted, source)
+        planned(wanted, source, 1)
     assert str(caught.value).splitlines() == [
         "rank 0 cannot be assembled from the checkpoint of 2 ranks, in 3 places:",
         "  dtype: expected F16 [4, 2], found F32 [4, 2]",
@@ -261,10 +263,10 @@ def test_an_error_names_every_tensor() -> None:
 
 def test_a_part_that_no_shard_covers_is_named_with_its_place() -> None:
     tensors = {"a": Tensor("F32", (4, 2), [0]), "b": Tensor("F32", (4,), [0])}
-    source, _ = saved([layout_of(tensors, [4], rank) for rank in range(4)])
+    source = [layout_of(tensors, [4], rank) for rank in range(4)]
     wanted = layout_of(placed(tensors, None), [1], 0)
-    with pytest.raises(StateMismatchError) as caught:
-        plan(wanted, source, avoid={Rank(2), Rank(3)})
+    with pytest.raises(NotFoundError) as caught:
+        planned(wanted, source, 1, {Rank(2): "2 is gone", Rank(3): "3 is gone"})
     assert str(caught.value).splitlines()[1:] == [
         "  a: 4 of 8 elements are in no readable shard, the first at [2, 0] of [4, 2]",
         "  b: 2 of 4 elements are in no readable shard, the first at [2] of [4]",
@@ -285,3 +287,57 @@ def test_a_wanted_layout_must_be_one_of_a_payload() -> None:
         payload_plan(replace(good, tensors={**good.tensors, "w": moved}))
     with pytest.raises(FormatError, match="expected objects in 1 place, found 2"):
         payload_plan(replace(good, objects={**good.objects, "other": ByteRange(0, 1)}))
+
+
+class Reading:
+    """The layouts of a checkpoint, and which of them a plan has read."""
+
+    def __init__(self, layouts: Sequence[RankLayout]) -> None:
+        self._layouts = layouts
+        self.shards = shards_of(layouts)
+        self.read: list[int] = []
+
+    def plan(self, wanted: RankLayout, world_size: int) -> tuple[Move, ...]:
+        def layout(rank: Rank) -> RankLayout:
+            self.read.append(rank)
+            return self._layouts[rank]
+
+        return plan(wanted, world_size, self.shards, layout)
+
+
+def test_a_rank_of_rows_reads_only_layouts_near_its_own_rows() -> None:
+    tensors = {f"w{i}": Tensor("F32", (512, 2), [0]) for i in range(4)}
+    for rank in range(48):
+        reading = Reading([layout_of(tensors, [64], old) for old in range(64)])
+        reading.plan(layout_of(tensors, [48], rank), 48)
+        assert len(reading.read) <= 8, (rank, reading.read)
+
+
+def test_of_equal_replicas_one_layout_is_read() -> None:
+    tensors = {"w": Tensor("F32", (8, 2)), "v": Tensor("F32", (3,))}
+    reading = Reading([layout_of(tensors, [32], old) for old in range(32)])
+    reading.plan(layout_of(tensors, [5], 3), 5)
+    assert reading.read == [3]
+
+
+def test_a_layout_whose_names_are_known_to_be_others_is_not_read() -> None:
+    """Each of two pipeline stages has other tensors."""
+    stages = [
+        {f"stage{stage}": Tensor("F32", (16, 2), [0]), "both": Tensor("F32", (2,))}
+        for stage in range(2)
+    ]
+    reading = Reading([layout_of(stages[old // 8], [8], old % 8, rank=old) for old in range(16)])
+    wanted = layout_of({"stage0": Tensor("F32", (16, 2))}, [1], 0)
+    reading.plan(wanted, 1)
+    assert set(range(8)) <= set(reading.read)
+    assert len(set(reading.read) & set(range(8, 16))) <= 1
+
+
+def test_a_layout_of_another_rank_or_payload_is_refused() -> None:
+    layouts = [layout_of({"w": Tensor("F32", (4,), [0])}, [2], rank) for rank in range(2)]
+    wanted = layout_of({"w": Tensor("F32", (4,))}, [1], 0)
+    with pytest.raises(FormatError, match="layout of rank 0: it is of rank 1"):
+        plan(wanted, 1, shards_of(layouts), lambda rank: layouts[1])
+    other = replace(layouts[0], payload_bytes=layouts[0].payload_bytes + 1)
+    with pytest.raises(FormatError, match="expected"):
+        plan(wanted, 1, shards_of(layouts), lambda rank: other)

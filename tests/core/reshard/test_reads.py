@@ -7,9 +7,8 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.shards.placements import layout_of, transformer
+from tests.support.shards.placements import layout_of, shards_of, transformer
 
-from holdfast_core.format.layout import merge_layouts
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.plan import Move, plan
 from holdfast_core.reshard.reads import by_source, bytes_read, reads_of
@@ -103,11 +102,10 @@ def test_little_is_read_besides_what_is_needed(
 ) -> None:
     """At most 1.1 bytes are read for every byte needed, on every rank, with the chunk sizes of real
     shards."""
-    source = merge_layouts(
-        layout_of(transformer(4, before, text), [old], rank).to_bytes() for rank in range(old)
-    )
-    sizes = [part.payload_bytes for part in source.ranks]
+    saved = [layout_of(transformer(4, before, text), [old], rank) for rank in range(old)]
+    shards, sizes = shards_of(saved), [layout.payload_bytes for layout in saved]
     for rank in range(new):
-        moves = plan(layout_of(transformer(4, after, text), [new], rank), source)
+        wanted = layout_of(transformer(4, after, text), [new], rank)
+        moves = plan(wanted, new, shards, saved.__getitem__)
         needed = sum(move.total_bytes for move in moves)
         assert bytes_read(moves, sizes, CHUNK_BYTES) <= 1.1 * needed

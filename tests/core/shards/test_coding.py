@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.shards.builders import payload, shard_header
 
 from holdfast_core.errors import CorruptionError, FormatError
-from holdfast_core.format.layout import Layout, PlacedSlice, RankPart, TensorLayout
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, Rank
 from holdfast_core.shards.coding import (
     PLAIN,
@@ -144,23 +144,14 @@ def test_the_width_of_a_chunk_is_that_of_most_of_its_bytes() -> None:
     """Chunks of 4,096 bytes: header and floats, floats, floats and some halves, halves and objects,
     objects."""
 
-    def tensor(dtype: str, *spans: tuple[int, int, int]) -> TensorLayout:
-        slices = tuple(
-            PlacedSlice(Rank(rank), (0,), (1,), ByteRange(start, stop))
-            for rank, start, stop in spans
-        )
-        return TensorLayout(dtype, (1,), slices)
+    def layout(**spans: tuple[str, int, int]) -> RankLayout:
+        tensors = {
+            name: TensorSlice(dtype, (1,), (0,), (1,), ByteRange(start, stop))
+            for name, (dtype, start, stop) in spans.items()
+        }
+        return RankLayout(Rank(0), tensors, {}, 20_000)
 
-    part = RankPart(shard_header(1).layout, 20_000)
-    layout = Layout(
-        (part, part),
-        {
-            "f": tensor("F32", (0, 1000, 3000), (1, 0, 20_000)),
-            "g": tensor("F32", (0, 3000, 11_000)),
-            "h": tensor("BF16", (0, 11_000, 16_000)),
-        },
-        {},
-    )
+    mixed = layout(f=("F32", 1000, 3000), g=("F32", 3000, 11_000), h=("BF16", 11_000, 16_000))
     header = shard_header(20_000, chunk_bytes=4096)
-    assert chunk_widths(layout, Rank(0), header) == bytes([4, 4, 4, 2, 1])
-    assert chunk_widths(layout, Rank(1), header) == bytes([4] * 5)
+    assert chunk_widths(mixed, header) == bytes([4, 4, 4, 2, 1])
+    assert chunk_widths(layout(f=("F32", 0, 20_000)), header) == bytes([4] * 5)

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.shards.packs import Saved, plan_ranks, trailer_of
+from tests.support.shards.placements import shards_of
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, CheckpointId, Rank, ShardRef
 from holdfast_core.shards.pack import MAX_EARLIER, pack_index, unpack_index
-from holdfast_core.shards.pack_plan import BLOCK_CHUNKS, owner, replica_groups
+from holdfast_core.shards.pack_plan import BLOCK_CHUNKS, owner, replica_group
 from holdfast_core.store.download.stored import ShardPlaces, StoredShard
 from holdfast_core.store.prune import most_needed
 
@@ -184,7 +184,7 @@ def test_a_source_with_other_chunks_is_refused() -> None:
 
 def layout_of(
     rank: int, rows: tuple[int, int] = (0, 4), *, own: int = 8, name: str = "w", before: int = 0
-) -> bytes:
+) -> RankLayout:
     """Return a layout with some of a weight's 4 rows, between two tensors that only this rank has."""
     stop = before + (rows[1] - rows[0]) * 4
     tensors = {
@@ -196,7 +196,12 @@ def layout_of(
             tensors[f"rng@rank{rank}~{number}"] = TensorSlice(
                 "U8", (length,), (0,), (length,), span
             )
-    return RankLayout(Rank(rank), tensors, {}, stop + own).to_bytes()
+    return RankLayout(Rank(rank), tensors, {}, stop + own)
+
+
+def groups_of(layouts: list[RankLayout]) -> tuple[tuple[Rank, ...], ...]:
+    shards = shards_of(layouts)
+    return tuple(dict.fromkeys(replica_group(shards, shard.rank) for shard in shards))
 
 
 GROUPS = {
@@ -211,20 +216,18 @@ GROUPS = {
 def test_ranks_with_the_same_layout_but_for_the_rank_are_a_group(
     rows: list[tuple[int, int]], groups: tuple[tuple[int, ...], ...]
 ) -> None:
-    layout = merge_layouts(layout_of(rank, span) for rank, span in enumerate(rows))
-    assert replica_groups(layout) == groups
+    layouts = [layout_of(rank, span) for rank, span in enumerate(rows)]
+    assert groups_of(layouts) == groups
 
 
 def test_replicas_may_differ_behind_the_common_tensors_only() -> None:
-    layout = merge_layouts(
-        [layout_of(0), layout_of(1, own=9), layout_of(2, before=4), layout_of(3, own=0)]
-    )
-    assert replica_groups(layout) == ((0, 1, 3), (2,))
+    layouts = [layout_of(0), layout_of(1, own=9), layout_of(2, before=4), layout_of(3, own=0)]
+    assert groups_of(layouts) == ((0, 1, 3), (2,))
 
 
 def test_ranks_without_anything_in_common_are_alone() -> None:
-    layout = merge_layouts(layout_of(rank, name=f"w@rank{rank}") for rank in range(3))
-    assert replica_groups(layout) == ((0,), (1,), (2,))
+    layouts = [layout_of(rank, name=f"w@rank{rank}") for rank in range(3)]
+    assert groups_of(layouts) == ((0,), (1,), (2,))
 
 
 def test_blocks_of_chunks_are_assigned_to_the_ranks_in_turn() -> None:

@@ -26,9 +26,9 @@ from tests.support.crash.crash import (
 from tests.support.crash.traced import Announce
 from tests.support.shards.builders import (
     JOB_UID,
-    layout,
     manifest,
     payload,
+    rank_layout,
     shard_file,
     shard_header,
 )
@@ -57,17 +57,16 @@ def header(step: int, rank: int) -> ShardHeader:
 
 
 def persist(directory: Path, step: int, announce: Announce) -> None:
-    """Put shards, layout and manifest of a step. Then delete the checkpoints that are two or more steps
+    """Put layouts, shards and manifest of a step. Then delete the checkpoints that are two or more steps
     older."""
     tier = ObjectTier(DirectoryObjectStore(directory / "store"))
     with beside(directory) as memory:
         for rank in range(WORLD):
             data = payload(SIZE, seed=10 * step + rank)
             with write_shard(memory, header(step, rank), data) as reader:
+                tier.put_layout(NAMESPACE, reader.record.ref, rank_layout(rank=rank))
                 tier.upload_shard(NAMESPACE, reader)
-    document = layout(world_size=WORLD)
-    tier.put_layout(NAMESPACE, JOB_UID, document)
-    found = manifest(records(step), layout_document=document)
+    found = manifest(records(step))
     tier.put_manifest(NAMESPACE, JOB_UID, found.checkpoint, found.to_bytes())
     announce(f"persisted {step}")
     for checkpoint in tier.list_manifests(NAMESPACE, JOB_UID):
@@ -76,7 +75,7 @@ def persist(directory: Path, step: int, announce: Announce) -> None:
 
 
 def check(directory: Path, said: Sequence[str]) -> list[str]:
-    """Return what is wrong after a crash. The layout and the shards of every manifest must be complete, no
+    """Return what is wrong after a crash. The layouts and the shards of every manifest must be complete, no
     acknowledged step may be missing, and further steps can be persisted."""
     persisted = [int(text.split()[1]) for text in said]
     problems = readable(directory, max(persisted, default=0))
@@ -106,8 +105,9 @@ def readable(directory: Path, at_least: int) -> list[str]:
     problems = [] if newest >= at_least else [f"step {at_least} was persisted, {newest} is left"]
     for checkpoint in found:
         held = parse_manifest(tier.get_manifest(NAMESPACE, JOB_UID, checkpoint))
-        tier.get_layout(NAMESPACE, JOB_UID, held.layout)
         for record_ in records(checkpoint.step):
+            layout = held.shards[record_.header.rank].layout
+            assert tier.get_layout(NAMESPACE, record_.ref, layout)
             with beside(directory) as memory:
                 tier.download_shard(NAMESPACE, record_.ref, CopyWriters(memory))
     return problems

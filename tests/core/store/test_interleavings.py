@@ -17,15 +17,13 @@ from typing import ClassVar
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.support.shards.builders import JOB, JOB_UID, shard_header
+from tests.support.shards.builders import JOB_UID, manifest, shard_header
 from tests.support.shards.shard_files import write_shard
 from tests.support.tiers.objects import MemoryObjectStore
 from tests.support.tiers.turns import Actor
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.format.digest import digest_of
-from holdfast_core.format.manifest import Manifest, ManifestShard
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import MAX_EARLIER
@@ -108,11 +106,8 @@ class World:
             tier.upload_pack(NAMESPACE, reader, index)
         bases = set() if index is None or index.base is None else {index.base}
         needed = {} if index is None else index.earlier()
-        shard = ManifestShard(
-            Rank(0), record.header.payload_bytes, record.blake3, record.chunk_table
-        )
-        manifest = Manifest(JOB, own.step, own.round, 1, None, digest_of(LAYOUT), (shard,))
-        return commit(tier, NAMESPACE, manifest, LAYOUT, needed, bases)
+        tier.put_layout(NAMESPACE, record.ref, LAYOUT)
+        return commit(tier, NAMESPACE, manifest([record]), needed, bases)
 
     def assert_comes_back(self, objects: ObjectStore, checkpoint: CheckpointId) -> None:
         tier = ObjectTier(objects, readers=1)

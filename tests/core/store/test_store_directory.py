@@ -16,16 +16,17 @@ import pytest
 from tests.support.shards.builders import (
     JOB_UID,
     BytesSource,
-    layout,
     manifest,
     payload,
+    rank_layout,
     shard_file,
     shard_header,
 )
 from tests.support.shards.shard_files import flip_bit
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError
-from holdfast_core.format.keys import layout_key, manifest_key, shard_key
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.keys import manifest_key, shard_key, stored_layout_key
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store.directory import DirectoryObjectStore
@@ -112,13 +113,13 @@ def test_a_shard_that_was_damaged_in_the_store_is_replaced(
 def test_a_damaged_layout_is_never_returned_and_is_replaced(
     store: ObjectTier, tmp_path: Path
 ) -> None:
-    document = layout()
-    digest = store.put_layout(NAMESPACE, JOB_UID, document)
-    flip_bit(path_of(tmp_path, layout_key(digest)), 10)
+    document, ref = rank_layout(), shard_file(shard_header(1), b"x")[1].ref
+    store.put_layout(NAMESPACE, ref, document)
+    flip_bit(path_of(tmp_path, stored_layout_key(ref)), 10)
     with pytest.raises(CorruptionError):
-        store.get_layout(NAMESPACE, JOB_UID, digest)
-    store.put_layout(NAMESPACE, JOB_UID, document)
-    assert store.get_layout(NAMESPACE, JOB_UID, digest) == document
+        store.get_layout(NAMESPACE, ref, digest_of(document))
+    store.put_layout(NAMESPACE, ref, document)
+    assert store.get_layout(NAMESPACE, ref, digest_of(document)) == document
 
 
 def manifest_of(step: int) -> tuple[CheckpointId, bytes]:
@@ -172,7 +173,7 @@ def test_files_that_are_not_checkpoints_are_not_listed(store: ObjectTier, tmp_pa
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     assert store.list_manifests(NAMESPACE, JOB_UID) == ()
-    assert store.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == frozenset()
+    assert swept(store) == 0
 
 
 class KilledError(BaseException):
@@ -291,3 +292,47 @@ def test_only_old_files_of_interrupted_writes_are_removed(tmp_path: Path) -> Non
     assert objects.abort_stale(["a/"], day) == 2
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [".tmp-young", "one"]
     assert objects.abort_stale(["a/"], day) == 0
+
+
+def with_layout(store: ObjectTier, step: int) -> CheckpointId:
+    """Put the layout of a step's only shard, and return the checkpoint."""
+    ref = shard_file(shard_header(1, step=step), b"x")[1].ref
+    store.put_layout(NAMESPACE, ref, rank_layout())
+    return ref.checkpoint
+
+
+def layouts_in(root: Path) -> set[str]:
+    return {path.parent.name.split("-")[0] for path in root.rglob("*.layout")}
+
+
+def swept(store: ObjectTier, uploading: frozenset[CheckpointId] = frozenset()) -> int:
+    found = store.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(0), lambda: uploading)
+    return len(found)
+
+
+def test_a_layout_without_a_manifest_leaves_the_store(store: ObjectTier, tmp_path: Path) -> None:
+    with_layout(store, 1)
+    assert (swept(store), layouts_in(tmp_path)) == (1, set())
+
+
+def test_checkpoints_with_equal_layouts_have_one_each(store: ObjectTier, tmp_path: Path) -> None:
+    """A deletion of one can therefore not take the layout of another, whoever saves it meanwhile."""
+    first, second = with_layout(store, 1), with_layout(store, 2)
+    store.delete_checkpoint(NAMESPACE, JOB_UID, first)
+    assert layouts_in(tmp_path) == {f"s{second.step:012d}"}
+
+
+def test_the_layout_of_a_checkpoint_that_is_being_uploaded_stays(
+    store: ObjectTier, tmp_path: Path
+) -> None:
+    checkpoint = with_layout(store, 1)
+    assert swept(store, frozenset({checkpoint})) == 0
+    assert layouts_in(tmp_path) == {"s000000000001"}
+
+
+def test_the_layout_of_a_manifest_that_cannot_be_read_stays(
+    store: ObjectTier, tmp_path: Path
+) -> None:
+    store.put_manifest(NAMESPACE, JOB_UID, with_layout(store, 1), b"not a manifest")
+    assert swept(store) == 0
+    assert layouts_in(tmp_path) == {"s000000000001"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ from tests.support.shards.builders import (
     JOB,
     JOB_UID,
     BytesSource,
-    layout,
     rank_layout,
     rank_payload,
     shard_header,
@@ -20,14 +20,15 @@ from tests.support.tiers.memory import MemoryTier
 from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.rank_layout import LayoutDigests, layout_digests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.tiers.base import NodeTier
-from holdfast_core.tiers.local_commit import build_manifest, commit_local
+from holdfast_core.tiers.local_commit import build_manifest
 
 WORLD = 2
-LAYOUT = layout(world_size=WORLD)
+LAYOUTS = [rank_layout(rank=rank, world_size=WORLD) for rank in range(WORLD)]
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -54,8 +55,14 @@ def write(tier: NodeTier, rank: int, *, step: int = 10, round: int = 0) -> Shard
 
 def commit(tier: NodeTier, step: int, round: int = 0) -> tuple[Digest, list[ShardRecord]]:
     records = [write(tier, rank, step=step, round=round) for rank in range(WORLD)]
-    manifest = build_manifest(JOB, records, parent=None, layout=LAYOUT)
-    return commit_local(tier, LAYOUT, manifest), records
+    for layout in LAYOUTS:
+        tier.put_layout(layout)
+    manifest = build_manifest(JOB, described(records), parent=None)
+    return tier.put_manifest(JOB_UID, records[0].checkpoint, manifest), records
+
+
+def described(records: Iterable[ShardRecord]) -> list[tuple[ShardRecord, LayoutDigests]]:
+    return [(record, layout_digests(LAYOUTS[record.header.rank])) for record in records]
 
 
 def steps(tier: NodeTier, ranks: list[Rank] | None = None) -> list[tuple[int, int]]:
@@ -64,8 +71,8 @@ def steps(tier: NodeTier, ranks: list[Rank] | None = None) -> list[tuple[int, in
 
 def test_the_manifest_does_not_depend_on_the_order_of_shards(tier: NodeTier) -> None:
     records = [write(tier, rank) for rank in range(WORLD)]
-    one = build_manifest(JOB, records, parent=None, layout=LAYOUT)
-    assert build_manifest(JOB, reversed(records), parent=None, layout=LAYOUT) == one
+    one = build_manifest(JOB, described(records), parent=None)
+    assert build_manifest(JOB, described(reversed(records)), parent=None) == one
     assert parse_manifest(one).ref(Rank(1)) == records[1].ref
 
 
@@ -75,14 +82,14 @@ def test_shards_that_form_no_checkpoint_are_not_committed(tier: NodeTier) -> Non
     for records, text in [
         ([], "no shards"),
         ([a], "world size"),
-        ([a, a], "has another|every rank"),
+        ([a, a], "expected"),
         ([a, later], "expected"),
     ]:
         with pytest.raises(FormatError, match=text):
-            build_manifest(JOB, records, parent=None, layout=LAYOUT)
-    other_layout = layout(world_size=4)
-    with pytest.raises(FormatError, match="another layout"):
-        build_manifest(JOB, [a, b], parent=None, layout=other_layout)
+            build_manifest(JOB, described(records), parent=None)
+    other = [(record, layout_digests(rank_layout(rank=3))) for record in (a, b)]
+    with pytest.raises(FormatError, match="shard of rank 0 has layout"):
+        build_manifest(JOB, other, parent=None)
 
 
 def test_a_commit_is_idempotent_and_the_newest_comes_first(tier: NodeTier) -> None:
@@ -98,17 +105,9 @@ def test_a_commit_is_idempotent_and_the_newest_comes_first(tier: NodeTier) -> No
 
 def test_another_manifest_of_the_same_step_is_an_alarm(tier: NodeTier) -> None:
     _, records = commit(tier, 10)
-    other = build_manifest(JOB, records, parent=digest_of(b"parent"), layout=LAYOUT)
+    other = build_manifest(JOB, described(records), parent=digest_of(b"parent"))
     with pytest.raises(AlreadyExistsError):
-        commit_local(tier, LAYOUT, other)
-
-
-def test_a_manifest_is_not_committed_with_another_layout(tier: NodeTier) -> None:
-    records = [write(tier, rank) for rank in range(WORLD)]
-    manifest = build_manifest(JOB, records, parent=None, layout=LAYOUT)
-    with pytest.raises(FormatError, match="names layout"):
-        commit_local(tier, layout(world_size=3), manifest)
-    assert tier.list_manifests() == ()
+        tier.put_manifest(JOB_UID, records[0].checkpoint, other)
 
 
 def test_a_step_without_a_manifest_does_not_exist(tier: NodeTier) -> None:
@@ -143,7 +142,7 @@ def test_bad_bytes_are_quarantined_and_the_older_step_wins() -> None:
 def test_a_manifest_under_another_name_is_passed_over() -> None:
     tier = MemoryTier()
     _, records = commit(tier, 10)
-    document = build_manifest(JOB, records, parent=None, layout=LAYOUT)
+    document = build_manifest(JOB, described(records), parent=None)
     tier.put_manifest(JOB_UID, CheckpointId(Step(99), RestartRound(0)), document)
     tier.put_manifest(JOB_UID, CheckpointId(Step(98), RestartRound(0)), b"not a manifest")
     left_out: list[str] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.servers.hostile_s3 import Answer, HostileProxy, Replace, Seen, on
 from tests.support.servers.store_server import StoreServer
-from tests.support.shards.builders import JOB_UID, shard_header
+from tests.support.shards.builders import JOB_UID, rank_layout, shard_file, shard_header
 from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
 from tests.support.tiers.stores import s3_tier
 
@@ -22,6 +22,7 @@ from holdfast_core.errors import (
     CorruptionError,
     TierError,
 )
+from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials
@@ -154,17 +155,19 @@ def test_manifests_are_listed_in_order_over_pages_and_foreign_names_are_not(
     assert tier.list_manifests(NAMESPACE, JOB_UID) == tuple(wanted)
 
 
-def test_a_layout_is_named_by_its_bytes(
+def test_a_layout_with_other_bytes_is_refused(
     tier: ObjectTier, server: StoreServer, store: StoreConfig, tmp_path: Path
 ) -> None:
-    digest = tier.put_layout(NAMESPACE, JOB_UID, b'{"tensors":{}}')
-    assert tier.put_layout(NAMESPACE, JOB_UID, b'{"tensors":{}}') == digest
-    assert tier.get_layout(NAMESPACE, JOB_UID, digest) == b'{"tensors":{}}'
+    ref = shard_file(shard_header(1), b"x")[1].ref
+    document = rank_layout()
+    tier.put_layout(NAMESPACE, ref, document)
+    tier.put_layout(NAMESPACE, ref, document)
+    assert tier.get_layout(NAMESPACE, ref, digest_of(document)) == document
     (key,) = keys_below(server, store.prefix)
     (tmp_path / "x").write_bytes(b'{"tensors":1}')
     server.admin().fput_object(server.bucket, key, str(tmp_path / "x"))
     with pytest.raises(CorruptionError, match="expected digest"):
-        tier.get_layout(NAMESPACE, JOB_UID, digest)
+        tier.get_layout(NAMESPACE, ref, digest_of(document))
 
 
 def test_a_checkpoint_is_deleted_manifest_first_and_nothing_else_is(

@@ -18,13 +18,11 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.shards.builders import JOB, JOB_UID, payload, shard_header
+from tests.support.shards.builders import JOB_UID, manifest, payload, shard_header
 from tests.support.shards.shard_files import CopyWriters, write_shard
 
 from holdfast_core.errors import NotFoundError
-from holdfast_core.format.digest import digest_of
-from holdfast_core.format.manifest import Manifest, ManifestShard
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack_plan import Earlier, plan_pack
@@ -36,7 +34,6 @@ pytestmark = pytest.mark.integration
 T = TypeVar("T")
 NAMESPACE = "team-a"
 CHUNK = 4096
-LAYOUT = b"{}"
 FIRST, BASE, NEXT, LAST = (CheckpointId(Step(step), RestartRound(0)) for step in (10, 20, 30, 40))
 _turn = threading.Condition()
 
@@ -186,16 +183,10 @@ class Store:
     def commit(self, tier: ObjectTier, checkpoint: CheckpointId) -> bool:
         """Commit as the coordinator does with the rank's report."""
         record = self.readers[checkpoint].record
-        shard = ManifestShard(
-            Rank(0), record.header.payload_bytes, record.blake3, record.chunk_table
-        )
-        manifest = Manifest(
-            JOB, checkpoint.step, checkpoint.round, 1, None, digest_of(LAYOUT), (shard,)
-        )
         index = tier.stored(NAMESPACE, record.ref).index
         bases = set() if index is None or index.base is None else {index.base}
         needs = {} if index is None else index.earlier()
-        return commit(tier, NAMESPACE, manifest, LAYOUT, needs, bases)
+        return commit(tier, NAMESPACE, manifest([record]), needs, bases)
 
     def exists(self, checkpoint: CheckpointId) -> bool:
         return checkpoint in self.honest.list_manifests(NAMESPACE, JOB_UID)
@@ -341,7 +332,7 @@ def play(
     place.assert_comes_back(LAST)
     place.honest.close()
     kinds = sorted(name.split("/")[0] for name in place.names())
-    assert kinds == ["layouts", "manifests", "shards"]
+    assert kinds == ["manifests", "shards"]
 
 
 @pytest.mark.parametrize("doomed", [[BASE], [FIRST, BASE]], ids=["base", "both"])

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from tests.support.servers.store_server import ServerUnavailableError, StoreServer
-from tests.support.shards.builders import JOB_UID
+from tests.support.shards.builders import shard_file, shard_header
 from tests.support.tiers.stores import s3_tier
 
+from holdfast_core.format.digest import digest_of
 from holdfast_core.store.probe import ProbeReason, probe
 
 pytestmark = pytest.mark.integration
@@ -26,9 +27,10 @@ def test_without_a_binary_the_error_names_the_remedy(
 def test_a_killed_server_keeps_what_was_acknowledged(server: StoreServer) -> None:
     with type(server)() as own:
         tier = s3_tier(own.config("p"), own.credentials)
-        digest = tier.put_layout("team-a", JOB_UID, b"{}")
+        ref = shard_file(shard_header(1), b"x")[1].ref
+        tier.put_layout("team-a", ref, b"{}")
         own.kill()
         own.revive()
-        assert tier.get_layout("team-a", JOB_UID, digest) == b"{}"
+        assert tier.get_layout("team-a", ref, digest_of(b"{}")) == b"{}"
         tier.close()
         assert probe(own.config("p"), own.credentials).reason is ProbeReason.AVAILABLE

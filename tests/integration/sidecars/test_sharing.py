@@ -26,9 +26,8 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.errors import AlreadyExistsError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import job_prefix, shard_key
-from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.manifest import Manifest, ManifestShard
-from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.format.manifest import Manifest, manifest_shards
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_digests
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import (
     Member,
@@ -103,18 +102,16 @@ class Pod:
 
         If not `alike`, each rank has other bytes at the beginning of each chunk.
         """
-        layout = merge_layouts(LAYOUTS).to_bytes()
         shards = []
         for rank in range(RANKS):
             node = self.node if rank < 2 else self.elsewhere
             header = shard_header(SIZE, step=step, rank=rank, layout=digest_of(LAYOUTS[rank]))
             own = data if alike else own_bytes(rank, data)
             record = node.write_shard(header, BytesSource(own))
-            shards.append(ManifestShard(Rank(rank), SIZE, record.blake3, record.chunk_table))
-        manifest = Manifest(
-            JOB, Step(step), RestartRound(0), RANKS, None, digest_of(layout), tuple(shards)
-        )
-        self.node.put_layout(layout)
+            digests = layout_digests(LAYOUTS[rank])
+            shards.append((SIZE, record.blake3, record.chunk_table, digests))
+            node.put_layout(LAYOUTS[rank])
+        manifest = Manifest(JOB, Step(step), RestartRound(0), RANKS, None, manifest_shards(shards))
         self.node.put_manifest(JOB_UID, manifest.checkpoint, manifest.to_bytes())
         self.manifests[step] = manifest
         return manifest
@@ -297,7 +294,9 @@ def test_a_whole_shard_is_not_compressed(pod: Pod) -> None:
 
 def test_without_its_layout_a_shard_is_uploaded_uncompressed(pod: Pod) -> None:
     manifest = pod.save(2, weights(SIZE))
-    (pod.root / "here" / "layouts" / f"{manifest.layout.removeprefix('b3:')}.json").unlink()
+    (
+        pod.root / "here" / "layouts" / f"{manifest.shards[0].layout.removeprefix('b3:')}.json"
+    ).unlink()
     assert pod.upload(2, compress=True) == StoredAs()
     assert pod.places(2) is None
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.shards.builders import weights
-from tests.support.shards.placements import Tensor, layout_of, objects_of
+from tests.support.shards.placements import Tensor, layout_of, objects_of, planned
 from tests.support.sidecar import SidecarProcess
 from tests.support.sidecar.gang import Gangs
 from torch import distributed as dist
@@ -24,11 +24,10 @@ import holdfast
 from holdfast.state.snapshot import PayloadTarget, plan_save, take_snapshot
 from holdfast_core.contract import PodContract, StoreConfig
 from holdfast_core.errors import RefusedError
-from holdfast_core.format.layout import merge_layouts, parse_layout
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import Level, Rank, TierName
 from holdfast_core.messages.schema import Policy
-from holdfast_core.reshard.plan import payload_plan, plan
+from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shm.slot_header import SlotState
 
 pytestmark = pytest.mark.integration
@@ -138,8 +137,9 @@ async def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path
         for wanted in new:
             reply, data, filled = await gang.ranks[wanted.rank].reshard(wanted)
             given = gang.sidecars[wanted.rank].shared / "layouts"
-            document = (given / f"{reply.layout.removeprefix('b3:')}.json").read_bytes()
-            assert len(parse_layout(document).ranks) == 2
+            home = (given / f"{reply.home.removeprefix('b3:')}.json").read_bytes()
+            assert parse_rank_layout(home) == old[wanted.rank % 2]
+            assert [saved.ranks for saved in reply.layouts] == [2]
             assert data == payload_of(wanted, wanted.rank % 2)
             assert filled.tier is TierName.OBJECT
         await save_and_restore_in_memory(gang, new, policy)
@@ -185,7 +185,7 @@ async def test_a_restore_reads_little_more_than_it_needs(
                 _, data, _ = await gang.ranks[wanted.rank].reshard(wanted)
                 assert data == large(wanted, wanted.rank % len(old))
                 read = await counted(gang, wanted.rank) - before
-                moves = plan(wanted, merge_layouts(layout.to_bytes() for layout in old))
+                moves = planned(wanted, old, count)
                 needed = sum(move.total_bytes for move in moves)
                 assert needed <= read.total() <= 1.1 * needed
                 assert set(read) <= ({tier} if from_store else {TierName.NODE, tier})

@@ -16,6 +16,7 @@ from tests.support.sidecar.gang import Gangs
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound, ShardRef, Step, Worker
 from holdfast_core.messages.schema import (
     Certificate,
@@ -50,7 +51,8 @@ def caller(gang: Any, dns_name: str, authority: Authority | None = None) -> Fake
 def prepared(worker: int) -> Prepared:
     digest = digest_of(b"")
     shard = ShardInfo(Rank(worker), 1, digest, digest)
-    return Prepared(RestartRound(0), Step(9), Worker(worker), shard, digest)
+    layout = LayoutDigests(digest, digest, digest)
+    return Prepared(RestartRound(0), Step(9), Worker(worker), shard, layout)
 
 
 async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_refusal(
@@ -75,7 +77,7 @@ async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_re
             await member.seal(0, 7)
         assert refused.value.code == Refusal.NOT_MEMBER
         reply = await member.call(0, "/v1/prepared", prepared(1), PreparedReply)
-        assert reply.need_layout
+        assert reply == PreparedReply()
         with pytest.raises(RefusedError) as refused:
             await member.call(0, "/v1/prepared", prepared(0), PreparedReply)
         assert refused.value.code == Refusal.NOT_MEMBER

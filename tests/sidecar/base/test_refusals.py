@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.support.sidecar.rounds import accepted, round_message
 
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     Digest,
     JobUid,
@@ -28,6 +29,7 @@ from holdfast_core.messages.schema import (
     CopyRequest,
     DeadRank,
     GangRequest,
+    KeepLayout,
     LevelNotice,
     ManifestPut,
     PersistRequest,
@@ -94,7 +96,8 @@ STRANGER = Caller("gpt-0-r9")
 
 def prepared(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Prepared:
     shard = ShardInfo(Rank(rank), 10, DIGEST, DIGEST)
-    return Prepared(round_, Step(7), Worker(worker), shard, DIGEST)
+    layout = LayoutDigests(DIGEST, DIGEST, DIGEST)
+    return Prepared(round_, Step(7), Worker(worker), shard, layout)
 
 
 def replicated(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Replicated:
@@ -116,6 +119,10 @@ def report(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Worker
         progress=(RankProgress(Rank(rank), Step(1)),),
         dead=(DeadRank(Rank(rank), Worker(worker), 1),),
     )
+
+
+def keep_layout(round_: RestartRound = NOW) -> KeepLayout:
+    return KeepLayout(round_, Worker(0), DIGEST)
 
 
 def manifest(round_: RestartRound = NOW) -> ManifestPut:
@@ -267,6 +274,10 @@ CASES = [
     Case("level: from another member", PLAIN, MEMBER[2], level(), Refusal.NOT_MEMBER),
     Case("hold: from another member", PLAIN, MEMBER[2], hold(), Refusal.NOT_MEMBER),
     Case("persist: from another member", PLAIN, MEMBER[2], persist(), Refusal.NOT_MEMBER),
+    # messages between members
+    *fenced("keep layout", keep_layout, 2, MEMBER[0]),
+    Case("keep layout: from a stranger", PLAIN, STRANGER, keep_layout(), Refusal.NOT_MEMBER),
+    Case("keep layout: from the operator", PLAIN, OPERATOR, keep_layout(), Refusal.NOT_MEMBER),
     # save-now and stop
     *fenced("ask", ask, 1, OPERATOR),
     Case("ask: operator elsewhere", PLAIN, OPERATOR, ask(), Refusal.NOT_COORDINATOR),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.sidecar.ledgers import (
+    LAYOUT,
+    LAYOUTS,
     OTHER_DIGEST,
     SHARD_DIGEST,
     acknowledge,
@@ -34,7 +36,8 @@ def holds_steps(ledger: Ledger, *steps: int, writing: int | None = None, rank: i
             Rank(rank),
             tuple(buffered(s, rank) for s in steps),
             writing=None if writing is None else Step(writing),
-        )
+        ),
+        LAYOUTS,
     )
 
 
@@ -42,7 +45,7 @@ def in_memory(ledger: Ledger, *steps: int, writing: int | None = None) -> None:
     """Let the fast rank write the steps, keep them in memory at the slow rank, and acknowledge the
     manifests."""
     for step in steps:
-        ledger.prepared(Step(step), shard_info(FAST), SHARD_DIGEST)
+        ledger.prepared(Step(step), shard_info(FAST), LAYOUT)
     holds_steps(ledger, *steps, writing=writing)
     acknowledge(ledger, *steps)
     assert all(ledger.steps[Step(s)].memory and not ledger.steps[Step(s)].local for s in steps)
@@ -61,7 +64,7 @@ def test_a_step_is_in_memory_first_and_local_when_every_rank_has_written_it() ->
     assert ledger.steps[Step(5)].level is None, "no promise yet"
     assert ledger.newest(Level.MEMORY) is ledger.steps[Step(5)]
     assert ledger.newest(Level.LOCAL) is None
-    ledger.prepared(Step(5), shard_info(SLOW), SHARD_DIGEST)
+    ledger.prepared(Step(5), shard_info(SLOW), LAYOUT)
     assert ledger.rise(Step(5)) is Level.LOCAL
     assert ledger.rise(Step(5)) is None, "only once"
 
@@ -70,7 +73,7 @@ def test_a_manifest_on_every_node_does_not_make_a_step_local() -> None:
     """A coordinator that has just started finds manifests, but the shards may be in memory only."""
     ledger = new_ledger()
     assert acknowledge(ledger, 5) == [None]
-    ledger.prepared(Step(5), shard_info(FAST), SHARD_DIGEST)
+    ledger.prepared(Step(5), shard_info(FAST), LAYOUT)
     assert ledger.rise(Step(5)) is None
     holds_steps(ledger, 5)
     assert ledger.rise(Step(5)) is Level.MEMORY
@@ -90,7 +93,7 @@ def test_the_chosen_step_stays_until_it_is_local() -> None:
     assert weigh(ledger).chosen == 4
     in_memory(ledger, 4, 5, 6, writing=4)
     assert weigh(ledger) == Choice(Step(4), (Step(5),))
-    ledger.prepared(Step(4), shard_info(SLOW), SHARD_DIGEST)
+    ledger.prepared(Step(4), shard_info(SLOW), LAYOUT)
     ledger.rise(Step(4))
     holds_steps(ledger, 6)
     assert weigh(ledger) == Choice(Step(6), ())
@@ -100,7 +103,7 @@ def test_a_choice_whose_write_failed_makes_room_for_a_newer_one() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
     weigh(ledger)
-    ledger.update_buffered(RankBuffered(Rank(SLOW), (buffered(4, failed=True),)))
+    ledger.update_buffered(RankBuffered(Rank(SLOW), (buffered(4, failed=True),)), LAYOUTS)
     assert weigh(ledger) == Choice(None, ()), "it is not dropped: a seal may still write it"
     assert ledger.pending == (), "and nothing waits for it"
     in_memory(ledger, 4, 5)
@@ -121,7 +124,7 @@ def test_a_step_that_a_rank_holds_no_longer_is_lost_and_another_is_chosen() -> N
 def test_a_step_that_is_digested_again_is_not_lost() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
-    ledger.update_buffered(RankBuffered(Rank(SLOW), digesting=(Step(4),)))
+    ledger.update_buffered(RankBuffered(Rank(SLOW), digesting=(Step(4),)), LAYOUTS)
     assert weigh(ledger) == Choice(Step(4), ())
 
 
@@ -129,7 +132,7 @@ def test_a_step_that_was_stored_meanwhile_is_not_lost() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
     weigh(ledger)
-    ledger.update_buffered(RankBuffered(Rank(SLOW), (buffered(4, stored=True),)))
+    ledger.update_buffered(RankBuffered(Rank(SLOW), (buffered(4, stored=True),)), LAYOUTS)
     assert ledger.rise(Step(4)) is Level.LOCAL
     holds_steps(ledger)
     assert not ledger.steps[Step(4)].lost
@@ -137,10 +140,10 @@ def test_a_step_that_was_stored_meanwhile_is_not_lost() -> None:
 
 def test_another_digest_is_refused_and_its_step_lost() -> None:
     ledger = new_ledger()
-    ledger.prepared(Step(4), shard_info(FAST), SHARD_DIGEST)
+    ledger.prepared(Step(4), shard_info(FAST), LAYOUT)
     holds_steps(ledger, 4)
     report = RankBuffered(Rank(SLOW), (buffered(4, digest=OTHER_DIGEST), buffered(5)))
-    assert ledger.update_buffered(report) == (4,)
+    assert ledger.update_buffered(report, LAYOUTS) == (4,)
     assert ledger.steps[Step(4)].lost
     assert ledger.steps[Step(5)].buffered == {SLOW}
     assert weigh(ledger).dropped == (4,)
@@ -151,9 +154,9 @@ def test_a_pruned_step_is_asked_to_be_dropped() -> None:
     in_memory(ledger, 4, 5)
     weigh(ledger)
     report = RankBuffered(Rank(SLOW), (buffered(4), buffered(5)))
-    assert ledger.update_buffered(report) == (4,)
+    assert ledger.update_buffered(report, LAYOUTS) == (4,)
     assert Step(4) not in ledger.steps
-    assert ledger.update_buffered(report, base=Step(5)) == (4, 5)
+    assert ledger.update_buffered(report, LAYOUTS, base=Step(5)) == (4, 5)
 
 
 def test_a_restarted_coordinator_keeps_the_step_that_is_being_written() -> None:
@@ -166,7 +169,7 @@ def test_a_step_that_one_rank_writes_at_once_is_not_chosen() -> None:
     """A rank that keeps this step while it writes another one would have no slot left."""
     ledger = new_ledger()
     in_memory(ledger, 2, 3, writing=1)
-    ledger.update_buffered(RankBuffered(Rank(FAST), writing=Step(2)))
+    ledger.update_buffered(RankBuffered(Rank(FAST), writing=Step(2)), LAYOUTS)
     assert weigh(ledger) == Choice(None, (Step(2),))
 
 
@@ -193,7 +196,7 @@ def test_skipped_steps_are_dropped_although_the_complete_one_cannot_be_written()
     ledger = new_ledger()
     in_memory(ledger, 4)
     ledger.update_buffered(
-        RankBuffered(Rank(SLOW), tuple(buffered(s, failed=s == 4) for s in (4, 5, 6)))
+        RankBuffered(Rank(SLOW), tuple(buffered(s, failed=s == 4) for s in (4, 5, 6))), LAYOUTS
     )
     holds_steps(ledger, 7, rank=FAST)
     assert weigh(ledger) == Choice(None, (Step(5),))
@@ -201,12 +204,12 @@ def test_skipped_steps_are_dropped_although_the_complete_one_cannot_be_written()
 
 def test_a_step_that_may_still_become_complete_is_not_dropped() -> None:
     ledger = new_ledger()
-    ledger.prepared(Step(7), shard_info(SLOW), SHARD_DIGEST)
+    ledger.prepared(Step(7), shard_info(SLOW), LAYOUT)
     for report in (
         RankBuffered(Rank(SLOW), (buffered(8),), digesting=(Step(4), Step(5), Step(6))),
         RankBuffered(Rank(SLOW), (buffered(8),), digesting=(Step(5), Step(6)), writing=Step(4)),
     ):
-        ledger.update_buffered(report)
+        ledger.update_buffered(report, LAYOUTS)
         holds_steps(ledger, 4, 5, 6, rank=FAST)
         assert weigh(ledger) == Choice(None, ())
     holds_steps(ledger, 8)
@@ -225,15 +228,15 @@ def test_the_newest_in_memory_never_goes_back_and_the_choice_is_never_dropped(
         before = ledger.chosen
         if event == "save":
             kept.add(Step(number))
-            ledger.prepared(Step(number), shard_info(FAST), SHARD_DIGEST)
+            ledger.prepared(Step(number), shard_info(FAST), LAYOUT)
         elif before is not None and event == "write":
             kept.discard(before)
-            ledger.prepared(before, shard_info(SLOW), SHARD_DIGEST)
+            ledger.prepared(before, shard_info(SLOW), LAYOUT)
             ledger.rise(before)
         elif before is not None:
             failed.add(before)
         shards = tuple(buffered(s, failed=s in failed) for s in sorted(kept))
-        ledger.update_buffered(RankBuffered(Rank(SLOW), shards))
+        ledger.update_buffered(RankBuffered(Rank(SLOW), shards), LAYOUTS)
         if event == "save":
             acknowledge(ledger, number)
         newest = ledger.newest(Level.MEMORY)

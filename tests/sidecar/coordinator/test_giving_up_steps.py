@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.sidecar.contracts import contract_with
-from tests.support.sidecar.ledgers import SHARD_DIGEST, commit, new_ledger, shard_info
+from tests.support.sidecar.ledgers import LAYOUT, commit, new_ledger, shard_info
 from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.clock import SystemClock
@@ -35,7 +35,7 @@ BOTH = (Rank(0), Rank(1))
 def written_by_rank_0(*steps: int) -> Ledger:
     ledger = new_ledger()
     for step in steps:
-        ledger.prepared(Step(step), shard_info(0), SHARD_DIGEST)
+        ledger.prepared(Step(step), shard_info(0), LAYOUT)
     return ledger
 
 

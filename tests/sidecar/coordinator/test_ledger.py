@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.sidecar.ledgers import (
+    LAYOUT,
     MANIFEST_DIGEST,
     OTHER_DIGEST,
     SHARD_DIGEST,
@@ -26,9 +27,9 @@ def level(ledger: Ledger, step: int) -> Level | None:
 
 def test_a_step_is_local_when_every_member_has_the_manifest() -> None:
     ledger = new_ledger()
-    entry = ledger.prepared(Step(5), shard_info(0), SHARD_DIGEST)
+    entry = ledger.prepared(Step(5), shard_info(0), LAYOUT)
     assert not entry.complete
-    assert ledger.prepared(Step(5), shard_info(1), SHARD_DIGEST).complete
+    assert ledger.prepared(Step(5), shard_info(1), LAYOUT).complete
     ledger.committed(Step(5), b"{}", MANIFEST_DIGEST, (shard_info(0), shard_info(1)))
     assert not ledger.acknowledged(Step(5), Worker(0))
     assert level(ledger, 5) is None
@@ -42,7 +43,7 @@ def test_replicated_needs_both_the_copies_and_the_manifest(copies_first: bool) -
     ledger = new_ledger()
     if copies_first:
         for rank in (0, 1):
-            ledger.prepared(Step(5), shard_info(rank), SHARD_DIGEST)
+            ledger.prepared(Step(5), shard_info(rank), LAYOUT)
             assert not ledger.replicated(Step(5), Rank(rank), SHARD_DIGEST)
         commit(ledger, 5)
         assert ledger.settle_replicated(Step(5))
@@ -61,9 +62,9 @@ def test_without_assigned_copies_local_implies_replicated() -> None:
 
 def test_another_digest_is_an_alarm_and_changes_nothing() -> None:
     ledger = new_ledger()
-    ledger.prepared(Step(5), shard_info(0), SHARD_DIGEST)
+    ledger.prepared(Step(5), shard_info(0), LAYOUT)
     with pytest.raises(Conflict):
-        ledger.prepared(Step(5), shard_info(0, OTHER_DIGEST), SHARD_DIGEST)
+        ledger.prepared(Step(5), shard_info(0, OTHER_DIGEST), LAYOUT)
     with pytest.raises(Conflict):
         ledger.replicated(Step(5), Rank(0), OTHER_DIGEST)
     with pytest.raises(Conflict):
@@ -130,7 +131,7 @@ def test_the_order_of_messages_does_not_matter(text: list[tuple[str, int]]) -> N
     for kind, rank in text:
         match kind:
             case "p":
-                ledger.prepared(Step(3), shard_info(rank), SHARD_DIGEST)
+                ledger.prepared(Step(3), shard_info(rank), LAYOUT)
             case "r":
                 ledger.replicated(Step(3), Rank(rank), SHARD_DIGEST)
             case _:

@@ -16,6 +16,7 @@ from tests.support.sidecar.waiting import until
 
 from holdfast_core.errors import UnavailableError
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     Buffered,
@@ -62,9 +63,9 @@ class World(CoordinatorWorld):
         """Let both ranks prepare the step."""
         for rank in (0, 1):
             document = rank_document(rank, shard_info(rank).payload_bytes)
-            digest, text = digest_of(document), document.decode()
+            layout = layout_digests(document)
             self.coordinator.prepared(
-                Prepared(ROUND, Step(step), Worker(rank), shard_info(rank), digest, text)
+                Prepared(ROUND, Step(step), Worker(rank), shard_info(rank), layout)
             )
 
     def buffer(self, rank: int, *steps: int) -> None:
@@ -73,7 +74,9 @@ class World(CoordinatorWorld):
         digest = digest_of(document)
         shards = tuple(DigestedShard(Step(s), shard_info(rank), digest) for s in steps)
         buffered = (RankBuffered(Rank(rank), shards),)
-        self.coordinator.buffered(Buffered(ROUND, Worker(rank), buffered, (document.decode(),)))
+        self.coordinator.buffered(
+            Buffered(ROUND, Worker(rank), buffered, (layout_digests(document),))
+        )
 
 
 @asynccontextmanager

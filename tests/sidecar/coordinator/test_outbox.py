@@ -9,7 +9,12 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from tests.support.sidecar.contracts import contract_with
-from tests.support.sidecar.ledgers import MANIFEST_DIGEST, SHARD_DIGEST, new_ledger, shard_info
+from tests.support.sidecar.ledgers import (
+    LAYOUT,
+    MANIFEST_DIGEST,
+    new_ledger,
+    shard_info,
+)
 from tests.support.sidecar.rounds import round_message
 from tests.support.sidecar.waiting import until
 
@@ -67,7 +72,7 @@ class World:
         """Let every rank prepare the step, and build its manifest."""
         shards = tuple(shard_info(worker) for worker in range(WORKERS))
         for shard in shards:
-            self.ledger.prepared(Step(step), shard, SHARD_DIGEST)
+            self.ledger.prepared(Step(step), shard, LAYOUT)
         self.ledger.committed(Step(step), b"{}", MANIFEST_DIGEST, shards)
         self.outbox.wake()
 

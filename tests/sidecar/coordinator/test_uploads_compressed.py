@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
 from tests.support.sidecar.contracts import CONTRACT
-from tests.support.sidecar.ledgers import acknowledge, new_ledger, shard_info
+from tests.support.sidecar.ledgers import LAYOUT, acknowledge, new_ledger, shard_info
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.errors import UnavailableError
-from holdfast_core.ids import Digest, JobUid, Step
+from holdfast_core.ids import Step
 from holdfast_core.messages.schema import PersistRequest, Policy
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.coordinator.uploads import Uploads
 from holdfast_sidecar.wire.versioned import Versioned
-
-
-class UnreachableStore(ObjectTier):
-    """A store that has not yet replied which layouts it has."""
-
-    def __init__(self) -> None:
-        super().__init__(MemoryObjectStore())
-
-    def list_layouts(
-        self, namespace: str, job_uid: JobUid, older_than: timedelta
-    ) -> frozenset[Digest]:
-        raise UnavailableError("the store does not answer")
 
 
 def asked(compression: str, *, whole: bool = False, changed: str | None = None) -> PersistRequest:
@@ -47,11 +33,10 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
         policy = Policy(1, object_every_steps=10, object_compression=compression)
         return Mock(policy=policy, last_persisted=None, round=ledger.round)
 
-    store = UnreachableStore()
+    store = ObjectTier(MemoryObjectStore())
     uploads = Uploads(
         CONTRACT,
         round_with(compression),
-        Mock(),
         store,
         ledger=ledger,
         outbox=Mock(persist=persist),
@@ -62,7 +47,7 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
         on_change=lambda: None,
     )
     for rank in (0, 1):
-        ledger.prepared(Step(10), shard_info(rank), shard_info(rank).blake3)
+        ledger.prepared(Step(10), shard_info(rank), LAYOUT)
     acknowledge(ledger, 10)
     uploads.committed(Step(10))
     if whole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 from tests.support.sidecar.contracts import CONTRACT
-from tests.support.sidecar.ledgers import acknowledge, new_ledger, shard_info
+from tests.support.sidecar.ledgers import LAYOUT, acknowledge, new_ledger, shard_info
 
 from holdfast_core.ids import Level, Step
 from holdfast_core.messages.schema import Policy
@@ -19,7 +19,6 @@ def uploads(ledger: Ledger, every: int) -> Uploads:
         CONTRACT,
         Mock(policy=policy, last_persisted=None, round=ledger.round),
         Mock(),
-        Mock(),
         ledger=ledger,
         outbox=Mock(),
         versioned=Mock(),
@@ -32,7 +31,7 @@ def uploads(ledger: Ledger, every: int) -> Uploads:
 
 def local(ledger: Ledger, uploaded: Uploads, step: int) -> None:
     for rank in (0, 1):
-        ledger.prepared(Step(step), shard_info(rank), shard_info(rank).blake3)
+        ledger.prepared(Step(step), shard_info(rank), LAYOUT)
     assert acknowledge(ledger, step) == [Level.LOCAL]
     uploaded.committed(Step(step))
 

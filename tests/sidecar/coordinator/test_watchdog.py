@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.shards.builders import rank_layout
 from tests.support.sidecar.coordinators import CoordinatorWorld
-from tests.support.sidecar.ledgers import shard_info
+from tests.support.sidecar.ledgers import LAYOUT, shard_info
 
-from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -89,15 +87,13 @@ class World(CoordinatorWorld):
 async def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         world.step(1)
-        document = rank_layout()
         world.coordinator.prepared(
             Prepared(
                 RestartRound(0),
                 Step(2),
                 Worker(0),
                 shard_info(0),
-                digest_of(document),
-                document.decode(),
+                LAYOUT,
             )
         )
         world.clock.advance(61)

@@ -89,7 +89,8 @@ class World:
             ),
             dropped=Signal(),
         )
-        self.manifests = Manifests(pod, tiers, saves, failures)
+        no_peers: Any = None
+        self.manifests = Manifests(pod, tiers, saves, no_peers, failures)
         notices = RankNotices(self.current, LocalConnections())
         self.pruner = Pruner(pod, tiers, saves, notices, failures)
 

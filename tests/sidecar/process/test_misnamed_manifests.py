@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, rehydrator_of
+from tests.sidecar.one_rank import DOCUMENT, HEADER, MANIFEST, PAYLOAD, rehydrator_of
 from tests.support.shards.builders import JOB, BytesSource
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.memory import MemoryTier
@@ -31,13 +31,10 @@ class Liars:
     """A member and a store that return the same document for every name."""
 
     async def get(self, worker: Worker, path: str, reply: Any, **options: Any) -> ManifestDocument:
-        return ManifestDocument(DOCUMENT.decode(), LAYOUT.decode())
+        return ManifestDocument(DOCUMENT.decode())
 
     def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
         return DOCUMENT
-
-    def get_layout(self, *name: object) -> bytes:
-        return LAYOUT
 
 
 def tried(point: RestorePoint, node: MemoryTier) -> str:

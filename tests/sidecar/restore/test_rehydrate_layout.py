@@ -1,12 +1,11 @@
-"""A checkpoint's layout is missing: no source has it, or a source did not answer."""
+"""The layout of a rank is missing: no source has it, or a source did not answer."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
-from tests.sidecar.one_rank import DOCUMENT, LAYOUT, MANIFEST, rehydrator_of
+from tests.sidecar.one_rank import HEADER, LAYOUT, MANIFEST, RECORD, rehydrator_of
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.memory import MemoryTier
 
@@ -14,14 +13,14 @@ from holdfast_core.clock import ManualClock
 from holdfast_core.errors import (
     AccessDeniedError,
     CapacityError,
+    CorruptionError,
     HoldfastError,
     NotFoundError,
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.ids import Digest, Worker
+from holdfast_core.ids import Digest, Rank, ShardRef, Worker
 from holdfast_core.messages.schema import (
-    ManifestDocument,
     Refusal,
     RestorePoint,
 )
@@ -37,17 +36,19 @@ class FullNode(MemoryTier):
 class Asked:
     """Stands for Peers and ObjectTier, with a fixed answer of each member and of the store."""
 
-    def __init__(self, *answers: bytes | HoldfastError | None, store: HoldfastError) -> None:
+    def __init__(self, *answers: bytes | HoldfastError, store: HoldfastError) -> None:
         self.answers = answers
         self.store = store
 
-    async def get(self, worker: Worker, path: str, reply: Any, **options: Any) -> ManifestDocument:
+    async def layout(self, worker: Worker, digest: Digest) -> bytes:
+        assert digest == HEADER.layout
         answer = self.answers[worker]
         if isinstance(answer, HoldfastError):
             raise answer
-        return ManifestDocument(DOCUMENT.decode(), None if answer is None else answer.decode())
+        return answer
 
-    def get_layout(self, namespace: str, job_uid: str, digest: Digest) -> bytes:
+    def get_layout(self, namespace: str, ref: ShardRef, digest: Digest) -> bytes:
+        assert (ref, digest) == (RECORD.ref, HEADER.layout)
         raise self.store
 
 
@@ -60,7 +61,7 @@ def layout_of(asked: Asked, node: MemoryTier) -> bytes:
         rehydrator = rehydrator_of(state, node, asked, pools, ManualClock())
         point = RestorePoint(MANIFEST.step, MANIFEST.restart_round)
         try:
-            return await rehydrator.layout(Restored(point, MANIFEST, {}, {}, {}))
+            return await rehydrator.layout(Restored(point, MANIFEST, {}, {}, {}), Rank(0))
         finally:
             pools.close()
 
@@ -68,30 +69,31 @@ def layout_of(asked: Asked, node: MemoryTier) -> bytes:
 
 
 NONE = NotFoundError("it has none")
+WRONG = CorruptionError("digest b3:1, expected b3:2")
 AWAY = UnavailableError("connection refused")
 
 
 @pytest.mark.parametrize(
     ("answers", "store", "expected"),
     [
-        pytest.param((None, NONE), NONE, NotFoundError, id="no place has it"),
-        pytest.param((b"{}",), NONE, NotFoundError, id="another one"),
-        pytest.param((AWAY, None), NONE, UnavailableError, id="a member is away"),
-        pytest.param((None, None), AWAY, UnavailableError, id="the store is away"),
+        pytest.param((NONE, NONE), NONE, NotFoundError, id="no place has it"),
+        pytest.param((WRONG,), NONE, NotFoundError, id="another one"),
+        pytest.param((AWAY, NONE), NONE, UnavailableError, id="a member is away"),
+        pytest.param((NONE, NONE), AWAY, UnavailableError, id="the store is away"),
         pytest.param(
             (RefusedError(Refusal.BUSY, "later"),), NONE, UnavailableError, id="a member is busy"
         ),
         pytest.param(
-            (None,), AccessDeniedError("no key"), UnavailableError, id="the store refuses"
+            (NONE,), AccessDeniedError("no key"), UnavailableError, id="the store refuses"
         ),
     ],
 )
 def test_a_missing_layout_is_unavailable_while_a_place_may_have_it(
-    answers: tuple[bytes | HoldfastError | None, ...],
+    answers: tuple[bytes | HoldfastError, ...],
     store: HoldfastError,
     expected: type[HoldfastError],
 ) -> None:
-    with pytest.raises(HoldfastError, match="layout in the object store") as caught:
+    with pytest.raises(HoldfastError, match="layout of rank 0 in the object store") as caught:
         layout_of(Asked(*answers, store=store), MemoryTier())
     assert type(caught.value) is expected
 
@@ -99,7 +101,7 @@ def test_a_missing_layout_is_unavailable_while_a_place_may_have_it(
 def test_the_next_member_is_called_when_one_is_away() -> None:
     node = MemoryTier()
     assert layout_of(Asked(AWAY, LAYOUT, store=AWAY), node) == LAYOUT
-    assert node.get_layout(MANIFEST.layout) == LAYOUT
+    assert node.get_layout(HEADER.layout) == LAYOUT
 
 
 def test_a_layout_is_returned_although_the_node_is_full() -> None:

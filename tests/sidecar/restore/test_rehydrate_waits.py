@@ -11,6 +11,7 @@ import pytest
 from tests.sidecar.one_rank import (
     DOCUMENT,
     HEADER,
+    LAYOUT,
     MANIFEST,
     PATIENCE_SECONDS,
     PAYLOAD,
@@ -32,7 +33,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of
-from holdfast_core.ids import Rank, ShardRef, TierName
+from holdfast_core.ids import Digest, Rank, ShardRef, TierName
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.shards.record import ShardRecord
 from holdfast_sidecar.base.pools import Pools
@@ -60,6 +61,9 @@ class Store:
         if self._errors:
             raise self._errors.pop(0)
         return self._node.write_shard(HEADER, BytesSource(PAYLOAD))
+
+    def get_layout(self, namespace: str, ref: ShardRef, digest: Digest) -> bytes:
+        return LAYOUT
 
 
 class World:

@@ -4,6 +4,7 @@ and store. Ranges that are bad or missing at one source are read from another.""
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,12 @@ from tests.sidecar.reshard_world import ROWS, WANTED, World, payload_of
 from tests.support.shards.placements import Tensor, layout_of
 from tests.support.tiers.faulty import Fault, FaultKind, Faults
 
-from holdfast_core.errors import AccessDeniedError, NotFoundError, StateMismatchError
+from holdfast_core.errors import (
+    AccessDeniedError,
+    NotFoundError,
+    StateMismatchError,
+    UnavailableError,
+)
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Rank, TierName, Worker
 from holdfast_core.reshard.plan import plan
@@ -35,9 +41,10 @@ def header_in(root: Path) -> SlotHeader:
 GOOD = payload_of(WANTED, 1)
 
 
-def planned(world: World, avoid: tuple[Rank, ...] = ()) -> int:
+def planned(world: World, missing: Mapping[Rank, str] | None = None) -> int:
     """Return the payload bytes that the plan reads."""
-    moves = plan(WANTED, world.saved.layout, avoid=avoid)
+    shards = world.saved.manifest.shards
+    moves = plan(WANTED, 3, shards, world.layouts.__getitem__, missing or {})
     return bytes_read(moves, [layout.payload_bytes for layout in world.layouts], CHUNK_BYTES)
 
 
@@ -145,7 +152,7 @@ def test_another_holder_serves_for_a_shard_that_is_nowhere(world: World) -> None
     world.put(world.members[Worker(4)], 0, 1)
     assert world.fill() == (TierName.PEER, GOOD)
     assert world.asked == [("worker 4", 1), ("worker 4", 2), ("worker 5", 2), ("worker 4", 0)]
-    read = planned(world, avoid=(Rank(2),)) + tables(world.records[0], world.records[1])
+    read = planned(world, {Rank(2): "nowhere"}) + tables(world.records[0], world.records[1])
     assert world.counted("holdfast_fetched_bytes") == {"peer": read}
 
 
@@ -237,3 +244,40 @@ def test_a_slot_that_fails_is_no_sources_fault(world: World) -> None:
         world.fill(slot=FullSlot(name, slot.fd))
     assert world.reported_copies == []
     assert {name for name, _ in world.asked} == {"worker 4"}
+
+
+def test_only_the_layouts_that_are_needed_are_read(world: World) -> None:
+    """Ranks 0 and 2 hold the same, and so do ranks 1 and 3."""
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.layouts_read == [1, 2]
+
+
+def test_another_holder_serves_for_a_rank_whose_layout_is_nowhere(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    world.layout_errors[Rank(2)] = NotFoundError("no place has it")
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert {rank for _, rank in world.asked} == {0, 1}
+
+
+def test_a_layout_whose_holder_comes_back_is_read(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    for rank in (0, 2):
+        world.layout_errors[Rank(rank)] = UnavailableError("connection refused")
+
+    def back(waits: int) -> None:
+        if waits == 2:
+            world.layout_errors.clear()
+
+    world.clock.at = back
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.clock.waits == 2
+
+
+def test_layouts_that_no_place_has_are_named(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    for rank in (0, 2):
+        world.layout_errors[Rank(rank)] = NotFoundError("layout: no place has it")
+    with pytest.raises(NotFoundError, match=r"rank 2: layout: no place has it.*without them: "):
+        world.fill()
+    assert world.clock.waits == 0

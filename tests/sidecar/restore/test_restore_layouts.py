@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.sidecar.reshard_world import Turning
 from tests.support.shards.builders import (
@@ -20,15 +21,14 @@ from tests.support.shards.builders import (
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import (
-    CorruptionError,
     HoldfastError,
     NotFoundError,
     RefusedError,
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of, hex_of
-from holdfast_core.format.layout import merge_layouts, parse_layout
 from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import Digest, Rank, RestartRound, TierName, Worker
 from holdfast_core.messages.schema import (
     Fill,
@@ -51,13 +51,13 @@ from holdfast_sidecar.save.layouts import RankLayouts
 NOW = RestartRound(1)
 RANK = Rank(1)
 OWN = rank_layout(rank=RANK, world_size=2)
-MERGED = merge_layouts(rank_layout(rank=rank, world_size=2) for rank in range(2)).to_bytes()
+OTHER = rank_layout(rank=0, world_size=2)
 
 
 class Pod:
-    """Worker 1 of two with one rank each, whose shard is in its node tier.
+    """Worker 1 of two with one rank each.
 
-    Also stands for the Rehydrator, with the restore point, and the checkpoint's layout where it is available.
+    Also stands for the Rehydrator, with the restore point, and the layouts of the ranks that saved it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -76,9 +76,11 @@ class Pod:
             )
             for rank, data in enumerate(payloads)
         ]
-        manifest = parse_manifest(build_manifest(JOB, records, parent=None, layout=MERGED))
+        shards = zip(records, map(layout_digests, (OTHER, OWN)), strict=True)
+        manifest = parse_manifest(build_manifest(JOB, shards, parent=None))
         self.payload_bytes = len(payloads[RANK])
-        self.document: bytes | HoldfastError = MERGED
+        self.documents: list[bytes | HoldfastError] = [OTHER, OWN]
+        self.read: list[Rank] = []
         self.clock = Turning()
         self.restored = Restored(
             RestorePoint(manifest.step, manifest.restart_round),
@@ -88,11 +90,13 @@ class Pod:
             {RANK: TierName.NODE},
         )
 
-    async def layout(self, restored: Restored) -> bytes:
+    async def layout(self, restored: Restored, rank: Rank) -> bytes:
         assert restored is self.restored
-        if isinstance(self.document, HoldfastError):
-            raise self.document
-        return self.document
+        self.read.append(rank)
+        document = self.documents[rank]
+        if isinstance(document, HoldfastError):
+            raise document
+        return document
 
     def ask(self, message: Restore | Fill) -> Any:
         state = RoundState(Worker(1), 1, NOW, accepted=round_of_two())
@@ -121,8 +125,8 @@ class Pod:
 
         return asyncio.run(scenario())
 
-    def restore(self, *, with_layout: bool = False) -> RestoreReply:
-        reply = self.ask(Restore(NOW, RANK, with_layout=with_layout))
+    def restore(self, *, with_layouts: bool = False) -> RestoreReply:
+        reply = self.ask(Restore(NOW, RANK, with_layouts=with_layouts))
         assert isinstance(reply, RestoreReply)
         assert (reply.world_size, reply.payload_bytes) == (2, self.payload_bytes)
         return reply
@@ -141,72 +145,89 @@ def pod(tmp_path: Path) -> Pod:
     return Pod(tmp_path)
 
 
-def test_a_pod_that_saved_the_shard_has_its_layout(pod: Pod) -> None:
-    pod.node.put_layout(OWN)
-    pod.document = NotFoundError("no place has the checkpoint's layout")
+def test_a_rank_gets_the_layout_of_its_shard_alone(pod: Pod) -> None:
+    pod.documents[0] = NotFoundError("no place has it")
     reply = pod.restore()
-    assert (pod.given(reply.rank_layout), reply.layout) == (OWN, None)
+    assert (pod.given(reply.rank_layout), reply.home, reply.layouts) == (OWN, None, ())
+    assert pod.read == [RANK]
 
 
-def test_a_new_pod_cuts_it_out_of_the_checkpoints(pod: Pod) -> None:
-    reply = pod.restore()
-    assert (pod.given(reply.rank_layout), reply.layout) == (OWN, None)
+def test_a_rank_that_asks_has_its_homes_layout_and_one_of_each_kind(pod: Pod) -> None:
+    """Both ranks saved the same tensors, so the home stands for both."""
+    reply = pod.restore(with_layouts=True)
+    assert (pod.given(reply.rank_layout), pod.given(reply.home)) == (OWN, OWN)
+    assert [(pod.given(saved.layout), saved.ranks) for saved in reply.layouts] == [(OWN, 2)]
+    assert set(pod.read) == {RANK}
 
 
-def test_a_rank_that_asks_has_the_checkpoints_layout_too(pod: Pod) -> None:
-    reply = pod.restore(with_layout=True)
-    assert (pod.given(reply.rank_layout), pod.given(reply.layout)) == (OWN, MERGED)
+def test_ranks_that_saved_other_tensors_have_a_layout_of_their_own(pod: Pod) -> None:
+    manifest = pod.restored.manifest
+    assert manifest is not None
+    shards = (
+        manifest.shards[0],
+        msgspec.structs.replace(manifest.shards[1], same_tensors=Rank(1)),
+    )
+    pod.restored = replace(pod.restored, manifest=replace(manifest, shards=shards))
+    reply = pod.restore(with_layouts=True)
+    assert [(pod.given(saved.layout), saved.ranks) for saved in reply.layouts] == [
+        (OTHER, 1),
+        (OWN, 1),
+    ]
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        NotFoundError("no place has it"),
-        CorruptionError("flipped"),
-        MERGED[:-1],
-        replace(parse_layout(MERGED), ranks=parse_layout(MERGED).ranks[::-1]).to_bytes(),
-    ],
-    ids=["nowhere", "flipped", "cut", "not that of its digests"],
-)
-def test_a_shard_is_restored_without_its_layout(pod: Pod, document: bytes | HoldfastError) -> None:
+def test_any_rank_of_a_kind_will_do(pod: Pod) -> None:
+    """A rank of another number of ranks has a home of another kind than these two."""
+    manifest = pod.restored.manifest
+    assert manifest is not None
+    third = msgspec.structs.replace(
+        manifest.shards[1], rank=Rank(2), same_tensors=Rank(2), same_boxes=Rank(2)
+    )
+    three = replace(manifest, world_size=3, shards=(third, *manifest.shards))
+    first = msgspec.structs.replace(third, rank=Rank(0), same_tensors=Rank(0), same_boxes=Rank(0))
+    kinds = (
+        first,
+        msgspec.structs.replace(manifest.shards[0], rank=Rank(1), same_tensors=Rank(1)),
+        msgspec.structs.replace(manifest.shards[1], rank=Rank(2), same_tensors=Rank(0)),
+    )
+    pod.restored = Restored(
+        pod.restored.point, replace(three, shards=kinds), {}, {}, {}, is_of_others=True
+    )
+    pod.documents = [NotFoundError("lost"), OTHER, OWN]
+    reply = pod.ask(Restore(NOW, RANK))
+    found = [(pod.given(saved.layout), saved.ranks) for saved in reply.layouts]
+    assert found == [(OWN, 2), (OTHER, 1)]
+
+
+@pytest.mark.parametrize("document", [NotFoundError("no place has it")], ids=["nowhere"])
+def test_a_shard_is_restored_without_its_layout(pod: Pod, document: HoldfastError) -> None:
     """The shard is valid without its layout, so the loss of the document must not lose a checkpoint."""
-    pod.document = document
+    pod.documents[RANK] = document
     reply = pod.restore()
-    assert (reply.rank_layout, reply.layout) == (None, None)
+    assert (reply.rank_layout, reply.home) == (None, None)
 
 
 def test_a_requested_layout_that_no_place_has_is_reported(pod: Pod) -> None:
-    pod.document = NotFoundError("layout at worker 0: it has none")
+    pod.documents[RANK] = NotFoundError("layout at worker 0: it has none")
     with pytest.raises(NotFoundError, match="worker 0"):
-        pod.restore(with_layout=True)
+        pod.restore(with_layouts=True)
 
 
 def test_another_number_of_ranks_must_send_its_layout(pod: Pod) -> None:
     point, manifest = pod.restored.point, pod.restored.manifest
-    pod.restored = Restored(point, manifest, {}, {}, {}, MERGED)
+    pod.restored = Restored(point, manifest, {}, {}, {}, is_of_others=True)
     reply = pod.ask(Restore(NOW, RANK))
-    assert (reply.world_size, reply.rank_layout, pod.given(reply.layout)) == (2, None, MERGED)
+    assert (reply.world_size, reply.rank_layout, pod.given(reply.home)) == (2, None, OWN)
     with pytest.raises(RefusedError, match="expected one, because another number"):
         pod.ask(Fill(NOW, RANK, ()))
 
 
-def test_a_plan_is_made_with_the_layout_that_the_manifest_names_only(pod: Pod) -> None:
-    pod.document = rank_layout(rank=RANK, world_size=4)
-    pod.directory.mkdir()
-    (pod.directory / f"{hex_of(digest_of(OWN))}.json").write_bytes(OWN)
-    with pytest.raises(CorruptionError, match="the manifest says"):
-        pod.ask(Fill(NOW, RANK, (), digest_of(OWN)))
-
-
 def test_a_rank_gets_its_shard_although_the_layout_cannot_be_written(pod: Pod) -> None:
     """Slots may have filled the shared volume."""
-    pod.node.put_layout(OWN)
     pod.directory.write_text("no folder: stands for a volume that takes no more")
     assert pod.restore().rank_layout is None
 
 
 def test_a_layout_that_was_given_before_is_not_written_again(pod: Pod) -> None:
-    pod.node.put_layout(OWN)
     given = pod.restore()
     before = {path.name: path.stat().st_ino for path in pod.directory.iterdir()}
     assert pod.restore() == given
@@ -214,7 +235,6 @@ def test_a_layout_that_was_given_before_is_not_written_again(pod: Pod) -> None:
 
 
 def test_a_layout_that_was_cut_short_is_given_again(pod: Pod) -> None:
-    pod.node.put_layout(OWN)
     pod.directory.mkdir()
     (pod.directory / f"{hex_of(digest_of(OWN))}.json").write_bytes(OWN[:10])
     assert pod.given(pod.restore().rank_layout) == OWN
@@ -222,27 +242,27 @@ def test_a_layout_that_was_cut_short_is_given_again(pod: Pod) -> None:
 
 def test_a_layout_whose_holder_comes_back_is_waited_for(pod: Pod) -> None:
     """Without the layout, a rank with other offsets and the same shapes would accept this part as its own."""
-    pod.document = UnavailableError("worker 0: connection refused")
+    pod.documents[RANK] = UnavailableError("worker 0: connection refused")
 
     def back(waits: int) -> None:
         if waits == 3:
-            pod.document = MERGED
+            pod.documents[RANK] = OWN
 
     pod.clock.at = back
     assert pod.given(pod.restore().rank_layout) == OWN
     assert pod.clock.waits == 3
 
 
-@pytest.mark.parametrize("with_layout", [False, True])
-def test_a_layout_whose_holder_stays_away_is_no_missing_one(pod: Pod, with_layout: bool) -> None:
-    pod.document = UnavailableError("worker 0: connection refused")
-    with pytest.raises(RefusedError, match=r"cannot be read now: worker 0: connection") as caught:
-        pod.restore(with_layout=with_layout)
+@pytest.mark.parametrize("with_layouts", [False, True])
+def test_a_layout_whose_holder_stays_away_is_no_missing_one(pod: Pod, with_layouts: bool) -> None:
+    pod.documents[RANK] = UnavailableError("worker 0: connection refused")
+    with pytest.raises(RefusedError, match=r"cannot be read: worker 0: connection") as caught:
+        pod.restore(with_layouts=with_layouts)
     assert caught.value.code == Refusal.BUSY
 
 
 def test_a_layout_is_not_waited_for_beyond_its_round(pod: Pod) -> None:
-    pod.document = UnavailableError("worker 0: connection refused")
+    pod.documents[RANK] = UnavailableError("worker 0: connection refused")
     later = replace(pod.restored)
 
     def sealed(waits: int) -> None:

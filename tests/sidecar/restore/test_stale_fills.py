@@ -95,9 +95,6 @@ class Pod:
     def owns(self, slot: str) -> bool:
         return False
 
-    async def layout(self, restored: Restored) -> bytes:
-        return self.world.saved.layout.to_bytes()
-
     def namespace_of(self, point: RestorePoint) -> str:
         return self.world.saved.namespace
 
@@ -114,7 +111,10 @@ class Pod:
         (directory / f"{hex_of(digest_of(document))}.json").write_bytes(document)
         as_any: Any = self
         pod: Any = SimpleNamespace(
-            settings=SimpleNamespace(slots_dir=self.world.root), patience=Turning().patience
+            settings=SimpleNamespace(slots_dir=self.world.root),
+            patience=Turning().patience,
+            namespace_of=self.namespace_of,
+            state=SimpleNamespace(world_size=3),
         )
         node: Any = self.node
         saves: Any = SimpleNamespace(

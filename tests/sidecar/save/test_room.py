@@ -16,7 +16,7 @@ from tests.support.sidecar.stagers import stager_of
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import CapacityError, UnavailableError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     Failure,
@@ -71,8 +71,7 @@ class World(CoordinatorWorld):
                     Step(step),
                     Worker(rank),
                     shard_info(rank),
-                    digest_of(document),
-                    document.decode(),
+                    layout_digests(document),
                 )
             )
         await until(lambda: self.coordinator.levels()[Level.LOCAL] == step, f"{step} is local")

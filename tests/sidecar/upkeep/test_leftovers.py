@@ -9,12 +9,11 @@ from datetime import timedelta
 import pytest
 from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar.contracts import CONTRACT
-from tests.support.tiers.memory import MemoryTier
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import FormatError, UnavailableError
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.upkeep.leftovers import Leftovers
@@ -50,11 +49,6 @@ class CountingTier(ObjectTier):
             raise FormatError("references: not understood")
         return frozenset()
 
-    def list_layouts(
-        self, namespace: str, job_uid: JobUid, older_than: timedelta
-    ) -> frozenset[Digest]:
-        raise UnavailableError("no answer")
-
 
 class Hours(SystemClock):
     """A clock whose sleeps take no time, and which cancels the sleeper after so many seconds."""
@@ -83,7 +77,6 @@ def test_leftovers_are_looked_for_periodically_although_the_store_fails(
             CONTRACT,
             RestartRound(3),
             tier,
-            MemoryTier(),
             pools=pools,
             clock=clock,
             uploading=lambda: frozenset({BUSY}),
@@ -104,7 +97,6 @@ def test_without_a_store_the_search_for_leftovers_ends() -> None:
         CONTRACT,
         RestartRound(0),
         None,
-        MemoryTier(),
         pools=pools,
         clock=SystemClock(),
         uploading=frozenset,

@@ -23,7 +23,7 @@ from tests.support.tiers.memory import MemoryTier
 from holdfast_core.clock import Clock, ManualClock, SystemClock
 from holdfast_core.errors import TierError, UnavailableError
 from holdfast_core.format.digest import hex_of
-from holdfast_core.ids import ShardRef, Step, TierName, Worker
+from holdfast_core.ids import Digest, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     ManifestDocument,
     Member,
@@ -64,7 +64,12 @@ class Peer:
     async def get(self, worker: Worker, path: str, reply: Any, **options: Any) -> ManifestDocument:
         if self.is_away:
             raise UnavailableError("connection refused")
-        return ManifestDocument(DOCUMENT.decode(), LAYOUT.decode())
+        return ManifestDocument(DOCUMENT.decode())
+
+    async def layout(self, worker: Worker, digest: Digest) -> bytes:
+        if self.is_away:
+            raise UnavailableError("connection refused")
+        return LAYOUT
 
     def get_manifest(self, *name: object) -> bytes:
         raise UnavailableError("the store is away")
@@ -229,7 +234,7 @@ async def test_a_document_that_changed_is_replaced(tmp_path: Path, document: str
         if document == "manifest":
             (path,) = root.rglob("manifests/*/*.json")
         else:
-            path = root / "layouts" / f"{hex_of(MANIFEST.layout)}.json"
+            path = root / "layouts" / f"{hex_of(HEADER.layout)}.json"
         good = path.read_bytes()
         flip_bit(path, 20)
         await world.until(lambda: world.counted(CORRUPT) >= 1)

@@ -305,7 +305,15 @@ def manifest(step: int, round_: int, world_size: int = 2) -> ManifestView:
         manifest=manifest_digest(step, round_),
         world_size=world_size,
         shards=tuple(
-            ManifestShard(Rank(r), 100, shard_digest(step, round_, r), Digest("b3:table"))
+            ManifestShard(
+                Rank(r),
+                100,
+                shard_digest(step, round_, r),
+                Digest("b3:table"),
+                Digest("b3:layout"),
+                Rank(0),
+                Rank(r),
+            )
             for r in range(world_size)
         ),
     )
@@ -319,9 +327,16 @@ def stored_manifest(job_uid: JobUid, step: int, round_: int = 0, ranks: int = 8)
         restart_round=RestartRound(round_),
         world_size=ranks,
         parent=None,
-        layout=digest_of(b"layout"),
         shards=tuple(
-            ManifestShard(Rank(r), 100, digest_of(f"{step} {round_} {r}".encode()), digest_of(b"t"))
+            ManifestShard(
+                Rank(r),
+                100,
+                digest_of(f"{step} {round_} {r}".encode()),
+                digest_of(b"t"),
+                digest_of(b"layout"),
+                Rank(0),
+                Rank(r),
+            )
             for r in range(ranks)
         ),
     )

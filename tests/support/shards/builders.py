@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.manifest import JobIdentity, Manifest, ManifestShard
+from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_shards
 from holdfast_core.format.payload import PayloadPlan, pack_objects, plan_payload
-from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.format.rank_layout import (
+    LayoutDigests,
+    RankLayout,
+    TensorSlice,
+    layout_digests,
+)
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.shards.file import align, pack_head, pack_trailer
 from holdfast_core.shards.record import CHUNK_BYTES, ShardHeader, ShardRecord
@@ -122,15 +126,13 @@ def rank_payload(*, rank: int = 0, world_size: int = 4, step: int = 10) -> bytes
     return bytes(data)
 
 
-def layout(*, world_size: int = 4) -> bytes:
-    return merge_layouts(
-        rank_layout(rank=rank, world_size=world_size) for rank in range(world_size)
-    ).to_bytes()
+def layout_digests_of(header: ShardHeader) -> LayoutDigests:
+    """Return the digests of a layout that has the header's digest, with the tensors of `rank_layout`."""
+    made = layout_digests(rank_layout(rank=header.rank, world_size=max(4, header.world_size)))
+    return replace(made, layout=header.layout)
 
 
-def manifest(
-    records: Sequence[ShardRecord], *, parent: Digest | None = None, layout_document: bytes = b""
-) -> Manifest:
+def manifest(records: Sequence[ShardRecord], *, parent: Digest | None = None) -> Manifest:
     """Return the manifest of shards of one step and round, in order of rank."""
     header = records[0].header
     return Manifest(
@@ -139,12 +141,16 @@ def manifest(
         restart_round=header.round,
         world_size=len(records),
         parent=parent,
-        layout=digest_of(layout_document or layout(world_size=len(records))),
-        shards=tuple(
-            ManifestShard(
-                record.header.rank, record.header.payload_bytes, record.blake3, record.chunk_table
-            )
-            for record in records
+        shards=manifest_shards(
+            [
+                (
+                    record.header.payload_bytes,
+                    record.blake3,
+                    record.chunk_table,
+                    layout_digests_of(record.header),
+                )
+                for record in records
+            ]
         ),
     )
 

@@ -10,10 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import ManifestShard, manifest_shards
 from holdfast_core.format.payload import pack_objects, plan_payload
-from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_digests
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.boxes import Box
+from holdfast_core.reshard.plan import Move, plan
 
 Placement = Sequence[int | None]
 """For each dimension of the mesh, the dimension of the tensor that it cuts, or None for a replica."""
@@ -46,15 +49,23 @@ def box_of(tensor: Tensor, mesh: Sequence[int], rank: int) -> Box:
 
 
 def layout_of(
-    tensors: Mapping[str, Tensor], mesh: Sequence[int], rank: int, objects_bytes: int = 64
+    tensors: Mapping[str, Tensor],
+    mesh: Sequence[int],
+    position: int,
+    objects_bytes: int = 64,
+    *,
+    rank: int | None = None,
 ) -> RankLayout:
-    """Return the layout of a rank that saves its part of every tensor."""
-    boxes = {fqn: box_of(tensor, mesh, rank) for fqn, tensor in tensors.items()}
+    """Return the layout of a rank that saves its part of every tensor.
+
+    `position` is its place in the mesh, which is its rank unless another one is given.
+    """
+    boxes = {fqn: box_of(tensor, mesh, position) for fqn, tensor in tensors.items()}
     planned = plan_payload(
         ((fqn, tensor.dtype, boxes[fqn].lengths) for fqn, tensor in tensors.items()), objects_bytes
     )
     return RankLayout(
-        rank=Rank(rank),
+        rank=Rank(position if rank is None else rank),
         tensors={
             fqn: TensorSlice(
                 tensor.dtype,
@@ -68,6 +79,27 @@ def layout_of(
         objects={"state": planned.objects},
         payload_bytes=planned.total_bytes,
     )
+
+
+def shards_of(layouts: Sequence[RankLayout]) -> tuple[ManifestShard, ...]:
+    """Return the entries of a manifest for ranks with these layouts. The digests of their bytes are equal."""
+    some = digest_of(b"")
+    return manifest_shards(
+        [
+            (layout.payload_bytes, some, some, layout_digests(layout.to_bytes()))
+            for layout in layouts
+        ]
+    )
+
+
+def planned(
+    wanted: RankLayout,
+    layouts: Sequence[RankLayout],
+    world_size: int,
+    missing: Mapping[Rank, str] | None = None,
+) -> tuple[Move, ...]:
+    """Return the plan of a rank of `world_size` from a checkpoint of ranks with these layouts."""
+    return plan(wanted, world_size, shards_of(layouts), layouts.__getitem__, missing or {})
 
 
 def objects_of(rank: int, objects_bytes: int = 64) -> bytes:

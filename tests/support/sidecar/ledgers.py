@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import ShardInfo
 from holdfast_sidecar.coordinator.ledger import Ledger
@@ -9,6 +10,10 @@ from holdfast_sidecar.coordinator.ledger import Ledger
 SHARD_DIGEST = Digest("b3:" + "a" * 64)
 OTHER_DIGEST = Digest("b3:" + "b" * 64)
 MANIFEST_DIGEST = Digest("b3:" + "c" * 64)
+
+
+LAYOUT = LayoutDigests(SHARD_DIGEST, SHARD_DIGEST, SHARD_DIGEST)
+LAYOUTS = {LAYOUT.layout: LAYOUT}
 
 
 def shard_info(rank: int, digest: Digest = SHARD_DIGEST) -> ShardInfo:
@@ -38,5 +43,5 @@ def acknowledge(ledger: Ledger, *steps: int) -> list[Level | None]:
 def commit(ledger: Ledger, step: int) -> None:
     """Let every rank prepare the step, and every worker acknowledge its manifest."""
     for worker in ledger.workers:
-        ledger.prepared(Step(step), shard_info(worker), SHARD_DIGEST)
+        ledger.prepared(Step(step), shard_info(worker), LAYOUT)
     acknowledge(ledger, step)

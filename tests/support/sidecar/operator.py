@@ -84,9 +84,8 @@ class FakeOperator:
 
     async def manifest(self, worker: int, listed: ListedManifest) -> Manifest:
         """Return a manifest that the worker's inventory lists. Its document has the listed digest."""
-        path = f"/v1/manifest?step={listed.step}&round={listed.round}&layout=0"
+        path = f"/v1/manifest?step={listed.step}&round={listed.round}"
         reply = await self.call(worker, path, None, ManifestDocument)
-        assert reply.layout is None
         document = reply.manifest.encode()
         assert manifest_digest(document) == listed.manifest
         return parse_manifest(document)

@@ -200,7 +200,7 @@ class FakeRank(LocalClient):
 
         Returns the reply to Restore, the payload, and the reply to Fill, which states its source.
         """
-        reply = await self.request(Restore(self.round, self.rank, with_layout=True))
+        reply = await self.request(Restore(self.round, self.rank, with_layouts=True))
         assert isinstance(reply, RestoreReply), reply
         digest = self.write_layout(wanted.to_bytes())
         offers = tuple(SlotOffer(n, self._capacity) for n in self.names)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import CorruptionError, FormatError, TierError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import Layout, parse_layout
 from holdfast_core.format.manifest import Manifest, parse_manifest
+from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank
 from holdfast_core.tiers.base import NodeTier
 
@@ -25,7 +25,8 @@ class Candidate:
 
     manifest: Manifest
     digest: Digest
-    layout: Layout
+    layouts: tuple[RankLayout, ...]
+    """Layouts of the requested ranks."""
 
 
 def candidates(
@@ -37,10 +38,10 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield the restorable checkpoints of a job, newest step first, then newest round.
 
-    A checkpoint is yielded if its manifest and layout parse, and every shard of `ranks` (None: of all
-    ranks) is present and all its bytes verify. Corrupt shards are quarantined. `skipped` is called with
-    each checkpoint that is skipped and the reason. The iterator is lazy: checkpoints are read when they are
-    requested.
+    A checkpoint is yielded if its manifest and the layouts of `ranks` (None: of all ranks) parse, and every
+    shard of these is present and all its bytes verify. Corrupt shards are quarantined. `skipped` is called
+    with each checkpoint that is skipped and the reason. The iterator is lazy: checkpoints are read when they
+    are requested.
     """
     held = sorted((c for uid, c in tier.list_manifests() if uid == job_uid), reverse=True)
     for checkpoint in held:
@@ -60,11 +61,12 @@ def _verified(
         raise CorruptionError(
             f"manifest {checkpoint} of {job_uid} names {manifest.checkpoint} of {manifest.job.uid}"
         )
-    layout = parse_layout(tier.get_layout(manifest.layout))
+    layouts: list[RankLayout] = []
     wanted = range(manifest.world_size) if ranks is None else ranks
     for rank in wanted:
         ref = manifest.ref(Rank(rank))
         shard = manifest.shards[rank]
+        layouts.append(parse_rank_layout(tier.get_layout(shard.layout)))
         try:
             with tier.open_shard(ref) as reader:
                 found = reader.record
@@ -77,4 +79,4 @@ def _verified(
             shard.chunk_table,
         ):
             raise CorruptionError(f"shard of {ref}: size or chunk table is not the manifest's")
-    return Candidate(manifest, digest_of(document), layout)
+    return Candidate(manifest, digest_of(document), tuple(layouts))

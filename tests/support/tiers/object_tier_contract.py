@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.support.shards.builders import (
     JOB_UID,
-    layout,
     manifest,
     payload,
+    rank_layout,
     shard_file,
     shard_header,
     weights,
@@ -23,7 +23,8 @@ from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
 from tests.support.tiers.object_store_contract import everything
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError
-from holdfast_core.ids import CheckpointId, Digest, RestartRound, ShardRef, Step
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.store.commit import commit
@@ -174,7 +175,7 @@ class ObjectTierContract:
             tier.get_manifest(NAMESPACE, JOB_UID, checkpoint(1))
         assert tier.get_references(NAMESPACE, JOB_UID, checkpoint(1)) == {}
         with pytest.raises(NotFoundError):
-            tier.get_layout(NAMESPACE, JOB_UID, digest)
+            tier.get_layout(NAMESPACE, ref, digest)
         assert not tier.has_whole(NAMESPACE, ref)
         assert tier.list_manifests(NAMESPACE, JOB_UID) == ()
         tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))
@@ -193,15 +194,25 @@ class ObjectTierContract:
         assert tier.list_manifests(NAMESPACE, JOB_UID) == tuple(wanted)
         assert tier.list_manifests("team-b", JOB_UID) == ()
 
-    def test_layouts_are_listed_by_age_and_deleted_one_by_one(self, tier: ObjectTier) -> None:
-        first, second = (tier.put_layout(NAMESPACE, JOB_UID, d) for d in (b"{}", b'{"tensors":{}}'))
-        assert tier.put_layout(NAMESPACE, JOB_UID, b"{}") == first
-        assert tier.get_layout(NAMESPACE, JOB_UID, first) == b"{}"
-        assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == {first, second}
-        assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(hours=1)) == frozenset()
-        tier.delete_layout(NAMESPACE, JOB_UID, first)
-        tier.delete_layout(NAMESPACE, JOB_UID, first)
-        assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == {second}
+    def test_a_layout_is_an_object_of_its_checkpoint(
+        self, tmp_path: Path, tier: ObjectTier, objects: ObjectStore
+    ) -> None:
+        put_step(tmp_path, tier, 1, needs={})
+        ref = shard_file(shard_header(10, step=1), b"x" * 10)[1].ref
+        tier.put_layout(NAMESPACE, ref, rank_layout())
+        tier.put_layout(NAMESPACE, ref, rank_layout())
+        assert tier.get_layout(NAMESPACE, ref, digest_of(rank_layout())) == rank_layout()
+        assert len(shards_of(objects, 1)) == 2
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))
+        assert everything(objects, "") == []
+
+    def test_a_layout_without_a_manifest_is_swept(
+        self, tier: ObjectTier, objects: ObjectStore
+    ) -> None:
+        ref = shard_file(shard_header(10, step=1), b"x" * 10)[1].ref
+        tier.put_layout(NAMESPACE, ref, rank_layout())
+        assert sweep(tier) == {checkpoint(1)}
+        assert everything(objects, "") == []
 
     def test_references_keep_the_objects_of_a_deleted_checkpoint(
         self, tmp_path: Path, tier: ObjectTier, objects: ObjectStore
@@ -215,8 +226,7 @@ class ObjectTierContract:
         tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(2))
         assert shards_of(objects, 2) == []
         assert sweep(tier) == {checkpoint(1)}
-        kept = [item.key.rsplit("/", 2)[1] for item in everything(objects, "")]
-        assert kept == ["layouts"]
+        assert everything(objects, "") == []
 
     def test_references_are_markers_of_both_checkpoints(
         self, tier: ObjectTier, objects: ObjectStore
@@ -274,21 +284,24 @@ class ObjectTierContract:
     def test_a_commit_without_its_base_is_refused_until_nothing_needs_it(
         self, tmp_path: Path, tier: ObjectTier
     ) -> None:
-        document = layout()
         _, record = shard_file(shard_header(10, step=2), b"x" * 10)
-        own = manifest([record], layout_document=document)
+        own = manifest([record])
         needs = {checkpoint(1): 10}
-        assert not commit(tier, NAMESPACE, own, document, needs, {checkpoint(1)})
+        assert not commit(tier, NAMESPACE, own, needs, {checkpoint(1)})
         assert tier.list_manifests(NAMESPACE, JOB_UID) == ()
-        assert commit(tier, NAMESPACE, own, document, {}, set())
-        assert commit(tier, NAMESPACE, own, document, needs, {checkpoint(1)}), "it is committed"
+        assert commit(tier, NAMESPACE, own, {}, set())
+        assert commit(tier, NAMESPACE, own, needs, {checkpoint(1)}), "it is committed"
 
     @pytest.mark.parametrize(
         "call",
         [
             lambda tier: tier.list_manifests("../other", JOB_UID),
             lambda tier: tier.get_manifest("team-a", "../../x", checkpoint(1)),
-            lambda tier: tier.get_layout("team-a", JOB_UID, "b3:../../../x"),
+            lambda tier: tier.get_layout(
+                "team-a",
+                ShardRef(JOB_UID, Step(1), RestartRound(0), Rank(0), Digest("b3:../../../x")),
+                digest_of(b""),
+            ),
         ],
         ids=["namespace", "job uid", "digest"],
     )
@@ -317,11 +330,10 @@ class Counting:
 
 def put_step(folder: Path, tier: ObjectTier, step: int, needs: dict[CheckpointId, int]) -> None:
     """Store a checkpoint of one rank whose references name these checkpoints."""
-    document = layout()
     with write_shard(folder, shard_header(10, step=step), b"x" * 10) as reader:
         tier.upload_shard(NAMESPACE, reader)
-        own = manifest([reader.record], layout_document=document)
-    assert commit(tier, NAMESPACE, own, document, needs, set(needs))
+        own = manifest([reader.record])
+    assert commit(tier, NAMESPACE, own, needs, set(needs))
 
 
 def shards_of(objects: ObjectStore, step: int) -> list[str]:

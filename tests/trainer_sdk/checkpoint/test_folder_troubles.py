@@ -21,6 +21,7 @@ from holdfast.directory.commit import Committer
 from holdfast.places import slot_directory
 from holdfast_core.errors import CapacityError, SaveFailedError
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardHeader
@@ -159,7 +160,7 @@ class Gang:
             plan.total_bytes,
         )
         source = BytesSource(payload(plan.total_bytes, seed=10 * step + rank))
-        run.prepare(run.tier.write_shard(header, source))
+        run.prepare(run.tier.write_shard(header, source), layout_digests(layout))
         return CheckpointId(Step(step), RestartRound(0))
 
     def save(self, step: int) -> CheckpointId:

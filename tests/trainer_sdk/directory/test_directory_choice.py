@@ -13,6 +13,7 @@ from holdfast.directory.choice import JOB_UID, choose
 from holdfast.directory.commit import Committer
 from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardHeader
@@ -38,7 +39,7 @@ class Trainer:
             plan.total_bytes,
         )
         source = BytesSource(payload(plan.total_bytes, seed=step))
-        self.committer.prepare(self.tier.write_shard(header, source))
+        self.committer.prepare(self.tier.write_shard(header, source), layout_digests(layout))
         checkpoint = CheckpointId(Step(step), RestartRound(0))
         self.committer.commit(checkpoint)
         self.committer.prune(checkpoint, None, leader=True)

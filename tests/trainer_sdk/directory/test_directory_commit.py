@@ -17,6 +17,7 @@ from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import manifest_key
 from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import ShardHeader
@@ -55,7 +56,7 @@ def prepare(tier: DiskNodeTier, tmp_path: Path, step: int, ranks: int = WORLD) -
             plan.total_bytes,
         )
         data = payload(plan.total_bytes, seed=step * 10 + rank)
-        run.prepare(tier.write_shard(header, BytesSource(data)))
+        run.prepare(tier.write_shard(header, BytesSource(data)), layout_digests(layout))
     return CheckpointId(Step(step), RestartRound(0))
 
 
@@ -124,7 +125,8 @@ def test_a_flipped_bit_in_a_record_never_commits_an_unreadable_checkpoint(tmp_pa
                 manifest = parse_manifest(tier.get_manifest(uid, found))
                 refs = {manifest.ref(shard.rank) for shard in manifest.shards}
                 assert refs == shards, f"byte {position} of {name}"
-                tier.get_layout(manifest.layout)
+                for shard in manifest.shards:
+                    tier.get_layout(shard.layout)
                 (tmp_path / "tier" / JOB_UID / manifest_key(found)).unlink()
             refused += not committed
             shutil.rmtree(directory, ignore_errors=True)

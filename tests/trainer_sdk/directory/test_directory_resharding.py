@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from tests.support.shards.builders import BytesSource
@@ -25,9 +26,8 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import JobIdentity, Manifest, parse_manifest
-from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Fill, Policy, Restore
 from holdfast_core.node.tier import DiskNodeTier
@@ -35,7 +35,7 @@ from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shards.record import ShardHeader
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import SlotState
-from holdfast_core.tiers.local_commit import build_manifest, commit_local
+from holdfast_core.tiers.local_commit import build_manifest
 
 MESH = [2, 2]
 """Two copies of two halves: ranks 0 and 2 have the first half, ranks 1 and 3 the second."""
@@ -69,11 +69,11 @@ def saved(root: Path) -> tuple[DiskNodeTier, Manifest]:
         tier.put_layout(layout.to_bytes())
         data = payload_of(layout, objects_of(layout.rank))
         records.append(tier.write_shard(header, BytesSource(data)))
-    merged = merge_layouts(layout.to_bytes() for layout in layouts).to_bytes()
+    digests = [layout_digests(layout.to_bytes()) for layout in layouts]
     document = build_manifest(
-        JobIdentity("standalone", "run", JOB_UID), records, parent=None, layout=merged
+        JobIdentity("standalone", "run", JOB_UID), zip(records, digests, strict=True), parent=None
     )
-    commit_local(tier, merged, document)
+    tier.put_manifest(JOB_UID, records[0].checkpoint, document)
     return tier, parse_manifest(document)
 
 
@@ -108,7 +108,7 @@ def test_a_payload_is_assembled_from_the_parts_of_several_ranks(tmp_path: Path, 
     tier, manifest = saved(tmp_path)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [3], rank)
     slot = slot_in(tmp_path, rank, wanted.payload_bytes)
-    read = assemble_payload(tier, manifest, wanted, slot)
+    read = assemble_payload(tier, manifest, wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(rank))
     assert read <= 1.2 * wanted.payload_bytes
     slot.close()
@@ -119,7 +119,7 @@ def test_a_bad_shard_is_quarantined_and_its_copy_read(tmp_path: Path) -> None:
     damage(tmp_path, 1)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(tier, manifest, wanted, slot)
+    assemble_payload(tier, manifest, wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
@@ -131,7 +131,7 @@ def test_the_content_of_a_missing_shard_is_read_from_another(tmp_path: Path) -> 
     path.unlink()
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(tier, manifest, wanted, slot)
+    assemble_payload(tier, manifest, wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     slot.close()
 
@@ -143,7 +143,7 @@ def test_an_error_names_both_bad_copies(tmp_path: Path) -> None:
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(NotFoundError, match=r"(?s)CRC32C.*CRC32C.*w: 131072 of 262144 elements"):
-        assemble_payload(tier, manifest, wanted, slot)
+        assemble_payload(tier, manifest, wanted, 2, slot)
     assert quarantined(tmp_path) == ["rank000001", "rank000003"]
     slot.close()
 
@@ -151,12 +151,14 @@ def test_an_error_names_both_bad_copies(tmp_path: Path) -> None:
 def test_a_shard_that_does_not_match_the_manifest_is_not_read(tmp_path: Path) -> None:
     tier, manifest = saved(tmp_path)
     shards = [
-        replace(shard, chunk_table=digest_of(b"another")) if shard.rank == 1 else shard
+        msgspec.structs.replace(shard, chunk_table=digest_of(b"another"))
+        if shard.rank == 1
+        else shard
         for shard in manifest.shards
     ]
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(tier, replace(manifest, shards=tuple(shards)), wanted, slot)
+    assemble_payload(tier, replace(manifest, shards=tuple(shards)), wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
@@ -167,7 +169,7 @@ def test_a_tensor_that_was_never_saved_quarantines_nothing(tmp_path: Path) -> No
     wanted = layout_of({"v": Tensor("F32", (2, 2))}, [1], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(StateMismatchError, match=r"v: expected F32 \[2, 2\], found nothing"):
-        assemble_payload(tier, manifest, wanted, slot)
+        assemble_payload(tier, manifest, wanted, 2, slot)
     assert quarantined(tmp_path) == []
     slot.close()
 
@@ -229,7 +231,8 @@ def test_a_rank_of_another_world_must_send_its_layout(
 ) -> None:
     reply = service.handle(Restore(service.round, Rank(0)), print)
     assert (reply.world_size, reply.payload_bytes, reply.rank_layout) == (4, 0, None)
-    assert LayoutFiles(tmp_path / "layouts").read(reply.layout)
+    assert LayoutFiles(tmp_path / "layouts").read(reply.home)
+    assert [saved.ranks for saved in reply.layouts] == [4]
     ring = SlotRing(tmp_path / "slots", Rank(0), 1)
     ring.ensure(1 << 22, RestartRound(1))
     with pytest.raises(

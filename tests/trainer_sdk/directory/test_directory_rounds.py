@@ -21,6 +21,7 @@ from holdfast.directory.service import DirectoryService
 from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Policy
 from holdfast_core.node.tier import DiskNodeTier
@@ -137,7 +138,8 @@ def prepared(root: Path, runs: dict[int, str], round_: RestartRound) -> Checkpoi
             JOB_UID, round_, Step(5), Rank(rank), 2, digest_of(layout), plan.total_bytes
         )
         record = tier.write_shard(header, BytesSource(payload(plan.total_bytes, seed=rank)))
-        Committer(tier, root / "ckpt/prepared", 2, range(2), 3, run).prepare(record)
+        committer = Committer(tier, root / "ckpt/prepared", 2, range(2), 3, run)
+        committer.prepare(record, layout_digests(layout))
     return CheckpointId(Step(5), round_)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 from tests.support.shards.packs import plan_ranks, trailer_of
+from tests.support.shards.placements import shards_of
 
 import holdfast
 from holdfast.slots.staging import Copier
 from holdfast.state.snapshot import PayloadTarget, SavePlan, plan_save, take_snapshot
-from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
-from holdfast_core.shards.pack_plan import replica_groups
+from holdfast_core.shards.pack_plan import replica_group
 
 CHUNK = 4096
 RANKS = 12
@@ -42,8 +43,8 @@ def saved(rank: int) -> tuple[SavePlan, bytes]:
 
 def test_replicas_of_a_real_state_share_their_model() -> None:
     plans, payloads = zip(*(saved(rank) for rank in range(RANKS)), strict=True)
-    layout = merge_layouts(plan.layout for plan in plans)
-    assert replica_groups(layout) == (tuple(range(RANKS)),)
+    shards = shards_of([parse_rank_layout(plan.layout) for plan in plans])
+    assert replica_group(shards, Rank(0)) == tuple(range(RANKS))
     step = plan_ranks(
         [
             trailer_of(data, step=1, rank=rank, chunk_bytes=CHUNK)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.support.shards.placements import planned, shards_of
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -20,10 +21,10 @@ from holdfast.state.restore_target import RestoreTarget
 from holdfast.state.snapshot import plan_save, take_snapshot
 from holdfast.state.tensors import placement
 from holdfast_core.errors import StateMismatchError, UnsupportedStateError
-from holdfast_core.format.layout import Layout, merge_layouts
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import Rank
-from holdfast_core.reshard.plan import plan
+from holdfast_core.reshard.plan import home_of
+from holdfast_core.reshard.saved import holders_of, saved_state
 
 
 @pytest.fixture
@@ -51,14 +52,22 @@ def layout_of(state: dict[str, Any], rank: int) -> bytes:
     return plan_save(take_snapshot(state, Rank(rank)), Rank(rank)).layout
 
 
-def saved_by(state: dict[str, Any], ranks: int) -> Layout:
-    """Return the layout of a checkpoint whose ranks all have the same state."""
-    return merge_layouts(layout_of(state, rank) for rank in range(ranks))
+def saved_by(state: dict[str, Any], ranks: int) -> list[RankLayout]:
+    """Return the layouts of a checkpoint whose ranks all have the same state."""
+    return [parse_rank_layout(layout_of(state, rank)) for rank in range(ranks)]
 
 
-def wanted(state: dict[str, Any], rank: int, source: Layout, **options: Any) -> RankLayout:
+def wanted(
+    state: dict[str, Any], rank: int, layouts: list[RankLayout], **options: Any
+) -> RankLayout:
+    groups = holders_of(shards_of(layouts)).items()
+    source = saved_state(
+        layouts[home_of(Rank(rank), len(layouts))],
+        ((layouts[lowest], len(ranks)) for lowest, ranks in groups),
+        len(layouts),
+    )
     layout = RestoreTarget(state, Rank(rank), strict=options.get("strict", True)).layout(source)
-    plan(layout, source)
+    planned(layout, layouts, rank + 1)
     return layout
 
 
@@ -163,7 +172,7 @@ def test_rank_local_state_comes_from_the_home_rank() -> None:
 def test_a_complex128_tensor_is_cut_like_any_other() -> None:
     state = {"z": torch.zeros(3, 2, dtype=torch.complex128), "a": [torch.zeros(2)]}
     source = saved_by(state, 2)
-    assert source.tensors["z"].shape == (3, 2, 16)
+    assert source[0].tensors["z"].shape == (3, 2, 16)
     assert boxes(wanted(state, 0, source))["z"] == ((0, 0, 0), (3, 2, 16))
 
 
@@ -194,10 +203,10 @@ def test_pipeline_stages_are_refused_by_name() -> None:
     for rank in range(2):
         model = torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(2, 2)})
         stages.append({"model": model, "optim": trained(next(iter(model.parameters())))})
-    source = merge_layouts(layout_of(stages[rank], rank) for rank in range(2))
+    source = [parse_rank_layout(layout_of(stages[rank], rank)) for rank in range(2)]
     for strict in (True, False):
         with pytest.raises(
-            StateMismatchError, match=r"model\.layer0\.weight: only old ranks \[0\] of 2"
+            StateMismatchError, match=r"model\.layer0\.weight: only 1 of 2 old ranks have it"
         ):
             wanted(stages[0], 0, source, strict=strict)
 
@@ -207,14 +216,13 @@ def test_optimizer_state_that_is_sharded_in_an_unknown_way_is_refused(world: Non
     mesh = init_device_mesh("cpu", (2,))
     weight = torch.nn.Parameter(torch.zeros(4, 2))
     optimizer = torch.optim.SGD([weight])
-    documents = []
+    source = []
     for rank in range(2):
         optimizer.state[weight] = {"factor": cut((4,), (2,), mesh, [Shard(0)])}
         document = parse_rank_layout(layout_of({"optim": optimizer}, 0))
         item = document.tensors["optim.state.0.factor"]
         tensors = {"optim.state.0.factor": msgspec.structs.replace(item, offsets=(2 * rank,))}
-        documents.append(replace(document, rank=Rank(rank), tensors=tensors).to_bytes())
-    source = merge_layouts(documents)
+        source.append(replace(document, rank=Rank(rank), tensors=tensors))
     fresh = {"optim": torch.optim.SGD([weight])}
     with pytest.raises(StateMismatchError, match=r"optim\.state\.0\.factor: F32 \[4\] is sharded"):
         wanted(fresh, 2, source)

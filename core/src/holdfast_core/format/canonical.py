@@ -39,16 +39,17 @@ class _AnyVersion(msgspec.Struct, rename="camel"):
     format_version: Any = None
 
 
-def encode_document(document: Versioned) -> bytes:
-    """Encode a document canonically. Raises FormatError for text that is not Unicode."""
+def encode_document(document: Versioned, what: str) -> bytes:
+    """Encode a document canonically. `what` names it in errors.
+
+    Raises FormatError for text that is not Unicode, and if the document is too long.
+    """
     try:
         data = _ENCODER.encode(document)
     except (UnicodeError, msgspec.MsgspecError) as error:
-        raise FormatError(f"canonical JSON: cannot be written: {error}") from error
+        raise FormatError(f"{what}: cannot be written: {error}") from error
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise FormatError(
-            f"canonical JSON: {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are accepted"
-        )
+        raise FormatError(f"{what}: {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are accepted")
     return data
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.digest import PREFIX, hex_of
+from holdfast_core.format.digest import hex_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
 SHARDS = "shards"
@@ -23,8 +24,9 @@ MAX_ROUND = 10**6 - 1
 MAX_RANK = 10**6 - 1
 
 _FOLDER = r"s(\d{12})-r(\d{6})"
-_SHARD = re.compile(rf"shards/{_FOLDER}/rank(\d{{6}})-([0-9a-f]{{16}})\.(shard|pack)", re.ASCII)
-_LAYOUT = re.compile(r"layouts/([0-9a-f]{64})\.json", re.ASCII)
+_SHARD = re.compile(
+    rf"shards/{_FOLDER}/rank(\d{{6}})-([0-9a-f]{{16}})\.(shard|pack|layout)", re.ASCII
+)
 _NEEDED_BY = re.compile(rf"references/{_FOLDER}/by-{_FOLDER}", re.ASCII)
 _NEEDS = re.compile(rf"references/{_FOLDER}/needs-{_FOLDER}-(\d{{20}})", re.ASCII)
 _CHECKPOINT_FOLDER = re.compile(rf"(shards|references)/{_FOLDER}/", re.ASCII)
@@ -33,19 +35,21 @@ _JOB_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", re.ASCII)
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 
+class ShardObject(StrEnum):
+    """What an object of a shard holds. The value is the end of its name."""
+
+    WHOLE = "shard"
+    PACK = "pack"
+    LAYOUT = "layout"
+
+
 @dataclass(frozen=True, slots=True)
 class ShardKey:
     checkpoint: CheckpointId
     rank: Rank
     blake3_prefix: str
     """First 16 hex characters of the payload's BLAKE3."""
-    packed: bool = False
-    """Whether the object is a pack."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutKey:
-    digest: Digest
+    kind: ShardObject = ShardObject.WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +85,18 @@ def pack_key(ref: ShardRef) -> str:
     return f"{_of_rank(ref)}.pack"
 
 
+def stored_layout_key(ref: ShardRef) -> str:
+    """Return the name of the shard's layout in the object store, which ends in `.layout`."""
+    return f"{_of_rank(ref)}.layout"
+
+
 def shards_prefix(checkpoint: CheckpointId) -> str:
     """Return `shards/s<step>-r<round>/`, the prefix of all shards of one checkpoint, with the slash."""
     return f"{SHARDS}/{_folder(checkpoint)}/"
 
 
 def layout_key(digest: Digest) -> str:
-    """Return `layouts/<64 hex>.json`."""
+    """Return `layouts/<64 hex>.json`, the name of a layout on a node tier."""
     return f"{LAYOUTS}/{hex_of(digest)}.json"
 
 
@@ -138,14 +147,14 @@ def checked_job_uid(job_uid: JobUid) -> JobUid:
     return job_uid
 
 
-Key = ShardKey | LayoutKey | ManifestKey | NeededByKey | NeedsKey
+Key = ShardKey | ManifestKey | NeededByKey | NeedsKey
 
 
 def parse_key(key: str) -> Key:
-    """Parse a name that a `*_key` function produced. Raises FormatError for any other name."""
+    """Parse a name that a `*_key` function produced for the store. Raises FormatError for any other name."""
     if match := _SHARD.fullmatch(key):
         step, round_, rank, prefix, kind = match.groups()
-        return ShardKey(_parsed(step, round_), Rank(int(rank)), prefix, packed=kind == "pack")
+        return ShardKey(_parsed(step, round_), Rank(int(rank)), prefix, ShardObject(kind))
     if match := _MANIFEST.fullmatch(key):
         return ManifestKey(_parsed(*match.groups()))
     if match := _NEEDED_BY.fullmatch(key):
@@ -154,8 +163,6 @@ def parse_key(key: str) -> Key:
     if match := _NEEDS.fullmatch(key):
         step, round_, *earlier, count = match.groups()
         return NeedsKey(_parsed(step, round_), _parsed(*earlier), int(count))
-    if match := _LAYOUT.fullmatch(key):
-        return LayoutKey(Digest(PREFIX + match.group(1)))
     raise FormatError(f"key {key[:200]!r} is not a key that Holdfast writes")
 
 

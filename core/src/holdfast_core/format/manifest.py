@@ -5,41 +5,24 @@ The encoding is canonical, and the parser accepts canonical documents only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast_core.errors import CorruptionError, FormatError
-from holdfast_core.format.canonical import dumps_canonical, loads_canonical
-from holdfast_core.format.checks import (
-    expect_checkpoint,
-    expect_digest,
-    expect_document,
-    expect_int,
-    expect_list,
-    expect_object,
-    expect_text,
-)
+from holdfast_core.format.canonical import Versioned, decode_document, encode_document
+from holdfast_core.format.checks import expect_digest, expect_int, expect_text
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
-from holdfast_core.format.keys import MAX_RANK, checked_job_uid
+from holdfast_core.format.keys import MAX_ROUND, MAX_STEP, checked_job_uid
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
 FORMAT_VERSION = 1
 MAX_SHARDS = 100_000
 
-_FIELDS = frozenset(
-    {
-        "formatVersion",
-        "job",
-        "step",
-        "restartRound",
-        "worldSize",
-        "parent",
-        "layout",
-        "shards",
-    }
-)
-_JOB_FIELDS = frozenset({"namespace", "name", "uid"})
-_SHARD_FIELDS = frozenset({"rank", "bytes", "blake3", "chunkTable"})
+_WHAT = "manifest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +34,18 @@ class JobIdentity:
     uid: JobUid
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestShard:
+class ManifestShard(
+    msgspec.Struct,
+    frozen=True,
+    gc=False,
+    forbid_unknown_fields=True,
+    rename={
+        "payload_bytes": "bytes",
+        "chunk_table": "chunkTable",
+        "same_tensors": "sameTensors",
+        "same_boxes": "sameBoxes",
+    },
+):
     """Entry of one rank's shard in a manifest."""
 
     rank: Rank
@@ -61,6 +54,30 @@ class ManifestShard:
     """Digest of the payload."""
     chunk_table: Digest
     """BLAKE3 of the packed chunk table."""
+    layout: Digest
+    """Digest of the rank's layout document."""
+    same_tensors: Rank
+    """The lowest rank that has tensors of the same names, dtypes and global shapes."""
+    same_boxes: Rank
+    """The lowest rank that has the same boxes of the same tensors at the same bytes of its payload."""
+
+
+class _Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    namespace: str
+    name: str
+    uid: str
+
+
+class _Document(Versioned, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    job: _Job
+    step: int
+    restart_round: int
+    world_size: int
+    parent: str | None
+    shards: tuple[ManifestShard, ...]
+
+
+_DECODER = msgspec.json.Decoder(_Document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +90,6 @@ class Manifest:
     world_size: int
     parent: Digest | None
     """Digest of the manifest that the round restored from; None if the round restored nothing."""
-    layout: Digest
-    """Digest of the layout document of all ranks."""
     shards: tuple[ManifestShard, ...]
 
     @property
@@ -97,32 +112,39 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the canonical document. Raises FormatError if `parse_manifest` would refuse it."""
-        data = dumps_canonical(
-            {
-                "formatVersion": FORMAT_VERSION,
-                "job": {
-                    "namespace": self.job.namespace,
-                    "name": self.job.name,
-                    "uid": self.job.uid,
-                },
-                "step": self.step,
-                "restartRound": self.restart_round,
-                "worldSize": self.world_size,
-                "parent": self.parent,
-                "layout": self.layout,
-                "shards": [
-                    {
-                        "rank": shard.rank,
-                        "bytes": shard.payload_bytes,
-                        "blake3": shard.blake3,
-                        "chunkTable": shard.chunk_table,
-                    }
-                    for shard in self.shards
-                ],
-            }
+        _check(self)
+        return encode_document(
+            _Document(
+                format_version=FORMAT_VERSION,
+                job=_Job(self.job.namespace, self.job.name, self.job.uid),
+                step=self.step,
+                restart_round=self.restart_round,
+                world_size=self.world_size,
+                parent=self.parent,
+                shards=self.shards,
+            ),
+            _WHAT,
         )
-        parse_manifest(data)
-        return data
+
+
+def manifest_shards(
+    entries: Sequence[tuple[int, Digest, Digest, LayoutDigests]],
+) -> tuple[ManifestShard, ...]:
+    """Return the entries of all shards, from (payload bytes, BLAKE3, chunk table, layout) by rank."""
+    tensors: dict[Digest, Rank] = {}
+    boxes: dict[Digest, Rank] = {}
+    return tuple(
+        ManifestShard(
+            Rank(rank),
+            payload_bytes,
+            blake3,
+            chunk_table,
+            layout.layout,
+            tensors.setdefault(layout.tensors, Rank(rank)),
+            boxes.setdefault(layout.boxes, Rank(rank)),
+        )
+        for rank, (payload_bytes, blake3, chunk_table, layout) in enumerate(entries)
+    )
 
 
 def manifest_digest(document: bytes) -> Digest:
@@ -136,29 +158,17 @@ def parse_manifest(document: bytes) -> Manifest:
     Raises FormatError, with the path of the wrong value, for anything that `Manifest.to_bytes` does not
     produce.
     """
-    what = "manifest"
-    root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
-    job = expect_object(root["job"], f"{what}.job", _JOB_FIELDS)
-    uid = JobUid(expect_text(job["uid"], f"{what}.job.uid", limit=128))
-    world_size = expect_int(root["worldSize"], f"{what}.worldSize", low=1, high=MAX_SHARDS)
-    entries = expect_list(root["shards"], f"{what}.shards", limit=MAX_SHARDS)
-    if len(entries) != world_size:
-        raise FormatError(f"{what}.shards: {len(entries)} shards for worldSize {world_size}")
-    checkpoint = expect_checkpoint(root, what)
-    parent = root["parent"]
-    return Manifest(
-        job=JobIdentity(
-            namespace=expect_text(job["namespace"], f"{what}.job.namespace", limit=253),
-            name=expect_text(job["name"], f"{what}.job.name", limit=253),
-            uid=checked_job_uid(uid),
-        ),
-        step=checkpoint.step,
-        restart_round=checkpoint.round,
-        world_size=world_size,
-        parent=None if parent is None else expect_digest(parent, f"{what}.parent"),
-        layout=expect_digest(root["layout"], f"{what}.layout"),
-        shards=tuple(_shard(entry, index) for index, entry in enumerate(entries)),
+    found = decode_document(_DECODER, document, _WHAT, FORMAT_VERSION)
+    manifest = Manifest(
+        job=JobIdentity(found.job.namespace, found.job.name, JobUid(found.job.uid)),
+        step=Step(found.step),
+        restart_round=RestartRound(found.restart_round),
+        world_size=found.world_size,
+        parent=None if found.parent is None else Digest(found.parent),
+        shards=found.shards,
     )
+    _check(manifest)
+    return manifest
 
 
 def parse_manifest_of(
@@ -196,15 +206,41 @@ def misnamed(document: bytes, job_uid: JobUid, checkpoint: CheckpointId) -> str 
     return None
 
 
-def _shard(value: object, index: int) -> ManifestShard:
-    path = f"manifest.shards[{index}]"
-    entry = expect_object(value, path, _SHARD_FIELDS)
-    rank = expect_int(entry["rank"], f"{path}.rank", high=MAX_RANK)
-    if rank != index:
-        raise FormatError(f"{path}.rank: {rank}, expected {index} (every rank once, in order)")
-    return ManifestShard(
-        rank=Rank(rank),
-        payload_bytes=expect_int(entry["bytes"], f"{path}.bytes", high=MAX_TENSOR_BYTES),
-        blake3=expect_digest(entry["blake3"], f"{path}.blake3"),
-        chunk_table=expect_digest(entry["chunkTable"], f"{path}.chunkTable"),
-    )
+def _check(manifest: Manifest) -> None:
+    """Raise FormatError if a field is out of bounds or contradicts another one."""
+    expect_text(manifest.job.namespace, f"{_WHAT}.job.namespace", limit=253)
+    expect_text(manifest.job.name, f"{_WHAT}.job.name", limit=253)
+    checked_job_uid(manifest.job.uid)
+    expect_int(manifest.step, f"{_WHAT}.step", high=MAX_STEP)
+    expect_int(manifest.restart_round, f"{_WHAT}.restartRound", high=MAX_ROUND)
+    expect_int(manifest.world_size, f"{_WHAT}.worldSize", low=1, high=MAX_SHARDS)
+    if manifest.parent is not None:
+        expect_digest(manifest.parent, f"{_WHAT}.parent")
+    if len(manifest.shards) != manifest.world_size:
+        raise FormatError(
+            f"{_WHAT}.shards: {len(manifest.shards)} shards for worldSize {manifest.world_size}"
+        )
+    for index, shard in enumerate(manifest.shards):
+        _check_shard(shard, index, manifest.shards)
+
+
+def _check_shard(shard: ManifestShard, index: int, shards: Sequence[ManifestShard]) -> None:
+    path = f"{_WHAT}.shards[{index}]"
+    if shard.rank != index:
+        raise FormatError(
+            f"{path}.rank: {shard.rank}, expected {index} (every rank once, in order)"
+        )
+    expect_int(shard.payload_bytes, f"{path}.bytes", high=MAX_TENSOR_BYTES)
+    expect_digest(shard.blake3, f"{path}.blake3")
+    expect_digest(shard.chunk_table, f"{path}.chunkTable")
+    expect_digest(shard.layout, f"{path}.layout")
+    tensors = expect_int(shard.same_tensors, f"{path}.sameTensors", high=index)
+    boxes = expect_int(shard.same_boxes, f"{path}.sameBoxes", high=index)
+    # The lowest rank of a group names itself, and equal boxes are boxes of equal tensors.
+    if tensors != index and shards[tensors].same_tensors != tensors:
+        raise FormatError(f"{path}.sameTensors: rank {tensors} names another rank")
+    if boxes != index and (shards[boxes].same_boxes, shards[boxes].same_tensors) != (
+        boxes,
+        tensors,
+    ):
+        raise FormatError(f"{path}.sameBoxes: rank {boxes} names another rank or has other tensors")

@@ -94,7 +94,8 @@ class RankLayout:
                 tensors=self.tensors,
                 objects={fqn: _Place(place) for fqn, place in self.objects.items()},
                 payload_bytes=self.payload_bytes,
-            )
+            ),
+            f"layout of rank {self.rank} with {len(self.tensors)} tensors",
         )
 
 

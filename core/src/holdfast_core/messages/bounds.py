@@ -67,7 +67,7 @@ Reason = Annotated[str, Bounds(pattern=re.compile(r"[A-Za-z][A-Za-z0-9]{0,127}")
 Name = Annotated[str, Bounds(characters=253)]
 Pem = Annotated[str, Bounds(characters=64 << 10)]
 Document = Annotated[str, Bounds(characters=64 << 20)]
-"""The text of a manifest or layout. The parser of the format checks its contents."""
+"""The text of a manifest. The parser of the format checks its contents."""
 MetricName = Annotated[str, Bounds(characters=128, clip=True)]
 Reported = Annotated[
     dict[MetricName, Annotated[float, Bounds(any_float=True)]], Bounds(items=64, clip=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     Digest,
     JobUid,
@@ -35,22 +36,17 @@ MAX_SPANS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """POST /v1/prepared, sidecar -> coordinator: the shard is durable on the sender's node tier.
-
-    `rank_layout` is set after the coordinator has replied `need_layout`.
-    """
+    """POST /v1/prepared, sidecar -> coordinator: the shard is durable on the sender's node tier."""
 
     round: RestartRound
     step: Step
     worker: Worker
     shard: ShardInfo
-    layout: Digest
-    rank_layout: Document | None = None
+    layout: LayoutDigests
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedReply:
-    need_layout: bool = False
     pruned: bool = False
     """The coordinator has given the step up or pruned it. The receiver deletes the shard."""
 
@@ -179,14 +175,12 @@ class Buffered:
     round: RestartRound
     worker: Worker
     ranks: tuple[RankBuffered, ...]
-    layouts: tuple[Document, ...] = ()
-    """Rank layouts that the coordinator has asked for in `BufferedReply.need_layouts`."""
+    layouts: tuple[LayoutDigests, ...] = ()
+    """The layouts that the shards name."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferedReply:
-    need_layouts: tuple[Digest, ...] = ()
-    """Layouts that the coordinator lacks. It ignores the message until it is sent again with them."""
     drop: tuple[Step, ...] = ()
     """Steps of the message that the worker drops: they are pruned, too old, or contradict other shards."""
 
@@ -212,11 +206,22 @@ class ManifestPut:
     step: Step
     manifest: Document
     """Canonical JSON text."""
-    layout: Document | None = None
-    """Canonical JSON text of the layout. None where the receiver has it already."""
     buffered: bool = False
     """Some shards may be in shared memory only, the receiver's among them, and copies wait for level local.
     Where it is False, the reply Ok also means that the receiver's shards are durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLayout:
+    """POST /v1/layout, sidecar -> sidecar: store a layout, because copies that the sender puts name it.
+
+    The receiver fetches it with GET /v1/layout?digest=<64 hex> from the sender, unless it has it. The reply
+    Ok means that the layout is durable on the receiver's node tier.
+    """
+
+    round: RestartRound
+    worker: Worker
+    layout: Digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +283,6 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ManifestDocument:
-    """Reply of GET /v1/manifest?step=&round=[&jobUid=][&layout=0], for the operator and members of the round.
-
-    With layout=0 the layout is left out.
-    """
+    """Reply of GET /v1/manifest?step=&round=[&jobUid=], for the operator and members of the round."""
 
     manifest: Document
-    layout: Document | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 from holdfast_core.ids import (
     Digest,
@@ -23,6 +24,7 @@ from holdfast_core.ids import (
 from holdfast_core.messages.bounds import (
     ClippedText,
     Natural,
+    PerRank,
     Reported,
     Seconds,
 )
@@ -79,9 +81,19 @@ class Restore:
 
     round: RestartRound
     rank: Rank
-    with_layout: bool = False
-    """Also write the checkpoint's layout to <shared_dir>/layouts, for a rank whose layout has changed. The
-    sidecar always writes it where another number of ranks saved the checkpoint."""
+    with_layouts: bool = False
+    """Also return `home` and `layouts`, for a rank whose layout has changed. The sidecar always returns them
+    where another number of ranks saved the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayout:
+    """The layout of one of the ranks that saved tensors of the same names, dtypes and global shapes."""
+
+    layout: Digest
+    """In <shared_dir>/layouts/<hex>.json."""
+    ranks: Natural
+    """Number of these ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +108,10 @@ class RestoreReply:
     rank_layout: Digest | None = None
     """Layout of this rank's shard, in <shared_dir>/layouts/<hex>.json. Set where the same number of ranks
     saved the checkpoint."""
-    layout: Digest | None = None
-    """The checkpoint's layout, in the same directory. None where it was not written there."""
+    home: Digest | None = None
+    """Layout of the old rank whose objects this rank takes, in the same directory."""
+    layouts: Annotated[tuple[SavedLayout, ...], PerRank] = ()
+    """For each group of ranks that saved the same tensors one layout. Empty if they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import CorruptionError, FormatError
-from holdfast_core.format.keys import ManifestKey, ShardKey, parse_key, shard_key
+from holdfast_core.format.keys import ManifestKey, ShardKey, ShardObject, parse_key, shard_key
 from holdfast_core.ids import CheckpointId, JobUid
 from holdfast_core.node.files import (
     TEMP_PREFIX,
@@ -122,7 +122,7 @@ def read_shard(root: Path, path: Path, buffers: BufferPool) -> ShardRecord:
     """
     parts = path.relative_to(root).parts
     key = parse_key("/".join(parts[1:]))
-    if not isinstance(key, ShardKey) or key.packed:
+    if not isinstance(key, ShardKey) or key.kind is not ShardObject.WHOLE:
         raise FormatError(f"{path}: expected the path of a shard")
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

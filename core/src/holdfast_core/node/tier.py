@@ -313,6 +313,10 @@ class DiskNodeTier:
         self._put(self._root / layout_key(digest), document)
         return digest
 
+    def has_layout(self, digest: Digest) -> bool:
+        """Return whether the file of the layout exists. It is not read."""
+        return (self._root / layout_key(digest)).exists()
+
     def get_layout(self, digest: Digest) -> bytes:
         """Return the document. Raises NotFoundError; CorruptionError if it does not match its name."""
         path = self._root / layout_key(digest)

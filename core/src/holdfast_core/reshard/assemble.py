@@ -12,7 +12,6 @@ from contextlib import closing
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.layout import RankPart
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import ByteRange
 from holdfast_core.reshard.plan import Move
@@ -107,18 +106,18 @@ class Copying:
             )
 
 
-def check_source(record: ShardRecord, shard: ManifestShard, part: RankPart) -> None:
-    """Raise CorruptionError if an open shard is not the one in the manifest and the layout.
+def check_source(record: ShardRecord, shard: ManifestShard) -> None:
+    """Raise CorruptionError if an open shard is not the one in the manifest.
 
     Reads of ranges do not verify the payload's digest, so the chunk table must be the manifest's.
     """
     header = record.header
     found = (header.rank, header.payload_bytes, header.layout, record.blake3, record.chunk_table)
-    expected = (shard.rank, shard.payload_bytes, part.layout, shard.blake3, shard.chunk_table)
-    if found != expected or part.payload_bytes != shard.payload_bytes:
+    expected = (shard.rank, shard.payload_bytes, shard.layout, shard.blake3, shard.chunk_table)
+    if found != expected:
         raise CorruptionError(
             f"shard of {record.ref}: its head and trailer have (rank, bytes, layout, blake3, chunk "
-            f"table) = {found}, expected {expected} according to manifest and layout"
+            f"table) = {found}, expected {expected} according to the manifest"
         )
 
 

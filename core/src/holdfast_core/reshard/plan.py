@@ -1,18 +1,19 @@
 """Plan of which bytes of the old ranks' payloads make up a new rank's payload. Pure.
 
-Any shard whose layout covers a part of a wanted box can be its source. If several shards hold the same
-box, the new rank r takes that of its home, the old rank r mod N. If its home does not hold the box, it
-takes holder number r mod the number of holders. Equal copies thus serve about equally many ranks.
+Any shard whose layout covers a part of a wanted box can be its source. If several ranks hold the same
+boxes of all tensors, the new rank r reads its home, the old rank r mod N. If its home is not among them,
+it reads number r mod their number. Equal copies thus serve about equally many ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from holdfast_core.errors import FormatError, NotFoundError, StateMismatchError
 from holdfast_core.format.dtypes import element_bytes
-from holdfast_core.format.layout import Layout, PlacedSlice, TensorLayout
+from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.format.payload import PayloadPlan, plan_payload
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, Rank
@@ -50,70 +51,197 @@ def home_of(rank: Rank, old_world_size: int) -> Rank:
     return Rank(rank % old_world_size)
 
 
-def plan(wanted: RankLayout, source: Layout, *, avoid: Collection[Rank] = ()) -> tuple[Move, ...]:
-    """Return the moves that fill every wanted box and the objects exactly once.
-
-    Moves are in order of source and start, and adjacent ones are joined. They do not cover the payload's
-    header: see `payload_plan`.
-
-    Args:
-        wanted: Layout of the new rank's payload.
-        source: Layout of the checkpoint.
-        avoid: Old ranks whose shards cannot be read.
-
-    Raises:
-        StateMismatchError: Tensors or objects are missing, have another dtype, shape or length, or are
-            not covered by the readable shards. The message names all of them.
-    """
-    problems = mismatches(wanted, source)
-    moves: list[Move] = []
-    if not problems:
-        home = home_of(wanted.rank, len(source.ranks))
-        for fqn, item in sorted(wanted.tensors.items()):
-            layout = source.tensors[fqn]
-            found, left = _tensor(item, layout, wanted.rank, home, avoid)
-            moves += found
-            if left:
-                problems.append(_uncovered(fqn, item, left))
-        problems += _objects(wanted, source, home, avoid, moves)
-    if problems:
-        lines = "\n  ".join(problems)
-        raise StateMismatchError(
-            f"rank {wanted.rank} cannot be assembled from the checkpoint of {len(source.ranks)} "
-            f"ranks, in {len(problems)} places:\n  {lines}"
-        )
-    return _joined(moves)
-
-
-def plan_without(
-    wanted: RankLayout, source: Layout, missing: Mapping[Rank, str]
+def plan(
+    wanted: RankLayout,
+    world_size: int,
+    shards: Sequence[ManifestShard],
+    read: Callable[[Rank], RankLayout],
+    missing: Mapping[Rank, str] = MappingProxyType({}),
 ) -> tuple[Move, ...]:
-    """Return `plan` without the shards of the `missing` ranks, whose values are the reasons.
+    """Search with layouts that `read` returns at once. See `SliceSearch`."""
+    search = SliceSearch(wanted, world_size, shards, missing)
+    while (rank := search.next()) is not None:
+        search.add(rank, read(rank))
+    return search.moves()
 
-    Raises:
-        StateMismatchError: The checkpoint does not hold what is wanted.
-        NotFoundError: It does, but the other shards do not suffice. The message has the reasons.
+
+class SliceSearch:
+    """Search for the bytes that fill every wanted box and the objects exactly once.
+
+    It asks for the layouts of old ranks one at a time and keeps only the moves that it needs of each. It
+    begins with the home, and goes on with the ranks that are nearest to the new rank's position in the
+    gang. It ends when all boxes are filled, so that few layouts are read where ranks hold rows in order.
+    Ranks that hold the same boxes count as one. The moves do not cover the payload's header: see
+    `payload_plan`.
     """
-    try:
-        return plan(wanted, source, avoid=missing)
-    except StateMismatchError as error:
-        if not missing:
-            raise
-        text = "; ".join(missing.values())
-        raise NotFoundError(f"{text}; without them: {error}") from error
 
+    def __init__(
+        self,
+        wanted: RankLayout,
+        world_size: int,
+        shards: Sequence[ManifestShard],
+        missing: Mapping[Rank, str],
+    ) -> None:
+        """Begin a search.
 
-def mismatches(wanted: RankLayout, source: Layout) -> list[str]:
-    """Return a line for every wanted tensor that is missing or has another dtype or shape."""
-    problems: list[str] = []
-    for fqn, item in sorted(wanted.tensors.items()):
-        found = source.tensors.get(fqn)
-        expected = f"{fqn}: expected {item.dtype} {list(item.shape)}"
-        if found is None:
-            problems.append(f"{expected}, found nothing in the checkpoint")
-        elif (found.dtype, found.shape) != (item.dtype, item.shape):
-            problems.append(f"{expected}, found {found.dtype} {list(found.shape)}")
-    return problems
+        Args:
+            wanted: Layout of the new rank's payload.
+            world_size: Number of the new ranks.
+            shards: Entries of the manifest, by old rank.
+            missing: Old ranks whose shard or layout cannot be read, with the reasons.
+        """
+        self._wanted = wanted
+        self._shards = shards
+        self._missing = missing
+        self._home = home_of(wanted.rank, len(shards))
+        self._open = {
+            fqn: [Box(item.offsets, item.lengths)]
+            for fqn, item in wanted.tensors.items()
+            if 0 not in item.lengths
+        }
+        """What is left of each wanted box."""
+        self._problems: dict[str, str] = {}
+        self._found: set[str] = set()
+        """Names that any layout had."""
+        self._moves: list[Move] = []
+        self._needs_home = bool(wanted.objects)
+        self._names: dict[Rank, Collection[str]] = {}
+        """Names of the tensors by `same_tensors`, of the layouts that were read."""
+        self._order = iter(self._ranks(world_size))
+
+    def _ranks(self, world_size: int) -> list[Rank]:
+        """Return one readable rank of each group with the same boxes, in the order of the search."""
+        groups: dict[Rank, list[Rank]] = {}
+        for shard in self._shards:
+            if shard.rank not in self._missing:
+                groups.setdefault(shard.same_boxes, []).append(shard.rank)
+        number = self._wanted.rank
+        chosen = [
+            self._home if self._home in ranks else ranks[number % len(ranks)]
+            for ranks in groups.values()
+        ]
+        position = (number + 0.5) / world_size * len(self._shards) - 0.5
+
+        def distance(rank: Rank) -> tuple[bool, float]:
+            # A group is as near as its nearest rank, whichever of its ranks is read.
+            group = groups[self._shards[rank].same_boxes]
+            return rank != self._home, min(abs(member - position) for member in group)
+
+        return sorted(chosen, key=distance)
+
+    def next(self) -> Rank | None:
+        """Return the old rank whose layout `add` needs next. None once the search has ended."""
+        for rank in self._order:
+            if rank == self._home and self._needs_home:
+                return rank
+            names = self._names.get(self._shards[rank].same_tensors)
+            if self._open and (names is None or any(fqn in names for fqn in self._open)):
+                return rank
+        return None
+
+    def add(self, rank: Rank, layout: RankLayout) -> None:
+        """Take the layout of the rank that `next` returned.
+
+        Raises FormatError if it is not the layout of this rank's shard.
+        """
+        if (layout.rank, layout.payload_bytes) != (rank, self._shards[rank].payload_bytes):
+            raise FormatError(
+                f"layout of rank {rank}: it is of rank {layout.rank} with a payload of "
+                f"{layout.payload_bytes} bytes, expected {self._shards[rank].payload_bytes}"
+            )
+        self._names[self._shards[rank].same_tensors] = frozenset(layout.tensors)
+        if rank == self._home:
+            self._add_objects(layout)
+        for fqn in tuple(self._open):
+            if (held := layout.tensors.get(fqn)) is not None:
+                self._found.add(fqn)
+                self._add_tensor(fqn, self._wanted.tensors[fqn], rank, held)
+
+    def moves(self) -> tuple[Move, ...]:
+        """Return the moves in order of source and start. Adjacent ones are joined.
+
+        Raises:
+            StateMismatchError: Tensors or objects are missing, have another dtype, shape or length, or are
+                in no shard completely. The message names all of them.
+            NotFoundError: The readable shards do not suffice. The message has the reasons.
+        """
+        problems = dict(self._problems)
+        for fqn, left in self._open.items():
+            item = self._wanted.tensors[fqn]
+            problems[fqn] = (
+                _uncovered(fqn, item, left)
+                if fqn in self._found
+                else f"{_expected(fqn, item)}, found nothing in the checkpoint"
+            )
+        if self._needs_home and self._home in self._missing:
+            for fqn in self._wanted.objects:
+                problems[fqn] = (
+                    f"object {fqn}: expected it in the shard of rank {self._home}, which cannot be read"
+                )
+        if not problems:
+            return _joined(self._moves)
+        lines = "\n  ".join(text for _, text in sorted(problems.items()))
+        text = (
+            f"rank {self._wanted.rank} cannot be assembled from the checkpoint of "
+            f"{len(self._shards)} ranks, in {len(problems)} places:\n  {lines}"
+        )
+        if not self._missing:
+            raise StateMismatchError(text)
+        raise NotFoundError(f"{'; '.join(self._missing.values())}; without them: {text}")
+
+    def _add_tensor(self, fqn: str, item: TensorSlice, rank: Rank, held: TensorSlice) -> None:
+        """Add the moves of one tensor from one rank, for what is left of the wanted box."""
+        if (held.dtype, held.shape) != (item.dtype, item.shape):
+            self._problems[fqn] = f"{_expected(fqn, item)}, found {held.dtype} {list(held.shape)}"
+            del self._open[fqn]
+            return
+        target, box = Box(item.offsets, item.lengths), Box(held.offsets, held.lengths)
+        size = element_bytes(item.dtype, "reshard")
+        left: list[Box] = []
+        for open_box in self._open[fqn]:
+            part = intersect(open_box, box)
+            if part is None:
+                left.append(open_box)
+                continue
+            left += subtract(open_box, part)
+            for run in runs(part, box, target):
+                self._moves.append(
+                    Move(
+                        rank,
+                        held.byte_range.start + run.source * size,
+                        run.length * size,
+                        item.byte_range.start + run.target * size,
+                        run.times,
+                        run.source_step * size,
+                        run.target_step * size,
+                    )
+                )
+        if left:
+            self._open[fqn] = left
+        else:
+            del self._open[fqn]
+
+    def _add_objects(self, layout: RankLayout) -> None:
+        """Add the moves of the objects, which come from the home."""
+        pairs: set[tuple[ByteRange, ByteRange]] = set()
+        for fqn, target in self._wanted.objects.items():
+            place = layout.objects.get(fqn)
+            if place is None:
+                self._problems[fqn] = (
+                    f"object {fqn}: expected it in the shard of rank {self._home}, found nothing"
+                )
+            elif place.length_bytes != target.length_bytes:
+                self._problems[fqn] = (
+                    f"object {fqn}: expected {target.length_bytes} bytes, found "
+                    f"{place.length_bytes} in the shard of rank {self._home}"
+                )
+            else:
+                pairs.add((place, target))
+        self._moves += [
+            Move(self._home, place.start, place.length_bytes, target.start)
+            for place, target in pairs
+            if place.length_bytes
+        ]
 
 
 def payload_plan(wanted: RankLayout) -> PayloadPlan:
@@ -141,87 +269,8 @@ def payload_plan(wanted: RankLayout) -> PayloadPlan:
     return planned
 
 
-def _tensor(
-    item: TensorSlice,
-    layout: TensorLayout,
-    rank: Rank,
-    home: Rank,
-    avoid: Collection[Rank],
-) -> tuple[list[Move], list[Box]]:
-    """Return the moves for one wanted box, and the parts of the box that no shard covers."""
-    target = Box(item.offsets, item.lengths)
-    if not target.elements:
-        return [], []
-    holders: dict[Box, list[PlacedSlice]] = {}
-    for placed in layout.slices:
-        if placed.rank not in avoid:
-            holders.setdefault(Box(placed.offsets, placed.lengths), []).append(placed)
-    overlaps = []
-    for box, equal in holders.items():
-        common = intersect(target, box)
-        if common is not None:
-            at_home = any(placed.rank == home for placed in equal)
-            overlaps.append((-common.elements, not at_home, box))
-    size = element_bytes(item.dtype, "reshard")
-    moves: list[Move] = []
-    left = [target]
-    for _, _, box in sorted(overlaps):
-        if not left:
-            break
-        chosen = _choose(holders[box], rank, home)
-        rest: list[Box] = []
-        for open_box in left:
-            part = intersect(open_box, box)
-            if part is None:
-                rest.append(open_box)
-                continue
-            rest += subtract(open_box, part)
-            for run in runs(part, box, target):
-                moves.append(
-                    Move(
-                        chosen.rank,
-                        chosen.byte_range.start + run.source * size,
-                        run.length * size,
-                        item.byte_range.start + run.target * size,
-                        run.times,
-                        run.source_step * size,
-                        run.target_step * size,
-                    )
-                )
-        left = rest
-    return moves, left
-
-
-def _choose(equal: list[PlacedSlice], rank: Rank, home: Rank) -> PlacedSlice:
-    at_home = next((placed for placed in equal if placed.rank == home), None)
-    return at_home or equal[rank % len(equal)]
-
-
-def _objects(
-    wanted: RankLayout, source: Layout, home: Rank, avoid: Collection[Rank], moves: list[Move]
-) -> list[str]:
-    problems: list[str] = []
-    pairs: set[tuple[ByteRange, ByteRange]] = set()
-    for fqn, target in sorted(wanted.objects.items()):
-        places = source.objects.get(fqn, ())
-        place = next((p.byte_range for p in places if p.rank == home), None)
-        if place is None or home in avoid:
-            problems.append(
-                f"object {fqn}: expected it in the shard of rank {home}, which cannot be read"
-            )
-        elif place.length_bytes != target.length_bytes:
-            problems.append(
-                f"object {fqn}: expected {target.length_bytes} bytes, found "
-                f"{place.length_bytes} in the shard of rank {home}"
-            )
-        else:
-            pairs.add((place, target))
-    moves += [
-        Move(home, place.start, place.length_bytes, target.start)
-        for place, target in pairs
-        if place.length_bytes
-    ]
-    return problems
+def _expected(fqn: str, item: TensorSlice) -> str:
+    return f"{fqn}: expected {item.dtype} {list(item.shape)}"
 
 
 def _uncovered(fqn: str, item: TensorSlice, left: list[Box]) -> str:

@@ -25,8 +25,7 @@ import zstandard
 
 from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.dtypes import element_bytes
-from holdfast_core.format.layout import Layout
-from holdfast_core.ids import Rank
+from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.shards.file import MAX_CHUNK_BYTES, chunk_count
 from holdfast_core.shards.record import ShardHeader
 
@@ -156,7 +155,7 @@ class ChunkDecoder:
         return plane
 
 
-def chunk_widths(layout: Layout, rank: Rank, header: ShardHeader) -> bytes:
+def chunk_widths(layout: RankLayout, header: ShardHeader) -> bytes:
     """Return a width for each chunk of a rank's payload: the element size of most of its bytes.
 
     Bytes outside of tensors count as one-byte elements. The choice is the writer's alone; readers take
@@ -164,15 +163,12 @@ def chunk_widths(layout: Layout, rank: Rank, header: ShardHeader) -> bytes:
     """
     size, count = header.chunk_bytes, chunk_count(header)
     held = {width: [0] * count for width in WIDTHS}
-    for fqn, tensor in layout.tensors.items():
-        width = element_bytes(tensor.dtype, fqn)
-        for item in tensor.slices:
-            if item.rank != rank:
-                continue
-            start, stop = item.byte_range.start, item.byte_range.stop
-            for chunk in range(start // size, min(count, -(-stop // size))):
-                found = min(stop, (chunk + 1) * size) - max(start, chunk * size)
-                held[width][chunk] += found
+    for fqn, item in layout.tensors.items():
+        width = element_bytes(item.dtype, fqn)
+        start, stop = item.byte_range
+        for chunk in range(start // size, min(count, -(-stop // size))):
+            found = min(stop, (chunk + 1) * size) - max(start, chunk * size)
+            held[width][chunk] += found
     for chunk in range(count):
         length = min(size, header.payload_bytes - chunk * size)
         held[1][chunk] = length - sum(held[width][chunk] for width in WIDTHS[1:])

@@ -14,13 +14,11 @@ step names an object that stores it or refers to one that does: at most two hops
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast_core.format.digest import Blake3
-from holdfast_core.format.layout import Layout
+from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
 from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import Trailer
@@ -33,9 +31,6 @@ MAX_GROUP = 64
 """Maximum ranks in a group. Each rank requests the chunk tables of all others."""
 LEAST_SHARE = 8
 """A pack must leave out at least one chunk in this many. Less is not worth the objects it keeps alive."""
-
-_RANK_LOCAL = re.compile(r"@rank\d+(~\d+)?\Z")
-"""Matches the names of tensors that belong to one rank alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +53,16 @@ class Earlier:
         return None if source.checkpoint == own.checkpoint else source
 
 
-def replica_groups(layout: Layout) -> tuple[tuple[Rank, ...], ...]:
-    """Return the groups of ranks that hold the same boxes of tensors at the same payload bytes.
+def replica_group(shards: Sequence[ManifestShard], rank: Rank) -> tuple[Rank, ...]:
+    """Return the ranks that hold the same boxes of tensors at the same payload bytes as `rank`, in order.
 
-    Groups are in order of their first ranks and have at most MAX_GROUP ranks. Tensors that belong to one
-    rank alone, and objects, may differ within a group.
+    `shards` are the entries of the manifest. `rank` is one of the group. A group has at most MAX_GROUP ranks,
+    and all its ranks find the same one.
     """
-    digests = [Blake3() for _ in layout.ranks]
-    sharing = [False] * len(layout.ranks)
-    for fqn in sorted(layout.tensors):
-        if _RANK_LOCAL.search(fqn):
-            continue
-        tensor = layout.tensors[fqn]
-        for item in tensor.slices:
-            span = (item.byte_range.start, item.byte_range.stop)
-            identity = (fqn, tensor.dtype, tensor.shape, item.offsets, item.lengths, span)
-            digests[item.rank].update(repr(identity).encode())
-            sharing[item.rank] = True
-    alike: dict[object, list[Rank]] = {}
-    for number, digest in enumerate(digests):
-        key = digest.raw() if sharing[number] else number
-        alike.setdefault(key, []).append(Rank(number))
-    return tuple(
-        tuple(ranks[start : start + MAX_GROUP])
-        for ranks in alike.values()
-        for start in range(0, len(ranks), MAX_GROUP)
-    )
+    lowest = shards[rank].same_boxes
+    alike = [shard.rank for shard in shards if shard.same_boxes == lowest]
+    start = alike.index(rank) // MAX_GROUP * MAX_GROUP
+    return tuple(alike[start : start + MAX_GROUP])
 
 
 def owner(group: Sequence[Rank], chunk: int) -> Rank:

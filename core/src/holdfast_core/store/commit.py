@@ -1,11 +1,11 @@
-"""The commit of a checkpoint in the object store. Its shards and packs are there already.
+"""The commit of a checkpoint in the object store. Its shards, packs and layouts are there already.
 
 1. If packs refer to earlier checkpoints, put the references. From here on every deleter keeps the
    checkpoints that they name.
 2. Read the manifests of the bases, the checkpoints that this one was compared with. If all exist, any
    process that deletes one of them later finds the references. If one is gone, a deleter may have listed
    the references before step 1, so nothing is committed.
-3. Put the layout, then the manifest.
+3. Put the manifest.
 
 This module never deletes references: a delayed DELETE request could remove those of a later commit that
 succeeded. The references of a failed commit keep objects longer than needed, until the next sweep.
@@ -26,7 +26,6 @@ def commit(
     tier: ObjectTier,
     namespace: str,
     manifest: Manifest,
-    layout: bytes,
     needs: Mapping[CheckpointId, int],
     bases: Collection[CheckpointId],
 ) -> bool:
@@ -39,7 +38,6 @@ def commit(
         tier: The store.
         namespace: Namespace of the job.
         manifest: Manifest of the checkpoint.
-        layout: Document that the manifest's layout digest names.
         needs: The payload bytes that each earlier checkpoint stores for the packs; maybe none.
         bases: Checkpoints that the packs were compared with; their manifests must still exist.
 
@@ -57,11 +55,7 @@ def commit(
         kept = all(_exists(tier, namespace, job_uid, base) for base in bases)
         if not kept and not _exists(tier, namespace, job_uid, checkpoint):
             return False
-    tier.put_layout(namespace, job_uid, layout)
     tier.put_manifest(namespace, job_uid, checkpoint, manifest.to_bytes())
-    # Put the layout again: before the manifest existed, another coordinator may have deleted the layout
-    # as unused.
-    tier.put_layout(namespace, job_uid, layout)
     return True
 
 

@@ -226,19 +226,26 @@ class ObjectTier:
         parsed = (_parsed(item.key) for item in listed)
         return tuple(sorted(key.checkpoint for key in parsed if isinstance(key, keys.ManifestKey)))
 
-    def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
-        """Put a layout if absent and return its digest. A damaged one is replaced where possible."""
+    def put_layout(self, namespace: str, ref: ShardRef, document: bytes) -> None:
+        """Put the layout of a shard if absent. A damaged one is replaced where possible.
+
+        It is an object of the checkpoint, as its shards are, and is deleted with them.
+        """
         digest = digest_of(document)
         self._put(
-            self._key(namespace, job_uid, keys.layout_key(digest)),
+            self._key(namespace, ref.job_uid, keys.stored_layout_key(ref)),
             document,
             lambda found: digest_of(found) != digest,
         )
-        return digest
 
-    def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
-        """Return a layout. Raises NotFoundError; CorruptionError if two reads do not match the digest."""
-        key = self._key(namespace, job_uid, keys.layout_key(digest))
+    def get_layout(self, namespace: str, ref: ShardRef, digest: Digest) -> bytes:
+        """Return a shard's layout.
+
+        Raises:
+            NotFoundError: The store does not have it.
+            CorruptionError: Two reads do not match the digest.
+        """
+        key = self._key(namespace, ref.job_uid, keys.stored_layout_key(ref))
         document = self._store.get(key)
         if digest_of(document) != digest:
             document = self._store.get(key)  # the first read may have been damaged in transit
@@ -246,21 +253,6 @@ class ObjectTier:
         if found != digest:
             raise CorruptionError(f"layout {key}: expected digest {digest}, found {found}")
         return document
-
-    def list_layouts(
-        self, namespace: str, job_uid: JobUid, older_than: timedelta
-    ) -> frozenset[Digest]:
-        """Return the layouts that were written at least `older_than` ago, by the store's clock."""
-        found = set[Digest]()
-        for item in self._list(namespace, job_uid, f"{keys.LAYOUTS}/"):
-            key = _parsed(item.key)
-            if isinstance(key, keys.LayoutKey) and item.age >= older_than:
-                found.add(key.digest)
-        return frozenset(found)
-
-    def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
-        """Delete a layout. An absent layout is not an error."""
-        self._delete(namespace, job_uid, [keys.layout_key(digest)])
 
     def put_references(
         self,

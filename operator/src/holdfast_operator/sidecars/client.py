@@ -162,7 +162,7 @@ class SidecarClient:
         self, context: ssl.SSLContext, target: Target, listed: ListedManifest
     ) -> bytes | None:
         """Return the document of a manifest, or None if the sidecar does not have it any longer."""
-        path = f"/v1/manifest?step={listed.step}&round={listed.round}&layout=0"
+        path = f"/v1/manifest?step={listed.step}&round={listed.round}"
         try:
             reply = await self._call(context, target, "GET", path, None, ManifestDocument)
         except SidecarRefused as refusal:

@@ -6,8 +6,8 @@
    local, or at level memory while a shard is in shared memory only. `choice.py` chooses which of those
    steps is written next.
 3. Every rank has sent REPLICATED: the step is at level replicated, and older steps may be pruned.
-4. Every rank has sent UPLOADED: the layout and then the manifest are put into the store if absent, and the
-   step is at level persisted.
+4. Every rank has sent UPLOADED: the manifest is put into the store if absent, and the step is at level
+   persisted.
 
 The operator decides about rounds. A new coordinator can rebuild this state: members repeat their messages
 when they see a new `instance`, and inventories list the manifests that exist.
@@ -20,8 +20,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
-from holdfast_core.errors import HoldfastError, RefusedError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.errors import FormatError, HoldfastError, RefusedError
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import (
     CheckpointId,
@@ -60,7 +59,7 @@ from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.alarm import CommitAlarm
 from holdfast_sidecar.coordinator.choice import choose
-from holdfast_sidecar.coordinator.documents import Builder, shard_infos
+from holdfast_sidecar.coordinator.documents import build_manifest, shard_infos
 from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
@@ -111,7 +110,6 @@ class Coordinator:
             message.round, world_size, workers, expects_copies=_expects_copies(message)
         )
         self._gathered = Gathered(frozenset(workers), world_size, clock.monotonic())
-        self._builder = Builder(self._contract, message)
         self._alarm = CommitAlarm(settings, self._ledger, self._gathered, clock, self._changed)
         self._older: set[CheckpointId] = set()
         """Checkpoints of older rounds on this round's lineage, and of this round where a member lacks its
@@ -139,7 +137,6 @@ class Coordinator:
         self._uploads = Uploads(
             settings.contract,
             message,
-            node,
             store,
             ledger=self._ledger,
             outbox=self._outbox,
@@ -153,7 +150,6 @@ class Coordinator:
             settings.contract,
             message.round,
             store,
-            node,
             pools=pools,
             clock=clock,
             uploading=self._uploading,
@@ -211,8 +207,6 @@ class Coordinator:
         Raises:
             RefusedError: CONFLICT if this rank reported another digest for the step; BAD_REQUEST if the
                 step is not above the restore point.
-            FormatError: The rank layout in the message is not valid.
-            CorruptionError: The rank layout does not have the digest that the message names.
         """
         base = self._message.restore_point.step
         if base is not None and message.step <= base:
@@ -222,10 +216,6 @@ class Coordinator:
             )
         if self._ledger.is_forgotten(message.step):
             return PreparedReply(pruned=self._ledger.is_pruned(message.step))
-        if message.rank_layout is not None:
-            self._builder.add(message.layout, message.rank_layout)
-        if not self._builder.has(message.layout):
-            return PreparedReply(need_layout=True)
         with _Conflicts():
             entry = self._ledger.prepared(message.step, message.shard, message.layout)
         self._is_known(entry)
@@ -235,18 +225,19 @@ class Coordinator:
         """Record all shards that a member buffers in shared memory.
 
         Raises:
-            FormatError: A layout in the message is not a rank layout.
+            FormatError: The message lacks the digests of a layout that a shard names.
         """
-        for text in message.layouts:
-            self._builder.add(digest_of(text.encode()), text)
-        layouts = {s.layout for r in message.ranks for s in r.shards}
-        missing = tuple(sorted(d for d in layouts if not self._builder.has(d)))
+        layouts = {digests.layout: digests for digests in message.layouts}
+        missing = {s.layout for r in message.ranks for s in r.shards} - layouts.keys()
         if missing:
-            return BufferedReply(need_layouts=missing)
+            raise FormatError(
+                f"BUFFERED of worker {message.worker} names layouts without their digests: "
+                f"{sorted(missing)[:4]}"
+            )
         base = self._message.restore_point.step
         drop: set[Step] = set()
         for buffered in message.ranks:
-            drop.update(self._ledger.update_buffered(buffered, base))
+            drop.update(self._ledger.update_buffered(buffered, layouts, base))
         for buffered in message.ranks:
             for shard in buffered.shards:
                 entry = self._ledger.steps.get(shard.step)
@@ -430,7 +421,8 @@ class Coordinator:
     async def _commit(self, entry: StepEntry) -> None:
         """Build the manifest of a step in a thread. The outbox sends it to the members."""
         try:
-            built = await self._pools.read.run(self._builder.build, entry)
+            parent = self._message.restore_point.manifest
+            built = await self._pools.read.run(build_manifest, self._contract, parent, entry)
         except HoldfastError as error:
             self._failures.note(
                 f"manifest of step {entry.step}", TierName.NODE, error, step=entry.step
@@ -440,7 +432,6 @@ class Coordinator:
             self._building.discard(entry.step)
         if self._ledger.steps.get(entry.step) is not entry or entry.lost:
             return  # The step was given up meanwhile.
-        entry.layout = built.layout
         try:
             self._ledger.committed(entry.step, built.manifest, built.digest, built.shards)
         except Conflict as error:
@@ -579,9 +570,7 @@ class Coordinator:
         checkpoint = CheckpointId(step, self._message.round)
         parse_manifest_of(manifest, self._contract.job_uid, checkpoint)
         with _Conflicts():
-            entry = self._ledger.committed(step, manifest, digest, shard_infos(manifest))
-        if document.layout is not None:
-            entry.layout = document.layout.encode()
+            self._ledger.committed(step, manifest, digest, shard_infos(manifest))
         self._changed()
 
     def _has_manifest(self, step: Step) -> bool:

@@ -10,8 +10,10 @@ idempotent, because senders repeat their messages after every reconnect.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import RankBuffered, RestorePoint, ShardInfo, StepState
 from holdfast_sidecar.coordinator.forgotten import Forgotten
@@ -30,7 +32,7 @@ class StepEntry:
     round: RestartRound
     world_size: int
     shards: dict[Rank, ShardInfo] = field(default_factory=dict)
-    layouts: dict[Rank, Digest] = field(default_factory=dict)
+    layouts: dict[Rank, LayoutDigests] = field(default_factory=dict)
     durable: set[Rank] = field(default_factory=set)
     """Ranks that reported their shard as stored on their node tier. This is never inferred: an acknowledged
     manifest does not prove it."""
@@ -42,7 +44,6 @@ class StepEntry:
     """A buffered shard is gone, so the step can no longer become local."""
     manifest: bytes | None = None
     manifest_digest: Digest | None = None
-    layout: bytes | None = None
     acknowledged: set[Worker] = field(default_factory=set)
     replicated: set[Rank] = field(default_factory=set)
     uploaded: dict[Rank, StoredAs] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class Ledger:
             self.steps[step] = StepEntry(step, self.round, self.world_size)
         return self.steps[step]
 
-    def prepared(self, step: Step, shard: ShardInfo, layout: Digest) -> StepEntry:
+    def prepared(self, step: Step, shard: ShardInfo, layout: LayoutDigests) -> StepEntry:
         """Record that a shard is durable on its rank's node tier.
 
         Raises:
@@ -140,7 +141,7 @@ class Ledger:
         entry.buffered.discard(shard.rank)
         return entry
 
-    def _take(self, step: Step, shard: ShardInfo, layout: Digest) -> StepEntry:
+    def _take(self, step: Step, shard: ShardInfo, layout: LayoutDigests) -> StepEntry:
         entry = self.entry(step)
         known = entry.shards.get(shard.rank)
         if known is not None and known.blake3 != shard.blake3:
@@ -152,12 +153,19 @@ class Ledger:
         entry.layouts[shard.rank] = layout
         return entry
 
-    def update_buffered(self, buffered: RankBuffered, base: Step | None = None) -> tuple[Step, ...]:
+    def update_buffered(
+        self,
+        buffered: RankBuffered,
+        layouts: Mapping[Digest, LayoutDigests],
+        base: Step | None = None,
+    ) -> tuple[Step, ...]:
         """Record all shards that a rank buffers in memory now.
 
         A step that the rank buffered before and does not name now is lost, unless its shard is durable.
 
         Args:
+            buffered: What the rank buffers.
+            layouts: The layouts of its shards.
             base: The step of the restore point.
 
         Returns:
@@ -170,7 +178,7 @@ class Ledger:
                 drop.append(shard.step)
                 continue
             try:
-                entry = self._take(shard.step, shard.shard, shard.layout)
+                entry = self._take(shard.step, shard.shard, layouts[shard.layout])
             except Conflict:
                 drop.append(shard.step)
                 self.steps[shard.step].lost = True

@@ -52,8 +52,6 @@ class _Acknowledged:
     requests: int = 0
     """Number of acknowledged entries of `Outbox._requests`."""
     released: bool = False
-    layouts: set[bytes] = field(default_factory=set)
-    """Layout documents that were sent with a manifest."""
 
     def request_acknowledged(self) -> None:
         self.requests += 1
@@ -115,7 +113,7 @@ class Outbox:
         self._prunes = Recent()
         self._memory = Recent()
         self._persist: dict[Step, PersistRequest] = {}
-        self._puts: dict[tuple[Digest | None, bool, bool], ManifestPut] = {}
+        self._puts: dict[tuple[Digest | None, bool], ManifestPut] = {}
         """The newest messages with manifests. All members share them: one has megabytes in a large gang."""
         self._released = False
         self._released_at: float | None = None
@@ -253,7 +251,7 @@ class Outbox:
             entry = self._ledger.steps[step]
             put = self._manifest_for(worker, entry)
             if put is not None:
-                return put, None, self._manifest_acknowledged(worker, entry)
+                return put, None, functools.partial(self._on_manifest, step, worker)
             request = self._persist.get(step)
             if request is not None and entry.local and record.persists.get(step) != request:
                 return request, None, functools.partial(record.persists.__setitem__, step, request)
@@ -275,31 +273,15 @@ class Outbox:
             return None
         if worker != self._own and self._own not in entry.acknowledged:
             return None
-        layout = entry.layout
-        known = layout is None or layout in self._acknowledged[worker].layouts
         buffered = len(entry.durable) < entry.world_size
-        key = (entry.manifest_digest, known, buffered)
+        key = (entry.manifest_digest, buffered)
         if key not in self._puts:
             if len(self._puts) >= _PUTS_KEPT:
                 self._puts.pop(next(iter(self._puts)))
             self._puts[key] = ManifestPut(
-                self._ledger.round,
-                entry.step,
-                entry.manifest.decode(),
-                None if known or layout is None else layout.decode(),
-                buffered=buffered,
+                self._ledger.round, entry.step, entry.manifest.decode(), buffered=buffered
             )
         return self._puts[key]
-
-    def _manifest_acknowledged(self, worker: Worker, entry: StepEntry) -> Callable[[], None]:
-        record, layout = self._acknowledged[worker], entry.layout
-
-        def acknowledged() -> None:
-            if layout is not None:
-                record.layouts.add(layout)
-            self._on_manifest(entry.step, worker)
-
-        return acknowledged
 
     def _notice(
         self, worker: Worker, step: Step, level: Level

@@ -1,8 +1,8 @@
 """The coordinator's part of persisting: it chooses the steps for the object store and puts their manifests.
 
 One step is uploaded at a time. Members upload their shards when the coordinator requests it. When all have,
-the coordinator puts the references (if shards refer to earlier checkpoints), the layout and the manifest,
-each only if absent. At most `ledger.MAX_WAITING_UPLOADS` steps wait.
+the coordinator puts the references (if shards refer to earlier checkpoints) and the manifest, each only if
+absent. At most `ledger.MAX_WAITING_UPLOADS` steps wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from holdfast_core.shards.pack import MAX_EARLIER
 from holdfast_core.store.commit import commit
 from holdfast_core.store.prune import most_needed
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.failures import Failures
@@ -37,7 +36,6 @@ class Uploads:
         self,
         contract: SidecarContract,
         message: Round,
-        node: NodeTier,
         store: ObjectTier | None,
         *,
         ledger: Ledger,
@@ -49,7 +47,6 @@ class Uploads:
         on_change: Callable[[], None],
     ) -> None:
         self._contract = contract
-        self._node = node
         self._store = store
         self._ledger = ledger
         self._outbox = outbox
@@ -222,18 +219,15 @@ class Uploads:
         return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
 
     async def _commit(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
-        """Put references, layout and manifest of a step whose shards are all in the store.
+        """Put references and manifest of a step whose shards are all in the store.
 
         Returns:
             False if a checkpoint that vouches for references is gone, so that the shards that have any must
             be uploaded whole.
         """
-        parsed, layout = parse_manifest(manifest), entry.layout
-        if layout is None:
-            layout = await self._pools.read.run(self._node.get_layout, parsed.layout)
         needs, bases = _merged(entry.uploaded.values())
         return await self._pools.store.run(
-            commit, store, self._contract.namespace, parsed, layout, needs, bases
+            lambda: commit(store, self._contract.namespace, parse_manifest(manifest), needs, bases)
         )
 
     def _persisted(self, entry: StepEntry) -> None:

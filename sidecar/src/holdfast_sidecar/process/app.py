@@ -91,7 +91,7 @@ class Sidecar:
         self._verifier = Verifier(tiers, telemetry)
         self._incoming = IncomingCopies(pod, tiers, members.bulk)
         receivers = Receivers(
-            Manifests(pod, tiers, saves, telemetry.failures),
+            Manifests(pod, tiers, saves, peers, telemetry.failures),
             self._incoming,
             self._pruner,
             self._verifier,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.errors import RefusedError
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound
 from holdfast_core.messages.relay import Relay
 from holdfast_core.messages.schema import (
     Buffered,
@@ -17,6 +17,7 @@ from holdfast_core.messages.schema import (
     CopyRequest,
     GangRequest,
     Inventory,
+    KeepLayout,
     LevelNotice,
     ManifestDocument,
     ManifestPut,
@@ -108,11 +109,13 @@ class Control:
         caller: Caller,
         job_uid: JobUid | None,
         checkpoint: CheckpointId,
-        *,
-        with_layout: bool,
     ) -> ManifestDocument:
         self._check_reader(caller)
-        return await self._receivers.manifests.get(job_uid, checkpoint, with_layout=with_layout)
+        return await self._receivers.manifests.get(job_uid, checkpoint)
+
+    async def layout(self, caller: Caller, digest: Digest) -> bytes:
+        self._check_reader(caller)
+        return await self._receivers.manifests.layout(digest)
 
     # ------------------------------------------------------------------ messages
 
@@ -161,6 +164,8 @@ class Control:
                 return await receivers.manifests.put(message)
             case CopyRequest():
                 return await receivers.copies.take(caller, message)
+            case KeepLayout():
+                return await receivers.manifests.keep_layout(message)
             case LevelNotice():
                 return receivers.pruner.level(message)
             case BufferNotice():

@@ -1,63 +1,83 @@
-"""Serve and accept manifests of checkpoints that are on this node."""
+"""Serve and accept manifests and layouts of checkpoints that are on this node."""
 
 from __future__ import annotations
 
 from holdfast_core.errors import (
     AlreadyExistsError,
     CapacityError,
+    CorruptionError,
     NotFoundError,
     RefusedError,
 )
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, JobUid, Rank, TierName
-from holdfast_core.messages.schema import ManifestDocument, ManifestPut, Ok, Refusal
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, TierName
+from holdfast_core.messages.schema import KeepLayout, ManifestDocument, ManifestPut, Ok, Refusal
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.rounds import fence
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.documents import check_put
 from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.wire.client import Peers, raise_refused
 
 
 class Manifests:
-    """Handler of requests for manifests, and of the coordinator's ManifestPut."""
+    """Handler of requests for manifests and layouts, of ManifestPut and of KeepLayout."""
 
-    def __init__(self, pod: Pod, tiers: Tiers, saves: SaveJourney, failures: Failures) -> None:
+    def __init__(
+        self,
+        pod: Pod,
+        tiers: Tiers,
+        saves: SaveJourney,
+        peers: Peers,
+        failures: Failures,
+    ) -> None:
         self._pod = pod
         self._node = tiers.node
         self._pools = tiers.pools
         self._saves = saves
+        self._peers = peers
         self._failures = failures
 
-    async def get(
-        self, job_uid: JobUid | None, checkpoint: CheckpointId, *, with_layout: bool
-    ) -> ManifestDocument:
-        """Return the manifest, and its layout if that is wanted and on this node.
+    async def get(self, job_uid: JobUid | None, checkpoint: CheckpointId) -> ManifestDocument:
+        """Return the manifest.
 
         Args:
             job_uid: The job that owns the checkpoint. None means this pod's job.
             checkpoint: The checkpoint.
-            with_layout: Whether the layout is wanted.
 
         Raises:
             NotFoundError: The manifest is not on this node.
             HoldfastError: It cannot be read, or is not valid.
         """
-        uid = job_uid or self._pod.job_uid
-        document = await self._pools.read.run(self._node.get_manifest, uid, checkpoint)
-        manifest = parse_manifest_of(document, uid, checkpoint)
-        if not with_layout:
-            return ManifestDocument(document.decode())
+        return await self._pools.read.run(self._read, job_uid or self._pod.job_uid, checkpoint)
+
+    def _read(self, job_uid: JobUid, checkpoint: CheckpointId) -> ManifestDocument:
+        document = self._node.get_manifest(job_uid, checkpoint)
+        parse_manifest_of(document, job_uid, checkpoint)
+        return ManifestDocument(document.decode())
+
+    async def layout(self, digest: Digest) -> bytes:
+        """Return a layout from the node tier. Raises NotFoundError, CorruptionError."""
+        return await self._pools.read.run(self._node.get_layout, digest)
+
+    async def keep_layout(self, message: KeepLayout) -> Ok:
+        """Store a layout that the sender has, unless it is on this node.
+
+        Raises NotFoundError if the sender does not have it, and CorruptionError if it sends another one.
+        """
         try:
-            layout = await self._pools.read.run(self._node.get_layout, manifest.layout)
-        except NotFoundError:
-            return ManifestDocument(document.decode())
-        return ManifestDocument(document.decode(), layout.decode())
+            await self.layout(message.layout)
+        except (NotFoundError, CorruptionError):
+            document = await self._peers.layout(message.worker, message.layout)
+            await self._pools.meta.run(self._node.put_layout, document)
+        return Ok(message.round)
 
     async def put(self, message: ManifestPut) -> Ok:
         """Write a manifest, durably, to the node tier.
 
-        There is no `await` between the check of the round and the queueing of the write. A SEAL that comes
-        later therefore waits for the write.
+        There is no `await` between the last check of the round and the queueing of the write. A SEAL that
+        comes later therefore waits for the write.
 
         Raises:
             FormatError: The manifest is not the one that the message names.
@@ -66,7 +86,10 @@ class Manifests:
                 memory is being digested.
             CapacityError: The node tier has no room.
         """
-        manifest = check_put(message, self._pod.contract)
+        manifest = await self._pools.read.run(check_put, message, self._pod.contract)
+        refused = fence(self._pod.state, message.round)
+        if refused is not None:
+            raise_refused(refused)
         for number in self._pod.state.own_ranks:
             self._expect_shard(Rank(number), message, manifest)
         try:
@@ -105,6 +128,4 @@ class Manifests:
         )
 
     def _write(self, message: ManifestPut, manifest: Manifest) -> None:
-        if message.layout is not None:
-            self._node.put_layout(message.layout.encode())
         self._node.put_manifest(manifest.job.uid, manifest.checkpoint, message.manifest.encode())

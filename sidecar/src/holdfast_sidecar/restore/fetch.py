@@ -6,7 +6,7 @@ copy at a member is reported to it, and the next place is tried.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from holdfast_core.errors import (
@@ -17,7 +17,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, JobUid, ShardRef, TierName
+from holdfast_core.ids import CheckpointId, Digest, ShardRef, TierName, worker_of
 from holdfast_core.messages.schema import (
     ManifestDocument,
     Member,
@@ -56,6 +56,10 @@ class Fetcher:
         """Cancel the reports of bad copies, because the round has ended."""
         await self._tasks.cancel()
 
+    def namespace_of(self, point: RestorePoint) -> str:
+        """Return the namespace, in the keys of the store, of the job that saved the checkpoint."""
+        return self._pod.namespace_of(point)
+
     def others(self) -> tuple[Member, ...]:
         """Return all other members, beginning with the targets of this worker's copies."""
         state = self._pod.state
@@ -70,7 +74,7 @@ class Fetcher:
     async def manifest(
         self, point: RestorePoint, checkpoint: CheckpointId, source_errors: SourceErrors
     ) -> Manifest | None:
-        """Return the checkpoint's manifest and store it on the node tier, with its layout if available.
+        """Return the checkpoint's manifest and store it on the node tier.
 
         The sources are the node tier, the other members and the object store, in this order. A damaged
         manifest on this node is quarantined. None if no place has a good one; `source_errors` lists the
@@ -79,7 +83,7 @@ class Fetcher:
         job_uid = self._pod.job_uid_of(point)
         try:
             document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
-            return self._accept(document, point, checkpoint)
+            return await self._pools.read.run(self._accept, document, point, checkpoint)
         except CorruptionError as error:
             source_errors.failed("manifest in the node tier", error)
             self._metrics.corruption(TierName.NODE)
@@ -90,68 +94,61 @@ class Fetcher:
             source_errors.failed("manifest in the node tier", error)
 
         async def from_member(member: Member) -> Manifest:
-            answer = await self._request_documents(member, job_uid, checkpoint)
-            document = answer.manifest.encode()
-            manifest = self._accept(document, point, checkpoint)
-            layout = None if answer.layout is None else answer.layout.encode()
-            await self._store_documents(manifest, document, layout)
-            return manifest
+            query = {
+                "step": str(checkpoint.step),
+                "round": str(checkpoint.round),
+                "jobUid": str(job_uid),
+            }
+            answer = await self._members.control.get(
+                member.worker,
+                "/v1/manifest",
+                ManifestDocument,
+                query=query,
+                seconds=_MANIFEST_SECONDS,
+            )
+            return await self._store_manifest(answer.manifest.encode(), point, checkpoint)
 
         async def from_store(store: ObjectTier) -> Manifest:
-            fetch, namespace = self._pools.fetch.run, self._pod.namespace_of(point)
-            document = await fetch(store.get_manifest, namespace, job_uid, checkpoint)
-            manifest = self._accept(document, point, checkpoint)
-            layout = await fetch(store.get_layout, namespace, job_uid, manifest.layout)
-            await self._store_documents(manifest, document, layout)
-            return manifest
+            document = await self._pools.fetch.run(
+                store.get_manifest, self._pod.namespace_of(point), job_uid, checkpoint
+            )
+            return await self._store_manifest(document, point, checkpoint)
 
-        return await self._from_elsewhere("manifest", source_errors, from_member, from_store)
-
-    async def _request_documents(
-        self, member: Member, job_uid: JobUid, checkpoint: CheckpointId
-    ) -> ManifestDocument:
-        """Request a checkpoint's manifest and layout from a member."""
-        query = {
-            "step": str(checkpoint.step),
-            "round": str(checkpoint.round),
-            "jobUid": str(job_uid),
-        }
-        return await self._members.control.get(
-            member.worker,
-            "/v1/manifest",
-            ManifestDocument,
-            query=query,
-            seconds=_MANIFEST_SECONDS,
+        return await self._from_elsewhere(
+            "manifest", source_errors, self.others(), from_member, from_store
         )
 
-    async def layout_of(self, point: RestorePoint, manifest: Manifest) -> bytes:
-        """Return the layout that the manifest names, and try to store it on the node tier.
+    async def layout(self, ref: ShardRef, digest: Digest, namespace: str) -> bytes:
+        """Return the layout of a shard, and try to store it on the node tier.
 
-        Raises NotFoundError if no place has it, and UnavailableError if a place that may have it is
-        unreachable or busy.
+        The sources are the node tier, the members, beginning with the one whose rank saved the shard, and
+        the object store.
+
+        Args:
+            ref: The shard.
+            digest: Digest of its layout.
+            namespace: Namespace of the job that saved the shard, as in the keys of the store.
+
+        Raises:
+            NotFoundError: No place has it. The message lists what was tried.
+            UnavailableError: A place that may have it is unreachable or busy.
         """
-        digest, job_uid = manifest.layout, self._pod.job_uid_of(point)
         source_errors = SourceErrors()
+        what = f"layout of rank {ref.rank}"
         try:
             return await self._pools.read.run(self._node.get_layout, digest)
         except HoldfastError as error:
-            source_errors.failed("layout in the node tier", error)
+            source_errors.failed(f"{what} in the node tier", error)
 
         async def from_member(member: Member) -> bytes:
-            answer = await self._request_documents(member, job_uid, manifest.checkpoint)
-            if answer.layout is None or digest_of(answer.layout.encode()) != digest:
-                raise NotFoundError("the worker has another layout or none")
-            return answer.layout.encode()
+            return await self._members.control.layout(member.worker, digest)
 
         async def from_store(store: ObjectTier) -> bytes:
-            document = await self._pools.fetch.run(
-                store.get_layout, self._pod.namespace_of(point), job_uid, digest
-            )
-            if digest_of(document) != digest:
-                raise CorruptionError(f"digest {digest_of(document)}, expected {digest}")
-            return document
+            return await self._pools.fetch.run(store.get_layout, namespace, ref, digest)
 
-        found = await self._from_elsewhere("layout", source_errors, from_member, from_store)
+        home = worker_of(ref.rank, self._pod.contract.procs_per_worker)
+        members = sorted(self.others(), key=lambda member: member.worker != home)
+        found = await self._from_elsewhere(what, source_errors, members, from_member, from_store)
         if found is not None:
             return await self._keep_layout(found)
         raise (UnavailableError if source_errors.retryable else NotFoundError)(str(source_errors))
@@ -174,15 +171,15 @@ class Fetcher:
             document, self._pod.job_uid_of(point), checkpoint, namespace=namespace
         )
 
-    async def _store_documents(
-        self, manifest: Manifest, document: bytes, layout: bytes | None
-    ) -> None:
-        """Write a manifest to the node tier, and its layout if that is the one which it names."""
-        if layout is not None and digest_of(layout) == manifest.layout:
-            await self._pools.meta.run(self._node.put_layout, layout)
+    async def _store_manifest(
+        self, document: bytes, point: RestorePoint, checkpoint: CheckpointId
+    ) -> Manifest:
+        """Check a manifest and write it to the node tier."""
+        manifest = await self._pools.read.run(self._accept, document, point, checkpoint)
         await self._pools.meta.run(
             self._node.put_manifest, manifest.job.uid, manifest.checkpoint, document
         )
+        return manifest
 
     # ------------------------------------------------------------------ shards
 
@@ -214,7 +211,9 @@ class Fetcher:
             return TierName.OBJECT
 
         what = f"rank {ref.rank}"
-        return await self._from_elsewhere(what, source_errors, from_member, from_store)
+        return await self._from_elsewhere(
+            what, source_errors, self.others(), from_member, from_store
+        )
 
     # ------------------------------------------------------------------ sources
 
@@ -222,14 +221,15 @@ class Fetcher:
         self,
         what: str,
         source_errors: SourceErrors,
+        members: Sequence[Member],
         from_member: Callable[[Member], Awaitable[T]],
         from_store: Callable[[ObjectTier], Awaitable[T]],
     ) -> T | None:
-        """Try the other members and then the object store, and return what the first of them provides.
+        """Try members and then the object store, and return what the first of them provides.
 
         None if none does; `source_errors` lists the errors then. Damaged copies are counted.
         """
-        for member in self.others():
+        for member in members:
             try:
                 return await from_member(member)
             except (HoldfastError, OSError) as error:

@@ -15,6 +15,7 @@ several ranks (reshard.py).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import closing
 
 from holdfast_core.errors import (
@@ -25,10 +26,8 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import shard_key
-from holdfast_core.format.layout import parse_layout
-from holdfast_core.format.rank_layout import parse_rank_layout
+from holdfast_core.format.manifest import Manifest
 from holdfast_core.ids import Digest, Rank, ShardRef, TierName
 from holdfast_core.messages.schema import (
     Fill,
@@ -36,8 +35,11 @@ from holdfast_core.messages.schema import (
     Refusal,
     Restore,
     RestoreReply,
+    SavedLayout,
     ShardFile,
 )
+from holdfast_core.reshard.plan import home_of
+from holdfast_core.reshard.saved import holders_of
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile, rank_of_slot
@@ -100,18 +102,22 @@ class Filler:
             UnavailableError: The layout cannot be written to the shared volume.
         """
         restored = self._restored(state, message)
-        if restored.manifest is None:
+        manifest = restored.manifest
+        if manifest is None:
             return RestoreReply(restored.point)
-        same = restored.layout is None
-        layout = None
-        if message.with_layout or not same:
-            layout = await self._layouts.publish(await self._layout(restored))
+        home: Digest | None = None
+        layouts: tuple[SavedLayout, ...] = ()
+        if message.with_layouts or restored.is_of_others:
+            home, layouts = await self._saved_layouts(message.rank, restored, manifest)
         return RestoreReply(
             restored.point,
             payload_bytes=restored.payload_bytes.get(message.rank, 0),
-            world_size=restored.manifest.world_size,
-            rank_layout=await self._rank_layout(message.rank, restored) if same else None,
-            layout=layout,
+            world_size=manifest.world_size,
+            rank_layout=None
+            if restored.is_of_others
+            else await self._rank_layout(message.rank, restored),
+            home=home,
+            layouts=layouts,
         )
 
     async def opened(self, state: RoundState, message: Fill) -> Attached:
@@ -151,7 +157,7 @@ class Filler:
             StateMismatchError: The checkpoint does not hold the tensors that the rank requests.
         """
         restored = self._restored(state, message)
-        if message.layout is None and restored.layout is not None:
+        if message.layout is None and restored.is_of_others:
             raise RefusedError(
                 Refusal.BAD_REQUEST,
                 (
@@ -227,17 +233,32 @@ class Filler:
             )
         return self._rehydrator.restored
 
+    async def _saved_layouts(
+        self, rank: Rank, restored: Restored, manifest: Manifest
+    ) -> tuple[Digest, tuple[SavedLayout, ...]]:
+        """Put the layouts into the shared volume by which the rank declares what it needs.
+
+        These are the layout of the rank's home, and one for each group of ranks that saved the same tensors.
+        Raises what `_layout` raises.
+        """
+        home = home_of(rank, manifest.world_size)
+        published = await self._layouts.publish(await self._layout(rank, restored, [home]))
+        found: list[SavedLayout] = []
+        for ranks in holders_of(manifest.shards).values():
+            # The home, which is read anyway, stands for its own group.
+            members = [home] if home in ranks else ranks
+            document = await self._layout(rank, restored, members)
+            found.append(SavedLayout(await self._layouts.publish(document), len(ranks)))
+        return published, tuple(found)
+
     async def _rank_layout(self, rank: Rank, restored: Restored) -> Digest | None:
         """Put the layout of the rank's saved shard into the shared volume, and return its digest.
 
         By it the rank notices that its state is sharded differently now. None if it is not available.
         """
         try:
-            try:
-                document = await self._layouts.saved(restored.refs[rank])
-            except HoldfastError:
-                document = await self._layouts.part(await self._layout(restored), rank)
-        except (NotFoundError, FormatError) as error:
+            document = await self._layout(rank, restored, [rank])
+        except NotFoundError as error:
             # The shard can be restored without its layout, so a rank whose sharding has not changed must
             # not fail for a document that no place has. A changed sharding is then noticed by the shapes
             # at load, unless these are equal.
@@ -249,25 +270,33 @@ class Filler:
             logs.warning("handing a shard's layout to the rank failed", rank=rank, error=str(error))
             return None
 
-    async def _layout(self, restored: Restored) -> bytes:
-        """Return the checkpoint's layout. Retry for a while if a place that may have it is unreachable.
+    async def _layout(self, rank: Rank, restored: Restored, holders: Sequence[Rank]) -> bytes:
+        """Return the layout of the first of the old ranks `holders` whose layout any place has.
+
+        This is retried for a while if a place that may have one is unreachable.
 
         Raises:
-            NotFoundError: No place has the layout.
-            FormatError: The layout is not valid.
-            RefusedError: BUSY: no place could provide it in time. The fill does not proceed without it,
+            NotFoundError: No place has any of the layouts.
+            RefusedError: BUSY: no place could provide one in time. The fill does not proceed without it,
                 since the rank could then load another part of a tensor as its own.
         """
         patience = self._pod.patience()
         while True:
-            try:
-                return await self._rehydrator.layout(restored)
-            except UnavailableError as error:
-                if patience.over:
-                    raise RefusedError(
-                        Refusal.BUSY,
-                        f"layout of step {restored.point.step} cannot be read now: {error}",
-                    ) from error
+            problems: list[str] = []
+            is_away = False
+            for holder in holders:
+                try:
+                    return await self._rehydrator.layout(restored, holder)
+                except UnavailableError as error:
+                    is_away = True
+                    problems.append(str(error))
+                except NotFoundError as error:
+                    problems.append(str(error))
+            text = f"layout of step {restored.point.step} cannot be read: {'; '.join(problems)}"
+            if not is_away:
+                raise NotFoundError(text)
+            if patience.over:
+                raise RefusedError(Refusal.BUSY, text)
             await patience.pause()
             if self._rehydrator.restored is not restored:
                 raise RefusedError(
@@ -282,25 +311,21 @@ class Filler:
         restored: Restored,
         target: FillTarget,
     ) -> Filled:
-        wanted = parse_rank_layout(await self._layouts.wanted(digest))
+        wanted = await self._layouts.wanted(digest)
         if wanted.rank != rank:
             raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
         if restored.manifest is None:
             raise NotFoundError(f"rank {rank} has nothing to restore in this round")
-        document = await self._layout(restored)
-        if (found := digest_of(document)) != restored.manifest.layout:
-            # A plan from another layout would read wrong byte ranges of the shards.
-            raise CorruptionError(
-                f"layout of step {restored.point.step}: digest {found}, the manifest says "
-                f"{restored.manifest.layout}"
-            )
-        layout = await self._pools.fill.run(parse_layout, document)
-        saved = Saved(restored.manifest, layout, self._rehydrator.namespace_of(restored.point))
+        saved = Saved(restored.manifest, self._pod.namespace_of(restored.point))
         slot = await self._pools.fill.run(self._room, names, wanted.payload_bytes, target)
         self._stager.memory.pop(slot, None)
         try:
             tier = await self._resharder.fill(
-                saved, wanted, target, lambda text: self._failed(rank, text, target)
+                saved,
+                wanted,
+                self._pod.state.world_size,
+                target,
+                lambda text: self._failed(rank, text, target),
             )
         except NotFoundError as error:
             self._failed(rank, str(error), target)

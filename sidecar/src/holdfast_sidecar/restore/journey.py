@@ -34,7 +34,7 @@ class RestoreJourney:
         self.fetcher = Fetcher(pod, tiers, members, metrics)
         self.rehydrator = Rehydrator(pod, self.fetcher, metrics, self.progressed)
         places = Places(tiers, members.bulk, self.fetcher, metrics, pod.contract.procs_per_worker)
-        resharder = Resharder(places, tiers.pools, metrics, pod.patience)
+        resharder = Resharder(places, self.fetcher, tiers.pools, metrics, pod.patience)
         self.filler = Filler(pod, tiers, saves, self.rehydrator, resharder, metrics)
         self.filler.changed.subscribe(changed)
 

@@ -3,7 +3,7 @@
 The sources of a shard are the node tier, then every other member, then the object store. Each copy is
 verified. A bad copy at a member is reported to it, and the next source is tried. Failed attempts are
 repeated until a new round begins; the ranks never start without their restore point. If it was saved by
-another number of ranks, only its manifest and layout are brought here.
+another number of ranks, only its manifest is brought here.
 
 `cannot_restore` reports to the operator what was tried: immediately if every place replied that it has
 nothing, and after `Settings.restore_patience_seconds` if a place that may have the data is unreachable
@@ -22,7 +22,7 @@ from holdfast_core.errors import (
     RefusedError,
 )
 from holdfast_core.format.manifest import Manifest
-from holdfast_core.ids import CheckpointId, Rank, ShardRef, TierName
+from holdfast_core.ids import CheckpointId, Digest, Rank, ShardRef, TierName
 from holdfast_core.messages.schema import (
     Refusal,
     RestorePoint,
@@ -48,9 +48,9 @@ class Restored:
     payload_bytes: dict[Rank, int]
     sources: dict[Rank, TierName]
     """Tier that served each rank's shard. Refetches and fills update it."""
-    layout: bytes | None = None
-    """The checkpoint's layout if another number of ranks saved it, else None. In that case no whole shard
-    is brought here, because the byte ranges that a rank needs are known only from its Fill."""
+    is_of_others: bool = False
+    """Whether another number of ranks saved the checkpoint. In that case no whole shard is brought here,
+    because the byte ranges that a rank needs are known only from its Fill."""
 
 
 class Rehydrator:
@@ -131,8 +131,8 @@ class Rehydrator:
                     f"the round of the restore ended while rank {rank} waited: {source_errors}",
                 )
 
-    async def layout(self, restored: Restored) -> bytes:
-        """Return the restore point's layout, which describes all ranks that saved it.
+    async def layout(self, restored: Restored, rank: Rank) -> bytes:
+        """Return the layout of a rank that saved the restore point.
 
         Raises:
             NotFoundError: There is no restore point, or no place has the layout. The message lists what
@@ -141,13 +141,11 @@ class Rehydrator:
         """
         if restored.manifest is None:
             raise NotFoundError("there is no restore point in this round")
-        if restored.layout is not None:
-            return restored.layout
-        return await self._fetcher.layout_of(restored.point, restored.manifest)
-
-    def namespace_of(self, point: RestorePoint) -> str:
-        """Return the namespace, in the keys of the store, of the job that saved the restore point."""
-        return self._pod.namespace_of(point)
+        return await self._fetcher.layout(
+            restored.manifest.ref(rank),
+            restored.manifest.shards[rank].layout,
+            self._pod.namespace_of(restored.point),
+        )
 
     def failed(self, rank: Rank, text: str) -> None:
         """Set the reason why the rank cannot be restored. An empty `text` removes it."""
@@ -207,12 +205,7 @@ class Rehydrator:
             return None
         state = self._pod.state
         if manifest.world_size != state.world_size:
-            try:
-                layout = await self._fetcher.layout_of(point, manifest)
-            except HoldfastError as error:
-                source_errors.failed(f"layout of step {point.step}", error)
-                return None
-            return Restored(point, manifest, {}, {}, {}, layout)
+            return Restored(point, manifest, {}, {}, {}, is_of_others=True)
         job_uid = self._pod.job_uid_of(point)
         records = {s.rank: s for s in manifest.shards}
         own = [Rank(r) for r in state.own_ranks]
@@ -223,5 +216,16 @@ class Rehydrator:
         sources = {r: tier for r, tier in zip(own, found, strict=True) if tier is not None}
         if len(sources) < len(own):
             return None
+        await asyncio.gather(*(self._bring_layout(refs[r], records[r].layout, point) for r in own))
         sizes = {r: records[r].payload_bytes for r in own}
         return Restored(point, manifest, refs, sizes, sources)
+
+    async def _bring_layout(self, ref: ShardRef, digest: Digest, point: RestorePoint) -> None:
+        """Bring the layout of an own shard here, so that copies of the shard get it from this node.
+
+        A failure is only logged: a rank whose placements have not changed restores without it.
+        """
+        try:
+            await self._fetcher.layout(ref, digest, self._pod.namespace_of(point))
+        except HoldfastError as error:
+            logs.warning("reading a shard's layout failed", rank=ref.rank, error=str(error))

@@ -1,6 +1,7 @@
 """Assemble the payload of one rank from byte ranges of the shards that other ranks saved.
 
-The plan lists the byte ranges of each shard. Only the chunks that contain them are read, from the first
+The plan lists the byte ranges of each shard. It is made from the layouts of those old ranks that it needs,
+which are fetched one at a time. Only the chunks that contain them are read, from the first
 place that has them (sources.py), verified, and written directly into the slot. If a place fails midway,
 the next place continues with the rest. A shard that no place has is left out, and a plan without it is
 made, since other shards may hold the same slices. A shard that only an unreachable place may have is
@@ -20,12 +21,11 @@ from holdfast_core.errors import (
     NotFoundError,
     UnavailableError,
 )
-from holdfast_core.format.layout import Layout
 from holdfast_core.format.manifest import Manifest
-from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.ids import Rank, ShardRef, TierName
+from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
+from holdfast_core.ids import Digest, Rank, ShardRef, TierName
 from holdfast_core.reshard.assemble import Copying, check_source
-from holdfast_core.reshard.plan import Move, plan_without
+from holdfast_core.reshard.plan import Move, SliceSearch
 from holdfast_core.reshard.reads import by_source
 from holdfast_core.shards.file import trailer_bytes
 from holdfast_core.shm.slot_fill import begin_assembly
@@ -49,7 +49,9 @@ class _Read:
     """Names of the places that could not be reached in this pass. They are tried last, so that a pass
     waits for a place's time-out once and not once for each shard."""
     away: set[Rank] = field(default_factory=set)
-    """Ranks whose shard no place has provided, and which an unreachable place may have."""
+    """Ranks whose shard or layout no place has provided, and which an unreachable place may have."""
+    layouts_away: bool = False
+    """Whether an unreachable place may have a layout that was needed in this pass."""
     copying: dict[tuple[Move, ...], Copying] = field(default_factory=dict)
     """Progress for each group of one shard's moves. A later pass continues there."""
     reported: set[tuple[Rank, str]] = field(default_factory=set)
@@ -58,10 +60,9 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The restore point: its manifest and layout, and where the store keeps it."""
+    """The restore point: its manifest, and where the store keeps it."""
 
     manifest: Manifest
-    layout: Layout
     namespace: str
     """Namespace of the job that saved it, as in the keys of the store."""
 
@@ -77,17 +78,25 @@ class Shards(Protocol):
     async def bad(self, place: Place, ref: ShardRef, text: str) -> None: ...
 
 
+class Layouts(Protocol):
+    """The part of `fetch.Fetcher` that a Resharder needs."""
+
+    async def layout(self, ref: ShardRef, digest: Digest, namespace: str) -> bytes: ...
+
+
 class Resharder:
     """Assembler of payloads from the shards of other ranks."""
 
     def __init__(
         self,
         shards: Shards,
+        layouts: Layouts,
         pools: Pools,
         metrics: Metrics,
         patience: Callable[[], Patience],
     ) -> None:
         self._shards = shards
+        self._layouts = layouts
         self._pools = pools
         self._metrics = metrics
         self._patience = patience
@@ -96,6 +105,7 @@ class Resharder:
         self,
         saved: Saved,
         wanted: RankLayout,
+        world_size: int,
         target: FillTarget,
         waits: Callable[[str], None],
     ) -> TierName:
@@ -108,6 +118,7 @@ class Resharder:
         Args:
             saved: The restore point.
             wanted: Layout of the payload to assemble.
+            world_size: Number of the ranks that restore.
             target: Guard of the slot to write.
             waits: Called with the reason, on each retry, once waiting has lasted longer than the patience.
 
@@ -127,13 +138,17 @@ class Resharder:
         patience: Patience | None = None
         while True:
             try:
-                moves = await self._pools.fill.run(plan_without, wanted, saved.layout, missing)
+                moves = await self._plan(saved, wanted, world_size, missing, read)
             except NotFoundError as error:
                 missing = {rank: text for rank, text in missing.items() if rank not in read.away}
                 if not read.away:
                     raise
-                # This raises NotFoundError if even with the shards that may still come no plan exists.
-                await self._pools.fill.run(plan_without, wanted, saved.layout, missing)
+                try:
+                    await self._plan(saved, wanted, world_size, dict(missing), read)
+                except NotFoundError:
+                    # Even the shards that may still come do not suffice, unless their layouts are away.
+                    if not read.layouts_away:
+                        raise
                 if patience is None:
                     patience = self._patience()
                     logs.warning("a fill waits for a source", rank=wanted.rank, error=str(error))
@@ -143,6 +158,7 @@ class Resharder:
                 target.check()
                 read.away.clear()
                 read.silent.clear()
+                read.layouts_away = False
                 continue
             for rank, group in by_source(move for move in moves if move not in done).items():
                 try:
@@ -160,6 +176,36 @@ class Resharder:
                     read_bytes={str(tier): count for tier, count in read.by_tier.items()},
                 )
                 return max(read.by_tier, key=_ORDER.index, default=TierName.NODE)
+
+    async def _plan(
+        self,
+        saved: Saved,
+        wanted: RankLayout,
+        world_size: int,
+        missing: dict[Rank, str],
+        read: _Read,
+    ) -> tuple[Move, ...]:
+        """Plan without the shards of the `missing` ranks.
+
+        A rank whose layout no place has is added to `missing`, and to `read.away` if an unreachable place
+        may have it. The search then begins anew. Raises what `SliceSearch.moves` raises.
+        """
+        shards, run = saved.manifest.shards, self._pools.fill.run
+        search = await run(SliceSearch, wanted, world_size, shards, missing)
+        while (rank := await run(search.next)) is not None:
+            try:
+                document = await self._layouts.layout(
+                    saved.ref(rank), shards[rank].layout, saved.namespace
+                )
+            except (NotFoundError, UnavailableError) as error:
+                missing[rank] = f"rank {rank}: {error}"
+                if isinstance(error, UnavailableError):
+                    read.away.add(rank)
+                    read.layouts_away = True
+                search = await run(SliceSearch, wanted, world_size, shards, missing)
+                continue
+            await run(_add, search, rank, document)
+        return await run(search.moves)
 
     async def _take(
         self,
@@ -219,8 +265,11 @@ class Resharder:
                 record = source.trailer.record
                 if place.tier is not TierName.NODE:
                     table_bytes = trailer_bytes(record.header)
-                shard, part = saved.manifest.shards[ref.rank], saved.layout.ranks[ref.rank]
-                check_source(record, shard, part)
+                check_source(record, saved.manifest.shards[ref.rank])
                 copying.take(source, target)
         finally:
             self._metrics.fetched(place.tier, table_bytes + copying.read_bytes - before)
+
+
+def _add(search: SliceSearch, rank: Rank, document: bytes) -> None:
+    search.add(rank, parse_rank_layout(document))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from holdfast_core.errors import HoldfastError, UnavailableError
-from holdfast_core.ids import Digest, Step
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import Step
 from holdfast_core.messages.schema import Buffered, BufferedReply, RankBuffered, Round
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
@@ -78,16 +78,7 @@ class BufferedReporter:
                     self._on_drop(frozenset(reply.drop))
 
     async def _report(self, accepted: Round, buffered: tuple[RankBuffered, ...]) -> BufferedReply:
-        """Send BUFFERED, and once more with the layouts that the first reply requests."""
-        message = Buffered(accepted.round, self._pod.contract.worker, buffered)
-        reply = await self._peers.call(accepted.coordinator, message, BufferedReply)
-        if reply.need_layouts:
-            layouts = await self._documents(reply.need_layouts)
-            message = Buffered(message.round, message.worker, buffered, layouts)
-            reply = await self._peers.call(accepted.coordinator, message, BufferedReply)
-            if reply.need_layouts:
-                raise UnavailableError(f"the coordinator did not store {len(layouts)} layouts")
-        return reply
-
-    async def _documents(self, digests: tuple[Digest, ...]) -> tuple[str, ...]:
-        return tuple([await self._layouts.text(digest) for digest in digests])
+        named = sorted({shard.layout for rank in buffered for shard in rank.shards})
+        layouts = tuple([await self._layouts.digests(digest) for digest in named])
+        message = Buffered(accepted.round, self._pod.contract.worker, buffered, layouts)
+        return await self._peers.call(accepted.coordinator, message, BufferedReply)

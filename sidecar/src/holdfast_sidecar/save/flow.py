@@ -17,10 +17,11 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,
+    KeepLayout,
     Ok,
     PersistRequest,
     Prepared,
@@ -30,6 +31,7 @@ from holdfast_core.messages.schema import (
     Uploaded,
 )
 from holdfast_core.shards.record import ShardRecord
+from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
@@ -111,6 +113,8 @@ class Flow:
         self._backoffs: dict[Action, Backoff] = {}
         self._tasks = Tasks()
         self._upload_requests: dict[tuple[Step, RestartRound], PersistRequest] = {}
+        self._layouts_at: set[tuple[Worker, Digest]] = set()
+        """Workers that have stored a layout in this round, with its digest."""
         self._coordinator_epoch = 0
         """Number of coordinator changes. A message that was sent before a change is not recorded as
         acknowledged after it."""
@@ -183,6 +187,7 @@ class Flow:
         self._paused.clear()
         self._backoffs.clear()
         self._upload_requests.clear()
+        self._layouts_at.clear()
 
     @property
     def idle(self) -> bool:
@@ -342,25 +347,15 @@ class Flow:
         return accepted.coordinator
 
     async def _send_prepared(self, shard: OwnShard) -> None:
-        """Send PREPARED, with the rank's layout if the coordinator requests it.
-
-        The shard is deleted if the coordinator replies that its step was pruned.
-        """
+        """Send PREPARED. The shard is deleted if the coordinator replies that its step was pruned."""
         message = Prepared(
             self._current().round,
             shard.ref.step,
             self._pod.contract.worker,
             shard.info,
-            shard.layout,
+            await self._layouts.digests(shard.layout),
         )
         reply = await self._members.control.call(self._coordinator(), message, PreparedReply)
-        if reply.need_layout:
-            document = await self._layouts.text(shard.layout)
-            reply = await self._members.control.call(
-                self._coordinator(), replace(message, rank_layout=document), PreparedReply
-            )
-            if reply.need_layout:
-                raise UnavailableError(f"the coordinator did not store layout {shard.layout}")
         if reply.pruned:
             self._shards.pop(shard.key, None)
             await self._tiers.pools.shard.run(self._tiers.node.delete_shard, shard.ref)
@@ -384,6 +379,7 @@ class Flow:
         member = None if target is None else state.member(target)
         if target is None or member is None:
             raise UnavailableError(f"worker {target} is not a member of round {state.round}")
+        await self._keep_layout(shard, target)
         started = self._pod.clock.monotonic()
         sent = await self._copied(target, CopyRequest(state.round, shard.ref))
         self._metrics.sent(TierName.PEER, sent)
@@ -391,6 +387,30 @@ class Flow:
             TierName.PEER, shard.info.payload_bytes, self._pod.clock.monotonic() - started
         )
         self._update(shard, copied=target)
+
+    async def _keep_layout(self, shard: OwnShard, target: Worker) -> None:
+        """Have the target store the shard's layout, once for all shards of the round that name it.
+
+        Ranks of another number or with other placements can then read the copy, too.
+        """
+        if (target, shard.layout) in self._layouts_at or await self._layout(shard) is None:
+            return
+        message = KeepLayout(self._current().round, self._pod.contract.worker, shard.layout)
+        await self._members.control.call(target, message, Ok)
+        self._layouts_at.add((target, shard.layout))
+
+    async def _layout(self, shard: OwnShard) -> bytes | None:
+        """Return the shard's layout. None if it is lost.
+
+        The shard is then copied without it: ranks with the same placements restore it all the same.
+        """
+        try:
+            return await self._layouts.document(shard.layout)
+        except (NotFoundError, CorruptionError) as error:
+            logs.warning(
+                "a shard is copied without its layout", ref=str(shard.ref), error=str(error)
+            )
+            return None
 
     async def _copied(self, target: Worker, request: CopyRequest) -> int:
         """Let the target copy a shard, and return when it is durable there, with the bytes that it received.
@@ -425,8 +445,14 @@ class Flow:
 
     async def _upload(self, shard: OwnShard) -> None:
         started = self._pod.clock.monotonic()
-        if self._uploader is None:
+        store = self._tiers.store
+        if self._uploader is None or store is None:
             raise UnavailableError("this job has no object store")
+        document = await self._layout(shard)
+        if document is not None:
+            await self._tiers.pools.store.run(
+                store.put_layout, self._pod.contract.namespace, shard.ref, document
+            )
         request = self._upload_requests.get((shard.key.step, shard.key.round))
         stored_as = await self._tiers.pools.store.run(self._uploader.upload, shard.ref, request)
         if (

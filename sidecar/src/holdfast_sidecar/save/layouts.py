@@ -2,8 +2,8 @@
 
 The SDK writes a document there for each layout that its ranks save or restore with, and the sidecar puts
 layouts there that ranks request. The trainer can write to the volume, so a document counts only if its
-size is bounded and its digest matches. The layouts of saves are stored on the node tier and are sent from
-there to a coordinator that lacks them.
+size is bounded and its digest matches. The layouts of saves are stored on the node tier. From there they go
+to the nodes and to the object store that get a copy of a shard which names them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from holdfast_core.errors import (
     NotFoundError,
     UnavailableError,
 )
+from holdfast_core.format.canonical import MAX_DOCUMENT_BYTES
 from holdfast_core.format.digest import digest_of, hex_of
-from holdfast_core.format.layout import parse_layout, rank_layout_of
-from holdfast_core.ids import Digest, Rank, ShardRef
+from holdfast_core.format.rank_layout import (
+    LayoutDigests,
+    RankLayout,
+    layout_digests,
+    parse_rank_layout,
+)
+from holdfast_core.ids import Digest
 from holdfast_core.shm.shared_files import opened_directory, read_regular, replace_file
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.pools import Pools
-
-MAX_LAYOUT_BYTES = 64 << 20
 
 
 class RankLayouts:
@@ -35,56 +39,63 @@ class RankLayouts:
         self._directory = directory
         self._node = node
         self._pools = pools
-        self._known: set[Digest] = set()
+        self._known: dict[Digest, LayoutDigests] = {}
 
     async def ensure(self, digest: Digest) -> None:
-        """Make the document durable on the node tier.
+        """Make the document durable on the node tier. A known one costs nothing.
 
         Raises:
             NotFoundError: The document is not in the shared volume.
-            FormatError: The document is too large, or is no regular file.
+            FormatError: The document is too large, or is no regular file, or no layout.
             CorruptionError: The document has another digest.
             UnavailableError: The document cannot be read.
         """
         if digest not in self._known:
-            await self._pools.meta.run(self._store, digest)
-            self._known.add(digest)
+            self._known[digest] = await self._pools.meta.run(self._store, digest)
 
-    async def text(self, digest: Digest) -> str:
-        """Return a document from the node tier, for the coordinator. Raises NotFoundError."""
-        return (await self._pools.read.run(self._node.get_layout, digest)).decode()
+    async def digests(self, digest: Digest) -> LayoutDigests:
+        """Return what the layout of an own shard has in common with others.
 
-    async def wanted(self, digest: Digest) -> bytes:
+        Raises what `document` raises.
+        """
+        if digest not in self._known:
+            # The process that stored this shard has ended since.
+            self._known[digest] = await self._pools.read.run(self._digests, digest)
+        return self._known[digest]
+
+    async def document(self, digest: Digest) -> bytes:
+        """Return the layout of an own shard. It is stored again if the node tier has lost it.
+
+        Raises what `ensure` raises.
+        """
+        return await self._pools.read.run(self._document, digest)
+
+    async def wanted(self, digest: Digest) -> RankLayout:
         """Return the layout of the payload that a rank requests from the restore point.
 
         The document is read from the shared volume and is not stored. Raises what `ensure` raises.
         """
-        return await self._pools.read.run(self._checked, digest)
-
-    async def saved(self, ref: ShardRef) -> bytes:
-        """Return the layout of a shard, both from the node tier.
-
-        A node has this document for shards that its own ranks saved. Raises NotFoundError and
-        CorruptionError.
-        """
-        return await self._pools.read.run(self._saved, ref)
-
-    async def part(self, document: bytes, rank: Rank) -> bytes:
-        """Extract one rank's layout from the layout of a checkpoint. Raises FormatError, CorruptionError."""
-        return await self._pools.fill.run(_part, document, rank)
+        return await self._pools.read.run(lambda: parse_rank_layout(self._checked(digest)))
 
     async def publish(self, document: bytes) -> Digest:
         """Write a layout to the shared volume, where the ranks read it. Raises UnavailableError."""
         return await self._pools.meta.run(self._publish, document)
 
-    def _store(self, digest: Digest) -> None:
-        self._node.put_layout(self._checked(digest))
+    def _store(self, digest: Digest) -> LayoutDigests:
+        document = self._checked(digest)
+        digests = layout_digests(document)
+        self._node.put_layout(document)
+        return digests
 
-    def _saved(self, ref: ShardRef) -> bytes:
-        record = self._node.find(ref)
-        if record is None:
-            raise NotFoundError(f"shard of {ref} is not in the node tier")
-        return self._node.get_layout(record.header.layout)
+    def _digests(self, digest: Digest) -> LayoutDigests:
+        return layout_digests(self._document(digest))
+
+    def _document(self, digest: Digest) -> bytes:
+        try:
+            return self._node.get_layout(digest)
+        except (NotFoundError, CorruptionError):
+            self._store(digest)
+            return self._node.get_layout(digest)
 
     def _checked(self, digest: Digest) -> bytes:
         document = self._read(digest)
@@ -123,7 +134,7 @@ class RankLayouts:
     def _read(self, digest: Digest) -> bytes:
         try:
             with opened_directory(self._directory) as directory:
-                return read_regular(directory, _name(digest), MAX_LAYOUT_BYTES)
+                return read_regular(directory, _name(digest), MAX_DOCUMENT_BYTES)
         except FileNotFoundError as error:
             raise NotFoundError(f"layout {digest} is not in {self._directory}") from error
         except OSError as error:
@@ -132,14 +143,3 @@ class RankLayouts:
 
 def _name(digest: Digest) -> str:
     return f"{hex_of(digest)}.json"
-
-
-def _part(document: bytes, rank: Rank) -> bytes:
-    layout = parse_layout(document)
-    part = rank_layout_of(layout, rank).to_bytes()
-    if digest_of(part) != layout.ranks[rank].layout:
-        raise CorruptionError(
-            f"layout of rank {rank}: the checkpoint's layout names {layout.ranks[rank].layout}, "
-            f"but its part of the rank has digest {digest_of(part)}"
-        )
-    return part

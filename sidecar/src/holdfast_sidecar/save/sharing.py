@@ -22,14 +22,14 @@ from holdfast_core.errors import (
     NotFoundError,
 )
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
+from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import CheckpointId, Digest, Rank, ShardRef, Worker, worker_of
 from holdfast_core.messages.schema import PersistRequest, Reference
 from holdfast_core.shards.coding import chunk_widths
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import PackIndex, unshared_index
-from holdfast_core.shards.pack_plan import Earlier, Shared, plan_pack, replica_groups, shared_with
+from holdfast_core.shards.pack_plan import Earlier, Shared, plan_pack, replica_group, shared_with
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import NodeTier, ShardReader
 from holdfast_sidecar.base import logs
@@ -61,7 +61,6 @@ class ShardUploader:
         self._store = store
         self._bulk = bulk
         self._clock = clock
-        self._groups: tuple[Digest, tuple[tuple[Rank, ...], ...]] | None = None
         self._widths: dict[Digest, bytes] = {}
         """Byte-shuffle width of each chunk, by the digest of an own rank's layout. Cleared when it has an
         entry for every own rank and a new layout is added."""
@@ -129,7 +128,7 @@ class ShardUploader:
         trailer = Trailer(reader.record, reader.table)
         try:
             manifest = self._manifest(ref)
-            group = self._group(manifest, ref.rank)
+            group = replica_group(manifest.shards, ref.rank)
         except (NotFoundError, CorruptionError, FormatError) as error:
             logs.warning(
                 "the shard is uploaded whole", rank=ref.rank, step=ref.step, error=str(error)
@@ -157,22 +156,14 @@ class ShardUploader:
         ref, header = reader.record.ref, reader.record.header
         if header.layout not in self._widths:
             try:
-                manifest = self._manifest(ref)
-                layout = parse_layout(self._node.get_layout(manifest.layout))
+                layout = parse_rank_layout(self._node.get_layout(header.layout))
             except (NotFoundError, CorruptionError, FormatError) as error:
                 logs.warning("not compressed", rank=ref.rank, step=ref.step, error=str(error))
                 return None
             if len(self._widths) >= self._contract.procs_per_worker:
                 self._widths.clear()
-            self._widths[header.layout] = chunk_widths(layout, ref.rank, header)
+            self._widths[header.layout] = chunk_widths(layout, header)
         return self._widths[header.layout]
-
-    def _group(self, manifest: Manifest, rank: Rank) -> tuple[Rank, ...]:
-        """Return the ranks that hold the same tensors as `rank`, including `rank` itself."""
-        if self._groups is None or self._groups[0] != manifest.layout:
-            layout = parse_layout(self._node.get_layout(manifest.layout))
-            self._groups = manifest.layout, replica_groups(layout)
-        return next(group for group in self._groups[1] if rank in group)
 
     def _earlier(
         self, ref: ShardRef, base: CheckpointId, request: PersistRequest

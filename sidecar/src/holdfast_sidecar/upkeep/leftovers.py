@@ -1,6 +1,6 @@
 """Delete data in the object store that no checkpoint needs.
 
-Lost pods and deletions leave unfinished uploads, objects and layouts behind. The coordinator
+Lost pods and deletions leave unfinished uploads and objects behind. The coordinator
 looks for them periodically in the background; no save or restore waits for it. After an error nothing more
 is deleted until the next period.
 """
@@ -15,22 +15,17 @@ from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.upkeep.store_layouts import StoreLayouts
 
 _STALE_UPLOADS = timedelta(hours=24)
 """Age from which what an interrupted upload left is removed. An S3 store charges for it until then."""
 _QUIET = timedelta(hours=1)
-"""Objects of a checkpoint are deleted only if none of them was written for this long, and so are layouts.
+"""Objects of a checkpoint are deleted only if none of them was written for this long.
 A coordinator that was replaced, without a record of it yet, has finished or given up its commit by then."""
 _SWEEP_SECONDS = 900.0
 _SWEEPS_A_REAP = 24
 """Number of sweeps between two searches for unfinished uploads."""
-_SWEEPS_A_LOOK = 4
-"""Number of sweeps between two looks at the layouts. A layout is deleted when two looks in a row find that
-no manifest names it."""
 
 
 class Leftovers:
@@ -41,7 +36,6 @@ class Leftovers:
         contract: SidecarContract,
         round_: RestartRound,
         store: ObjectTier | None,
-        node: NodeTier,
         *,
         pools: Pools,
         clock: Clock,
@@ -53,7 +47,6 @@ class Leftovers:
             contract: The contract of this pod, which names the job.
             round_: The round of this coordinator.
             store: The object store. None: there is nothing to clean up.
-            node: The node tier, from which a layout that is missing in the store is put again.
             pools: The calls run in its `store` pool.
             clock: Measures the periods.
             uploading: Returns the checkpoints that are being uploaded. It is called from other threads.
@@ -61,7 +54,6 @@ class Leftovers:
         self._contract = contract
         self._round = round_
         self._store = store
-        self._node = node
         self._pools = pools
         self._clock = clock
         self._uploading = uploading
@@ -71,23 +63,11 @@ class Leftovers:
         store = self._store
         if store is None:
             return
-        layouts = StoreLayouts(self._contract, self._node, store, _QUIET, self._uploading)
         while True:
             await self._reap(store)
-            for sweep in range(1, _SWEEPS_A_REAP + 1):
+            for _ in range(_SWEEPS_A_REAP):
                 await self._clock.sleep(_SWEEP_SECONDS)
                 await self._sweep(store)
-                if sweep % _SWEEPS_A_LOOK == 0:
-                    await self._look(layouts)
-
-    async def _look(self, layouts: StoreLayouts) -> None:
-        try:
-            gone = await self._pools.store.run(layouts.look)
-        except HoldfastError as error:
-            logs.warning("checking the layouts in the store failed", error=str(error))
-        else:
-            if gone:
-                logs.info("deleted layouts that no manifest names", layouts=sorted(gone))
 
     async def _reap(self, store: ObjectTier) -> None:
         contract = self._contract

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast_core.errors import CorruptionError, FormatError, HoldfastError, NotFoundError
-from holdfast_core.format.manifest import parse_manifest_of
+from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_sidecar.base import logs
@@ -32,7 +31,7 @@ class Replacer:
         self._log_changes = logs.Changed()
         self._shards: dict[ShardRef, None] = {}
         self._manifests: dict[tuple[JobUid, CheckpointId], None] = {}
-        self._layouts: dict[Digest, tuple[JobUid, CheckpointId]] = {}
+        self._layouts: dict[Digest, ShardRef] = {}
 
     def shard_is_bad(self, ref: ShardRef) -> None:
         if len(self._shards) < _MAX_MISSING:
@@ -42,10 +41,10 @@ class Replacer:
         if len(self._manifests) < _MAX_MISSING:
             self._manifests[(job_uid, checkpoint)] = None
 
-    def layout_is_bad(self, digest: Digest, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        """Record a layout as missing. `checkpoint` is one whose manifest names it."""
+    def layout_is_bad(self, digest: Digest, ref: ShardRef) -> None:
+        """Record a layout as missing. `ref` is a shard of this node that names it."""
         if len(self._layouts) < _MAX_MISSING:
-            self._layouts[digest] = (job_uid, checkpoint)
+            self._layouts[digest] = ref
 
     async def replace_missing(self) -> None:
         """Try to replace everything that is missing, once.
@@ -57,8 +56,8 @@ class Replacer:
         for name in tuple(self._manifests):
             if await self._manifest(*name):
                 del self._manifests[name]
-        for digest, name in tuple(self._layouts.items()):
-            if await self._layout(digest, *name):
+        for digest, ref in tuple(self._layouts.items()):
+            if await self._layout(digest, ref):
                 del self._layouts[digest]
         for ref in tuple(self._shards):
             if await self._shard(ref):
@@ -107,15 +106,14 @@ class Replacer:
         )
         return not source_errors.retryable
 
-    async def _layout(self, digest: Digest, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
+    async def _layout(self, digest: Digest, ref: ShardRef) -> bool:
         """Replace a layout. Return whether it is settled: it is here, not needed, or no place has it."""
-        point = RestorePoint(checkpoint.step, checkpoint.round, job_uid=job_uid)
+        if await self._pools.read.run(self._node.find, ref) is None:
+            return True  # the shard was pruned
+        point = RestorePoint(ref.step, ref.round, job_uid=ref.job_uid)
         try:
-            document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
-            manifest = parse_manifest_of(document, job_uid, checkpoint)
-            await self._fetcher.layout_of(point, manifest)
-        except (NotFoundError, FormatError, CorruptionError):
-            # The checkpoint was pruned, no place has the layout, or the next pass finds the bad manifest.
+            await self._fetcher.layout(ref, digest, self._fetcher.namespace_of(point))
+        except NotFoundError:
             return True
         except HoldfastError as error:
             self._log_changes.log(digest, f"a bad layout cannot be replaced now: {error}")

@@ -239,8 +239,8 @@ class BadDocument:
     text: str
     """What is wrong with it."""
     manifest: tuple[JobUid, CheckpointId] | None = None
-    layout: tuple[Digest, JobUid, CheckpointId] | None = None
-    """The layout's digest, and the job and checkpoint whose manifest names it."""
+    layout: tuple[Digest, ShardRef] | None = None
+    """The layout's digest, and a shard of this node that names it."""
 
     def quarantine(self, node: NodeTier) -> None:
         if self.manifest is not None:
@@ -250,7 +250,7 @@ class BadDocument:
 
 
 def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[BadDocument]:
-    """Yield the damaged manifests, and the damaged layouts that a manifest names. Blocks.
+    """Yield the damaged manifests, and the damaged layouts that a shard of this node names. Blocks.
 
     Documents of a format that this release does not support are skipped. The error of a document that
     cannot be read is raised after all others have been read.
@@ -259,13 +259,12 @@ def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[Bad
         node: The node tier.
         read: Called with the number of bytes of each document that was read.
     """
-    layouts: set[Digest] = set()
     unread: HoldfastError | OSError | None = None
     for job_uid, checkpoint in node.list_manifests():
         try:
             document = node.get_manifest(job_uid, checkpoint)
             read(len(document))
-            digest = parse_manifest_of(document, job_uid, checkpoint).layout
+            parse_manifest_of(document, job_uid, checkpoint)
         except CorruptionError as error:
             yield BadDocument(str(error), manifest=(job_uid, checkpoint))
             continue
@@ -273,14 +272,11 @@ def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[Bad
             continue
         except (HoldfastError, OSError) as error:
             unread = error
-            continue
-        if digest in layouts:
-            continue
-        layouts.add(digest)
+    for digest, ref in {record.header.layout: record.ref for record in node.list_shards()}.items():
         try:
             read(len(node.get_layout(digest)))
         except CorruptionError as error:
-            yield BadDocument(str(error), layout=(digest, job_uid, checkpoint))
+            yield BadDocument(str(error), layout=(digest, ref))
         except NotFoundError:
             continue
         except (HoldfastError, OSError) as error:

@@ -20,13 +20,15 @@ import aiohttp
 
 from holdfast_core.contract import SidecarContract, peer_dns_name
 from holdfast_core.errors import (
+    CorruptionError,
     FormatError,
     NotFoundError,
     RefusedError,
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES, loads
 from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import (
@@ -235,6 +237,14 @@ class Peers:
         else:
             answer = await self.exchange(worker, target, b"", None, seconds=seconds)
         return decode(reply, body_of(answer, f"GET {path} to worker {worker}"))
+
+    async def layout(self, worker: Worker, digest: Digest) -> bytes:
+        """Request a layout from a member. Raises what `call` raises, and CorruptionError."""
+        answer = await self.exchange(worker, f"/v1/layout?digest={hex_of(digest)}", b"", None)
+        data = body_of(answer, f"GET /v1/layout to worker {worker}")
+        if (found := digest_of(data)) != digest:
+            raise CorruptionError(f"layout from worker {worker}: digest {found}, expected {digest}")
+        return data
 
     async def exchange(
         self,

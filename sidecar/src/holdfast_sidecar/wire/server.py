@@ -21,7 +21,8 @@ from holdfast_core.errors import (
     HoldfastError,
     RefusedError,
 )
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
+from holdfast_core.format.digest import PREFIX, parse_digest
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
 from holdfast_core.messages.bounds import body_limit_bytes
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES
 from holdfast_core.messages.refusals import refusal_of
@@ -84,9 +85,9 @@ class Handler(Protocol):
         caller: Caller,
         job_uid: JobUid | None,
         checkpoint: CheckpointId,
-        *,
-        with_layout: bool,
     ) -> ManifestDocument: ...
+
+    async def layout(self, caller: Caller, digest: Digest) -> bytes: ...
 
 
 def caller_of(names: tuple[str, ...], job_uid: str) -> Caller | None:
@@ -150,6 +151,7 @@ class ControlServer:
             ("/v1/state", self._state),
             ("/v1/rendezvous", self._rendezvous),
             ("/v1/manifest", self._manifest),
+            ("/v1/layout", self._layout),
         ):
             app.router.add_get(path, self._guarded(get))
         return await self._port.start(app, host, port)
@@ -182,9 +184,9 @@ class ControlServer:
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def respond(request: web.Request) -> web.Response:
             with self._port.working(request):
-                return await answer(request)
+                return await respond_to(request)
 
-        async def answer(request: web.Request) -> web.Response:
+        async def respond_to(request: web.Request) -> web.Response:
             caller = caller_of(_dns_names(request), self._job_uid)
             state = self._handler.state
             if caller is None:
@@ -199,7 +201,7 @@ class ControlServer:
                     ),
                 )
             try:
-                return _json(200, await handle(request, caller))
+                answer = await handle(request, caller)
             except HoldfastError as error:
                 code = refusal_of(error)
                 if code is Refusal.BUSY and not isinstance(error, RefusedError):
@@ -207,6 +209,9 @@ class ControlServer:
                     return _json(503, state.refused(code, str(error)))
                 status = 400 if code is Refusal.BAD_REQUEST else 409
                 return _json(status, state.refused(code, str(error)))
+            if isinstance(answer, bytes):
+                return web.Response(body=answer, content_type="application/octet-stream")
+            return _json(200, answer)
 
         return respond
 
@@ -231,8 +236,12 @@ class ControlServer:
             CheckpointId(
                 Step(_number(request, "step", None)), RestartRound(_number(request, "round", None))
             ),
-            with_layout=_number(request, "layout", 1) != 0,
         )
+
+    async def _layout(self, request: web.Request, caller: Caller) -> bytes:
+        """Return a layout as it is stored. As a part of a message it would be twice as long."""
+        digest = parse_digest(f"{PREFIX}{request.query.get('digest', '')}", request.path)
+        return await self._handler.layout(caller, digest)
 
 
 class PlainServer:

@@ -26,10 +26,10 @@ from holdfast.state.restore_target import RestoreTarget
 from holdfast.state.snapshot import read_payload
 from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError, RefusedError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.messages.schema import Fill, Filled, Restore, RestoreReply, ShardFile, SlotOffer
+from holdfast_core.reshard.saved import saved_state
 
 logger = logging.getLogger(__name__)
 
@@ -252,12 +252,17 @@ class Restorer:
                 return None
             if target.is_as_saved(parse_rank_layout(self._layouts.read(reply.rank_layout))):
                 return None
-            again = Restore(round_, self._settings.rank, with_layout=True)
+            again = Restore(round_, self._settings.rank, with_layouts=True)
             reply = self._session.request(again, RestoreReply)
-        if reply.layout is None:
+        if reply.home is None:
             raise NotFoundError(
                 f"the checkpoint of step {reply.restore_point.step} was saved by "
                 f"{reply.world_size} ranks, this rank is one of {self._settings.world_size}, and "
-                "the reply has no layout"
+                "the reply has no layouts"
             )
-        return target.layout(parse_layout(self._layouts.read(reply.layout)))
+        groups = (
+            (parse_rank_layout(self._layouts.read(saved.layout)), saved.ranks)
+            for saved in reply.layouts
+        )
+        home = parse_rank_layout(self._layouts.read(reply.home))
+        return target.layout(saved_state(home, groups, reply.world_size))

@@ -1,8 +1,8 @@
 """Commit of a checkpoint in a folder: records of all ranks' shards, then the manifest, then pruning.
 
  1. When a rank's shard and layout are durable, it writes a record under prepared/s<step>-r<round>/.
- 2. When the records of all ranks exist, rank 0 writes the layout and the manifest (put-if-absent). The
-    checkpoint is then committed.
+ 2. When the records of all ranks exist, rank 0 writes the manifest (put-if-absent). The checkpoint is then
+    committed.
  3. When a rank finds the manifest, it may delete its own shards that no kept checkpoint names.
 A kill between any two of these leaves the older checkpoint unchanged. After a kill between 1 and 2 the
 next run commits the checkpoint. The manifest depends on the records alone, so that any process may write
@@ -24,12 +24,13 @@ from pathlib import Path
 from holdfast.directory.choice import JOB_UID, candidates
 from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
 from holdfast_core.messages import codec
 from holdfast_core.node.files import disk_errors
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardRecord
-from holdfast_core.tiers.local_commit import build_manifest, commit_local, merge_layouts
+from holdfast_core.tiers.local_commit import build_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Prepared:
     """A rank's record of a durable shard, with the run's fields of the manifest."""
 
     record: ShardRecord
+    layout: LayoutDigests
     run_id: str
     """Run that saved the shard. Shards of two runs are never committed together, even in one round."""
     parent: Digest | None = None
@@ -60,13 +62,13 @@ class Committer:
     run_id: str = "standalone"
     parent: Digest | None = None
 
-    def prepare(self, record: ShardRecord) -> None:
+    def prepare(self, record: ShardRecord, layout: LayoutDigests) -> None:
         """Write the record of this rank's durable shard. It appears atomically."""
         directory = self._directory(record.checkpoint)
         with disk_errors(f"writing the record of rank {record.header.rank} to {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             temporary = directory / f".{record.header.rank}.{os.getpid()}.tmp"
-            temporary.write_bytes(codec.dumps(Prepared(record, self.run_id, self.parent)))
+            temporary.write_bytes(codec.dumps(Prepared(record, layout, self.run_id, self.parent)))
             temporary.replace(_file(directory, record.header.rank))
 
     def is_prepared(self, checkpoint: CheckpointId, rank: Rank) -> bool:
@@ -267,11 +269,15 @@ class Committer:
         records = [one.record for one in prepared]
         for record in records:
             self._expect_shard(record)
-        layouts = [self.tier.get_layout(record.header.layout) for record in records]
-        layout = merge_layouts(layouts).to_bytes()
+            if not self.tier.has_layout(record.header.layout):
+                raise NotFoundError(
+                    f"checkpoint {checkpoint}: the folder has no layout {record.header.layout} of "
+                    f"rank {record.header.rank}"
+                )
         identity = JobIdentity("standalone", prepared[0].run_id, JOB_UID)
-        manifest = build_manifest(identity, records, parent=prepared[0].parent, layout=layout)
-        commit_local(self.tier, layout, manifest)
+        shards = [(one.record, one.layout) for one in prepared]
+        manifest = build_manifest(identity, shards, parent=prepared[0].parent)
+        self.tier.put_manifest(JOB_UID, checkpoint, manifest)
         shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
 
     def _expect_shard(self, record: ShardRecord) -> None:

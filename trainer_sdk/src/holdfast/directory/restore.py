@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.open_folder import OpenFolder
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, RefusedError
-from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import Digest, Rank, ShardRef, TierName
@@ -20,14 +19,16 @@ from holdfast_core.messages.schema import (
     Restore,
     RestorePoint,
     RestoreReply,
+    SavedLayout,
     ShardFile,
     SlotOffer,
 )
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.assemble import Copying, check_source
-from holdfast_core.reshard.plan import plan_without
+from holdfast_core.reshard.plan import Move, SliceSearch, home_of
 from holdfast_core.reshard.reads import by_source
+from holdfast_core.reshard.saved import holders_of
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_fill import (
@@ -66,14 +67,25 @@ class FolderRestore:
             return RestoreReply(RestorePoint())
         manifest = self._folder.choice.manifest
         same = manifest.world_size == self._world_size
+        home: Digest | None = None
+        layouts: tuple[SavedLayout, ...] = ()
+        if message.with_layouts or not same:
+            old = home_of(message.rank, manifest.world_size)
+            home = self._publish_one(manifest, [old])
+            layouts = tuple(
+                # The home, which is read anyway, stands for its own group.
+                SavedLayout(
+                    self._publish_one(manifest, [old] if old in ranks else ranks), len(ranks)
+                )
+                for ranks in holders_of(manifest.shards).values()
+            )
         return RestoreReply(
             self.point,
             payload_bytes=manifest.shards[message.rank].payload_bytes if same else 0,
             world_size=manifest.world_size,
             rank_layout=self._publish_rank_layout(manifest.ref(message.rank)) if same else None,
-            layout=None
-            if same and not message.with_layout
-            else self._publish_layout(manifest.layout),
+            home=home,
+            layouts=layouts,
         )
 
     def fill(self, message: Fill) -> Filled | ShardFile:
@@ -122,11 +134,23 @@ class FolderRestore:
         if wanted.rank != message.rank:
             raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
         with closing(self._fitting(message.slots, wanted.payload_bytes)) as slot:
-            read = assemble_payload(self._tier, manifest, wanted, slot)
+            read = assemble_payload(self._tier, manifest, wanted, self._world_size, slot)
         logger.info(
             "rank %d: read %d bytes for a payload of %d", wanted.rank, read, wanted.payload_bytes
         )
         return Filled(slot.name, wanted.payload_bytes, TierName.NODE)
+
+    def _publish_one(self, manifest: Manifest, ranks: Sequence[Rank]) -> Digest:
+        """Publish the layout of the first of these ranks that is good.
+
+        Raises NotFoundError or CorruptionError for the last one if none is.
+        """
+        for rank in ranks[:-1]:
+            try:
+                return self._publish_layout(manifest.shards[rank].layout)
+            except (NotFoundError, CorruptionError) as error:
+                logger.warning("the layout of rank %d: %s", rank, error)
+        return self._publish_layout(manifest.shards[ranks[-1]].layout)
 
     def _publish_layout(self, digest: Digest) -> Digest:
         self._layouts.ensure(self._tier.get_layout(digest), digest)
@@ -165,7 +189,7 @@ class FolderRestore:
 
 
 def assemble_payload(
-    tier: DiskNodeTier, manifest: Manifest, wanted: RankLayout, slot: SlotFile
+    tier: DiskNodeTier, manifest: Manifest, wanted: RankLayout, world_size: int, slot: SlotFile
 ) -> int:
     """Assemble the payload of the layout `wanted` in the slot from verified ranges of several shards.
 
@@ -180,18 +204,17 @@ def assemble_payload(
         NotFoundError: Too many shards are bad. The bad ones are quarantined.
         FormatError: A layout is invalid.
     """
-    source = parse_layout(tier.get_layout(manifest.layout))
     free = begin_assembly(slot, wanted)
     bad: dict[Rank, str] = {}
     total = 0
     while True:
-        moves = plan_without(wanted, source, bad)
+        moves = _planned(tier, manifest, wanted, world_size, bad)
         try:
             for rank, group in by_source(moves).items():
                 ref = manifest.ref(rank)
                 with ReaderSource(tier.open_shard(ref)) as shard:
                     record = shard.trailer.record
-                    check_source(record, manifest.shards[rank], source.ranks[rank])
+                    check_source(record, manifest.shards[rank])
                     copying = Copying(group)
                     copying.take(shard, slot)
                     total += copying.read_bytes
@@ -205,3 +228,28 @@ def assemble_payload(
         logger.warning(
             "shard of rank %d: %s: its slices are read from other shards", rank, bad[rank]
         )
+
+
+def _planned(
+    tier: DiskNodeTier,
+    manifest: Manifest,
+    wanted: RankLayout,
+    world_size: int,
+    bad: dict[Rank, str],
+) -> tuple[Move, ...]:
+    """Plan without the shards of the `bad` ranks. A rank whose layout is bad or missing is added to them.
+
+    Raises what `SliceSearch.moves` raises.
+    """
+    search = SliceSearch(wanted, world_size, manifest.shards, bad)
+    while (rank := search.next()) is not None:
+        digest = manifest.shards[rank].layout
+        try:
+            document = tier.get_layout(digest)
+        except (NotFoundError, CorruptionError) as error:
+            bad[rank] = f"layout of rank {rank}: {error}"
+            logger.warning("%s: its slices are read from other shards", bad[rank])
+            search = SliceSearch(wanted, world_size, manifest.shards, bad)
+            continue
+        search.add(rank, parse_rank_layout(document))
+    return search.moves()

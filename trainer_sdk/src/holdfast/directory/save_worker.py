@@ -33,7 +33,8 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.failpoint import failpoint
-from holdfast_core.ids import CheckpointId, Level, Rank
+from holdfast_core.format.rank_layout import LayoutDigests, layout_digests
+from holdfast_core.ids import CheckpointId, Digest, Level, Rank
 from holdfast_core.messages.schema import (
     LevelReached,
     Refusal,
@@ -101,6 +102,8 @@ class SaveWorker:
         self._folder = folder
         self._layouts = layouts
         self._background = background
+        self._digests: dict[Digest, LayoutDigests] = {}
+        """Digests of the layouts that this process has put into the folder."""
         self._on_end = on_end
         self._on_folder_lost = on_folder_lost
         self._error: BaseException | None = None
@@ -264,8 +267,12 @@ class SaveWorker:
             self._lock.notify_all()
 
     def _put_layout(self, job: _Job) -> None:
+        digest = job.stage.layout
+        if digest in self._digests and self._folder.tier.has_layout(digest):
+            return
         # Outside the `try` below: a missing layout does not mean that the folder is lost.
-        layout = self._layouts.read(job.stage.layout)
+        layout = self._layouts.read(digest)
+        self._digests[digest] = layout_digests(layout)
         try:
             self._folder.write(
                 job.checkpoint, lambda: self._folder.tier.put_layout(layout), self._deleted_for(job)
@@ -359,6 +366,7 @@ class SaveWorker:
 
     def _write(self, job: _Job) -> None:
         folder, stage = self._folder, job.stage
+        layout = self._digests[stage.layout]
         header = shard_header(stage, JOB_UID, folder.options.world_size)
         if isinstance(job.slot, SlotFile):  # training waits for a save that streams
             job.slot.throttle = self._background.take
@@ -373,7 +381,7 @@ class SaveWorker:
             )
         except AlreadyExistsError as error:
             raise saved_before(stage, error) from error
-        folder.write(job.checkpoint, lambda: folder.committer.prepare(record), deleted)
+        folder.write(job.checkpoint, lambda: folder.committer.prepare(record, layout), deleted)
 
     def _commit_pending(self) -> None:
         """Commit complete checkpoints (on rank 0), report committed ones, prune, and fail older saves."""

@@ -8,7 +8,6 @@ parameter. A tensor that the state does not contain is read completely.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -19,15 +18,11 @@ from holdfast.state.snapshot import Snapshot, plan_save, take_snapshot
 from holdfast.state.tensors import Leaf, is_in_host_memory, local_part, placement, torch_module
 from holdfast.state.tree import is_stateful, unwrap
 from holdfast_core.errors import StateMismatchError
-from holdfast_core.format.layout import Layout, TensorLayout
 from holdfast_core.format.payload import plan_payload
-from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.boxes import Box
-from holdfast_core.reshard.plan import home_of
-
-_RANK_LOCAL = re.compile(r"@rank(\d+)(~\d+)?\Z")
-"""End of the name that `state.tree` gives to a tensor that belongs to one rank only."""
+from holdfast_core.reshard.saved import SavedState
 
 
 class RestoreTarget:
@@ -82,49 +77,43 @@ class RestoreTarget:
                 return False
         return True
 
-    def layout(self, source: Layout) -> RankLayout:
+    def layout(self, source: SavedState) -> RankLayout:
         """Return the layout of the payload that this rank needs from the checkpoint `source`.
 
         Raises StateMismatchError that names every tensor that does not fit. With strict=False it raises
         only where it cannot determine which saved part belongs to this rank.
         """
-        home = home_of(self._rank, len(source.ranks))
         problems = self._impossible(source)
         if self._strict:
             problems += self._mismatches(source)
         if problems:
             lines = "\n  ".join(problems)
             raise StateMismatchError(
-                f"the checkpoint of {len(source.ranks)} ranks does not fit this state in "
+                f"the checkpoint of {source.world_size} ranks does not fit this state in "
                 f"{len(problems)} places:\n  {lines}\nnothing was loaded. Build the same model and "
                 "optimizer; they may be sharded in any way"
             )
-        boxes: dict[str, Box] = {}
-        for fqn, tensor in source.tensors.items():
-            if self._needs(fqn, tensor, home):
-                whole = Box((0,) * len(tensor.shape), tensor.shape)
-                boxes[fqn] = self._box(fqn, tensor.dtype, tensor.shape) or whole
-        places = {
-            name: place.byte_range
-            for name, all_places in source.objects.items()
-            for place in all_places
-            if place.rank == home
+        kinds = {
+            fqn: (tensor.dtype, tensor.shape)
+            for fqn, tensor in source.tensors.items()
+            if fqn in self._leaves or self._parameter(fqn)[0]
         }
+        # The saved objects of the home may refer to tensors that the state does not have.
+        kinds |= {fqn: (item.dtype, item.shape) for fqn, item in source.home.tensors.items()}
+        boxes = {
+            fqn: self._box(fqn, dtype, shape) or Box((0,) * len(shape), shape)
+            for fqn, (dtype, shape) in kinds.items()
+        }
+        places = source.home.objects
         room = max((place.length_bytes for place in places.values()), default=0)
         planned = plan_payload(
-            ((fqn, source.tensors[fqn].dtype, box.lengths) for fqn, box in boxes.items()), room
+            ((fqn, kinds[fqn][0], box.lengths) for fqn, box in boxes.items()), room
         )
         ranges = {tensor.fqn: tensor.byte_range for tensor in planned.tensors}
         return RankLayout(
             rank=self._rank,
             tensors={
-                fqn: TensorSlice(
-                    source.tensors[fqn].dtype,
-                    source.tensors[fqn].shape,
-                    box.offsets,
-                    box.lengths,
-                    ranges[fqn],
-                )
+                fqn: TensorSlice(*kinds[fqn], box.offsets, box.lengths, ranges[fqn])
                 for fqn, box in boxes.items()
             },
             objects=dict.fromkeys(places, planned.objects),
@@ -141,7 +130,7 @@ class RestoreTarget:
     def _leaves(self) -> dict[str, Leaf]:
         """Tensors of the gang by name, without those that belong to this rank only."""
         leaves = self._snapshot.leaves
-        return {leaf.name: leaf for leaf in leaves if _RANK_LOCAL.search(leaf.name) is None}
+        return {leaf.name: leaf for leaf in leaves if owner_of(leaf.name) is None}
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, ...], tuple[tuple[str, list[Any]], ...]]:
@@ -172,16 +161,7 @@ class RestoreTarget:
         whole, offsets = placement(parameter, fqn)
         return Box(offsets, tuple(local_part(parameter).shape)) if whole == shape else None
 
-    def _needs(self, fqn: str, tensor: TensorLayout, home: Rank) -> bool:
-        found = _RANK_LOCAL.search(fqn)
-        if found is not None and {str(s.rank) for s in tensor.slices} == {found[1]}:
-            return found[1] == str(home)
-        if fqn in self._leaves or self._parameter(fqn)[0]:
-            return True
-        # The state has no tensor of this name, but the saved objects of rank `home` may refer to it.
-        return any(placed.rank == home for placed in tensor.slices)
-
-    def _mismatches(self, source: Layout) -> list[str]:
+    def _mismatches(self, source: SavedState) -> list[str]:
         problems: list[str] = []
         for fqn, leaf in sorted(self._leaves.items()):
             if self._parameter(fqn)[0]:
@@ -194,21 +174,20 @@ class RestoreTarget:
                 problems.append(f"{expected}, found {found.dtype} {list(found.shape)}")
         return problems
 
-    def _impossible(self, source: Layout) -> list[str]:
+    def _impossible(self, source: SavedState) -> list[str]:
         """Return the tensors that would be restored wrongly without an error."""
         problems: list[str] = []
         modules, _ = self._parts
         for fqn, tensor in sorted(source.tensors.items()):
-            ranks = sorted({placed.rank for placed in tensor.slices})
-            if fqn in self._leaves and fqn.startswith(modules) and len(ranks) < len(source.ranks):
+            is_module = fqn in self._leaves and fqn.startswith(modules)
+            if is_module and tensor.holders < source.world_size:
                 problems.append(
-                    f"{fqn}: only old ranks {ranks[:8]} of {len(source.ranks)} have it: ranks with "
-                    "different models (pipeline stages) use the same names for their optimizers' "
-                    "tensors"
+                    f"{fqn}: only {tensor.holders} of {source.world_size} old ranks have it: ranks "
+                    "with different models (pipeline stages) use the same names for their "
+                    "optimizers' tensors"
                 )
             is_state, _ = self._parameter(fqn)
-            boxes = {(placed.offsets, placed.lengths) for placed in tensor.slices}
-            if is_state and len(boxes) > 1 and self._box(fqn, tensor.dtype, tensor.shape) is None:
+            if is_state and tensor.is_cut and self._box(fqn, tensor.dtype, tensor.shape) is None:
                 problems.append(
                     f"{fqn}: {tensor.dtype} {list(tensor.shape)} is sharded, but has another shape "
                     "than its parameter, so the part of this rank is unknown"

@@ -1,19 +1,24 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.support.shards.builders import layout, rank_layout
+from tests.support.shards.builders import rank_layout
+from tests.support.shards.placements import Tensor, layout_of
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import dumps_canonical
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import merge_layouts, parse_layout
-from holdfast_core.format.rank_layout import parse_rank_layout
-from holdfast_core.ids import Rank
+from holdfast_core.format.rank_layout import (
+    LayoutDigests,
+    RankLayout,
+    TensorSlice,
+    layout_digests,
+    parse_rank_layout,
+)
+from holdfast_core.ids import ByteRange, Rank
 
 
 def changed(document: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -24,39 +29,6 @@ def changed(document: bytes, change: Callable[[dict[str, Any]], object]) -> byte
 
 def test_round_trips_are_exact() -> None:
     assert parse_rank_layout(rank_layout()).to_bytes() == rank_layout()
-    assert parse_layout(layout()).to_bytes() == layout()
-
-
-def test_merging_does_not_depend_on_the_order() -> None:
-    documents = [rank_layout(rank=rank) for rank in range(4)]
-    random.Random(1).shuffle(documents)
-    assert merge_layouts(documents).to_bytes() == layout()
-
-
-def test_the_merged_layout_knows_every_slice() -> None:
-    merged = parse_layout(layout())
-    weight = merged.tensors["weight"]
-    assert weight.shape == (8, 3)
-    assert [(s.rank, s.offsets, s.lengths) for s in weight.slices] == [
-        (rank, (2 * rank, 0), (2, 3)) for rank in range(4)
-    ]
-    assert [place.rank for place in merged.objects["rng"]] == [0, 1, 2, 3]
-    assert merged.ranks[2].layout == digest_of(rank_layout(rank=2))
-
-
-@pytest.mark.parametrize(
-    ("documents", "text"),
-    [
-        ([rank_layout(rank=0), rank_layout(rank=0)], "twice"),
-        ([rank_layout(rank=0), rank_layout(rank=2)], "are not 0..1"),
-        ([rank_layout(rank=0), rank_layout(rank=1, rows_per_rank=3)], "'weight' is F32"),
-        ([], "empty"),
-    ],
-    ids=["double rank", "missing rank", "two shapes", "none"],
-)
-def test_layouts_that_contradict_each_other(documents: list[bytes], text: str) -> None:
-    with pytest.raises(FormatError, match=text):
-        merge_layouts(documents).to_bytes()
 
 
 @pytest.mark.parametrize(
@@ -102,27 +74,55 @@ def test_every_contradiction_of_a_rank_is_refused(
         parse_rank_layout(changed(rank_layout(), change))
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda m: m["ranks"].pop(), "not within 0..2"),
-        (lambda m: m["tensors"]["weight"]["slices"].reverse(), "expected ranks in order"),
-        (lambda m: m["tensors"]["weight"]["slices"][1].update(rank=0), "in order, once"),
-        (lambda m: m["ranks"][1].update(payloadBytes=5), "of a payload of 5"),
-        (lambda m: m["ranks"][1].update(layout="x"), "not a digest"),
-        (lambda m: m["objects"].update(rng={}), "expected a list"),
-    ],
-)
-def test_every_contradiction_of_the_whole_is_refused(
-    change: Callable[[dict[str, Any]], object], text: str
-) -> None:
-    with pytest.raises(FormatError, match=text):
-        parse_layout(changed(layout(), change))
-
-
 def test_objects_may_share_one_range() -> None:
     value = json.loads(rank_layout())
     value["objects"]["scheduler"] = value["objects"]["rng"]
     parsed = parse_rank_layout(dumps_canonical(value))
     assert parsed.objects["scheduler"] == parsed.objects["rng"]
     assert parsed.rank == Rank(0)
+
+
+def test_digests_tell_what_ranks_have_in_common() -> None:
+    first, second = (layout_digests(rank_layout(rank=rank)) for rank in range(2))
+    assert first.layout == digest_of(rank_layout(rank=0)) != second.layout
+    assert first.tensors == second.tensors
+    assert first.boxes != second.boxes
+    other = layout_digests(rank_layout(rank=0, world_size=5))
+    assert other.tensors != first.tensors, "another global shape"
+
+
+def test_what_belongs_to_one_rank_is_not_in_common() -> None:
+    def of(rank: int, *more: str) -> LayoutDigests:
+        tensors = {"w": Tensor("F32", (4, 2)), f"rng@rank{rank}": Tensor("U8", (16,))}
+        return layout_digests(
+            layout_of(
+                {**tensors, **{name: Tensor("U8", (1,)) for name in more}}, [1], 0, rank=rank
+            ).to_bytes()
+        )
+
+    assert (of(0).tensors, of(0).boxes) == (of(7).tensors, of(7).boxes)
+    assert of(0, "more").tensors != of(0).tensors
+    assert of(0).layout != of(7).layout
+
+
+def test_ranks_without_a_tensor_of_the_gang_have_no_boxes_in_common() -> None:
+    both = [
+        layout_digests(
+            layout_of({f"a@rank{rank}": Tensor("U8", (2,))}, [1], 0, rank=rank).to_bytes()
+        )
+        for rank in range(2)
+    ]
+    assert both[0].boxes != both[1].boxes
+
+
+def test_a_layout_above_the_limit_is_refused_with_both_lengths() -> None:
+    """The names alone exceed the limit."""
+    tensors = {
+        f"{number:05d}{'n' * 4000}": TensorSlice("U8", (0,), (0,), (0,), ByteRange(0, 0))
+        for number in range(17_000)
+    }
+    layout = RankLayout(Rank(3), tensors, {}, 0)
+    with pytest.raises(
+        FormatError, match=rf"rank 3 with 17000 tensors: \d+ bytes, at most {64 << 20}"
+    ):
+        layout.to_bytes()
