@@ -10,7 +10,6 @@ from tests.support.trainer.polled import PolledByHand
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement, Verdict
 from holdfast.gang.store import GangStore
-from holdfast_core.clock import ManualClock
 from holdfast_core.ids import JobUid, Rank, RestartRound
 from holdfast_core.messages.schema import SaveRequested, StopRequested
 
@@ -23,14 +22,13 @@ def sessions(count: int) -> list[Session]:
 
 
 class Gang:
-    """Ranks whose steps take a second each. Their polling threads are the test."""
+    """Ranks that do their steps together. The test polls for them."""
 
     def __init__(self, count: int, *, interval_steps: int = 0, plain: DictStore | None = None):
         self.sessions = sessions(count)
-        self._clock = ManualClock()
         self._interval_steps = interval_steps
         store = GangStore(DictStore() if plain is None else plain, "r0", SECRET)
-        self.proposals = [PolledByHand(store, count, self._clock) for _ in range(count)]
+        self.proposals = [PolledByHand(store, count) for _ in range(count)]
         self.ranks = [
             StepAgreement(session, store, proposals)
             for session, proposals in zip(self.sessions, self.proposals, strict=True)
@@ -43,7 +41,6 @@ class Gang:
 
     def after_step(self, step: int, order: list[int] | None = None) -> Verdict:
         """Let all ranks finish a step, in this order, and poll. Return the verdict, which is the same."""
-        self._clock.advance(1.0)
         found = {self.ranks[rank].after_step(step) for rank in order or range(len(self.ranks))}
         self.poll()
         assert len(found) == 1
@@ -157,8 +154,8 @@ def test_a_request_without_the_secret_is_ignored() -> None:
         assert gang.after_step(step) == Verdict()
         assert not gang.ranks[0].is_vetoed(step)
     gang.sessions[1].request_stop()  # a request of the gang itself still counts
-    assert [gang.after_step(step) for step in range(9, 13)] == [
-        *[Verdict()] * 3,
+    assert [gang.after_step(step) for step in range(9, 12)] == [
+        *[Verdict()] * 2,
         Verdict(stop=True),
     ]
 
@@ -166,7 +163,7 @@ def test_a_request_without_the_secret_is_ignored() -> None:
 def test_repeated_steps_are_agreed_on_again() -> None:
     gang = Gang(2, interval_steps=2)
     gang.sessions[0].push(SaveRequested(ROUND, "a"))
-    assert [gang.after_step(step).save for step in range(1, 5)] == [False, False, False, True]
+    assert [gang.after_step(step).save for step in range(1, 4)] == [False, False, True]
     gang.ranks[1].veto(6, 6, 2)
     for rank in gang.ranks:
         rank.roll_back()

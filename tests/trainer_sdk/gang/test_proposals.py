@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tests.support.trainer.dict_store import DictStore
 from tests.support.trainer.turns import Turns, TurnStore
 
-from holdfast.gang.proposals import Proposals, Purpose, steps_ahead
+from holdfast.gang.proposals import Proposals, Purpose
 from holdfast.gang.store import GangStore
-from holdfast_core.clock import ManualClock
 
 SECRET = b"of the round"
 RANKS = 3
@@ -34,10 +33,9 @@ class Gang:
         self.acts: list[Acts] = [{} for _ in range(RANKS)]
         self.done = [0] * RANKS
         self._wishes = wishes
-        self._clock = ManualClock()
         store = GangStore(TurnStore(self.turns), "r0", SECRET)
         for rank in range(RANKS):
-            proposals = Proposals(store, RANKS, self._clock)
+            proposals = Proposals(store, RANKS)
             proposals.begin(0)
             self.turns.add(f"{rank} trains", partial(self._train, rank, proposals))
             self.turns.add(f"{rank} polls", partial(self._poll, proposals))
@@ -46,7 +44,6 @@ class Gang:
         wish: Purpose | None = None
         for step in range(1, STEPS + 1):
             self.turns.stop_here()
-            self._clock.advance(1000.0)  # no proposal names a step that is more than three ahead
             accepted = proposals.reach(step)
             if accepted is not None:
                 self.acts[rank][step] = accepted.purpose
@@ -113,12 +110,11 @@ def _until(acts: Acts, step: int) -> Acts:
 
 
 class Lockstep:
-    """Ranks that do their steps together. Each step takes a second, and every rank polls after it."""
+    """Ranks that do their steps together. Every rank polls after each step."""
 
     def __init__(self, plain: DictStore | None = None) -> None:
-        self.clock = ManualClock()
         store = GangStore(plain or DictStore(), "r0", SECRET)
-        self.ranks = [Proposals(store, RANKS, self.clock) for _ in range(RANKS)]
+        self.ranks = [Proposals(store, RANKS) for _ in range(RANKS)]
         for rank in self.ranks:
             rank.begin(0)
 
@@ -130,7 +126,6 @@ class Lockstep:
     def steps_until(self, wish: Purpose, first: int, *, asks: int = 0) -> int:
         """Do steps from `first` on until all ranks act on the wish of one. Return how many they did."""
         for step in range(first, first + 1000):
-            self.clock.advance(1.0)
             found = {rank.reach(step) for rank in self.ranks}
             assert len(found) == 1
             accepted = found.pop()
@@ -145,9 +140,9 @@ class Lockstep:
         return all(rank.reach(step) is None for rank in self.ranks)
 
 
-def test_ranks_in_lockstep_meet_a_request_within_four_steps_and_once() -> None:
+def test_ranks_in_lockstep_meet_a_request_within_three_steps_and_once() -> None:
     gang = Lockstep()
-    assert gang.steps_until(Purpose.SAVE, 1) == 4
+    assert gang.steps_until(Purpose.SAVE, 1) == 3
     gang.poll()
     assert all(gang.nothing_at(step) for step in range(5, 20))
 
@@ -158,7 +153,7 @@ def test_a_rank_that_has_passed_the_step_makes_the_gang_agree_on_a_later_one() -
     gang.ranks[2].reach(100)
     gang.poll()
     assert gang.nothing_at(101)
-    assert gang.steps_until(Purpose.SAVE, 102) == 4
+    assert gang.steps_until(Purpose.SAVE, 102) == 5  # four steps ahead, instead of two
 
 
 def test_a_rank_that_never_polls_delays_no_rank_and_nothing_is_agreed() -> None:
@@ -174,7 +169,6 @@ def test_late_votes_move_the_named_step_further_ahead() -> None:
     """Rank 2 polls once in ten steps. The ranks agree as soon as the named step is that far ahead."""
     gang = Lockstep()
     for step in range(1, 1000):
-        gang.clock.advance(1.0)
         found = [rank.reach(step) for rank in gang.ranks]
         assert len(set(found)) == 1
         if found[0] is not None:
@@ -194,7 +188,7 @@ def test_a_rollback_drops_what_was_agreed_for_the_repeated_steps() -> None:
         rank.roll_back()
         rank.begin(0)
     assert all(gang.nothing_at(step) for step in range(1, 9))
-    assert gang.steps_until(Purpose.SAVE, 9, asks=1) == 4
+    assert gang.steps_until(Purpose.SAVE, 9, asks=1) == 3
 
 
 def test_a_proposal_of_before_a_rollback_is_not_voted_for_after_it() -> None:
@@ -216,7 +210,7 @@ def test_entries_of_a_foreign_process_only_use_up_numbers() -> None:
     for step in range(1, 5):
         gang.poll()
         assert gang.nothing_at(step)
-    assert gang.steps_until(Purpose.SAVE, 5) == 4
+    assert gang.steps_until(Purpose.SAVE, 5) == 3
 
 
 @pytest.mark.parametrize("text", ["", "null", "[1]", '[0, 9, "sing", 0]', "[" * 100_000])
@@ -248,18 +242,3 @@ def test_a_store_that_fails_raises_in_the_training_thread() -> None:
     one.close()
     with pytest.raises(ConnectionResetError, match="has ended"):
         one.reach(1)
-
-
-@pytest.mark.parametrize(
-    ("latency", "step", "ahead"),
-    [
-        pytest.param(0.1, float("inf"), 2, id="no step was measured"),
-        pytest.param(0.1, 1.0, 3, id="steps longer than the votes"),
-        pytest.param(8.0, 1.0, 10, id="votes longer than steps"),
-        pytest.param(0.1, 0.01, 12, id="short steps"),
-    ],
-)
-def test_a_proposal_names_the_first_step_after_the_expected_votes(
-    latency: float, step: float, ahead: int
-) -> None:
-    assert steps_ahead(latency, step) == ahead

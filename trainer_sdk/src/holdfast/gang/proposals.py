@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import math
 import os
 import random
 import threading
@@ -28,7 +27,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast.gang.store import GangStore
-from holdfast_core.clock import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +38,9 @@ _POLLS_PER_SECOND = 2000.0
 _CLOSE_SECONDS = 1.0
 _LEAST_STEPS = 2
 """The rank that proposes may be one step behind another rank, and both may be at the end of a step."""
-_LONGEST_LATENCY_SECONDS = 600.0
+_RANKS_PER_STEP = 1000
+"""In a larger gang, the polls and the votes take longer, and so do the steps."""
+_MOST_STEPS = 1 << 20
 
 
 class Purpose(StrEnum):
@@ -84,22 +84,20 @@ class Proposals:
     Args:
         store: The gang's store.
         world_size: Number of ranks, all of which have to vote.
-        clock: Measures the steps. None: the system's clock.
     """
 
-    def __init__(self, store: GangStore, world_size: int, clock: Clock | None = None) -> None:
+    def __init__(self, store: GangStore, world_size: int) -> None:
         self._store = store
-        self._clock = clock or SystemClock()
         self._world_size = world_size
         self.period_seconds = max(_SHORTEST_PERIOD_SECONDS, world_size / _POLLS_PER_SECOND)
-        self._latency_seconds = 2 * self.period_seconds
-        """Expected time until all ranks have voted for a new proposal. It doubles at each rejection."""
+        self._least_steps = _LEAST_STEPS + world_size // _RANKS_PER_STEP
+        self._steps_ahead = self._least_steps
+        """Distance of the step that the next proposal names. It does not follow from the time of the last
+        steps: if they were unusually short, a request to stop would name a step that is hours away."""
         self._lock = threading.Lock()
         self._lap = 0
         self._done: int | None = None
         """The newest step that this rank has done. None: it does not train, and votes for nothing."""
-        self._done_at = 0.0
-        self._step_seconds = math.inf
         self._number = 0
         """Number of the proposal that this rank settles next."""
         self._proposed = -1
@@ -132,8 +130,7 @@ class Proposals:
     def begin(self, step: int) -> None:
         """Record that `step` steps are done and the next one is about to start."""
         with self._lock:
-            self._done, self._done_at = step, self._clock.monotonic()
-            self._step_seconds = math.inf
+            self._done = step
 
     def roll_back(self) -> None:
         """Forget the steps that the ranks repeat. Every rank must call it."""
@@ -151,8 +148,7 @@ class Proposals:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            now = self._clock.monotonic()
-            self._step_seconds, self._done_at, self._done = now - self._done_at, now, step
+            self._done = step
             number, voted, accepted = self._number, self._voted, self._is_accepted
         if voted is None or step < voted.step:
             return None
@@ -175,7 +171,7 @@ class Proposals:
             if self._done is None or self._voted is not None or self._proposed == number:
                 return
             self._proposed = number
-            step = self._done + steps_ahead(self._latency_seconds, self._step_seconds)
+            step = self._done + self._steps_ahead
             proposal = Proposal(self._lap, step, purpose, step + lasts_steps)
         self._store.decide(_proposal(number), proposal.encode())
 
@@ -238,13 +234,8 @@ class Proposals:
         """Go on to the next proposal. `is_late`: this one named a step that a rank had passed."""
         self._number += 1
         self._voted, self._is_accepted = None, False
-        latency = self._latency_seconds * (2.0 if is_late else 0.5)
-        self._latency_seconds = min(_LONGEST_LATENCY_SECONDS, max(2 * self.period_seconds, latency))
-
-
-def steps_ahead(latency_seconds: float, step_seconds: float) -> int:
-    """Return how many steps ahead a proposal has to name a step, if all votes take `latency_seconds`."""
-    return _LEAST_STEPS + math.ceil(latency_seconds / max(step_seconds, 1e-6))
+        steps = 2 * self._steps_ahead if is_late else self._steps_ahead // 2
+        self._steps_ahead = min(_MOST_STEPS, max(self._least_steps, steps))
 
 
 def _proposal(number: int) -> str:
