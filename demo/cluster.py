@@ -101,7 +101,8 @@ class ClusterStage:
 
     def recovery(self) -> Recovery | None:
         status = self.job.status
-        point, last = status.get("restorePoint") or {}, status.get("lastRecovery") or {}
+        point = status.get("restorePoint") or {}
+        last = (status.get("recoveries") or [{}])[-1]
         if last.get("round") != status.get("restartRound") or "totalSeconds" not in last:
             return None
         sources = {k: v for k, v in (point.get("sources") or {}).items() if v}

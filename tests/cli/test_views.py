@@ -7,7 +7,13 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast_cli.views import checkpoints_view, goodput_bar, recovery_line, size_text, status_view
+from holdfast_cli.views import (
+    checkpoints_view,
+    goodput_bar,
+    recoveries_lines,
+    size_text,
+    status_view,
+)
 
 JOB = {
     "metadata": {"name": "gpt"},
@@ -22,7 +28,18 @@ JOB = {
         "lastPersisted": {"step": 40, "round": 1},
         "workers": {"ready": 2, "total": 2},
         "goodput": {"ratio": 0.75},
-        "lastRecovery": {"reason": "PodLost", "sealSeconds": 0.3, "lostSteps": 7},
+        "recoveries": [
+            {"round": 1, "reason": "RankFailed", "workers": [1], "totalSeconds": 2.0},
+            {
+                "round": 2,
+                "reason": "PodLost",
+                "workers": [3],
+                "nodes": ["node-3"],
+                "sealSeconds": 0.3,
+                "restoredStep": 20,
+                "lostSteps": 7,
+            },
+        ],
         "conditions": [
             {
                 "type": "RemoteTierHealthy",
@@ -77,10 +94,14 @@ def test_goodput_bar_is_bounded():
     assert "░" * 24 in goodput_bar(-1)
 
 
-def test_recovery_line_names_phases_and_lost_steps():
-    assert recovery_line(None) == "none"
-    assert recovery_line(JOB["status"]["lastRecovery"]) == "PodLost: seal 0.3 s; 7 steps lost"
+def test_recoveries_are_listed_with_phases_and_lost_steps():
+    assert recoveries_lines(JOB["status"]["recoveries"]) == (
+        "round 2: PodLost (worker 3, node-3): seal 0.3 s; restored step 20; 7 steps lost\n"
+        "round 1: RankFailed (worker 1): 2.0 s: "
+    )
+    assert recoveries_lines([]) == "none"
     closed = {
+        "round": 5,
         "reason": "NodeLost",
         "begunAt": "2026-01-01T00:00:00Z",
         "totalSeconds": 23.1,
@@ -89,8 +110,8 @@ def test_recovery_line_names_phases_and_lost_steps():
         "sealSeconds": 2.5,
         "backOffSeconds": 0.0,
     }
-    assert recovery_line(closed) == (
-        "NodeLost: 23.1 s: detect 20.2 s, back off 0.0 s, seal 2.5 s, first step 0.4 s"
+    assert recoveries_lines([closed]) == (
+        "round 5: NodeLost: 23.1 s: detect 20.2 s, back off 0.0 s, seal 2.5 s, first step 0.4 s"
     )
 
 

@@ -32,8 +32,8 @@ def test_a_killed_node_costs_one_round(scenario, nodes_back):
     scenario.finish_and_judge(job, ON_EVERY_NODE)
     rounds = {seen.status.get("restartRound") for seen in job.history} - {None}
     assert rounds == {0, 1}
-    recoveries = [seen.status.get("lastRecovery") or {} for seen in job.history]
-    assert {r["reason"] for r in recoveries if r} == {"NodeLost"}
+    recoveries = [r for seen in job.history for r in seen.status.get("recoveries") or []]
+    assert {r["reason"] for r in recoveries} == {"NodeLost"}
 
 
 def test_a_paused_node_is_replaced_and_does_no_harm_when_it_returns(scenario, nodes_back):

@@ -274,7 +274,7 @@ def _api() -> Iterator[Target]:
         "restorePoint": {"step": 10, "round": 0, "manifest": "b3:00"},
         "lineage": [{"round": 0}, {"round": 3, "baseStep": 10, "baseRound": 0}],
         "goodput": {"ratio": 0.5, "trainingSeconds": 3},
-        "lastRecovery": {"round": 3, "reason": "RankDied", "lostSteps": 2},
+        "recoveries": [{"round": 3, "reason": "RankDied", "workers": [1], "lostSteps": 2}],
         "startTime": "2026-05-01T00:00:00Z",
         "conditions": [
             {

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", help="context of the kubeconfig (default: the active one)")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    status = verbs.add_parser("status", help="show levels, tiers and the last recovery of a job")
+    status = verbs.add_parser("status", help="show levels, tiers and recoveries of a job")
     status.add_argument("job")
     status.add_argument("-w", "--watch", action="store_true")
     status.add_argument("-o", "--output", choices=["table", "json"], default="table")

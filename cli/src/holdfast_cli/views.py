@@ -31,7 +31,7 @@ _TROUBLE = frozenset(
 
 
 def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> RenderableType:
-    """Return one screen about a job: levels, steps by rank and tier, last recovery, goodput, problems.
+    """Return one screen about a job: levels, steps by rank and tier, recoveries, goodput, problems.
 
     Args:
         tiers: Newest step by rank and tier (Cluster.tiers).
@@ -54,7 +54,7 @@ def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> Render
         ),
         ("restarts", status.get("restarts", 0)),
         ("goodput", goodput_bar((status.get("goodput") or {}).get("ratio"))),
-        ("last recovery", recovery_line(status.get("lastRecovery"))),
+        ("recoveries", recoveries_lines(status.get("recoveries") or [])),
     )
     for name, value in rows:
         head.add_row(Text(name, style="dim"), str(value))
@@ -102,18 +102,27 @@ def goodput_bar(ratio: float | None) -> str:
     return f"{'█' * filled}{'░' * (BAR_CELLS - filled)} {ratio:.1%}"
 
 
-def recovery_line(recovery: dict[str, Any] | None) -> str:
-    """Return reason, total and phases of a recovery, the phases in the order in which they occur."""
-    if not recovery:
-        return "none"
+def recoveries_lines(recoveries: list[dict[str, Any]]) -> str:
+    """Return one line for each recovery, the newest first."""
+    return "\n".join(recovery_line(r) for r in reversed(recoveries)) or "none"
+
+
+def recovery_line(recovery: dict[str, Any]) -> str:
+    """Return round, reason, what was lost, total and phases of a recovery, in the order of the phases."""
     phases = [
         f"{text} {recovery[field]:.1f} s"
         for field, text in RECOVERY_PHASES.items()
         if recovery.get(field) is not None
     ]
     total, lost = recovery.get("totalSeconds"), recovery.get("lostSteps")
-    line = f"{recovery.get('reason', '')}: " + ("" if total is None else f"{total:.1f} s: ")
-    return line + ", ".join(phases) + ("" if lost is None else f"; {lost} steps lost")
+    workers, step = recovery.get("workers") or [], recovery.get("restoredStep")
+    named = [f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"]
+    names = ", ".join([*(named if workers else []), *(recovery.get("nodes") or [])])
+    line = f"round {recovery.get('round', '-')}: {recovery.get('reason', '')}"
+    line += f" ({names}): " if names else ": "
+    line += ("" if total is None else f"{total:.1f} s: ") + ", ".join(phases)
+    line += "" if step is None else f"; restored step {step}"
+    return line + ("" if lost is None else f"; {lost} steps lost")
 
 
 def checkpoints_view(items: list[dict[str, Any]]) -> Table:

@@ -37,7 +37,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         restore_point=RestorePointStatus(sources=TierCounts()),
         lineage=(LineageEntry(round=RestartRound(0)),),
         recent_restarts=(RestartRecord(round=RestartRound(3), at=START, reason="PodLost"),),
-        last_recovery=RecoveryStatus(round=RestartRound(3), reason="PodLost", detect_seconds=0.5),
+        recoveries=(RecoveryStatus(round=RestartRound(3), reason="PodLost", detect_seconds=0.5),),
         goodput=GoodputStatus(ratio=1 / 3, training_seconds=10.00049),
         workers=WorkersStatus(ready=1, total=2),
         start_time=START,
@@ -65,20 +65,9 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
             "sources": {"memory": 0, "node": 0, "peer": 0, "object": 0},
         },
         "lineage": [{"round": 0}],
-        "lastRecovery": {
-            "round": 3,
-            "reason": "PodLost",
-            "begunAt": None,
-            "detectSeconds": 0.5,
-            "backOffSeconds": None,
-            "sealSeconds": None,
-            "scheduleSeconds": None,
-            "rehydrateSeconds": None,
-            "rendezvousSeconds": None,
-            "firstStepSeconds": None,
-            "totalSeconds": None,
-            "lostSteps": None,
-        },
+        "recoveries": [
+            {"round": 3, "reason": "PodLost", "workers": [], "nodes": [], "detectSeconds": 0.5}
+        ],
         "goodput": {
             "ratio": 0.3333,
             "trainingSeconds": 10.0,
@@ -272,3 +261,13 @@ def test_a_pinned_checkpoint_keeps_its_data(policy: str, pin: bool, deletes: boo
         True,
         True,
     )
+
+
+def test_a_status_keeps_the_newest_ten_recoveries_each_once() -> None:
+    status = TrainingJobStatus()
+    for round_ in range(1, 13):
+        begun = RecoveryStatus(round=RestartRound(round_), reason="PodLost")
+        status = status.with_recovery(begun)
+        status = status.with_recovery(changed(begun, lost_steps=round_))
+    assert [(r.round, r.lost_steps) for r in status.recoveries] == [(r, r) for r in range(3, 13)]
+    assert status.last_recovery == status.recoveries[-1]

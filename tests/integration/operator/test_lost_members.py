@@ -28,7 +28,7 @@ def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: OperatorBe
     assert [m.pod for m in fresh.rounds[-1].members] == [bed.pod(0, 0), bed.pod(1, 1)]
     bed.kubelet.publish(bed.pod(0, 0), training(9, 1, 50))
     bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
-    recovery = bed.status()["lastRecovery"]
+    recovery = bed.status()["recoveries"][-1]
     assert recovery["reason"] == "PodLost"
     phases = {k: v for k, v in recovery.items() if k.endswith("Seconds") and k != "totalSeconds"}
     assert {"detectSeconds", "backOffSeconds", "sealSeconds", "firstStepSeconds"} <= phases.keys()
@@ -51,7 +51,7 @@ def test_a_node_whose_lease_stops_is_lost(empty_bed: OperatorBed) -> None:
     empty_bed.train(job)
     empty_bed.kubelet.kill_sidecar(empty_bed.pod(1, 0))
     empty_bed.until("round 1", lambda: empty_bed.status().get("restartRound") == 1, 60)
-    assert empty_bed.status()["lastRecovery"]["reason"] == "NodeLost"
+    assert empty_bed.status()["recoveries"][-1]["reason"] == "NodeLost"
     # Both pods are on the silent node, but worker 0 still answers: it is not lost.
     assert empty_bed.status()["members"] == [0, 1]
     empty_bed.until(
@@ -72,7 +72,7 @@ def test_a_node_whose_object_was_deleted_is_lost(empty_bed: OperatorBed) -> None
     empty_bed.plane.request("DELETE", f"/api/v1/nodes/{node}")
     empty_bed.kubelet.kill_sidecar(empty_bed.pod(1, 0))
     empty_bed.until("round 1", lambda: empty_bed.status().get("restartRound") == 1, 180)
-    assert empty_bed.status()["lastRecovery"]["reason"] == "NodeLost"
+    assert empty_bed.status()["recoveries"][-1]["reason"] == "NodeLost"
     assert empty_bed.status()["members"] == [0, 1]
     empty_bed.until(
         "the pod of the lost node is deleted",

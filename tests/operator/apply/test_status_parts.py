@@ -33,8 +33,8 @@ AFTER = changed(
     restart_round=RestartRound(4),
     step=Step(9),
     goodput=changed(GoodputStatus(ratio=1.0), checkpoint_seconds=-1.0),
-    last_recovery=changed(
-        RecoveryStatus(round=RestartRound(4), reason="RankDied"), rehydrate_seconds=-5.0
+    recoveries=(
+        changed(RecoveryStatus(round=RestartRound(4), reason="RankDied"), rehydrate_seconds=-5.0),
     ),
     conditions=(
         condition(JobCondition.RUNNING, False, "RankDied", "the message", START, 1),

@@ -12,6 +12,7 @@ from holdfast_core.api import FailureAction, FailureRule, RestartRecord, Restore
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.facts.failure import GATHER_SECONDS
 from holdfast_operator.model.actions import BeginRound
 from holdfast_operator.model.job import JobMemory, NodeView, Observed
 from holdfast_operator.model.reasons import Reason
@@ -90,9 +91,9 @@ def test_progress_since_the_restore_point_ends_the_wait() -> None:
     assert begins(failing(4, committed=20), 0.0)
 
 
-def test_a_disruption_never_waits() -> None:
+def test_a_disruption_waits_only_for_further_lost_pods() -> None:
     observed = failing(4)
-    assert begins(replace(observed, pods=(pod(0),)), 0.0)
+    assert begins(replace(observed, pods=(pod(0),)), GATHER_SECONDS + 0.001)
 
 
 def test_a_rule_that_ends_the_job_does_not_wait() -> None:

@@ -137,11 +137,16 @@ def test_a_killed_rank_counts_from_the_last_sound_pass() -> None:
 @pytest.mark.parametrize(
     ("renewed_at", "answered_at", "expected"),
     [
-        pytest.param(115.0, 118.0, 20.0, id="the newest step"),
-        pytest.param(124.0, 118.0, 16.0, id="the lease"),
-        pytest.param(115.0, 126.0, 14.0, id="the sidecar's last answer"),
-        pytest.param(None, None, 20.0, id="neither lease nor answer"),
-        pytest.param(150.0, None, 0.0, id="a sign after it was seen counts as then"),
+        pytest.param(115.0, 118.0, 20.5, id="the newest step"),
+        pytest.param(124.0, 118.0, 16.5, id="the lease"),
+        pytest.param(115.0, 126.0, 14.5, id="the sidecar's last answer"),
+        pytest.param(None, None, 20.5, id="neither lease nor answer"),
+        pytest.param(
+            150.0,
+            None,
+            0.5,
+            id="a sign after it was seen counts as then, and only the wait is left",
+        ),
     ],
 )
 def test_a_silent_node_counts_from_its_last_sign_of_life(
@@ -153,6 +158,7 @@ def test_a_silent_node_counts_from_its_last_sign_of_life(
     there, gone = holders(0)
     silent = replace(gone, reachable=Reachable.NO, unreachable_since=130.0, answered_at=answered_at)
     timeline.at(140.0, nodes={"node-1": lost}, sidecars=(there, silent))
+    timeline.at(140.5)
     record = timeline.observed.job.status.last_recovery
     assert record is not None
     assert record.reason == Reason.NODE_LOST
@@ -197,6 +203,23 @@ def test_a_deleted_pod_counts_from_the_end_of_training_not_of_its_grace() -> Non
     assert record is not None
     assert record.reason == Reason.POD_LOST
     assert record.detect_seconds == 10.0
+
+
+def test_the_wait_for_a_sidecar_that_does_not_answer_is_part_of_the_detection() -> None:
+    """Ranks fail when the machine of their peer dies, long before its lease has stopped."""
+    timeline = trained()
+    timeline.at(121.0)
+    there, gone = (replace(s, answered_at=121.0) for s in holders(0))
+    timeline.at(122.0, sidecars=(there, gone), coordinator=state(0, 12, dead=(DEAD,)))
+    answered = replace(there, answered_at=122.5)
+    dead = replace(gone, reachable=Reachable.NO, unreachable_since=124.0)
+    timeline.at(125.0, sidecars=(answered, dead))
+    assert timeline.observed.job.status.restart_round == 0
+    timeline.at(140.0, nodes={"node-1": NodeView("node-1", lost=True, renewed_at=119.0)})
+    record = timeline.observed.job.status.last_recovery
+    assert record is not None
+    assert (record.reason, record.workers, record.nodes) == (Reason.NODE_LOST, (1,), ("node-1",))
+    assert record.phases() == {"detect": 19.0, "back_off": 0.0}
 
 
 def test_back_off_is_a_separate_phase() -> None:

@@ -364,3 +364,31 @@ def test_compaction_keeps_what_the_newest_round_restored_from() -> None:
     newest = 3 * MAX_LINEAGE - 1
     saved_just_before = CheckpointId(Step(10 * newest), RestartRound(newest - 1))
     assert on_lineage(saved_just_before, compact)
+
+
+STARTING = replace(pod(1, birth=1), sidecar_started=False)
+"""A pod of round 1 that has an address and whose sidecar has not started."""
+
+
+@pytest.mark.parametrize(
+    ("waits", "starting", "chosen_rounds", "sidecars"),
+    [
+        pytest.param(False, STARTING, (0,), (), id="its round ended before it had a restore point"),
+        pytest.param(True, STARTING, (0, 1), (), id="its round had a restore point"),
+        pytest.param(True, replace(STARTING, sidecar_started=True), (0,), (), id="it has started"),
+        pytest.param(True, replace(STARTING, sidecar_restarts=1), (0,), (), id="it starts again"),
+        pytest.param(
+            True, STARTING, (0,), (replace(silent(STARTING), answered_at=999.0),), id="it answered"
+        ),
+    ],
+)
+def test_a_pod_of_an_interrupted_round_is_not_waited_for_if_no_rank_has_run_in_it(
+    waits: bool, starting: PodView, chosen_rounds: tuple[int, ...], sidecars: tuple[SidecarView]
+) -> None:
+    """All other pods were lost after round 1 had begun, so the newest step is in the store."""
+    persisted = PersistedStep(step=Step(20), round=RestartRound(0), manifest=manifest_digest(20, 0))
+    lineage = tuple(LineageEntry(round=RestartRound(r), base_step=Step(20)) for r in chosen_rounds)
+    state = status(2, (2, 1), lineage=lineage, last_persisted=persisted)
+    choice = pick(state, [pod(0, birth=2), starting], list(sidecars))
+    assert isinstance(choice, Wait) is waits
+    assert waits or chosen_step(choice) == 20

@@ -201,8 +201,10 @@ def test_metrics_count_what_a_status_write_adds() -> None:
     metrics.status_written(job(), first)
     second = TrainingJobStatus(
         restart_round=RestartRound(1),
-        last_recovery=RecoveryStatus(
-            round=RestartRound(1), reason="PodLost", detect_seconds=0.5, lost_steps=3
+        recoveries=(
+            RecoveryStatus(
+                round=RestartRound(1), reason="PodLost", detect_seconds=0.5, lost_steps=3
+            ),
         ),
         goodput=GoodputStatus(ratio=0.25),
     )

@@ -55,8 +55,10 @@ FULL = TrainingJobStatus(
     restarts=2,
     restarts_count_towards_max=1,
     recent_restarts=(RestartRecord(round=RestartRound(3), at=START, reason="RankFailed"),),
-    last_recovery=RecoveryStatus(
-        round=RestartRound(3), reason="RankFailed", detect_seconds=0.5, lost_steps=0
+    recoveries=(
+        RecoveryStatus(
+            round=RestartRound(3), reason="RankFailed", detect_seconds=0.5, lost_steps=0
+        ),
     ),
     goodput=GoodputStatus(
         ratio=0.5,

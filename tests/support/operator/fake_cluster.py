@@ -48,8 +48,8 @@ class FakeNode:
     deleted: bool = False
     """Whether its Node and Lease are deleted and its kubelet is gone."""
     silent_ticks: int = 0
-    renewed: int = 0
-    """Tick at which its kubelet last renewed the lease."""
+    renewed: float = 0
+    """Time at which its kubelet last renewed the lease."""
 
     @property
     def silent(self) -> bool:
@@ -125,7 +125,7 @@ class FakeCluster:
     silent_workers: set[int] = field(default_factory=set)
     """Workers whose sidecars do not answer the operator, in whichever pod they run."""
     total_steps: int = 100_000
-    seconds: int = 1000
+    seconds: float = 1000
     _uids: int = 0
 
     def __post_init__(self) -> None:

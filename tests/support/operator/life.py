@@ -52,6 +52,16 @@ class Life:
 
         asyncio.run(passes())
 
+    def run_tenths(self, tenths: int) -> None:
+        """Run passes every tenth of a second, in which nothing in the cluster changes."""
+
+        async def passes() -> None:
+            for _ in range(tenths):
+                await self.operator.run_pass()
+                self.cluster.seconds += 0.1
+
+        asyncio.run(passes())
+
     @property
     def status(self) -> TrainingJobStatus:
         return TrainingJob.from_dict(self.cluster.job).status

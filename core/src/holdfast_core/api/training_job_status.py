@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainSerializer, field_serializer, field_validator
 
-from holdfast_core.api.base import ApiModel, Timestamp
+from holdfast_core.api.base import ApiModel, Timestamp, changed
 from holdfast_core.api.meta import Conditions, WithConditions
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step, Worker
 
@@ -18,6 +18,9 @@ MAX_WORKERS = 4096
 MAX_LINEAGE = 256
 MAX_RECENT_RESTARTS = 1024
 """More than the largest maxRestarts, or the limit could never be reached."""
+MAX_RECOVERIES = 10
+MAX_NAMED_WORKERS = 8
+"""Largest number of workers that the record of a recovery names. Records must stay small."""
 
 
 class JobPhase(StrEnum):
@@ -126,28 +129,50 @@ class LineageEntry(ApiModel):
 
 
 class RecoveryStatus(ApiModel):
-    """The newest recovery. Its phases follow each other: those that are set add up to the total.
+    """One recovery. Its phases follow each other: those that are set add up to the total.
 
-    A phase that was not measured is missing, as after a restart of the operator.
+    A phase that was not measured is missing, as after a restart of the operator. The total is missing until
+    every rank has finished a step, and for ever if another failure interrupted the recovery.
     """
 
     round: Annotated[RoundField | None, Field(description="Restart round that it began.")] = None
     reason: Annotated[
         str, Field(max_length=128, description="What was lost, as one CamelCase word.")
     ]
+    workers: Annotated[
+        tuple[WorkerField, ...],
+        Field(
+            max_length=MAX_NAMED_WORKERS,
+            description=f"Workers that failed, at most the first {MAX_NAMED_WORKERS}.",
+        ),
+    ] = ()
+    nodes: Annotated[
+        tuple[Annotated[str, Field(max_length=253)], ...],
+        Field(
+            max_length=MAX_NAMED_WORKERS,
+            description="Nodes of these workers, where their pods still existed.",
+        ),
+    ] = ()
     begun_at: Annotated[Timestamp | None, Field(description="When the round began (UTC).")] = None
     detect_seconds: Annotated[
         float | None,
         Field(
             ge=0,
             description=(
-                "From the failure, as far as its time is known, until the operator "
-                "detected it, seconds."
+                "From the failure, as far as its time is known, until the operator knew what "
+                "was lost, seconds. It includes the wait for sidecars that did not answer."
             ),
         ),
     ] = None
     back_off_seconds: Annotated[
-        float | None, Field(ge=0, description="Until the round began, seconds.")
+        float | None,
+        Field(
+            ge=0,
+            description=(
+                "Until the round began, seconds. It is the back-off of a gang that fails "
+                "repeatedly from the same step."
+            ),
+        ),
     ] = None
     seal_seconds: Annotated[
         float | None,
@@ -173,6 +198,14 @@ class RecoveryStatus(ApiModel):
     total_seconds: Annotated[
         float | None,
         Field(ge=0, description="From the failure to the first step of every rank, seconds."),
+    ] = None
+    restored_step: Annotated[
+        StepField | None,
+        Field(description="Step from which the round starts. Absent: it has no checkpoint."),
+    ] = None
+    sources: Annotated[
+        TierCounts | None,
+        Field(description="Number of shards of that step by the tier from which they are read."),
     ] = None
     lost_steps: Annotated[
         int | None, Field(ge=0, description="Last trained step minus the restore point.")
@@ -344,9 +377,13 @@ class TrainingJobStatus(WithConditions):
             description="The restore point of each round, oldest first, compacted.",
         ),
     ] = ()
-    last_recovery: Annotated[
-        RecoveryStatus | None, Field(description="The newest recovery, phase by phase.")
-    ] = None
+    recoveries: Annotated[
+        tuple[RecoveryStatus, ...],
+        Field(
+            max_length=MAX_RECOVERIES,
+            description=f"The newest {MAX_RECOVERIES} recoveries, oldest first, phase by phase.",
+        ),
+    ] = ()
     goodput: Annotated[GoodputStatus | None, Field(description="How the job's time was spent.")] = (
         None
     )
@@ -367,3 +404,13 @@ class TrainingJobStatus(WithConditions):
     observed_generation: Annotated[
         int | None, Field(ge=0, description="metadata.generation that this status describes.")
     ] = None
+
+    @property
+    def last_recovery(self) -> RecoveryStatus | None:
+        """Return the newest recovery, which may not be complete, or None."""
+        return self.recoveries[-1] if self.recoveries else None
+
+    def with_recovery(self, recovery: RecoveryStatus) -> TrainingJobStatus:
+        """Return the status with this recovery as the newest, instead of an older record of its round."""
+        older = tuple(r for r in self.recoveries if r.round != recovery.round)
+        return changed(self, recoveries=(*older, recovery)[-MAX_RECOVERIES:])

@@ -21,6 +21,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
 from holdfast_core.messages.schema import GangRequest, Prune, PruneReply
 from holdfast_operator.apply.status_parts import write_status
+from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
@@ -246,6 +247,8 @@ class JobEffects:
 
     async def emit(self, job: TrainingJob, event: EmitEvent) -> None:
         subject = Subject(API_VERSION, TrainingJob.KIND, job.namespace, job.name, job.uid)
+        if event.reason == Reason.RECOVERED:  # Events are limited, and every recovery is logged
+            logs.info(event.message, namespace=job.namespace, job=job.name)
         await self._events.emit(subject, event.kind, event.reason, event.message)
 
 

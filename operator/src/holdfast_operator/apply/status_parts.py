@@ -64,7 +64,7 @@ def with_known_details(new: TrainingJobStatus, known: TrainingJobStatus) -> Trai
         step=known.step,
         last_memory_step=known.last_memory_step,
         steps_dropped=known.steps_dropped,
-        last_recovery=known.last_recovery,
+        recoveries=known.recoveries,
         goodput=known.goodput,
         conditions=tuple(c for c in conditions if c is not None),
     )

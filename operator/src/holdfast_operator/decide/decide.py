@@ -118,6 +118,11 @@ def _decide(observed: Observed, now: Now) -> Decision:
         if peer is not None:
             return _await_peers(world, memory, now, failures[0], peer)
     if failures:
+        left = failure.gather_seconds(world, failures, memory, now)
+        if left > 0:
+            text = f"{failures[0].message}; further pods may be lost with it"
+            return Decision((), left, text, memory)
+        memory = times.with_cause(memory, now)
         delay = failure.restart_delay_seconds(world, failures, now)
         ends = lifecycle.failure_of_job(world, failures, now) is not None
         if not ends and times.seconds_since(memory.failure_seen_at, now) < delay:
@@ -205,7 +210,7 @@ def _restart(world: World, memory: JobMemory, now: Now, failures: tuple[Failure,
     fault = recovery.fault_at(world, failures, memory)
     if status.last_recovery is not None:
         begun = recovery.begun(status.last_recovery, fault, memory, now)
-        status = changed(status, last_recovery=begun)
+        status = status.with_recovery(begun)
     gone = tuple(f.confirm_gone for f in failures if f.confirm_gone is not None)
     cause = failures[0]
     text = f"round {status.restart_round} begins: {cause.message}"
@@ -318,7 +323,9 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
         lost = max(0, status.step - (own or 0))
     record = status.last_recovery
     if record is not None and record.round == world.round:
-        record = changed(record, lost_steps=lost)
+        status = status.with_recovery(
+            changed(record, lost_steps=lost, restored_step=point.step, sources=point.sources)
+        )
     replicated = status.last_replicated_step
     return changed(
         status,
@@ -330,7 +337,6 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
         last_replicated_step=None if replicated is None or own is None else min(replicated, own),
         last_memory_step=own,
         steps_dropped=0,
-        last_recovery=record,
         goodput=_less_lost_work(status.goodput, lost, status.step),
     )
 

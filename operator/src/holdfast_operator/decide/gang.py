@@ -21,7 +21,7 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
-from holdfast_core.api.training_job_status import MAX_RECENT_RESTARTS
+from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS, MAX_RECENT_RESTARTS
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
@@ -114,10 +114,24 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> Trainin
         restarts=status.restarts + 1,
         recent_restarts=recent,
         restarts_count_towards_max=len(recent),
-        last_recovery=RecoveryStatus(round=round_, reason=cause.reason),
     )
+    status = status.with_recovery(_recovery(world, round_, failures))
     status = set_condition(status, JobCondition.RESTARTING, True, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
+
+
+def _recovery(world: World, round_: RestartRound, failures: tuple[Failure, ...]) -> RecoveryStatus:
+    """Return the record of the recovery from these failures, with the workers that caused it."""
+    cause = failures[0]
+    found = {
+        f.worker for f in failures if f.worker is not None and f.disruption == cause.disruption
+    }
+    workers = tuple(sorted(found))[:MAX_NAMED_WORKERS]
+    pods = (world.members[w].pod for w in workers if w < len(world.members))
+    nodes = {pod.node for pod in pods if pod is not None and pod.node is not None}
+    return RecoveryStatus(
+        round=round_, reason=cause.reason, workers=workers, nodes=tuple(sorted(nodes))
+    )
 
 
 def _stays(member: MemberState) -> bool:
@@ -141,8 +155,7 @@ def resumed_round(world: World, now: Now) -> TrainingJobStatus:
         restore_point=None,
         coordinator=None,
         start_time=now.utc,
-        last_recovery=RecoveryStatus(round=round_, reason=Reason.RESUMED, begun_at=now.utc),
-    )
+    ).with_recovery(RecoveryStatus(round=round_, reason=Reason.RESUMED, begun_at=now.utc))
     status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
 

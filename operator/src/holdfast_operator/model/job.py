@@ -282,6 +282,9 @@ class JobMemory:
     """When the failure that is present now was first seen."""
     failure_seen_utc: datetime | None = None
     """The same moment as a UTC stamp, for comparison with stamps of kubelets."""
+    cause_known_at: float | None = None
+    """When it was first known what this failure lost. None: the operator waits for sidecars that do not
+    answer, or for further lost pods."""
     sound_at: float | None = None
     """When a pass last found no failure."""
     progress_at: float | None = None

@@ -6,7 +6,8 @@
 3. The restart of a sidecar container alone is not a failure. ROUND is sent to the sidecar again.
 4. While a gang trains, a pod that is being deleted has DRAIN_SECONDS to save and stop.
 5. A pod of this round that has not started is not a failure, whatever its node: it holds no data.
-6. A sidecar that does not answer is not a failure by itself (ADR 0040). If no sidecar of the job answers,
+6. Pods that are lost within GATHER_SECONDS of the first one are lost in the same round.
+7. A sidecar that does not answer is not a failure by itself (ADR 0040). If no sidecar of the job answers,
    the cause is probably the network, and the job waits. Otherwise the pod is replaced only if the newest
    committed step is known to be readable without it (readable.py).
 """
@@ -49,6 +50,9 @@ _FRAME = re.compile(r'^  File ".*", line \d+')
 FREE_RESTARTS = 2
 """Restarts from the same step that begin without a delay."""
 MAX_DELAY_SECONDS = 60.0
+GATHER_SECONDS = 0.3
+"""Time from the first lost pod until the next round begins. Pods that are lost together are seen one after
+another. Without this wait, each pod that was seen after the round had begun would cost a round of its own."""
 
 CANNOT_START = frozenset(
     {
@@ -66,6 +70,9 @@ CANNOT_START = frozenset(
 )
 """The kubelet's reasons for containers that can start once a user corrects the image or the pod."""
 _EVICTED = frozenset({"Evicted", "Preempting", "Preempted", "TerminationByKubelet", "Shutdown"})
+
+_LOSSES = frozenset({Reason.NODE_LOST, Reason.POD_EVICTED, Reason.POD_LOST})
+"""Failures that often come with more of their kind."""
 
 _SEVERITY = (
     Reason.STATUS_BEHIND,
@@ -355,6 +362,26 @@ def counted_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
     """Return the entries of status.recentRestarts that are inside failurePolicy.window."""
     start = now.utc - world.observed.job.spec.failure_policy.window_length
     return tuple(r for r in world.status.recent_restarts if r.at > start)
+
+
+def gather_seconds(
+    world: World, failures: tuple[Failure, ...], memory: JobMemory, now: Now
+) -> float:
+    """Return the seconds for which the next round waits for further lost pods.
+
+    The wait counts from the first failure or the first deletion of a lost pod that was seen. So a pod whose
+    gang has saved and stopped after its deletion delays nothing. The result is 0 if no pod is lost, or if no
+    other pod is left.
+    """
+    lost = {f.worker for f in failures if f.reason in _LOSSES}
+    if not lost or not any(m.alive and m.worker not in lost for m in world.members):
+        return 0.0
+    leaving = dict(memory.terminating_since)
+    pods = (m.pod for m in world.members if m.worker in lost)
+    seen = [leaving[pod.uid] for pod in pods if pod is not None and pod.uid in leaving]
+    if memory.failure_seen_at is not None:
+        seen.append(memory.failure_seen_at)
+    return max(0.0, GATHER_SECONDS - seconds_since(min(seen, default=None), now))
 
 
 def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now) -> float:

@@ -17,7 +17,7 @@ from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase
 from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
-from holdfast_operator.model.job import ManifestView
+from holdfast_operator.model.job import ManifestView, PodView
 
 Holders = Mapping[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]]
 """Workers that hold a shard, each with the tier, by checkpoint, rank and digest of the shard."""
@@ -60,7 +60,7 @@ def is_survivor(member: MemberState, world: World) -> bool:
 def may_store_shards(member: MemberState, world: World) -> bool:
     """Return whether the member is a survivor that runs and has not answered, so it may hold any step.
 
-    A pod without an address never started and holds nothing.
+    A pod without an address never started and holds nothing, nor does a pod in which no rank has run.
     """
     return (
         is_survivor(member, world)
@@ -68,6 +68,22 @@ def may_store_shards(member: MemberState, world: World) -> bool:
         and member.pod is not None
         and member.pod.ip is not None
         and not has_answered(member, world)
+        and not _never_trained_in(member, member.pod, world)
+    )
+
+
+def _never_trained_in(member: MemberState, pod: PodView, world: World) -> bool:
+    """Return whether no rank has run in the pod, because its round ended before it had a restore point.
+
+    Ranks start only after the sidecar has started. The lineage alone is not sufficient evidence, because the
+    status may be an older one that was restored from a backup of etcd.
+    """
+    chosen = max((e.round for e in world.status.lineage), default=-1)
+    return (
+        member.birth_round > chosen
+        and not pod.sidecar_started
+        and pod.sidecar_restarts == 0
+        and (member.sidecar is None or member.sidecar.answered_at is None)
     )
 
 

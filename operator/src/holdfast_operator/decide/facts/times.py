@@ -82,10 +82,23 @@ def _trained(world: World) -> int | None:
 def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
     """Set the time at which a failure was first seen, or clear it if there is no failure any more."""
     if not failing:
-        return replace(memory, failure_seen_at=None, failure_seen_utc=None, sound_at=now.monotonic)
+        return replace(
+            memory,
+            failure_seen_at=None,
+            failure_seen_utc=None,
+            cause_known_at=None,
+            sound_at=now.monotonic,
+        )
     if memory.failure_seen_at is None:
         return replace(memory, failure_seen_at=now.monotonic, failure_seen_utc=now.utc)
     return memory
+
+
+def with_cause(memory: JobMemory, now: Now) -> JobMemory:
+    """Set the time at which it was first known what is lost, that is, no further evidence is waited for."""
+    if memory.cause_known_at is not None:
+        return memory
+    return replace(memory, cause_known_at=now.monotonic)
 
 
 def again_after(since: float | None, shortest: float, now: Now) -> float:

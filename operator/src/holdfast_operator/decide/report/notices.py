@@ -1,4 +1,4 @@
-"""Events for conditions that turn bad or recover. Pure.
+"""Events for conditions that turn bad or recover, and for complete recoveries of the gang. Pure.
 
 A condition shows only the present. The Events tell a user who looks an hour later what happened.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_core.api import JobCondition, TrainingJobStatus
+from holdfast_operator.decide.report import recovery
 from holdfast_operator.model.actions import (
     BeginRound,
     ChooseRestorePoint,
@@ -37,8 +38,11 @@ def with_notices(decision: Decision, before: TrainingJobStatus) -> Decision:
 
 
 def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
-    """Return a Warning for each condition that is bad for a new reason, a Normal Event for each recovery."""
-    events = []
+    """Return a Warning for each condition that is bad for a new reason, and Normal Events.
+
+    A Normal Event is returned for each condition that is good again, and for a recovery that is complete.
+    """
+    events = _recovered(before, after)
     for kind in _HEALTH:
         old, new = before.condition(kind), after.condition(kind)
         if new is None:
@@ -54,6 +58,15 @@ def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEve
     if new is not None and trouble and (old is None or old.reason != new.reason):
         events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
     return events
+
+
+def _recovered(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
+    old, new = before.last_recovery, after.last_recovery
+    if new is None or new.total_seconds is None:
+        return []
+    if old is not None and old.round == new.round and old.total_seconds is not None:
+        return []
+    return [EmitEvent(EventKind.NORMAL, Reason.RECOVERED, recovery.describe(new))]
 
 
 def _silence(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:

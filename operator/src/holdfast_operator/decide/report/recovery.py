@@ -3,8 +3,9 @@
 A recovery lasts from the fault until every rank has finished a step of the new round. Its phases follow each
 other without a gap, so they are disjoint and their sum is the total:
 
-1. detect: from the fault until this operator saw it;
-2. back_off: until the new round began (about 0 unless the gang waited for a back-off or for sidecars);
+1. detect: from the fault until this operator knew what was lost, which includes the wait for sidecars that
+   did not answer and for further lost pods;
+2. back_off: until the new round began (about 0 unless the gang waited after repeated failures);
 3. seal: until every survivor was sealed and the restore point was chosen;
 4. schedule: until the sidecar of every member had started;
 5. rehydrate: until the shards were on the nodes;
@@ -27,6 +28,8 @@ from holdfast_operator.model.reasons import Reason
 
 _SILENT = frozenset({Reason.NODE_LOST, Reason.SIDECAR_UNREACHABLE})
 """Failures that are detected by the absence of answers. The fault is dated to the last sign of life."""
+SHOWN_SECONDS = 0.05
+"""Shortest phase that the line about a recovery names. A shorter one would be shown as 0.0 s."""
 
 
 def fault_at(world: World, failures: tuple[Failure, ...], memory: JobMemory) -> float | None:
@@ -81,10 +84,12 @@ def begun(
 ) -> RecoveryStatus:
     """Return the record of a round that begins now, with the phases before the round."""
     seen = now.monotonic if memory.failure_seen_at is None else memory.failure_seen_at
+    known = seen if memory.cause_known_at is None else memory.cause_known_at
+    measured = fault is not None or known > seen
     return changed(
         recovery,
-        detect_seconds=None if fault is None else _between(fault, seen),
-        back_off_seconds=_between(seen, now.monotonic),
+        detect_seconds=_between(seen if fault is None else fault, known) if measured else None,
+        back_off_seconds=_between(known, now.monotonic),
         begun_at=now.utc,
     )
 
@@ -112,6 +117,40 @@ def closed(
             first_step_seconds=round(first_step, 3),
         )
     )
+
+
+def describe(recovery: RecoveryStatus) -> str:
+    """Return one line about a complete recovery, for the log and for an Event.
+
+    Phases that took less than SHOWN_SECONDS are left out.
+    """
+    lost = _lost(recovery)
+    parts = [f"round {recovery.round}: {recovery.reason}{f' ({lost})' if lost else ''}"]
+    parts.extend(
+        f"{seconds:.1f} s {phase.replace('_', ' ')}"
+        for phase, seconds in recovery.phases().items()
+        if seconds >= SHOWN_SECONDS
+    )
+    if recovery.total_seconds is not None:
+        parts.append(f"{recovery.total_seconds:.1f} s in total")
+    parts.append(_restored(recovery))
+    if recovery.lost_steps is not None:
+        parts.append(f"{recovery.lost_steps} steps lost")
+    return ", ".join(parts)
+
+
+def _lost(recovery: RecoveryStatus) -> str:
+    workers = ", ".join(map(str, recovery.workers))
+    named = [f"worker{'s' if len(recovery.workers) > 1 else ''} {workers}"] if workers else []
+    return ", ".join((*named, *recovery.nodes))
+
+
+def _restored(recovery: RecoveryStatus) -> str:
+    if recovery.restored_step is None:
+        return "started without a checkpoint"
+    counts = {} if recovery.sources is None else recovery.sources.model_dump()
+    tiers = " and ".join(f"{tier} x{count}" for tier, count in counts.items() if count)
+    return f"restored step {recovery.restored_step}" + (f" from {tiers}" if tiers else "")
 
 
 def _milestones(

@@ -168,7 +168,7 @@ def _with_recovery_closed(
         return status
     if not (state.running or state.finished):
         return status
-    return changed(status, last_recovery=recovery.closed(begun, state, memory, now))
+    return status.with_recovery(recovery.closed(begun, state, memory, now))
 
 
 def _with_goodput(
