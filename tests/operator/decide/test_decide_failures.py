@@ -61,7 +61,8 @@ def world(**changes: Any) -> Observed:
         nodes={f"node-{i}": NodeView(f"node-{i}") for i in range(2)},
         coordinator=state(),
         services=frozenset({"job-l2msg4-gang"}),
-        memory=JobMemory(round=RestartRound(3), round_seen_at=900.0),
+        # The failure was seen a second ago: the wait for further lost pods is over.
+        memory=JobMemory(round=RestartRound(3), round_seen_at=900.0, failure_seen_at=999.0),
     )
     return replace(base, **changes)
 

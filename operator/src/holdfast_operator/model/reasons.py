@@ -28,7 +28,7 @@ class Reason(StrEnum):
     """The Checkpoint of spec.restoreFrom exists but cannot be restored: it is not committed in a store, is
     quarantined, is being deleted or cannot be parsed, or this job has no store to read it from."""
 
-    # --- why a round begins (Restarting, lastRecovery, recentRestarts, Events)
+    # --- why a round begins (Restarting, recoveries, recentRestarts, Events)
     FIRST_ROUND = "FirstRound"
     """The job begins its first round."""
     POD_LOST = "PodLost"
