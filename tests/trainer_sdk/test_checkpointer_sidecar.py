@@ -65,11 +65,16 @@ def test_a_persister_pauses_while_a_rank_copies(
     assert set(asked) == {tmp_path / "shared/slots"}
 
 
+class OwnLoading(torch.nn.Linear):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict(*args, **kwargs)
+
+
 def test_a_sidecar_only_fills_memory_that_the_rank_has_touched(
     sidecar: FakeSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pages would be charged to the sidecar, whose memory limit does not grow with the state."""
-    state = {"t": torch.zeros(1 << 20)}
+    state = {"t": torch.zeros(1 << 20), "own": OwnLoading(1, 1)}  # not loaded in place
     with holdfast.Checkpointer() as ckpt:
         train(ckpt, state, 2)
     enter_round(sidecar, monkeypatch)
