@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,14 +53,14 @@ class Peer:
         self._memory = MemoryTier()
         self._memory.write_shard(HEADER, BytesSource(PAYLOAD))
 
-    def fetch(self, member: Member, ref: ShardRef) -> Any:
+    def copy(self, member: Member, ref: ShardRef) -> Any:
         if self.is_away:
             raise UnavailableError("connection refused")
         with self._memory.open_shard(ref) as reader:
             writer = self.node.begin_copy(ref, reader.record.file_bytes)
             for piece in range(0, reader.record.file_bytes, 4096):
                 writer.write(os.pread(reader.fd, 4096, piece))
-            return writer.commit()
+            return SimpleNamespace(received_bytes=writer.commit().file_bytes)
 
     async def get(self, worker: Worker, path: str, reply: Any, **options: Any) -> ManifestDocument:
         if self.is_away:
