@@ -271,6 +271,14 @@ def test_exit_code_rules_end_the_job() -> None:
     assert decision.actions[0].status.phase == "Failed"
 
 
+@pytest.mark.parametrize("worker", [-1, 2, 10**30])
+def test_a_dead_rank_of_a_worker_that_does_not_exist_begins_a_round(worker: int) -> None:
+    dead = (DeadRank(Rank(1), Worker(1), 1, "boom"), DeadRank(Rank(9), Worker(worker), 1, "boom"))
+    record = begun(decide(world(coordinator=state(dead=dead)), now())).status.last_recovery
+    assert record is not None
+    assert record.workers == (1,)
+
+
 def test_a_disruption_is_looked_at_before_exit_codes() -> None:
     decision = decide(
         world(

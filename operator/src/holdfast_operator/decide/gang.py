@@ -123,11 +123,11 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> Trainin
 def _recovery(world: World, round_: RestartRound, failures: tuple[Failure, ...]) -> RecoveryStatus:
     """Return the record of the recovery from these failures, with the workers that caused it."""
     cause = failures[0]
-    found = {
-        f.worker for f in failures if f.worker is not None and f.disruption == cause.disruption
-    }
-    workers = tuple(sorted(found))[:MAX_NAMED_WORKERS]
-    pods = (world.members[w].pod for w in workers if w < len(world.members))
+    failed = {f.worker for f in failures if f.disruption == cause.disruption}
+    # A sidecar names the workers of dead ranks, and may name one that does not exist.
+    members = [m for m in world.members if m.worker in failed][:MAX_NAMED_WORKERS]
+    workers = tuple(m.worker for m in members)
+    pods = (m.pod for m in members)
     nodes = {pod.node for pod in pods if pod is not None and pod.node is not None}
     return RecoveryStatus(
         round=round_, reason=cause.reason, workers=workers, nodes=tuple(sorted(nodes))
