@@ -271,3 +271,49 @@ def test_a_module_without_code_of_its_own_is_loaded_without_a_search_for_each_su
     load_state({"model": module}, {"model": saved})
     assert all(bool((value == 3).all()) for value in module.state_dict().values())
     assert reads <= 2 * len(saved)
+
+
+class Scaled(torch.nn.Linear):
+    """Its extra state is a tensor of which it gives copies away, as layers for 8-bit training do."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.history = torch.zeros(3)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.history.clone()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.history = state.clone()
+
+
+def test_extra_state_that_is_a_tensor_is_loaded_by_its_module() -> None:
+    model = torch.nn.Sequential(Scaled(), torch.nn.Linear(2, 2))
+    model[0].history.fill_(7.0)
+    kept = saved({"model": model})
+    other = torch.nn.Sequential(Scaled(), torch.nn.Linear(2, 2))
+    load_state({"model": other}, kept)
+    assert other[0].history.tolist() == [7.0, 7.0, 7.0]
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_a_hook_that_runs_after_the_load_misses_no_tensor() -> None:
+    missing: list[str] = []
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].register_load_state_dict_post_hook(lambda _, keys: missing.extend(keys.missing_keys))
+    load_state({"model": model}, saved({"model": model}))
+    assert missing == []
+
+
+def test_a_load_method_of_an_instance_gets_every_tensor() -> None:
+    model, given = torch.nn.Linear(2, 2), list[str]()
+    kept = saved({"model": model})
+    load = model.load_state_dict
+
+    def load_state_dict(state: Any, strict: bool = True) -> Any:
+        given.extend(state)
+        return load(state, strict=strict)
+
+    model.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+    load_state({"model": model}, kept)
+    assert sorted(given) == ["bias", "weight"]

@@ -32,6 +32,8 @@ from holdfast.state.tree import is_stateful, unwrap
 from holdfast_core.errors import StateMismatchError
 
 _SHOWN = 10
+_EXTRA_STATE = "_extra_state"
+"""Last part of the name of what a module's `get_extra_state` returns (torch.nn.modules.module)."""
 
 _Own = Callable[[Any], Any]
 """Returns a saved value, or its copy, that may be kept after the load."""
@@ -328,12 +330,14 @@ def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: 
     fitting = {k: v for k, v in saved.items() if _join(path, k) not in skip}
     current = module.state_dict()
     # torch searches the whole dict once for each submodule: 25,000 submodules take a minute.
-    from holdfast.state.stock import is_stock_module
+    from holdfast.state.stock import only_copies
 
-    copies_here = is_stock_module(module) or any(map(is_distributed, current.values()))
+    copies_here = only_copies(module) or any(map(is_distributed, current.values()))
     for name, value in current.items():
+        # get_extra_state may return a new tensor. Only set_extra_state can load it.
+        is_own = is_tensor(value) and name.rpartition(".")[2] != _EXTRA_STATE
         # load_state_dict writes outside of inference mode, where torch does not allow it.
-        is_copied = is_tensor(value) and (copies_here or value.is_inference())
+        is_copied = is_own and (copies_here or value.is_inference())
         if is_copied and name in fitting:
             copy_in(value, fitting.pop(name))
     # load_state_dict copies tensors itself. Other values must not keep views of the slot.
