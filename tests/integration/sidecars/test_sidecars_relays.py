@@ -61,6 +61,17 @@ async def test_a_gang_with_relays_commits_and_restores(gangs: Gangs) -> None:
         await gang.commit(3, Level.REPLICATED)
 
 
+async def test_copies_to_and_from_the_coordinator_pass_no_relay(gangs: Gangs) -> None:
+    """Worker 2 is the relay of worker 3, and would take a request for a copy for its own."""
+    async with gangs(WORKERS) as gang:
+        gang.copies = ((0, 3), (1, 4), (2, 1), (3, 0), (4, 2))
+        await gang.start(**GROUPS)
+        await gang.commit(1, Level.REPLICATED)
+        for source, target in gang.copies:
+            found = await gang.operator.inventory(target)
+            assert {s.rank for s in found.shards if s.tier is TierName.NODE} >= {source}
+
+
 async def test_a_relay_that_was_killed_costs_no_committed_step(gangs: Gangs) -> None:
     """While the relay is away, the other workers prepare a step, which is not committed without it."""
     async with gangs(WORKERS) as gang:

@@ -164,6 +164,20 @@ RULES: dict[type[Any], Rule] = {
 }
 
 
+def is_of_coordinator(kind: type[Any]) -> bool:
+    """Return whether messages of this type pass between the coordinator and the workers.
+
+    Relays pass only these on. What members send one another goes to its receiver itself, also if one of
+    them is the coordinator.
+    """
+    rule = RULES[kind]
+    return (
+        rule.receiver is To.COORDINATOR
+        or rule.sender is From.COORDINATOR
+        or rule.sender is From.OPERATOR_OR_COORDINATOR
+    )
+
+
 def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
     """Return why `message` is refused, or None if it may be served now.
 

@@ -40,7 +40,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     Refused,
 )
-from holdfast_sidecar.base.rounds import Caller, RoundState
+from holdfast_sidecar.base.rounds import Caller, RoundState, is_of_coordinator
 from holdfast_sidecar.base.tree import next_hop
 from holdfast_sidecar.wire.addresses import Endpoint, parse_address
 from holdfast_sidecar.wire.budget import ByteBudget
@@ -166,13 +166,15 @@ class Peers:
         shared = isinstance(message, ManifestPut | LevelNotice | BufferNotice | PersistRequest)
         body = _encode_shared(message) if shared else encode(message)
         round_ = getattr(message, "round", None)
+        # What members send one another must not stop at a relay, which would take it for its own.
+        send = self._relayed if is_of_coordinator(type(message)) else self.exchange
         what = f"POST {target} to worker {worker}"
-        return decode(reply, body_of(await self._post(worker, target, body, round_), what))
+        return decode(reply, body_of(await send(worker, target, body, round_), what))
 
-    async def _post(
+    async def _relayed(
         self, worker: Worker, path: str, body: bytes, round_: RestartRound | None
     ) -> Answer:
-        """Send a message on its way to a member, and return the member's answer."""
+        """Send a message of or to the coordinator on its way, and return the member's answer."""
         hop = self._next_hop(worker)
         if hop == worker:
             return await self.exchange(worker, path, body, round_)
@@ -228,11 +230,12 @@ class Peers:
         """Send a GET request to a member and return its reply. Raises what `call` raises.
 
         Args:
-            seconds: Total time-out; None for that of `call`.
+            seconds: Total time-out; None for that of `call`. A request that has its own goes to the member
+                itself, because it would hold up other letters.
         """
         target = f"{path}?{urlencode(query)}" if query else path
         hop = self._next_hop(worker)
-        if hop != worker and self._current().is_coordinator:
+        if seconds is None and hop != worker and self._current().is_coordinator:
             answer = await self.mail(hop).deliver(target, worker, b"")
         else:
             answer = await self.exchange(worker, target, b"", None, seconds=seconds)
