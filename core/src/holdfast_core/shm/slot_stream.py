@@ -54,6 +54,8 @@ class SegmentStream:
         """Each slot, with the payload offset at which its segment ends."""
         self._end = 0
         """Payload bytes that were added."""
+        self._position = 0
+        """Payload offset of the next byte to read. Unlike `bytes_read`, nobody sets it back."""
         self._start = 0
         """Payload offset of the first slot in the queue."""
         self._is_reading = False
@@ -69,6 +71,11 @@ class SegmentStream:
     def is_starved(self) -> bool:
         """Whether the next bytes have not arrived, so that a pause is the rank's and not the disk's."""
         return not self._queue and not self.is_complete
+
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether all bytes that were read so far are still in memory."""
+        return self._position == 0
 
     def holds(self, slot: str) -> bool:
         """Return whether the stream owns a slot of this name."""
@@ -120,16 +127,17 @@ class SegmentStream:
                 any more.
             FormatError: A slot's file ends too early.
         """
-        if offset != self.bytes_read:
+        if offset != self._position:
             raise UnavailableError(
                 f"step {self.stage.step}: byte {offset} of a streamed save is not in memory any more, "
-                f"only bytes from {self.bytes_read} on: the save cannot be written again"
+                f"only bytes from {self._position} on: the save cannot be written again"
             )
         while len(buffer) > 0:
             slot, stop = self._next()
             try:
-                piece = buffer[: stop - self.bytes_read]
-                slot.read_into(self.bytes_read - self._start, piece)
+                piece = buffer[: stop - self._position]
+                slot.read_into(self._position - self._start, piece)
+                self._position += len(piece)
                 self.bytes_read += len(piece)
                 buffer = buffer[len(piece) :]
             finally:
@@ -167,7 +175,7 @@ class SegmentStream:
             self.stop(why)
 
     def _next(self) -> tuple[SlotFile, int]:
-        """Wait for the segment at `bytes_read`, and keep its slot until `_has_read`."""
+        """Wait for the segment at `_position`, and keep its slot until `_has_read`."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._stopped is not None)
             if self._stopped is not None:
@@ -180,7 +188,7 @@ class SegmentStream:
         with self._changed:
             self._is_reading = False
             slot, stop = self._queue[0]
-            if self._stopped is None and self.bytes_read < stop:
+            if self._stopped is None and self._position < stop:
                 return
             self._queue.popleft()
             self._start = stop

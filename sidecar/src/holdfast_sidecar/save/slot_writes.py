@@ -87,13 +87,16 @@ class SlotWrites:
         """Write the shard. On a full volume, retry after each deletion for up to `room_seconds`.
 
         This worker's report carries the failure meanwhile, upon which the coordinator prunes steps that
-        the job does not need. Raises CapacityError if the room does not suffice in time.
+        the job does not need. Raises CapacityError if the room does not suffice in time, and at once if
+        the payload streams and parts of it are not in memory any more.
         """
         deadline: float | None = None
         while True:
             try:
                 return await self._watched(owned)
             except CapacityError as error:
+                if not owned.slot.can_be_read_again:
+                    raise
                 self._failures.note(_subject(owned), TierName.NODE, error, step=owned.stage.step)
                 now = self._clock.monotonic()
                 if deadline is None:

@@ -504,7 +504,8 @@ class Stager:
         self._advance()
 
     def _is_stored(self, owned: OwnedSlot, record: ShardRecord) -> None:
-        self.memory[owned.stage.slot] = record
+        if isinstance(owned.slot, SlotFile):  # no slot holds the bytes of a save that has streamed
+            self.memory[owned.stage.slot] = record
         if owned.was_buffered:
             self._stored[(record.header.rank, record.header.step)] = record
 
