@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,9 @@ from tests.support.shards.builders import BytesSource, payload, shard_file, shar
 from tests.support.trainer.launched import until
 
 from holdfast_core.errors import CapacityError
+from holdfast_core.node.files import Directories
+from holdfast_core.node.index import Budget
+from holdfast_core.node.spares import SpareFiles
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardRecord
 
@@ -220,3 +226,34 @@ def test_a_delete_works_without_the_directory_of_spare_files(tmp_path: Path) -> 
     tier.delete_shard(old.ref)
     assert not tier.shard_path(old.ref).exists()
     expect_intact(tier, save(tier, 3))
+
+
+class SlowBudget(Budget):
+    """A budget whose first update waits for that of another thread, which has changed the files since."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, MIB, 1.0)
+        self.spare_bytes = 0
+        self.threads = ThreadPoolExecutor(1)
+        self.other: Future[object] | None = None
+        self.meanwhile = lambda: None
+
+    def set_spare_bytes(self, size: int) -> None:
+        if self.other is None:
+            self.other = self.threads.submit(self.meanwhile)
+            with suppress(FutureTimeoutError):
+                self.other.result(0.2)
+        self.spare_bytes = size
+
+
+def test_counts_of_two_threads_end_with_the_newer_number(tmp_path: Path) -> None:
+    budget = SlowBudget(tmp_path)
+    spares = SpareFiles(tmp_path / "spare", Directories(tmp_path), budget)
+    shard = tmp_path / "a.shard"
+    shard.write_bytes(bytes(1000))
+    budget.meanwhile = lambda: spares.put_aside(shard)
+    spares.count()
+    assert budget.other is not None
+    budget.other.result(60)
+    budget.threads.shutdown()
+    assert budget.spare_bytes == 1000

@@ -45,6 +45,8 @@ class SpareFiles:
         self._directories = directories
         self._budget = budget
         self._lock = threading.Lock()
+        self._counting = threading.Lock()
+        """Held during `count`: an older number must not replace a newer one."""
         self._remover = ThreadPoolExecutor(1, "holdfast-node-remove")
 
     def put_aside(self, path: Path) -> None:
@@ -114,8 +116,9 @@ class SpareFiles:
 
     def count(self) -> int:
         """Tell the budget how many bytes the spare files have, and return the number."""
-        total = sum(status.st_size for _, status in self._files())
-        self._budget.set_spare_bytes(total)
+        with self._counting:
+            total = sum(status.st_size for _, status in self._files())
+            self._budget.set_spare_bytes(total)
         return total
 
     # ------------------------------------------------------------------ inside
