@@ -223,3 +223,16 @@ def test_an_error_in_the_helper_reaches_the_caller() -> None:
     with pytest.raises(ValueError, match="no"):
         copier.run(jobs)
     copier.close()
+
+
+def test_a_busy_slot_whose_file_another_process_has_replaced_is_left_alone(tmp_path: Path) -> None:
+    slots = SlotRing(tmp_path, Rank(5), 1, is_ours=lambda: False)
+    slots.ensure(MIB, ROUND)
+    (slot,) = slots.slots
+    slot.begin(ROUND, Step(7), 100)
+    slot.path.unlink()
+    slot.path.write_bytes(b"another process's")
+    slots.remove_busy()
+    with pytest.raises(CapacityError, match="another process"):
+        slots.ensure(MIB, ROUND)
+    assert slot.path.read_bytes() == b"another process's"

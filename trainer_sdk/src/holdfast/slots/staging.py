@@ -325,10 +325,15 @@ class SlotRing:
     def remove_busy(self) -> None:
         """Remove the slots that are not FREE. `ensure` creates new ones.
 
-        A process that still reads one keeps its file.
+        A process that still reads one keeps its file. Lost slots are left to `ensure`: the files of their
+        names may be those of another process.
         """
         self._await_toucher()
-        busy = [slot for slot in self._slots if slot.header().state is not SlotState.FREE]
+        busy = [
+            slot
+            for slot in self._slots
+            if slot.header().state is not SlotState.FREE and not slot.is_lost()
+        ]
         for slot in busy:
             slot.path.unlink(missing_ok=True)
             slot.close()
