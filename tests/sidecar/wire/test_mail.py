@@ -61,6 +61,21 @@ async def test_letters_that_come_during_a_request_travel_together() -> None:
         assert [len(letters) for letters in relay.requests] == [1, 3]
 
 
+async def test_a_message_that_its_sender_repeats_is_sent_once() -> None:
+    """The coordinator refuses a letter with several senders, together with all others of the request."""
+    relay = Relay()
+    async with mail_to(relay) as mail:
+        first = send(mail, 1)
+        await until(lambda: relay.requests, "the first request")
+        repeated = [send(mail, 2), send(mail, 2), send(mail, 3, b"other")]
+        await asyncio.sleep(0)
+        relay.through.release()
+        relay.through.release()
+        answers = await asyncio.gather(first, *repeated)
+        assert [a.body for a in answers] == [b"1", b"2", b"2", b"3"]
+        assert [letter.workers for letter in relay.requests[1]] == [(2,), (3,)]
+
+
 async def test_equal_messages_are_one_letter_to_several_workers() -> None:
     relay = Relay()
     async with mail_to(relay) as mail:

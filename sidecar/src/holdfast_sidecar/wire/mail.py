@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from holdfast_core.errors import FormatError, HoldfastError
 from holdfast_core.ids import Worker
@@ -57,20 +58,7 @@ class Mail:
             self._sending = False
 
     async def _send_some(self) -> None:
-        groups: dict[tuple[str, bytes], list[_Waiting]] = {}
-        size_bytes = 0
-        while self._waiting and len(groups) < _MAX_LETTERS and size_bytes < _MAX_BYTES:
-            waiting = self._waiting.popleft()
-            if waiting.answer.done():
-                continue  # Its sender has given up.
-            group = groups.setdefault((waiting.path, waiting.body), [])
-            size_bytes += 0 if group else len(waiting.body)
-            group.append(waiting)
-        letters = tuple(
-            Letter(path, tuple(w.worker for w in group), body)
-            for (path, body), group in groups.items()
-        )
-        sent = [waiting for group in groups.values() for waiting in group]
+        letters, sent = self._next_letters()
         if not sent:
             return
         try:
@@ -78,14 +66,32 @@ class Mail:
             if len(answers) != len(sent):
                 raise FormatError(f"{len(answers)} answers to letters for {len(sent)} workers")
         except HoldfastError as error:
-            for waiting in sent:
+            for waiting in chain(*sent):
                 if not waiting.answer.done():
                     waiting.answer.set_exception(error)
         except asyncio.CancelledError:
-            for waiting in sent:
+            for waiting in chain(*sent):
                 waiting.answer.cancel()
             raise
         else:
-            for waiting, answer in zip(sent, answers, strict=True):
-                if not waiting.answer.done():
-                    waiting.answer.set_result(answer)
+            for same, answer in zip(sent, answers, strict=True):
+                for waiting in same:
+                    if not waiting.answer.done():
+                        waiting.answer.set_result(answer)
+
+    def _next_letters(self) -> tuple[tuple[Letter, ...], list[list[_Waiting]]]:
+        """Return the letters of the next request, and who waits for each of its answers.
+
+        Several wait for one answer if a sender has repeated its message before the first was sent.
+        """
+        groups: dict[tuple[str, bytes], dict[Worker, list[_Waiting]]] = {}
+        size_bytes = 0
+        while self._waiting and len(groups) < _MAX_LETTERS and size_bytes < _MAX_BYTES:
+            waiting = self._waiting.popleft()
+            if waiting.answer.done():
+                continue  # Its sender has given up.
+            group = groups.setdefault((waiting.path, waiting.body), {})
+            size_bytes += 0 if group else len(waiting.body)
+            group.setdefault(waiting.worker, []).append(waiting)
+        letters = tuple(Letter(path, tuple(group), body) for (path, body), group in groups.items())
+        return letters, [same for group in groups.values() for same in group.values()]
