@@ -6,8 +6,9 @@ from it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
@@ -29,6 +30,8 @@ class RebuildTarget:
     """Returns whether the manifest of a step of this round need not be read."""
     manifest: Callable[[Step, Digest, ManifestDocument], None]
     """Called with a manifest of this round. An error that it raises is logged."""
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a manifest is read. Members have the same ones, which have megabytes in a large gang."""
 
 
 async def rebuild_from(
@@ -44,12 +47,15 @@ async def rebuild_from(
             await clock.sleep(backoff.next_seconds())
     target.inventory(inventory)
     for found in inventory.manifests:
-        if found.round != round_ or target.has_manifest(found.step):
+        if found.round != round_:
             continue
-        query = {"step": str(found.step), "round": str(found.round)}
-        try:
-            document = await peers.get(worker, "/v1/manifest", ManifestDocument, query=query)
-            if digest_of(document.manifest.encode()) == found.manifest:
-                target.manifest(found.step, found.manifest, document)
-        except HoldfastError as error:
-            logs.warning("a manifest was not adopted", step=found.step, error=str(error))
+        async with target.reading:
+            if target.has_manifest(found.step):
+                continue
+            query = {"step": str(found.step), "round": str(found.round)}
+            try:
+                document = await peers.get(worker, "/v1/manifest", ManifestDocument, query=query)
+                if digest_of(document.manifest.encode()) == found.manifest:
+                    target.manifest(found.step, found.manifest, document)
+            except HoldfastError as error:
+                logs.warning("a manifest was not adopted", step=found.step, error=str(error))
