@@ -242,3 +242,24 @@ def test_a_store_that_fails_raises_in_the_training_thread() -> None:
     one.close()
     with pytest.raises(ConnectionResetError, match="has ended"):
         one.reach(1)
+
+
+def test_the_polling_thread_itself_may_close() -> None:
+    """The collector may run in it and find that the Checkpointer is not referenced any more."""
+    errors: list[Exception] = []
+    closed = threading.Event()
+
+    class Closing(DictStore):
+        def check(self, keys: list[str], /) -> bool:
+            try:
+                one.close()
+            except RuntimeError as error:
+                errors.append(error)
+            closed.set()
+            return False
+
+    one = Proposals(GangStore(Closing(), "r0", SECRET), 2)
+    one.begin(0)
+    one.start()
+    assert closed.wait(60)
+    assert errors == []

@@ -122,7 +122,9 @@ class Proposals:
         if self._thread is None or os.getpid() != self._pid:
             return
         self._closing.set()
-        self._thread.join(_CLOSE_SECONDS)
+        # The collector may release an unreferenced Checkpointer in any thread, this one included.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_SECONDS)
         atexit.unregister(self.close)
 
     # ------------------------------------------------------------------ the training thread
