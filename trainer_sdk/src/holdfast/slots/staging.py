@@ -314,13 +314,25 @@ class SlotRing:
     def use(self, count: int, *, is_bounded: bool) -> None:
         """Use `count` slots from now on. If that is another number, the slots of before are removed.
 
-        With `is_bounded`, slots that are more than twice as large as `ensure` requests, such as those of an
-        earlier run, are replaced too.
+        Slots that an earlier process of this rank had beyond that number are removed too. With `is_bounded`,
+        slots that are more than twice as large as `ensure` requests, such as those of an earlier run, are
+        replaced.
         """
         if count != self._count:
             self._await_toucher()
             self._discard()
         self._count, self._is_bounded = count, is_bounded
+        if not self._slots:
+            self._remove_beyond()
+
+    def _remove_beyond(self) -> None:
+        """Remove the slots of an earlier process that this ring does not use, which would keep memory."""
+        used = {self._path(index) for index in range(self._count)}
+        prefix = slot_name(self._rank, 0).removesuffix("0.slot")
+        found = set(self.directory.glob(f"{prefix}*.slot")) - used
+        if found and self._is_ours():
+            for path in found:
+                path.unlink(missing_ok=True)
 
     def remove_busy(self) -> None:
         """Remove the slots that are not FREE. `ensure` creates new ones.
