@@ -374,10 +374,13 @@ class DiskNodeTier:
         """
         return self._budget.used_bytes
 
-    def remove_spare_files(self) -> None:
-        """Remove the spare files, when no further write is expected."""
+    def remove_spare_files(self) -> bool:
+        """Remove the spare files, when no further write is expected or when other files need their room.
+
+        Return False if there were none.
+        """
         with disk_errors(f"removing the spare files of {self._root}"):
-            self._spares.remove_all()
+            return self._spares.remove_all()
 
     # ------------------------------------------------------------------ inside
 

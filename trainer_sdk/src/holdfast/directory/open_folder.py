@@ -132,7 +132,8 @@ class OpenFolder:
     ) -> T:
         """Call `call`, which writes for the checkpoint `wanted`, and return its result.
 
-        While the folder is full, an old item is deleted and `call` is called again.
+        While the folder is full, the spare files are removed, or else an old item is deleted, and `call` is
+        called again. The file of a deleted item may become a spare one.
 
         Args:
             wanted: The checkpoint that needs room.
@@ -148,6 +149,8 @@ class OpenFolder:
             try:
                 return call()
             except CapacityError as error:
+                if self.tier.remove_spare_files():
+                    continue
                 gone = self.committer.make_room(wanted, self.protected)
                 if gone is None:
                     raise CapacityError(
