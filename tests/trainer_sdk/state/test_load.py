@@ -317,3 +317,23 @@ def test_a_load_method_of_an_instance_gets_every_tensor() -> None:
     model.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
     load_state({"model": model}, kept)
     assert sorted(given) == ["bias", "weight"]
+
+
+def test_extra_state_that_its_module_keeps_is_no_view_of_the_slot() -> None:
+    class Keeping(Scaled):
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.history = state
+
+    one, other = Keeping(), Keeping()
+    one.history.fill_(7.0)
+    kept = saved({"model": one})
+    load_state({"model": other}, kept)
+    kept["model"]["_extra_state"].zero_()
+    assert other.history.tolist() == [7.0, 7.0, 7.0]
+
+
+def test_extra_state_that_grew_in_training_is_loaded() -> None:
+    one, other = Scaled(), Scaled()
+    one.history = torch.full((5,), 7.0)
+    load_state({"model": other}, saved({"model": one}))
+    assert other.history.tolist() == [7.0] * 5

@@ -219,7 +219,13 @@ def _compare_array(current: Any, saved: Any, path: str, out: _Comparison) -> Non
 def _compare_object(current: Any, saved: Any, path: str, out: _Comparison) -> None:
     match _order_of(current):
         case _Order.MODEL:
-            _compare(current.state_dict(), saved, path, out, exact=True)
+            expected = dict(current.state_dict())
+            if isinstance(saved, dict):
+                # set_extra_state decides which tensors fit. Some of them grow in training.
+                for name in filter(_is_extra_state, expected.keys() & saved.keys()):
+                    if is_tensor(expected[name]) and is_tensor(saved[name]):
+                        expected[name] = saved[name]
+            _compare(expected, saved, path, out, exact=True)
         case _Order.OPTIMIZER:
             reason = misfit(current, saved)
             if reason is not None:
@@ -335,14 +341,18 @@ def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: 
     copies_here = only_copies(module) or any(map(is_distributed, current.values()))
     for name, value in current.items():
         # get_extra_state may return a new tensor. Only set_extra_state can load it.
-        is_own = is_tensor(value) and name.rpartition(".")[2] != _EXTRA_STATE
+        is_own = is_tensor(value) and not _is_extra_state(name)
         # load_state_dict writes outside of inference mode, where torch does not allow it.
         is_copied = is_own and (copies_here or value.is_inference())
         if is_copied and name in fitting:
             copy_in(value, fitting.pop(name))
     # load_state_dict copies tensors itself. Other values must not keep views of the slot.
-    kept = {k: v if is_tensor(v) else own(v) for k, v in fitting.items()}
+    kept = {k: v if is_tensor(v) and not _is_extra_state(k) else own(v) for k, v in fitting.items()}
     module.load_state_dict(kept, strict=False)
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def _optimizer_state(optimizer: Any, saved: dict[str, Any], own: _Own) -> dict[str, Any]:
