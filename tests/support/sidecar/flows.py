@@ -12,7 +12,8 @@ from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import first_round
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.ids import RestartRound, ShardRef, Worker
+from holdfast_core.format.rank_layout import LayoutDigests
+from holdfast_core.ids import Digest, RestartRound, ShardRef, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Ok, PreparedReply
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store.tier import ObjectTier
@@ -50,8 +51,11 @@ class AcceptingMember:
 class EmptyLayouts:
     """Layouts of ranks that are all `{}`."""
 
-    async def text(self, digest: object) -> str:
-        return "{}"
+    async def document(self, digest: Digest) -> bytes:
+        return b"{}"
+
+    async def digests(self, digest: Digest) -> LayoutDigests:
+        return LayoutDigests(digest, digest, digest)
 
 
 class FlowWorld:
