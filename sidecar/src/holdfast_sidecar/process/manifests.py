@@ -64,13 +64,19 @@ class Manifests:
     async def keep_layout(self, message: KeepLayout) -> Ok:
         """Store a layout that the sender has, unless it is on this node.
 
-        Raises NotFoundError if the sender does not have it, and CorruptionError if it sends another one.
+        Raises:
+            NotFoundError: The sender does not have it.
+            CorruptionError: The sender has sent another one.
+            RefusedError: NO_SPACE: this node has no room for it, nor for the copies.
         """
         try:
             await self.layout(message.layout)
         except (NotFoundError, CorruptionError):
             document = await self._peers.layout(message.worker, message.layout)
-            await self._pools.meta.run(self._node.put_layout, document)
+            try:
+                await self._pools.meta.run(self._node.put_layout, document)
+            except CapacityError as error:
+                raise RefusedError(Refusal.NO_SPACE, str(error)) from error
         return Ok(message.round)
 
     async def put(self, message: ManifestPut) -> Ok:
