@@ -86,9 +86,9 @@ class World:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[World]:
+async def running(**fields: Any) -> AsyncIterator[World]:
     world = World()
-    world.outbox.start(round_message(1))
+    world.outbox.start(round_message(1, **fields))
     try:
         yield world
     finally:
@@ -154,3 +154,20 @@ async def test_the_own_pod_is_released_after_all_others() -> None:
         world.members.away = set()
         await until(lambda: len(released()) == WORKERS, "all")
         assert released()[-1] == 0
+
+
+async def test_a_relay_is_released_after_its_group() -> None:
+    """Nothing passes the release on once the relay's pod has ended."""
+    async with running(workers=WORKERS, fan_in=4) as world:
+        world.members.away = {6}
+        world.outbox.release()
+
+        def released() -> list[Worker]:
+            return [w for w, m in world.members.of(LevelNotice) if m.released]
+
+        await until(lambda: len(released()) == WORKERS - 3, "all but 6, its relay and the own one")
+        await asyncio.sleep(0.1)
+        assert {0, 4, 6}.isdisjoint(released())
+        world.members.away = set()
+        await until(lambda: len(released()) == WORKERS, "all")
+        assert released()[-3:] == [6, 4, 0]

@@ -30,6 +30,7 @@ from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.base.tree import relay_of
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 from holdfast_sidecar.wire.client import Peers
 
@@ -226,8 +227,8 @@ class Outbox:
                 acknowledged()
 
     async def _wait(self, worker: Worker) -> None:
-        """Wait until there may be something to send. The release of the own pod also depends on time."""
-        limit = 0.5 if self._released and worker == self._own else None
+        """Wait until there may be something to send. The release of some pods also depends on time."""
+        limit = 0.5 if self._released and self._released_before(worker) else None
         try:
             async with asyncio.timeout(limit):
                 await self._wakes[worker].wait()
@@ -327,15 +328,25 @@ class Outbox:
     def _may_release(self, worker: Worker) -> bool:
         """Return whether this member may be released now.
 
-        The own pod is last: the others have acknowledged their release, or `release_seconds` have passed.
+        A relay is released after the workers that it passes the release on to, and the own pod is last: these
+        have acknowledged their release, or `release_seconds` have passed.
         """
         if not self._released or self._released_at is None:
             return False
-        if worker != self._own:
-            return True
         waited = self._clock.monotonic() - self._released_at
-        others = (t.released for w, t in self._acknowledged.items() if w != self._own)
-        return waited > self._settings.release_seconds or all(others)
+        return waited > self._settings.release_seconds or all(
+            self._acknowledged[other].released for other in self._released_before(worker)
+        )
+
+    def _released_before(self, worker: Worker) -> list[Worker]:
+        """Return the workers that are released before this one."""
+        message = self._message
+        if worker == self._own:
+            return [other for other in self._acknowledged if other != worker]
+        if message is None or relay_of(message, worker) != worker:
+            return []
+        group = range(worker + 1, min(worker + message.fan_in, message.workers))
+        return [Worker(other) for other in group]
 
     def _release_notice(self, worker: Worker) -> tuple[LevelNotice, None, Callable[[], None]]:
         newest = self._newest()
