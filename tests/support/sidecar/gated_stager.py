@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.support.sidecar.contracts import CONTRACT
+from tests.support.sidecar.ranks import rank_document
 from tests.support.sidecar.rounds import first_round
 from tests.support.sidecar.stagers import stager_of
 
@@ -31,11 +32,8 @@ from holdfast_sidecar.save.slot_writes import Outcome
 from holdfast_sidecar.save.staging import Stager
 
 RANK, ROUND = Rank(0), RestartRound(0)
-
-
-LAYOUT = digest_of(b"{}")
-
-
+_LAYOUT = rank_document(RANK, 1000)
+LAYOUT = digest_of(_LAYOUT)
 CAPACITY = 1 << 16
 
 
@@ -70,7 +68,7 @@ class World:
         self.settings = Settings(replace(CONTRACT, shared_dir=str(root / "shared")))
         self.settings.slots_dir.mkdir(parents=True)
         self.settings.layouts_dir.mkdir()
-        (self.settings.layouts_dir / f"{hex_of(LAYOUT)}.json").write_bytes(b"{}")
+        (self.settings.layouts_dir / f"{hex_of(LAYOUT)}.json").write_bytes(_LAYOUT)
         for index in range(slots):
             path = self.settings.slots_dir / slot_name(RANK, index)
             path.write_bytes(SlotHeader(SlotState.FREE, RANK, CAPACITY).pack())
