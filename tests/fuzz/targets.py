@@ -173,7 +173,7 @@ def _documents() -> Iterator[Target]:
             b"references/s000000000010-r000000/by-s000000000020-r000000",
             b"references/s000000000020-r000000/needs-s000000000010-r000000-00000000000000000005",
             b"manifests/s000000000010/r000000.json",
-            b"layouts/" + b"0" * 64 + b".json",
+            b"shards/s000000000010-r000000/rank000001-0123456789abcdef.layout",
         ),
     )
     yield Target("round.json", _round_json, (b'{"round":3,"version":1}',), (CorruptionError,))
