@@ -8,6 +8,8 @@ UV ?= uv
 export PATH := $(PATH):$(UV_FOLDER)/bin
 RUN := $(UV) run --frozen
 PY := $(RUN) python
+# Many tests start processes that import torch. Without compiled modules on disk, each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
 # Files of tests side by side. Some wait more than they compute: a third worker pays on two cores, too.
 FILES_SIDE_BY_SIDE := -n 3 --dist loadfile
 # One of each kind: the chart, a lost pod, a lost rank, a lost node, the store.
@@ -53,7 +55,31 @@ check: sync ## ruff, mypy --strict, import contracts, generated files (under 2 m
 
 .PHONY: test-unit
 test-unit: sync ## unit and contract tests, no server, no root
-	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts -q $(FILES_SIDE_BY_SIDE)
+	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts --ignore=tests/frameworks -q $(FILES_SIDE_BY_SIDE)
+
+FRAMEWORKS := UV_PROJECT_ENVIRONMENT=$(CURDIR)/.venv-frameworks
+# These tests only compute, and each worker imports every framework.
+FRAMEWORKS_SIDE_BY_SIDE := -n 2 --dist loadfile
+.PHONY: test-frameworks
+test-frameworks: prerequisites ## the adapters with the real training frameworks, at the versions of tests/frameworks/uv.lock
+	$(FRAMEWORKS) $(UV) sync --frozen --project tests/frameworks --quiet
+	.venv-frameworks/bin/python -m pytest tests/frameworks -q $(FRAMEWORKS_SIDE_BY_SIDE)
+
+.PHONY: test-frameworks-newest
+test-frameworks-newest: prerequisites ## the same tests with the newest released frameworks, in an environment of their own
+	mkdir -p .venv-frameworks-newest/project
+	cp tests/frameworks/pyproject.toml .venv-frameworks-newest/project/
+	UV_PROJECT_ENVIRONMENT=$(CURDIR)/.venv-frameworks-newest/env $(UV) sync --upgrade --project .venv-frameworks-newest/project --quiet
+	.venv-frameworks-newest/env/bin/python -m pytest tests/frameworks -q $(FRAMEWORKS_SIDE_BY_SIDE)
+
+BESIDE := deepspeed megatron-core transformers mosaicml-streaming nvidia-resiliency-ext
+.PHONY: resolve
+resolve: prerequisites ## ask the package index for one environment with the SDK and the frameworks that users combine
+	@printf '%s\n' ./core './trainer_sdk[torch,s3]' $(BESIDE) | $(UV) pip compile - --python-version 3.12 --no-header --no-annotate
+
+.PHONY: version
+version: sync ## write a new version to every file that names it, and its changes to CHANGELOG.md: VERSION=0.2.0
+	$(PY) -m tools.release.version $(VERSION)
 
 .PHONY: fuzz
 MINUTES ?= 10
@@ -74,7 +100,7 @@ test-e2e: cluster-up ## every failure of the README, bad input, install and upgr
 	$(RUN) pytest tests/e2e -m alone -q --durations=0
 
 .PHONY: test
-test: check test-unit test-integration test-e2e ## everything; what CI runs
+test: check test-unit test-frameworks test-integration test-e2e ## everything; what CI runs
 
 .PHONY: cluster-up
 cluster-up: sync prerequisites-cluster ## kind cluster with images, MinIO and the test bed's tools
@@ -103,6 +129,28 @@ images: cluster-up ## build the images and load those that changed
 	$(PY) -m testbed images
 	$(PY) -m testbed load
 
+.PHONY: release-wheels
+release-wheels: sync ## the wheels of SDK, core and kubectl plug-in into dist/
+	$(PY) -m tools.release wheels
+
+.PHONY: release-chart
+release-chart: sync ## the chart into dist/, as a package and as an OCI artefact
+	$(PY) -m tools.release chart
+
+.PHONY: release-plugin
+release-plugin: sync ## the kubectl plug-in for each platform and krew's manifest into dist/
+	$(PY) -m tools.release plugin
+
+.PHONY: release-images
+release-images: cluster-up ## the images into dist/ as OCI layouts, each with its bill of materials
+	$(PY) -m testbed images
+	$(PY) -m tools.release images
+
+.PHONY: release
+release: cluster-up ## all parts of a release of this commit into dist/, with their digests in SHA256SUMS
+	$(PY) -m testbed images
+	$(PY) -m tools.release
+
 .PHONY: demo
 demo: cluster-up ## train on the kind cluster, lose a pod, a rank, a node and every copy; compare bit by bit
 	$(PY) -m demo cluster
@@ -111,9 +159,10 @@ demo: cluster-up ## train on the kind cluster, lose a pod, a rank, a node and ev
 demo-local: sync ## the same story as processes on this machine, without a cluster
 	$(PY) -m demo local
 
-.PHONY: bench-recovery-quick
-bench-recovery-quick: cluster-up ## recovery times R1-R5 into benchmarks/results/recovery-quick.json
-	$(PY) -m benchmarks.recovery_quick
+.PHONY: bench-recovery
+REPEATS ?= 20
+bench-recovery: cluster-up ## recoveries B1-B4, B6, B7 on the kind cluster, REPEATS=20 each, into benchmarks/results/recovery.{json,md,png}
+	$(PY) -m benchmarks.recovery --repeats $(REPEATS) $(BENCH)
 
 .PHONY: bench-peers
 bench-peers: prerequisites ## the environment of what Holdfast is measured against, from its own lock
@@ -129,9 +178,11 @@ bench-quick: sync ## ours and torch DCP only: A1, A2, A3, A8 and a verdict for e
 	$(PY) -m benchmarks.datapath --quick $(BENCH)
 
 .PHONY: test-gpu
-test-gpu: sync ## the tests of staging on a real GPU; fails where there is none
+test-gpu: sync ## staging, and a killed training of each adapter, on a real GPU; fails where there is none
 	$(PY) -m benchmarks.gpu --look
-	$(RUN) pytest tests -m gpu -v
+	$(RUN) pytest tests --ignore=tests/frameworks -m gpu -v
+	$(FRAMEWORKS) $(UV) sync --frozen --project tests/frameworks --quiet
+	.venv-frameworks/bin/python -m pytest tests/frameworks -m gpu -v
 
 .PHONY: bench-gpu
 bench-gpu: sync ## what a save costs a training on a GPU, beside torch DCP, into benchmarks/results/gpu.json
@@ -140,6 +191,15 @@ bench-gpu: sync ## what a save costs a training on a GPU, beside torch DCP, into
 .PHONY: bench-ranks
 bench-ranks: sync ## a real coordinator with played members, 64 to 4096 workers, into benchmarks/results/ranks.{json,md,png}
 	$(PY) -m benchmarks.ranks $(BENCH)
+
+.PHONY: bench-interval
+bench-interval: sync ## goodput of automatic and fixed intervals, replayed in virtual time, into benchmarks/results/interval.json
+	$(PY) -m benchmarks.interval
+
+.PHONY: bench-integrations
+bench-integrations: prerequisites ## kills, identical bits and blocked time of each adapter into benchmarks/results/integrations.{json,md}
+	$(FRAMEWORKS) $(UV) sync --frozen --project tests/frameworks --quiet
+	.venv-frameworks/bin/python -m benchmarks.integrations $(BENCH)
 
 .PHONY: clean
 clean: ## remove build outputs of this checkout (the test bed's cache stays)

@@ -5,8 +5,10 @@ Prints one JSON line with the seconds of processor time of the training thread:
  * first_read, second_read, read: reading the state at the first save, at the second (which also records the
    structure), and at each later one.
  * plan: the layout of the payload, once for a structure.
- * first_copy, copy: copying the tensors into a slot, at the first save and at each later one.
- * parse, load: what a restore does with the payload.
+ * first_copy, copy: copying the tensors into a slot, at the first save into it and at each later one.
+ * save: read and copy of a later save, until the garbage collector runs again.
+ * parse, load: what a restore from a slot does with the payload.
+ * in_place: a whole restore into the tensors of the state, without the reads from a disk.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from holdfast.state.load import load_state
-from holdfast.state.snapshot import PayloadTarget, Snapshots, plan_save, read_payload
+from holdfast.state.copying.target import PayloadTarget
+from holdfast.state.loading.destinations import Destinations
+from holdfast.state.loading.load import load_state
+from holdfast.state.loading.restore_target import RestoreTarget
+from holdfast.state.snapshot import Snapshots, paused_collector, plan_save, read_payload
+from holdfast_core.format.payload import parse_payload
 from holdfast_core.ids import Rank
 
 T = TypeVar("T")
@@ -67,12 +73,32 @@ def main() -> None:
     plan = timed("plan", lambda: plan_save(first, Rank(0)))
     memory = np.zeros(plan.payload_bytes, np.uint8)
     target = PayloadTarget(plan, memory)
-    timed("first_copy", lambda: target.write(first, run))
+    timed("first_copy", paused_collector()(lambda: target.write(first, run)))
     timed("second_read", lambda: snapshots.take(state))
-    third = timed("read", lambda: snapshots.take(state))
-    timed("copy", lambda: target.write(third, run))
+
+    # As in a save: the collector pauses until nothing of the state is referenced any more.
+    @paused_collector()
+    def save() -> None:
+        third = timed("read", lambda: snapshots.take(state))
+        timed("copy", lambda: target.write(third, run))
+
+    timed("save", save)
     saved = timed("parse", lambda: read_payload(memory))
     timed("load", lambda: load_state(state, saved))
+
+    @paused_collector()
+    def in_place() -> None:
+        wanted = RestoreTarget(state, snapshots, strict=True)
+        head = memory[: len(plan.payload.header)].tobytes()
+        parsed = parse_payload(head, plan.payload_bytes)
+        objects = memory[parsed.objects.start : parsed.objects.stop].tobytes()
+        destinations = Destinations(parsed, objects, wanted.leaves, wanted.classes)
+        if not wanted.is_read_in_place() or not wanted.fits(destinations.saved):
+            raise AssertionError("the state does not fit its own payload")
+        destinations.put(0, memory.data)
+        load_state(state, destinations.saved, is_ours=True)
+
+    timed("in_place", in_place)
     print(json.dumps({"tensors": tensors, "seconds": seconds}))
 
 

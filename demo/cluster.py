@@ -54,11 +54,16 @@ class ClusterStage:
         job.start(self._manifest("reference"))
         self.job = job
         seen = Sample(0.0, "Pending", 0, None, None, None, None)
+        said = 0
 
         def ended() -> bool | None:
-            nonlocal seen
+            nonlocal seen, said
             try:
                 seen = self.sample()
+                quarter = 4 * (seen.step or 0) // TRAINING.steps
+                if quarter > said:
+                    said = quarter
+                    say(f"  uninterrupted run: step {seen.step} of {TRAINING.steps}")
                 return self.is_complete()
             except self.transient:
                 return None
@@ -86,7 +91,7 @@ class ClusterStage:
 
     def sample(self) -> Sample:
         status = self.job.read().get("status") or {}
-        seen = metrics.gang(self.job, status, self._pool)
+        seen = metrics.gang(self.job, self._pool)
         return Sample(
             at_seconds=0.0,
             phase=str(status.get("phase", "Pending")),
@@ -106,7 +111,7 @@ class ClusterStage:
         if last.get("round") != status.get("restartRound") or "totalSeconds" not in last:
             return None
         sources = {k: v for k, v in (point.get("sources") or {}).items() if v}
-        served = metrics.served_by(metrics.gang(self.job, status, self._pool))
+        served = metrics.served_by(metrics.gang(self.job, self._pool))
         return Recovery(
             int(point.get("step", 0)),
             served or ", ".join(f"{k} x{v}" for k, v in sources.items()),

@@ -186,7 +186,7 @@ class LocalStage:
         arguments = ["--dir", str(folder / "ckpt"), "--interval", "0"]
         command = _command(
             self.total_steps,
-            ["--nproc", str(WORKERS)],
+            ["--nproc-per-node", str(WORKERS)],
             [*arguments, "--progress-dir", str(progress)],
         )
         output, errors = folder / "out.log", folder / "err.log"
@@ -196,7 +196,7 @@ class LocalStage:
             )
 
         def steps() -> tuple[str, ...]:
-            files = sorted(progress.iterdir())
+            files = sorted(progress.glob("rank*"))
             return tuple(file.read_text().partition(" ")[0] for file in files)
 
         def failed(happened: str) -> DemoFailed:

@@ -19,7 +19,14 @@ import aiohttp
 from tests.support.servers.pki import Authority
 
 from demo.local_pods import LocalPod, PodSpec
-from holdfast_core.api import Checkpoint, CheckpointStatus, TrainingJob, TrainingJobStatus, changed
+from holdfast_core.api import (
+    Checkpoint,
+    CheckpointStatus,
+    Gang,
+    TrainingJob,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import Digest, RestartRound, Worker
@@ -196,6 +203,13 @@ class LocalCluster:
         self._forget(name).delete()
         self._wake.set()
 
+    def evict(self, name: str, grace_seconds: float) -> None:
+        """Evict a pod and wait until it is gone."""
+        pod = self.pods[name]
+        pod.evict(grace_seconds)
+        self._forget(name)
+        self._wake.set()
+
     def _forget(self, name: str) -> LocalPod:
         with self._pods_change:
             gone = self.pods[name]
@@ -205,7 +219,7 @@ class LocalCluster:
     # ------------------------------------------------------------ effects on Kubernetes
 
     async def write_job_status(
-        self, job: TrainingJob, resource_version: str, status: TrainingJobStatus
+        self, job: Gang, resource_version: str, status: TrainingJobStatus
     ) -> None:
         if resource_version != self.job.resource_version:
             raise ConflictError(f"status of {job.name}: {resource_version} is not the newest")
@@ -214,16 +228,16 @@ class LocalCluster:
         self.job = changed(self.job, metadata=metadata, status=status)
         self._wake.set()
 
-    async def delete_job(self, job: TrainingJob) -> None:
+    async def delete_job(self, job: Gang) -> None:
         raise AssertionError(
             "expected no action that deletes the job: the demo's job sets no "
             "ttlSecondsAfterFinished"
         )
 
-    async def pod_is_gone(self, job: TrainingJob, name: str) -> bool:
+    async def pod_is_gone(self, job: Gang, name: str) -> bool:
         return name not in self.pods
 
-    async def create_pod(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
+    async def create_pod(self, job: Gang, body: Mapping[str, Any]) -> None:
         name = body["metadata"]["name"]
         if name in self.pods:
             return
@@ -254,29 +268,29 @@ class LocalCluster:
         await asyncio.to_thread(pod.start)
         self._wake.set()
 
-    async def delete_pod(self, job: TrainingJob, name: str, uid: str, *, force: bool) -> None:
+    async def delete_pod(self, job: Gang, name: str, uid: str, *, force: bool) -> None:
         pod = self.pods.get(name)
         if pod is not None and pod.spec.uid == uid:
             self._forget(name)
             await asyncio.to_thread(pod.delete)
 
-    async def create_network_policy(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
-        """Do nothing: there is no network between processes of one machine."""
+    async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
+        """Do nothing: there is no network between processes, and nothing evicts them."""
 
-    async def create_service(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
+    async def create_service(self, job: Gang, body: Mapping[str, Any]) -> None:
         self.services.add(body["metadata"]["name"])
 
-    async def create_certificates(self, job: TrainingJob, action: CreateCertificates) -> None:
+    async def create_certificates(self, job: Gang, action: CreateCertificates) -> None:
         for pod in action.pods:
             self.authority.write_leaf(self.place.certs_root / pod, peer_dns_name(pod, job.uid))
         self.secrets.add(action.secret)
         self._wake.set()
 
-    async def delete_certificates(self, job: TrainingJob, secret: str) -> None:
+    async def delete_certificates(self, job: Gang, secret: str) -> None:
         self.secrets.discard(secret)
 
     async def create_checkpoint(
-        self, job: TrainingJob, body: Mapping[str, Any], status: CheckpointStatus
+        self, job: Gang, body: Mapping[str, Any], status: CheckpointStatus
     ) -> None:
         created = Checkpoint.from_dict(body)
         metadata = changed(created.metadata, uid=str(uuid.uuid4()), resource_version="1")
@@ -285,7 +299,7 @@ class LocalCluster:
         )
         self._wake.set()
 
-    async def update_checkpoint(self, job: TrainingJob, action: UpdateCheckpoint) -> None:
+    async def update_checkpoint(self, job: Gang, action: UpdateCheckpoint) -> None:
         known = self.checkpoints[action.name]
         if known.resource_version != action.resource_version:
             raise ConflictError(
@@ -296,15 +310,15 @@ class LocalCluster:
         self.checkpoints[action.name] = changed(known, metadata=metadata, status=action.status)
         self._wake.set()
 
-    async def delete_checkpoint(self, job: TrainingJob, name: str, uid: str) -> None:
+    async def delete_checkpoint(self, job: Gang, name: str, uid: str) -> None:
         self.checkpoints.pop(name, None)
 
-    async def emit(self, job: TrainingJob, event: EmitEvent) -> None:
+    async def emit(self, job: Gang, event: EmitEvent) -> None:
         self.events.append(f"{event.reason}: {event.message}")
 
     # ------------------------------------------------------------ effects on sidecars
 
-    async def seal(self, job: TrainingJob, action: SealWorker) -> None:
+    async def seal(self, job: Gang, action: SealWorker) -> None:
         async def call() -> None:
             found = await self._call(
                 action.address, action.pod, "/v1/seal", Seal(action.round), Inventory
@@ -314,7 +328,7 @@ class LocalCluster:
 
         self._start(f"seal {action.pod} {action.round}", action.worker, action.pod_uid, call())
 
-    async def send_round(self, job: TrainingJob, action: SendRound) -> None:
+    async def send_round(self, job: Gang, action: SendRound) -> None:
         async def call() -> None:
             message = action.message
             found = await self._call(action.address, action.pod, "/v1/round", message, Inventory)
@@ -331,17 +345,17 @@ class LocalCluster:
 
         self._start(f"round {action.pod}", action.worker, action.pod_uid, call())
 
-    async def request_save(self, job: TrainingJob, action: RequestSave) -> None:
+    async def request_save(self, job: Gang, action: RequestSave) -> None:
         await self._call(
             action.address, action.pod, "/v1/save-now", GangRequest(action.round, action.token), Ok
         )
 
-    async def request_stop(self, job: TrainingJob, action: RequestStop) -> None:
+    async def request_stop(self, job: Gang, action: RequestStop) -> None:
         await self._call(
             action.address, action.pod, "/v1/stop", GangRequest(action.round, action.token), Ok
         )
 
-    async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:
+    async def prune(self, job: Gang, action: PruneObject) -> PruneReply:
         message = Prune(action.round, (action.checkpoint,))
         return await self._call(action.address, action.pod, "/v1/prune", message, PruneReply)
 
@@ -444,7 +458,7 @@ class LocalCluster:
                 await asyncio.sleep(0.2)
 
 
-def _identity(job: TrainingJob, pod: str) -> tuple[Worker, RestartRound]:
+def _identity(job: Gang, pod: str) -> tuple[Worker, RestartRound]:
     found = parse_pod_name(job.name, job.uid, pod)
     if found is None:
         raise ValueError(f"{pod} is not the name of a pod of job {job.name} with uid {job.uid}")

@@ -6,6 +6,7 @@ both folders, as the deletion of a pod with emptyDirs does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -114,6 +115,32 @@ class LocalPod:
         shutil.rmtree(self.shared, ignore_errors=True)
         shutil.rmtree(self.node, ignore_errors=True)
 
+    def evict(self, grace_seconds: float) -> None:
+        """End the pod as a kubelet does after an eviction, and delete its volumes.
+
+        The trainer gets SIGTERM, and the preStop hook of the sidecar begins at the same moment. The sidecar
+        gets SIGTERM after both have ended. What still runs after the grace period gets SIGKILL.
+        """
+        deadline = time.monotonic() + grace_seconds
+        with self._lock:
+            self.terminating = True
+            trainer, sidecar = self.trainer, self.sidecar
+        assert trainer is not None
+        assert sidecar is not None
+        hook = self._spawn(
+            "hook",
+            [sys.executable, "-m", "holdfast_sidecar", "pre-stop"],
+            {"HOLDFAST_NODE_DIR": str(self.node)},
+        )
+        trainer.send_signal(signal.SIGTERM)
+        _wait(trainer, deadline)
+        self.exit_code = trainer.poll()
+        _wait(hook, deadline)
+        sidecar.send_signal(signal.SIGTERM)
+        _wait(sidecar, deadline)
+        _kill_tree(hook)
+        self.delete()
+
     def output(self) -> str:
         try:
             return (self.spec.log_folder / f"{self.spec.name}.trainer.log").read_text()
@@ -196,6 +223,11 @@ class LocalPod:
                 if self.sidecar.poll() is not None:
                     self.sidecar_restarts += 1
                     self.sidecar = self._start_sidecar()
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _kill_tree(process: subprocess.Popen[bytes] | None) -> None:

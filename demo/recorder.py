@@ -76,8 +76,11 @@ class Act:
         shown: dict[str, float] = {}
         passed = 0.0
         for name, seconds in ({} if self.recovery is None else self.recovery.phases).items():
-            tenths = round(round(passed + seconds, 1) - round(passed, 1), 1)
-            passed += seconds
+            # The operator rounds phases and total to milliseconds. A sum that is not rounded as the total is
+            # could become another tenth.
+            after = round(passed + seconds, 3)
+            tenths = round(round(after, 1) - round(passed, 1), 1)
+            passed = after
             if tenths:
                 shown[name] = tenths
         return shown

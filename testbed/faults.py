@@ -140,9 +140,30 @@ def kill_process(
     """Send a signal to processes of one container and return their pids in the node.
 
     Args:
+        match: As for `find_processes`.
+        signal: Name of the signal. STOP and CONT freeze and resume.
+
+    Raises:
+        BedError: No process matches.
+    """
+    node, pids = find_processes(namespace, pod, container, match=match)
+    send_signal(node, pids, signal)
+    return pids
+
+
+def send_signal(node: str, pids: list[int], signal: str = "KILL") -> None:
+    """Send a signal to processes of a node by their pids there."""
+    cluster.in_node(current_bed(), node, f"kill -{signal} {' '.join(map(str, pids))}")
+
+
+def find_processes(
+    namespace: str, pod: str, container: str, *, match: str | None = None
+) -> tuple[str, list[int]]:
+    """Return the node of a container, and the pids of its processes in that node.
+
+    Args:
         match: Regular expression that is searched in the name and command line of each process of the
             container; None selects the container's first process.
-        signal: Name of the signal. STOP and CONT freeze and resume.
 
     Raises:
         BedError: No process matches.
@@ -153,8 +174,7 @@ def kill_process(
     if not pids:
         listed = "\n".join(f"  {pid} {command}" for pid, command in found.items())
         raise BedError(f"no process of {namespace}/{pod}/{container} matches {match}:\n{listed}")
-    cluster.in_node(current_bed(), node, f"kill -{signal} {' '.join(map(str, pids))}")
-    return pids
+    return node, pids
 
 
 def oom_container(namespace: str, pod: str, container: str) -> None:

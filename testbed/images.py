@@ -43,7 +43,7 @@ IMAGES = (
     Image(
         "holdfast/trainer-gpt:dev",
         "examples/gpt",
-        "holdfast",
+        "holdfast-sdk",
         ("core", "trainer_sdk"),
         torch=True,
         files="examples/gpt",

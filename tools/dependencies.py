@@ -24,7 +24,7 @@ REASONS = {
     "verifies on upload.",
     "cryptography": "The certificate authority of a job and its leaves, and the verification of a "
     "peer's chain. The standard library cannot issue certificates.",
-    "kopf": "The operator's process: signals, login, leader peering off, and events of our kinds.",
+    "kopf": "The operator's process: signals, login, peering off (ADR 0102), and events of our kinds.",
     "kubernetes": "The client of `kubectl holdfast`, which reads the kubeconfig as kubectl does.",
     "minio": (
         "Signatures (SigV4) and credential providers for S3. Holdfast's own client sends the "
@@ -75,7 +75,9 @@ def installed(root: Path, member: str) -> frozenset[str]:
     Of core's extras, only those that the member requires are included.
     """
     own = set(declared(root, member))
-    for requirement in project(root, member)["dependencies"]:
+    about = project(root, member)
+    optional = about.get("optional-dependencies", {}).values()
+    for requirement in [*about["dependencies"], *(one for extra in optional for one in extra)]:
         if name_of(requirement) == "holdfast-core":
             bracket = re.search(r"\[([^\]]*)\]", requirement)
             extras = {"", *(bracket.group(1).split(",") if bracket else ())}
@@ -106,7 +108,7 @@ def page(root: Path) -> str:
             "",
             (
                 "The packages that Holdfast imports, the versions that `uv.lock` pins for images and "
-                "tests, and the reason for each. `pip install holdfast` brings those of the SDK and "
+                "tests, and the reason for each. `pip install holdfast-sdk` brings those of the SDK and "
                 "of core without extras: blake3, crc32c and numpy. Operator and sidecar require the "
                 "extras of core that they use."
             ),

@@ -1,7 +1,8 @@
 """Writes the files that are generated from code.
 
 These are crds/, the chart's CRD templates, docs/reference/{api,metrics,sdk}.md, docs/dependencies.md,
-docs/images/house-*.svg and the tables of folders in docs/architecture.md.
+docs/images/house-*.svg, the tables of folders in docs/architecture.md, and the version in each file that
+names it.
 
 `python -m tools.generate` writes them. `--check` changes nothing, and fails with the names of the files
 that differ from the code. Generated files must not be edited by hand.
@@ -20,11 +21,12 @@ from typing import Any
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 from tools import dependencies, draw_house
+from tools.release import version
 
 import holdfast
 from holdfast_core.api.base import API_VERSION, GROUP
-from holdfast_core.api.cel import RULES
 from holdfast_core.api.crd import KINDS, Kind, crd
+from holdfast_core.api.rules.cel import RULES
 from holdfast_core.contract import METRICS_PORT
 from holdfast_operator.base.metrics import Metrics as OperatorMetrics
 from holdfast_operator.base.settings import DEFAULT_METRICS_PORT as OPERATOR_METRICS_PORT
@@ -349,6 +351,7 @@ def outputs() -> dict[Path, str]:
     files[SDK] = sdk_reference()
     files[DEPENDENCIES] = dependencies.page(ROOT)
     files |= draw_house.documents()
+    files |= version.files(ROOT)
     return files
 
 

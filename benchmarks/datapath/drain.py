@@ -82,6 +82,8 @@ class Memory:
                     body=f'{_XML}<CompleteMultipartUploadResult><ETag>"whole"</ETag>'
                     "</CompleteMultipartUploadResult>"
                 )
+            case "POST" if "delete" in query:  # its body, the list of objects, was discarded
+                return Reply(body=f"{_XML}<DeleteResult></DeleteResult>")
             case "PUT" if "uploadId" in query:
                 number = query["partNumber"][0]
                 self._parts[query["uploadId"][0]][number] = body_bytes

@@ -149,7 +149,7 @@ def persist(arguments: Sequence[str], *, digests: bool) -> int:
 
     The files that it writes without digests cannot be read, so the product has no such switch.
     """
-    import holdfast.directory.persister
+    from holdfast.directory.persister.__main__ import main as serve
 
     if not digests:
         for module, name, instead in (
@@ -160,7 +160,7 @@ def persist(arguments: Sequence[str], *, digests: bool) -> int:
             if not hasattr(module, name):
                 raise AttributeError(f"{module.__name__} no longer has {name}: adapt A8")
             setattr(module, name, instead)
-    return holdfast.directory.persister.main(arguments)
+    return serve(arguments)
 
 
 class _NoBlake3:

@@ -7,6 +7,7 @@ ones. Run it as `python -m benchmarks.ranks.watched`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -28,6 +29,7 @@ class Watch:
     """Counters of this process since the last `take`."""
 
     def __init__(self) -> None:
+        self._collection_began = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -48,6 +50,17 @@ class Watch:
         if seconds > 0.005:
             self.above_5 += 1
             self.above_50 += int(seconds > 0.05)
+            self.longest[name] = max(seconds, self.longest.get(name, 0.0))
+
+    def collected(self, phase: str, info: dict[str, int]) -> None:
+        """Time a run of the garbage collector, which the callback that it interrupts contains."""
+        if phase == "start":
+            self._collection_began = time.thread_time()
+            return
+        seconds = time.thread_time() - self._collection_began
+        name = f"garbage collection, generation {info['generation']}"
+        self.seconds[name] += seconds
+        if seconds > 0.005:
             self.longest[name] = max(seconds, self.longest.get(name, 0.0))
 
     def take(self) -> dict[str, Any]:
@@ -111,6 +124,7 @@ def install(watch: Watch) -> None:
     )
     for owner, attribute, function in changed:
         setattr(owner, attribute, function)
+    gc.callbacks.append(watch.collected)
 
 
 def _write(watch: Watch, path: Path) -> None:

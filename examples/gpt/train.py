@@ -4,7 +4,7 @@ Deterministic on purpose: byte-level tokens, a sampler that is part of the check
 a learning-rate schedule, DistributedDataParallel over gloo. Runs under `holdfast run` in a worker pod, or
 on one machine:
 
-    holdfast run --nproc 2 --max-restarts 10 -- python train.py --dir ckpt --steps 200
+    holdfast run --nproc-per-node 2 --max-restarts 10 -- python train.py --dir ckpt --steps 200
 """
 
 from __future__ import annotations
@@ -153,6 +153,13 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
+def note_progress(file: Path, steps: int) -> None:
+    """Replace the file in one step: a program that reads it never finds a part of its text."""
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(f"{steps} {os.getpid()}\n")
+    new.replace(file)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
@@ -219,9 +226,7 @@ def main() -> int:
             if arguments.sleep_per_step:
                 time.sleep(arguments.sleep_per_step)
             if arguments.progress_dir:
-                Path(arguments.progress_dir, f"rank{rank}").write_text(
-                    f"{step + 1} {os.getpid()}\n"
-                )
+                note_progress(Path(arguments.progress_dir, f"rank{rank}"), step + 1)
         finished = not ckpt.stopping
 
     if arguments.final_digest and finished:

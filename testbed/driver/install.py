@@ -60,7 +60,8 @@ def install_arguments() -> list[str]:
     built = image_label(current_bed(), "holdfast/operator:dev") or "unknown"
     values = {**VALUES, "operator.podAnnotations.holdfast\\.dev/image-inputs": built}
     sets = [part for key, value in values.items() for part in ("--set-string", f"{key}={value}")]
-    return [RELEASE, str(CHART), "--create-namespace", *sets]
+    switches = ["--set", "adoption.enabled=true"]  # a boolean, which --set-string cannot express
+    return [RELEASE, str(CHART), "--create-namespace", *sets, *switches]
 
 
 def ensure_installed(kube: Kube) -> None:

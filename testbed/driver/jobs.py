@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from kubernetes import client, watch
 from kubernetes.client.exceptions import ApiException
@@ -17,7 +17,7 @@ from urllib3.exceptions import HTTPError
 
 from holdfast_core.names import pod_name
 from testbed.driver.digests import find_digests
-from testbed.driver.kube import GROUP, VERSION, Kube, Object, is_true, show, wait_for
+from testbed.driver.kube import GROUP, PLURALS, VERSION, Kube, Object, is_true, show, wait_for
 
 TRAINER_IMAGE = "holdfast/trainer-gpt:dev"
 STORE_NAME = "main"
@@ -53,10 +53,7 @@ class Training:
         return (self.workers, self.steps, self.layers, self.width, self.state_mib)
 
 
-def job_manifest(
-    name: str,
-    namespace: str,
-    training: Training,
+def checkpoint_policy(
     *,
     interval: int = 10,
     object_every: int | None = 20,
@@ -64,9 +61,6 @@ def job_manifest(
     copies: int = 1,
     keep_last: int = 3,
     slots: int | None = None,
-    restore_from: str | None = None,
-    memory_limit: str = "1Gi",
-    suspect_after_seconds: int = 20,
 ) -> Object:
     checkpoint: Object = {
         "interval": {"steps": interval},
@@ -82,6 +76,20 @@ def job_manifest(
             "every": {"steps": object_every},
             "compression": compression,
         }
+    return checkpoint
+
+
+def job_manifest(
+    name: str,
+    namespace: str,
+    training: Training,
+    *,
+    restore_from: str | None = None,
+    memory_limit: str = "1Gi",
+    suspect_after_seconds: int = 20,
+    **policy: Any,
+) -> Object:
+    """Return a TrainingJob. `policy` holds arguments of `checkpoint_policy`."""
     spec: Object = {
         "workers": training.workers,
         "template": {
@@ -97,7 +105,7 @@ def job_manifest(
                 ]
             }
         },
-        "checkpoint": checkpoint,
+        "checkpoint": checkpoint_policy(**policy),
         "nodeLoss": {"suspectAfterSeconds": suspect_after_seconds},
         "failurePolicy": {"maxRestarts": 30, "window": "1h"},
     }
@@ -157,6 +165,10 @@ class Seen:
 
 @dataclass(slots=True)
 class Job:
+    """A gang of one kind: a TrainingJob, or a CheckpointAdoption (adopted.py)."""
+
+    KIND: ClassVar[str] = "TrainingJob"
+
     kube: Kube
     namespace: str
     name: str
@@ -187,7 +199,7 @@ class Job:
                     GROUP,
                     VERSION,
                     self.namespace,
-                    "trainingjobs",
+                    PLURALS[self.KIND],
                     field_selector=f"metadata.name={self.name}",
                     timeout_seconds=30,
                 )
@@ -203,9 +215,9 @@ class Job:
     # ---------------------------------------------------------------- what is there
 
     def read(self) -> Object:
-        found = self.kube.get("TrainingJob", self.namespace, self.name)
+        found = self.kube.get(self.KIND, self.namespace, self.name)
         if found is None:
-            raise AssertionError(f"TrainingJob {self.namespace}/{self.name} no longer exists")
+            raise AssertionError(f"{self.KIND} {self.namespace}/{self.name} no longer exists")
         return found
 
     @property
@@ -222,9 +234,13 @@ class Job:
         return int(self.status.get("restartRound", 0))
 
     def pod_name(self, worker: int) -> str:
+        return self.pod_names()[worker]
+
+    def pod_names(self) -> list[str]:
+        """Return the names of the members' pods, by worker."""
         job = self.read()
-        birth = job["status"]["members"][worker]
-        return pod_name(self.name, job["metadata"]["uid"], worker, birth)
+        uid, members = job["metadata"]["uid"], job["status"].get("members") or []
+        return [pod_name(self.name, uid, worker, birth) for worker, birth in enumerate(members)]
 
     def pods(self) -> list[Object]:
         return self.kube.pods(self.namespace, f"holdfast.dev/job={self.name}")
@@ -243,16 +259,19 @@ class Job:
                 samples[label] = float(value)
         return samples
 
-    def live_step(self) -> int:
+    def live_step(self, sample: str = "holdfast_step{") -> int:
         """Return the newest step that any sidecar of the job reports, or -1.
 
         The status lags by up to 10 seconds.
+
+        Args:
+            sample: How the samples of the metric start that counts steps.
         """
         newest = -1
         for pod in self.pods():
             text = self.kube.proxy_text(self.namespace, pod["metadata"]["name"], 7072, "metrics")
             for line in (text or "").splitlines():
-                if line.startswith("holdfast_step{"):
+                if line.startswith(sample):
                     newest = max(newest, int(float(line.rpartition(" ")[2])))
         return newest
 
@@ -267,7 +286,7 @@ class Job:
             }
             for p in self.pods()
         ]
-        job = self.kube.get("TrainingJob", self.namespace, self.name) or {}
+        job = self.kube.get(self.KIND, self.namespace, self.name) or {}
         events = [
             f"{e.get('reason')}: {e.get('message')}" for e in self.kube.events(self.namespace)[-15:]
         ]
@@ -292,6 +311,13 @@ class Job:
                 timeout_seconds,
             )
             - 1
+        )
+
+    def wait_replicated(self, step: int, timeout_seconds: float = 120) -> None:
+        """Wait until the coordinator's sidecar reports that peers hold copies of `step` or a later one."""
+        replicated = 'holdfast_committed_step{level="replicated"'
+        self.wait(
+            f"copies of step {step}", lambda: self.live_step(replicated) >= step, timeout_seconds
         )
 
     def wait_round(self, round_: int, timeout_seconds: float = 120) -> None:
@@ -340,14 +366,13 @@ class Job:
     def final_digests(self) -> dict[int, str]:
         """Return each rank's SHA-256 of all training state, as the trainers printed it."""
         return find_digests(
-            self.kube.logs(self.namespace, self.pod_name(worker), "trainer")
-            for worker in range(len(self.status["members"]))
+            self.kube.logs(self.namespace, name, "trainer") for name in self.pod_names()
         )
 
     def delete(self, timeout_seconds: float = 120) -> None:
         """Delete the job and wait until its pods are gone."""
         self.close()
-        self.kube.delete("TrainingJob", self.namespace, self.name)
+        self.kube.delete(self.KIND, self.namespace, self.name)
         wait_for(
             f"pods of {self.namespace}/{self.name} to be deleted",
             lambda: not self.pods(),

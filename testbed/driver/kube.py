@@ -25,6 +25,7 @@ GROUP = "holdfast.dev"
 VERSION = "v1alpha1"
 PLURALS = {
     "TrainingJob": "trainingjobs",
+    "CheckpointAdoption": "checkpointadoptions",
     "Checkpoint": "checkpoints",
     "CheckpointStore": "checkpointstores",
 }
@@ -122,6 +123,18 @@ class Kube:
         with ignore_missing():
             self.core.delete_namespace(name)
 
+    def wait_namespace_gone(self, name: str, timeout_seconds: float = 180) -> None:
+        """Wait until a deleted namespace and all of its objects are gone."""
+        wait_for(
+            f"namespace {name} to go",
+            lambda: all(
+                item["metadata"]["name"] != name
+                for item in self.plain(self.core.list_namespace())["items"]
+            ),
+            timeout_seconds=timeout_seconds,
+            every_seconds=0.5,
+        )
+
     def ensure_secret(self, namespace: str, name: str, values: dict[str, str]) -> None:
         body = {"metadata": {"name": name}, "stringData": values}
         try:
@@ -148,6 +161,31 @@ class Kube:
     def delete_pod(self, namespace: str, name: str, *, grace_seconds: int | None = None) -> None:
         with ignore_missing():
             self.core.delete_namespaced_pod(name, namespace, grace_period_seconds=grace_seconds)
+
+    def evict_pod(self, namespace: str, name: str) -> bool:
+        """Evict a pod. Return False if its PodDisruptionBudget does not allow it now."""
+        body = {"metadata": {"name": name, "namespace": namespace}}
+        try:
+            self.core.create_namespaced_pod_eviction(name, namespace, body)
+        except ApiException as error:
+            if error.status == 429:
+                return False
+            raise
+        return True
+
+    @contextmanager
+    def drained(self, node: str, namespace: str, pod: str) -> Iterator[None]:
+        """Cordon the node and evict the pod as `kubectl drain` does. Uncordon the node at the end."""
+        self.core.patch_node(node, {"spec": {"unschedulable": True}})
+        try:
+            wait_for(
+                f"the eviction of {namespace}/{pod}",
+                lambda: self.evict_pod(namespace, pod),
+                timeout_seconds=120,
+            )
+            yield
+        finally:
+            self.core.patch_node(node, {"spec": {"unschedulable": False}})
 
     def logs(self, namespace: str, pod: str, container: str, *, previous: bool = False) -> str:
         try:

@@ -9,10 +9,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from holdfast_core.ids import JobUid
-from holdfast_core.names import pod_name
 from testbed.driver.jobs import TRAINER_IMAGE, Job
-from testbed.driver.kube import Kube, Object
+from testbed.driver.kube import Kube
 
 _SAMPLE = re.compile(r"^(?P<name>holdfast_[a-z_]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -39,13 +37,12 @@ def parse(text: str) -> list[tuple[str, dict[str, str], float]]:
     return samples
 
 
-def gang(job: Job, status: Object, pool: ThreadPoolExecutor) -> GangMetrics:
+def gang(job: Job, pool: ThreadPoolExecutor) -> GangMetrics:
     """Read the metrics of all members once. A pod that does not answer is skipped."""
-    members = enumerate(status.get("members") or [])
-    uid = JobUid(job.uid)
-    names = [pod_name(job.name, uid, worker, birth) for worker, birth in members]
     found = GangMetrics()
-    texts = pool.map(lambda name: job.kube.proxy_text(job.namespace, name, 7072, "metrics"), names)
+    texts = pool.map(
+        lambda name: job.kube.proxy_text(job.namespace, name, 7072, "metrics"), job.pod_names()
+    )
     for text in texts:
         collect(found, text or "")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from testbed.driver.adopted import AdoptedJob
 from testbed.driver.jobs import Job, Training, job_manifest
 from testbed.driver.kube import Kube
 from testbed.driver.oracle import compare_digests, gather, judge, leaks_after_delete
@@ -28,6 +29,12 @@ class Scenario:
         job = Job(self.kube, self.namespace, name)
         self.jobs.append(job)
         return job.start(job_manifest(name, self.namespace, training, **options))
+
+    def adopt(self, training: Training = SHORT, name: str = "gpt") -> AdoptedJob:
+        """Start a Job of batch/v1 whose pods are adopted."""
+        job = AdoptedJob(self.kube, self.namespace, name)
+        self.jobs.append(job)
+        return job.start_training(training)
 
     def finish_and_judge(self, job: Job, training: Training = SHORT, copies: int = 1) -> None:
         """Assert that the job completes, is bit-identical to an uninterrupted run and meets I1 to I7.

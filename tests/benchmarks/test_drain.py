@@ -36,11 +36,14 @@ def ask(
 
 
 @pytest.mark.parametrize("mib", [8, 80])
-def test_an_upload_of_ours_is_confirmed(store: dict[str, str], tmp_path: Path, mib: int) -> None:
+def test_an_upload_of_ours_is_confirmed_and_removed(
+    store: dict[str, str], tmp_path: Path, mib: int
+) -> None:
     uploader = HoldfastUploader(store, tmp_path, mib)
     for step in (1, 2):
         uploader.prepare(step)
         uploader.upload(step)
+        uploader.remove(step)
 
 
 def test_an_object_has_the_size_and_the_checksum_that_were_sent(

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.datapath import visit
 from benchmarks.datapath.ours import SAVERS, Restoring
 from benchmarks.datapath.parts import OURS, Part, Participant
+from benchmarks.datapath.saver import Started
 from benchmarks.datapath.state import differences, emptied, make
 from benchmarks.datapath.visit import Options
 from benchmarks.datapath.visits import Run, visit_part
@@ -69,9 +70,9 @@ def test_a_participant_that_reads_back_something_else_has_no_figure(
         def __init__(self, state: object, directory: Path) -> None:
             self._path = directory / "file"
 
-        def start(self, step: int) -> visit.Started:
+        def start(self, step: int) -> Started:
             self._path.write_bytes(b"nothing of it")
-            return visit.Started(self._path, lambda: None, disposable=False)
+            return Started(self._path, lambda: None, disposable=False)
 
         def load(self, path: Path, into: object) -> None: ...
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
-import yaml
-from tests.support.servers.control_plane import ControlPlane, find_binary
+from tests.support.chart import CHART, NAMESPACE, render_chart, run_helm
+from tests.support.servers.control_plane import ControlPlane
 
-CHART = Path(__file__).resolve().parents[2] / "charts" / "holdfast"
-NAMESPACE = "holdfast-system"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 Helm = Callable[..., subprocess.CompletedProcess[str]]
@@ -26,35 +24,15 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
     home = tmp_path_factory.mktemp("helm")
 
     def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [str(find_binary("helm")), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={
-                "HOME": str(home),
-                "HELM_CACHE_HOME": str(home),
-                "HELM_CONFIG_HOME": str(home),
-                "HELM_DATA_HOME": str(home),
-            },
-        )
-        if check:
-            assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
-        return done
+        return run_helm(home, *arguments, check=check)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def render(helm: Helm) -> Render:
+def render(tmp_path_factory: pytest.TempPathFactory) -> Render:
     """Return the objects that the chart renders with these values: render("operator.workers=4")."""
-
-    def objects(*values: str) -> list[dict[str, Any]]:
-        sets = [part for value in values for part in ("--set", value)]
-        text = helm("template", "holdfast", str(CHART), "-n", NAMESPACE, *sets).stdout
-        return [document for document in yaml.safe_load_all(text) if document is not None]
-
-    return objects
+    return partial(render_chart, tmp_path_factory.mktemp("helm"))
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +42,7 @@ def cluster(helm: Helm) -> Iterator[ControlPlane]:
         cp.create_namespace(NAMESPACE, **RESTRICTED)
         cp.create_namespace("team-a")
         helm("install", "holdfast", str(CHART), "-n", NAMESPACE, f"--kubeconfig={cp.kubeconfig}")
-        plurals = ("trainingjobs", "checkpoints", "checkpointstores")
+        plurals = ("trainingjobs", "checkpointadoptions", "checkpoints", "checkpointstores")
         names = [f"{plural}.holdfast.dev" for plural in plurals]
         cp.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", *names)
         _until_policy_is_in_force(cp)

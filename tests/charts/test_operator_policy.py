@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.support.api_objects import merged
 from tests.support.operator.builders import job, metadata
+from tests.support.operator.operator_account import USER
 from tests.support.servers.control_plane import ControlPlane
 
 from holdfast_core.api import TrainingJob
@@ -18,8 +19,6 @@ from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
 
 pytestmark = pytest.mark.integration
-
-OPERATOR = "system:serviceaccount:holdfast-system:holdfast"
 
 
 def worker(of: TrainingJob | None = None, **spec: Any) -> dict[str, Any]:
@@ -88,8 +87,14 @@ AUTHORITY = {
 TOKEN = "kubernetes.io/service-account-token"
 
 DENIED: dict[str, tuple[dict[str, Any], str]] = {
-    "a pod without an owner": (without_owner(worker()), "no TrainingJob or CheckpointStore"),
-    "a pod of a ReplicaSet": (of_another(worker()), "no TrainingJob or CheckpointStore"),
+    "a pod without an owner": (
+        without_owner(worker()),
+        "no TrainingJob, CheckpointAdoption or CheckpointStore",
+    ),
+    "a pod of a ReplicaSet": (
+        of_another(worker()),
+        "no TrainingJob, CheckpointAdoption or CheckpointStore",
+    ),
     "a pod in kube-system": (
         worker(metadata(job(2), namespace="kube-system")),
         "a namespace of Kubernetes",
@@ -132,7 +137,7 @@ DENIED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a Secret without an owner": (
         without_owner(owned("Secret")),
-        "no TrainingJob or CheckpointStore",
+        "no TrainingJob, CheckpointAdoption or CheckpointStore",
     ),
     "a token of a service account": (
         merged(
@@ -143,7 +148,7 @@ DENIED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another Secret of the operator's namespace": (
         {**AUTHORITY, "metadata": {"name": "other", "namespace": "holdfast-system"}},
-        "no TrainingJob or CheckpointStore",
+        "no TrainingJob, CheckpointAdoption or CheckpointStore",
     ),
     "a Service that takes an external address": (
         {**SERVICE, "spec": {"ports": [{"port": 443}], "externalIPs": ["192.0.2.1"]}},
@@ -151,7 +156,7 @@ DENIED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a network policy without an owner": (
         without_owner(render_network_policy(job(2), WorkerNetwork("holdfast-system", ()))),
-        "no TrainingJob or CheckpointStore",
+        "no TrainingJob, CheckpointAdoption or CheckpointStore",
     ),
 }
 
@@ -178,7 +183,7 @@ def accounts(cluster: ControlPlane) -> None:
         )
 
 
-def create(cluster: ControlPlane, body: dict[str, Any], user: str = OPERATOR) -> str:
+def create(cluster: ControlPlane, body: dict[str, Any], user: str = USER) -> str:
     return cluster.kubectl(
         "create", "--dry-run=server", f"--as={user}", "-f", "-", stdin=json.dumps(body), check=False
     )
@@ -206,6 +211,8 @@ def test_others_are_not_bound_by_the_policy(cluster: ControlPlane) -> None:
 def test_the_operators_account_deletes_only_what_a_job_owns(cluster: ControlPlane) -> None:
     foreign = {**without_owner(owned("Secret")), "type": "Opaque"}
     cluster.apply(foreign)
-    delete = ("delete", "secret", "stolen", "-n", "team-a", "--dry-run=server", f"--as={OPERATOR}")
+    delete = ("delete", "secret", "stolen", "-n", "team-a", "--dry-run=server", f"--as={USER}")
     text = cluster.kubectl(*delete, check=False)
-    assert "has no TrainingJob or CheckpointStore as its controller" in text, text
+    assert "has no TrainingJob, CheckpointAdoption or CheckpointStore as its controller" in text, (
+        text
+    )

@@ -43,6 +43,38 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ckpt(interval={"steps": 0}),
         ["spec.checkpoint.interval.steps:", "must be 1 to 1000000000, got 0"],
     ),
+    "interval of steps and seconds": (
+        ckpt(interval={"steps": 5, "seconds": 60}),
+        [
+            "spec.checkpoint.interval:",
+            "checkpoint.interval has 2 of steps, seconds and auto, expected exactly one: "
+            'write for example {"steps": 100}',
+        ],
+    ),
+    "empty interval": (ckpt(interval={"steps": ABSENT}), ["has 0 of steps, seconds and auto"]),
+    "interval of no time": (
+        ckpt(interval={"seconds": 0}),
+        ["spec.checkpoint.interval.seconds:", "must be 1 to 604800, got 0", "between two saves"],
+    ),
+    "no automatic interval": (
+        ckpt(interval={"auto": False}),
+        ["spec.checkpoint.interval.auto:", "auto is false, which names no interval"],
+    ),
+    "a time between failures without auto": (
+        ckpt(interval={"seconds": 60, "mtbf": "6h"}),
+        ["spec.checkpoint.interval.mtbf:", "has an effect only with auto: true: remove it"],
+    ),
+    "a time between failures that is no duration": (
+        ckpt(interval={"auto": True, "mtbf": "a day"}),
+        ["spec.checkpoint.interval.mtbf:", '"a day"', "6h"],
+    ),
+    "uploads by steps and by time": (
+        ckpt(
+            interval={"seconds": 60},
+            object={"storeRef": {"name": "main"}, "every": {"steps": 100, "seconds": 600}},
+        ),
+        ["spec.checkpoint.object.every:", "has both or none of steps and seconds"],
+    ),
     "no interval": (ckpt(interval=ABSENT), ["spec.checkpoint.interval: Required value"]),
     "fewer than no slots": (
         ckpt(memory={"slots": -1}),
@@ -128,13 +160,79 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         job_object(failurePolicy={"rules": [{"onExitCodes": [3, 0], "action": "FailJob"}]}),
         ["spec.failurePolicy.rules[0].onExitCodes:", "outside of 1 to 255: 0 means success"],
     ),
+    "a signal as an exit code": (
+        job_object(failurePolicy={"rules": [{"onExitCodes": [-9], "action": "FailJob"}]}),
+        ["onExitCodes contains a code outside", "signal n ended has code 128 + n"],
+    ),
     "unknown action": (
-        job_object(failurePolicy={"rules": [{"onExitCodes": [3], "action": "Ignore"}]}),
-        ["spec.failurePolicy.rules[0].action: Unsupported value", '"FailJob"'],
+        job_object(failurePolicy={"rules": [{"onExitCodes": [3], "action": "Retry"}]}),
+        ["spec.failurePolicy.rules[0].action: Unsupported value", '"FailJob"', '"RestartPod"'],
+    ),
+    "unknown reason": (
+        job_object(failurePolicy={"rules": [{"onReasons": ["Evicted"], "action": "Ignore"}]}),
+        ["spec.failurePolicy.rules[0].onReasons[0]: Unsupported value", '"PodEvicted"'],
+    ),
+    "a rule that matches nothing": (
+        job_object(failurePolicy={"rules": [{"action": "FailJob"}]}),
+        ["spec.failurePolicy.rules[0]:", "has 0 of onExitCodes, onReasons", "expected exactly one"],
+    ),
+    "a rule of two kinds": (
+        job_object(
+            failurePolicy={
+                "rules": [{"onExitCodes": [3], "onReasons": ["PodLost"], "action": "FailJob"}]
+            }
+        ),
+        ["has 2 of onExitCodes, onReasons", "write one rule for each"],
+    ),
+    "quarantine at once": (
+        job_object(failurePolicy={"quarantineAfter": 0}),
+        ["failurePolicy.quarantineAfter must be 1 to 20, got 0: 3 leaves room"],
+    ),
+    "a released step below zero": (
+        job_object(failurePolicy={"releasedSteps": [-1]}),
+        ["releasedSteps contains a number below 0: write the step of an entry"],
+    ),
+    "avoid a node after no failure": (
+        job_object(failurePolicy={"avoidNodes": {"failures": 0}}),
+        ["failurePolicy.avoidNodes.failures must be 1 to 20, got 0: 1 avoids a node after"],
+    ),
+    "avoid nodes for a day": (
+        job_object(failurePolicy={"avoidNodes": {"window": "1d"}}),
+        ['failurePolicy.avoidNodes.window is "1d"', "write for example 24h"],
+    ),
+    "a hang after one step time": (
+        job_object(failurePolicy={"hangs": {"stepTimes": 1}}),
+        ["failurePolicy.hangs.stepTimes must be 2 to 10000, got 1: 10 suits most trainings"],
+    ),
+    "a hang after a second": (
+        job_object(failurePolicy={"hangs": {"seconds": 1}}),
+        [
+            "failurePolicy.hangs.seconds must be 10 to 604800, got 1: write more than the longest step"
+        ],
+    ),
+    "a hang after two limits": (
+        job_object(failurePolicy={"hangs": {"seconds": 600, "stepTimes": 20}}),
+        ["failurePolicy.hangs has stepTimes 20 and seconds 600, expected at most one"],
+    ),
+    "a limit of hangs that are not detected": (
+        job_object(failurePolicy={"hangs": {"detection": "Off", "seconds": 600}}),
+        ["failurePolicy.hangs has detection Off and a limit: omit"],
+    ),
+    "a hang that is switched off by no": (
+        job_object(failurePolicy={"hangs": {"detection": "No"}}),
+        ["spec.failurePolicy.hangs.detection: Unsupported value", '"Off"', '"On"'],
     ),
     "nervous about nodes": (
         job_object(nodeLoss={"suspectAfterSeconds": 5}),
         ["nodeLoss.suspectAfterSeconds must be 15 to 3600, got 5", "renews its lease every 10 s"],
+    ),
+    "a gang that must be scheduled within a second": (
+        job_object(scheduleTimeoutSeconds=1),
+        ["scheduleTimeoutSeconds is 1, expected 0 or at least 30", "0 lets pods wait"],
+    ),
+    "a gang that is never given time": (
+        job_object(scheduleTimeoutSeconds=-1),
+        ["scheduleTimeoutSeconds must be 0 to 604800, got -1: 0 lets pods wait for their nodes"],
     ),
     "deadline of zero": (
         job_object(activeDeadlineSeconds=0),
@@ -276,10 +374,22 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         failurePolicy={
             "maxRestarts": 0,
             "window": "90m30s",
-            "rules": [{"onExitCodes": [3, 255], "action": "FailJob"}],
+            "quarantineAfter": 20,
+            "avoidNodes": {"failures": 20, "window": "168h"},
+            "releasedSteps": [0, 4200],
+            "rules": [
+                {"onExitCodes": [3, 255], "action": "FailJob"},
+                {"onReasons": ["OOMKilled", "NodeLost"], "action": "RestartPod"},
+                {"onPodConditions": [{"type": "DisruptionTarget"}], "action": "Ignore"},
+                {
+                    "onPodConditions": [{"type": "a.b/c", "status": "False"}],
+                    "action": "RestartGang",
+                },
+            ],
         },
         nodeLoss={"suspectAfterSeconds": 15},
         suspend=True,
+        scheduleTimeoutSeconds=0,
         activeDeadlineSeconds=86400,
         ttlSecondsAfterFinished=0,
     ),

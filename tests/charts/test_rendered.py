@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.chart import CHART, render_adoption
 
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.render.network_policy import WorkerNetwork
 
 pytestmark = pytest.mark.integration
 
-CHART = Path(__file__).resolve().parents[2] / "charts" / "holdfast"
 
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 Render = Callable[..., list[dict[str, Any]]]
@@ -64,6 +64,7 @@ def test_defaults_render_these_objects(render: Render) -> None:
         "ClusterRole/holdfast-edit",
         "ClusterRole/holdfast-view",
         "ClusterRoleBinding/holdfast",
+        "CustomResourceDefinition/checkpointadoptions.holdfast.dev",
         "CustomResourceDefinition/checkpoints.holdfast.dev",
         "CustomResourceDefinition/checkpointstores.holdfast.dev",
         "CustomResourceDefinition/trainingjobs.holdfast.dev",
@@ -95,6 +96,37 @@ def test_all_on_adds_monitoring_and_roles_of_the_watched_namespaces(render: Rend
         "RoleBinding/holdfast-jobs",
         "ServiceMonitor/holdfast",
     }
+
+
+def test_adoption_needs_a_cluster_that_serves_mutating_policies(helm: Helm, tmp_path: Path) -> None:
+    arguments = ("template", "holdfast", str(CHART), "--set", "adoption.enabled=true")
+    done = helm(*arguments, check=False)
+    assert done.returncode != 0
+    assert "serves no MutatingAdmissionPolicy" in done.stderr
+    kinds = {"MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding"}
+    kinds |= {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+    assert {o["kind"] for o in render_adoption(tmp_path)} == kinds
+
+
+def test_the_training_runtime_needs_trainer_adoption_and_an_image(
+    helm: Helm, tmp_path: Path
+) -> None:
+    def rendered(*values: str) -> str:
+        sets = (part for value in values for part in ("--set", f"adoption.{value}"))
+        served = ("--api-versions", "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy")
+        done = helm("template", "holdfast", str(CHART), *served, *sets, check=False)
+        return done.stdout or done.stderr
+
+    runtime, on = "trainingRuntime.enabled=true", "enabled=true"
+    assert "kind: ClusterTrainingRuntime" not in rendered(on)
+    assert "adoption.enabled is false" in rendered(runtime)
+    assert "install Kubeflow Trainer first" in rendered(runtime, on)
+    objects = render_adoption(tmp_path, training_runtime="example/trainer:1")
+    (found,) = (o for o in objects if o["kind"] == "ClusterTrainingRuntime")
+    (job,) = found["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]
+    assert pod["metadata"]["labels"] == {"holdfast.dev/adopt": ""}
+    assert pod["spec"]["containers"] == [{"name": "node", "image": "example/trainer:1"}]
 
 
 def test_watched_namespaces_are_the_only_ones_with_rights(render: Render) -> None:
@@ -152,10 +184,18 @@ def test_environment_of_the_operator(render: Render) -> None:
         "HOLDFAST_SIDECAR_IMAGE": "example/sidecar:v3",
         "HOLDFAST_SIDECAR_IMAGE_PULL_POLICY": "Never",
         "HOLDFAST_OPERATOR_NAMESPACE": {"fieldRef": {"fieldPath": "metadata.namespace"}},
+        "HOLDFAST_LEASE_NAME": "holdfast",
+        "HOLDFAST_POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
         "HOLDFAST_METRICS_PORT": "8080",
         "HOLDFAST_HEALTH_PORT": "8081",
         "HOLDFAST_LOG_LEVEL": "info",
         "HOLDFAST_WORKERS": "8",
+        "HOLDFAST_FAILING_NODE_CONDITIONS": "KernelDeadlock,ReadonlyFilesystem",
+        "HOLDFAST_LEAVING_NODE_TAINTS": "aws-node-termination-handler/spot-itn,"
+        "aws-node-termination-handler/scheduled-maintenance,"
+        "aws-node-termination-handler/asg-lifecycle-termination,"
+        "cloud.google.com/impending-node-termination,"
+        "ToBeDeletedByClusterAutoscaler,karpenter.sh/disrupted",
         "HOLDFAST_WATCH_NAMESPACES": "",
         "HOLDFAST_WORKER_NETWORK_POLICY": json.dumps(
             {"metricsFrom": [], "operator": dict(SELECTOR)}, separators=(",", ":")
@@ -163,10 +203,29 @@ def test_environment_of_the_operator(render: Render) -> None:
     }
 
 
-def test_operator_is_one_and_leaves_a_dead_node_soon(render: Render) -> None:
+def test_a_second_replica_is_on_another_node_and_only_one_may_be_evicted(render: Render) -> None:
+    objects = render("operator.replicas=2")
+    assert one(objects, "Deployment")["spec"]["replicas"] == 2
+    [preferred] = pod_of(objects)["affinity"]["podAntiAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
+    term = preferred["podAffinityTerm"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    budget = one(objects, "PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] == 1
+    pods = one(objects, "Deployment")["spec"]["selector"]["matchLabels"]
+    assert term["labelSelector"]["matchLabels"] == budget["selector"]["matchLabels"] == pods
+    pinned = pod_of(render("operator.replicas=2", "operator.affinity.nodeAffinity.a=b"))
+    assert set(pinned["affinity"]) == {"nodeAffinity"}, (
+        "the affinity of the values replaces the default"
+    )
+
+
+def test_one_operator_is_replaced_without_a_gap_and_leaves_a_dead_node_soon(render: Render) -> None:
     deployment = one(render(), "Deployment")["spec"]
     assert deployment["replicas"] == 1
-    assert deployment["strategy"] == {"type": "Recreate"}
+    assert "affinity" not in deployment["template"]["spec"]
+    assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     assert [
         (t["key"], t["effect"], t["tolerationSeconds"])
         for t in deployment["template"]["spec"]["tolerations"]
@@ -216,7 +275,7 @@ def test_crds_are_kept_by_default(
     render: Render, keep: str, expected: dict[str, str] | None
 ) -> None:
     crds = [o for o in render(f"crds.keep={keep}") if o["kind"] == "CustomResourceDefinition"]
-    assert [crd["metadata"].get("annotations") for crd in crds] == [expected] * 3
+    assert [crd["metadata"].get("annotations") for crd in crds] == [expected] * 4
 
 
 def test_names_follow_the_release_or_the_override(render: Render) -> None:

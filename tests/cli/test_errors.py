@@ -24,7 +24,7 @@ class ApiServer:
 
     url: str
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Status and body by method."""
+    """Status and body by method, or by method and the end of the path."""
     paths: list[str] = field(default_factory=list)
     drops: dict[str, int] = field(default_factory=dict)
     """Number of next requests whose connections are closed without an answer, by method."""
@@ -47,10 +47,13 @@ def server() -> Iterator[ApiServer]:
                 self.connection.shutdown(SHUT_RDWR)
                 self.close_connection = True
                 return
-            status, text = found.answers[self.command]
+            path = self.path.partition("?")[0]
+            asked = (key for key in found.answers if f"{self.command} {path}".endswith(key))
+            status, text = found.answers[next(asked, self.command)]
             body = text.encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            is_json = text.startswith("{")
+            self.send_header("Content-Type", "application/json" if is_json else "text/plain")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -183,7 +186,7 @@ def test_an_unknown_context(config: Path) -> None:
         (
             404,
             'trainingjobs.holdfast.dev "gpt" not found',
-            "trainingjobs/gpt not found in namespace",
+            "trainingjobs/gpt and checkpointadoptions/gpt not found in namespace",
         ),
         (500, "etcd is away", "(500): etcd is away"),
     ],
@@ -229,4 +232,63 @@ def test_a_create_whose_connection_breaks_is_not_repeated(server: ApiServer, con
     server.answer({"metadata": {"name": "gpt"}})
     server.drops = {"POST": 1}
     assert "cannot be reached" in complaint(config, "save", "gpt")
-    assert len(server.paths) == 2
+    assert len([path for path in server.paths if path.endswith("/checkpoints")]) == 1
+
+
+ADOPTION = {
+    "kind": "CheckpointAdoption",
+    "metadata": {"name": "lm", "uid": "u"},
+    "spec": {"workers": 1},
+    "status": {"members": [0], "pods": [{"worker": 0, "uid": "a", "birth": 0}]},
+}
+
+
+@pytest.fixture
+def adopting(server: ApiServer) -> ApiServer:
+    """Return a server with a CheckpointAdoption, its pod and no TrainingJob."""
+    server.refuse(404, "not found")
+    pod = {"metadata": {"name": "lm-0-x", "uid": "a"}, "spec": {"containers": []}}
+    server.answers |= {
+        "/checkpointadoptions/lm": (200, json.dumps(ADOPTION)),
+        "/checkpoints": (200, json.dumps({"items": []})),
+        "/pods": (200, json.dumps({"items": [pod]})),
+        "7072/proxy/metrics": (
+            200,
+            'holdfast_newest_step{rank="0",tier="node"} 40.0\n',
+        ),
+    }
+    return server
+
+
+def test_status_finds_an_adoption_by_its_name_with_pods_and_steps(
+    adopting: ApiServer, config: Path
+) -> None:
+    ended = run(config, "status", "lm", "-o", "json")
+    assert ended.returncode == 0, ended.stderr
+    shown = json.loads(ended.stdout)
+    assert (shown["kind"], shown["tiers"]) == ("CheckpointAdoption", {"0": {"node": 40}})
+    assert [pod["pod"] for pod in shown["pods"]] == ["lm-0-x"]
+
+
+def test_status_is_shown_to_a_user_who_may_not_list_pods(adopting: ApiServer, config: Path) -> None:
+    forbidden = {"kind": "Status", "code": 403, "message": "cannot list pods"}
+    adopting.answers["/pods"] = 403, json.dumps(forbidden)
+    ended = run(config, "status", "lm")
+    assert ended.returncode == 0, ended.stderr
+    assert "CheckpointAdoption lm" in ended.stdout and "cannot list pods" in ended.stdout
+
+
+def test_status_without_a_name_lists_gangs_of_both_kinds(adopting: ApiServer, config: Path) -> None:
+    job = {"kind": "TrainingJob", "metadata": {"name": "gpt"}, "spec": {"workers": 2}}
+    adopting.answers["/trainingjobs"] = 200, json.dumps({"items": [job]})
+    adopting.answers["/checkpointadoptions"] = 200, json.dumps({"items": [ADOPTION]})
+    ended = run(config, "status")
+    assert ended.returncode == 0, ended.stderr
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == [
+        "TrainingJobs",
+        "NAME",
+        "gpt",
+        "CheckpointAdoptions",
+        "NAME",
+        "lm",
+    ]

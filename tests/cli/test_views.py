@@ -7,15 +7,21 @@ import io
 import pytest
 from rich.console import Console
 
+from holdfast_cli.gangs import members
 from holdfast_cli.views import (
+    Screen,
     checkpoints_view,
+    gangs_view,
     goodput_bar,
     recoveries_lines,
     size_text,
     status_view,
 )
+from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.names import pod_name
 
 JOB = {
+    "kind": "TrainingJob",
     "metadata": {"name": "gpt"},
     "spec": {"workers": 2},
     "status": {
@@ -59,7 +65,7 @@ def shown(renderable) -> str:
 
 
 def test_status_shows_levels_tiers_and_what_is_wrong():
-    text = shown(status_view(JOB, {0: {"memory": 50, "node": 50}, 1: {"node": 40}}))
+    text = shown(status_view(Screen(JOB, tiers={0: {"memory": 50, "node": 50}, 1: {"node": 40}})))
     for expected in (
         "gpt",
         "Running",
@@ -76,7 +82,8 @@ def test_status_shows_levels_tiers_and_what_is_wrong():
 
 
 def test_status_of_a_job_that_the_operator_has_not_handled_yet():
-    text = shown(status_view({"metadata": {"name": "new"}, "spec": {"workers": 3}}, {}))
+    new = {"kind": "TrainingJob", "metadata": {"name": "new"}, "spec": {"workers": 3}}
+    text = shown(status_view(Screen(new)))
     assert "Pending" in text and "0/3" in text
 
 
@@ -122,3 +129,73 @@ def test_checkpoints_are_listed_by_step():
     ]
     text = shown(checkpoints_view(items))
     assert text.index("a ") < text.index("b ") and "2.0 KiB" in text and "yes" in text
+
+
+def adoption(**status):
+    return {
+        "kind": "CheckpointAdoption",
+        "metadata": {"name": "lm", "uid": "u"},
+        "spec": {"workers": 2},
+        "status": status,
+    }
+
+
+def pod(name, uid, **metadata):
+    counts = {"initContainerStatuses": [{"restartCount": 2}], "containerStatuses": [{}]}
+    return {
+        "metadata": {"name": name, "uid": uid, **metadata},
+        "spec": {"nodeName": "node-1"},
+        "status": {"phase": "Running", **counts},
+    }
+
+
+def test_an_adoption_is_shown_with_its_pods_checkpoints_and_what_its_controller_costs():
+    adopted = {
+        "type": "Adopted",
+        "status": "True",
+        "reason": "PodsAdopted",
+        "message": "Job lm creates only the lost pod again",
+    }
+    given = adoption(
+        members=[0, 1],
+        pods=[{"worker": 0, "uid": "a", "birth": 0}, {"worker": 1, "uid": "c", "birth": 1}],
+        conditions=[adopted],
+    )
+    steps = [
+        {"metadata": {"name": f"lm-s{step}"}, "spec": {"step": step}} for step in (10, 40, 30, 20)
+    ]
+    found = members(given, [pod("lm-0-x", "a"), pod("lm-1-old", "b"), pod("lm-1-new", "c")])
+    text = shown(status_view(Screen(given, found, checkpoints=steps)))
+    assert "CheckpointAdoption lm" in text
+    assert "Adopted: PodsAdopted: Job lm creates only the lost pod again" in text
+    assert "lm-0-x" in text and "lm-1-new" in text and "lm-1-old" not in text
+    assert "lm-s40" in text and "lm-s20" in text and "lm-s10" not in text
+
+
+def test_a_worker_whose_pod_is_gone_or_leaves_is_still_listed():
+    given = adoption(members=[0, 0], pods=[{"worker": 1, "uid": "b", "birth": 0}])
+    lost, leaving = members(given, [pod("lm-1", "b", deletionTimestamp="2026-01-01T00:00:00Z")])
+    assert (lost.worker, lost.exists, lost.phase) == (0, False, "-")
+    assert (leaving.worker, leaving.pod, leaving.node) == (1, "lm-1", "node-1")
+    assert (leaving.phase, leaving.restarts) == ("Terminating", 2)
+
+
+def test_pods_of_a_training_job_are_found_by_the_birth_rounds_of_its_members():
+    job = {
+        "kind": "TrainingJob",
+        "metadata": {"name": "gpt", "uid": "u"},
+        "spec": {"workers": 1},
+        "status": {"members": [3]},
+    }
+    name = pod_name("gpt", JobUid("u"), Worker(0), RestartRound(3))
+    former = pod_name("gpt", JobUid("u"), Worker(0), RestartRound(2))
+    (member,) = members(job, [pod(former, "a"), pod(name, "b")])
+    assert member.pod == name
+
+
+def test_gangs_of_both_kinds_are_listed():
+    text = shown(gangs_view([JOB, adoption(phase="Restarting", restarts=7)]))
+    assert text.index("TrainingJobs") < text.index("gpt") < text.index("CheckpointAdoptions")
+    for expected in ("Running", "Restarting", "0/2", "75.0%", " 7 "):
+        assert expected in text
+    assert "no TrainingJob and no CheckpointAdoption" in shown(gangs_view([]))

@@ -22,7 +22,7 @@ def names(uid: JobUid) -> set[str]:
     return {
         pod_name("gpt", uid, 0, 0),
         service_name("gpt", uid),
-        certificates_secret_name("gpt", uid, 0),
+        certificates_secret_name("gpt", uid, 63, 0),
         checkpoint_name("gpt", uid, COMMIT),
     }
 

@@ -96,6 +96,14 @@ def test_the_table_fits_a_narrow_terminal_and_adds_up() -> None:
     assert round(sum(ACT.phases().values()), 1) == round(ACT.recovery.total_seconds, 1)  # type: ignore[union-attr]
 
 
+def test_phases_add_up_to_a_total_that_lies_between_two_tenths() -> None:
+    seconds = [2.446, 1.816, 1.048, 0.794, 2.124, 2.622]
+    act = Act("a node", "one pod", "peer")
+    act.recovery = Recovery(10, "", {f"phase {n}": each for n, each in enumerate(seconds)}, 10.85)
+    total = sum(act.phases().values())
+    assert f"{total:.1f}" == f"{act.recovery.total_seconds:.1f}"
+
+
 def test_a_line_of_the_log_fits_a_narrow_terminal() -> None:
     sample = Sample(0.0, "Restarting", 12, 12345, 1.0, 12340, 12300)
     assert len(status_line(sample, 20000)) <= 80

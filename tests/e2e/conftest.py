@@ -22,7 +22,7 @@ from testbed import faults
 from testbed.config import current_bed
 from testbed.driver import install
 from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
-from testbed.driver.kube import Kube, kubeconfig_path, wait_for
+from testbed.driver.kube import Kube, kubeconfig_path
 from testbed.driver.scenario import Scenario
 from testbed.images import image_label
 
@@ -59,22 +59,10 @@ def nodes_back() -> Iterator[None]:
 def namespace(installed: Kube, request: pytest.FixtureRequest) -> Iterator[str]:
     name = "e2e-" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
     installed.delete_namespace(name)
-    _wait_gone(installed, name)
+    installed.wait_namespace_gone(name, 120)
     prepare_namespace(installed, name)
     yield name
     installed.delete_namespace(name)
-
-
-def _wait_gone(kube: Kube, namespace: str) -> None:
-    wait_for(
-        f"namespace {namespace} to go",
-        lambda: all(
-            item["metadata"]["name"] != namespace
-            for item in kube.plain(kube.core.list_namespace())["items"]
-        ),
-        timeout_seconds=120,
-        every_seconds=0.5,
-    )
 
 
 @pytest.fixture
@@ -159,7 +147,11 @@ def _collect(kube: Kube, namespace: str | None, folder: Path) -> None:
                         (folder / f"{space}.{name}.{container['name']}{suffix}.log").write_text(
                             text
                         )
-        for kind in ("events", "trainingjobs,checkpoints,checkpointstores", "pods"):
+        for kind in (
+            "events",
+            "trainingjobs,checkpointadoptions,checkpoints,checkpointstores",
+            "pods",
+        ):
             kubectl = [f"{install.testbed_bin()}/kubectl", "--kubeconfig", kubeconfig_path()]
             done = subprocess.run(
                 [*kubectl, "-n", space, "get", kind, "-o", "yaml"],

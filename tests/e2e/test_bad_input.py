@@ -97,7 +97,7 @@ def wait_event(kube: Kube, name: str, reason: str, *texts: str) -> None:
     wait_for(
         f"Event {reason} of {name} that contains {texts}",
         probe,
-        timeout_seconds=30,
+        timeout_seconds=90,
         describe=lambda: show(
             [(e["involvedObject"]["name"], e["reason"], e["message"]) for e in kube.events(SPACE)]
         ),
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Callable[[Object], Any], tuple[str, ...]]] = {
         (
             "checkpoint.interval.steps",
             "got 0",
-            "set the number of optimizer steps between two checkpoints",
+            "set the number of optimizer steps between two saves",
         ),
     ),
     "uploads that are no saves": (
@@ -302,7 +302,7 @@ def test_a_missing_store_may_be_created_later(installed, namespace, submit):
     manifest["spec"]["checkpoint"]["object"]["storeRef"]["name"] = "late"
     job = submit(manifest)
     texts = ("CheckpointStore late", f"namespace {namespace}", "create it, or correct storeRef")
-    found = job.wait_condition("Accepted", "False", 30)
+    found = job.wait_condition("Accepted", "False", 90)
     assert found["reason"] == "StoreNotFound"
     assert_contains(found["message"], *texts)
     wait_event(installed, job.name, "StoreNotFound", *texts)
@@ -386,7 +386,7 @@ def test_an_image_without_the_launcher_is_reported(installed, namespace, submit)
     trainer(manifest)["image"] = "holdfast/operator:dev"
     job = submit(manifest)
     _assert_cannot_start(job, "holdfast", "not found")
-    job.wait("three tries of the kubelet", lambda: _tries(job) >= 3 or job.round > 0, 90)
+    job.wait("three tries of the kubelet", lambda: _tries(job) >= 3 or job.round > 0, 180)
     _assert_cannot_start(job, "holdfast", "not found")
     assert job.status["members"] == [0], "another pod of the same image would do no better"
 
@@ -433,7 +433,7 @@ def test_a_node_volume_that_is_too_small_does_not_stop_training(installed, names
     manifest["spec"]["checkpoint"]["node"]["volume"]["emptyDir"]["sizeLimit"] = "8Mi"
     job = submit(manifest)
     job.wait_complete(120)
-    found = job.wait_condition("LastCheckpointSucceeded", "False", 10)
+    found = job.wait_condition("LastCheckpointSucceeded", "False", 60)
     assert found["reason"] == "NodeVolumeFull"
     assert job.status["restartsCountTowardsMax"] == 0, "no rank and no pod died of it"
     assert not job.status.get("lastCommittedStep"), "a save that failed is no commit"

@@ -84,7 +84,7 @@ def test_an_upgrade_does_not_affect_a_running_job(scenario, installed):
     assert {"name": "HOLDFAST_LOG_LEVEL", "value": "debug"} in environment, after
 
     job.wait_step(step + 15)
-    persisted = job.status["lastPersisted"]["step"]
+    persisted = job.wait_persisted(20)["step"]
     job.wait_persisted(persisted + 20, 120)
     assert {p["metadata"]["uid"] for p in job.pods()} == pods, "no pod was replaced"
     assert job.round == 0, "a new operator is no reason for a new round"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from testbed import faults
 from testbed.driver import install
 from testbed.driver.kube import Kube, wait_for
+from testbed.driver.scenario import SHORT
 
 pytestmark = pytest.mark.alone
 
@@ -24,7 +27,7 @@ def test_training_continues_while_the_store_is_down(scenario):
 
 def test_a_recovery_continues_after_the_operator_is_killed(scenario, installed: Kube):
     """The operator is killed after CAS 1, after the seal, and after CAS 2. Its successor continues."""
-    job = scenario.start()
+    job = scenario.start(replace(SHORT, sleep_per_step=0.2))  # the last loss must hit the run, too
     phases = {
         "CAS 1": lambda before: job.round > before,
         "the seal": lambda before: job.metric(0, "holdfast_restart_round").get("", 0) > before,

@@ -119,7 +119,7 @@ def test_freed_memory_is_a_failed_save(tmp_path: Path) -> None:
     [
         pytest.param(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), id="nested"),
         pytest.param(torch.zeros(1).expand(3), id="expanded"),
-        pytest.param(torch.empty(2, dtype=torch.uint4), id="uint4"),
+        pytest.param(torch.empty(2, dtype=torch.uint4), id="uint4"),  # type: ignore[attr-defined]
     ],
 )
 def test_a_value_that_cannot_be_saved_is_named_at_the_first_save(

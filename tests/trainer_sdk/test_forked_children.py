@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.crash.failpoints import in_every_python
-from tests.support.trainer.launched import children_of, committed_step
+from tests.support.trainer.launched import committed_step, persisters_of
 
 import holdfast
 from holdfast_core.errors import ConfigError
@@ -48,13 +48,14 @@ def living_child() -> Iterator[Any]:
 def test_close_does_not_wait_for_a_live_child(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+    folder = tmp_path / "ckpt"
+    with holdfast.Checkpointer(dir=folder) as ckpt:
         ckpt.save(1, {"t": torch.ones(4)})
         with living_child() as child:
-            persisters = {pid for pid in children_of(os.getpid()) if pid != child.pid}
+            assert len(persisters_of(os.getpid(), folder)) == 1
             ckpt.close()
             assert child.is_alive()
-            assert not persisters & set(children_of(os.getpid()))
+            assert persisters_of(os.getpid(), folder) == []
             assert list(memory.iterdir()) == []
     assert "still being written" not in caplog.text
     assert committed_step(tmp_path / "ckpt") == 1
@@ -85,7 +86,7 @@ def test_the_persister_ends_with_its_trainer_although_a_child_lives(tmp_path: Pa
         child = os.fork()
         if child == 0:
             signal.pause()
-        (persister,) = set(children_of(os.getpid())) - {child}
+        (persister,) = persisters_of(os.getpid(), tmp_path / "ckpt")
         os.write(write, f"{persister} {child}\n".encode())
         signal.pause()
 

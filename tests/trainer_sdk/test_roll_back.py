@@ -14,7 +14,11 @@ from tests.support.trainer.counted import Training, lap, restored
 from tests.support.trainer.launched import committed_step
 
 import holdfast
+from holdfast.base.settings import RankSettings
+from holdfast.places.folder_start import FolderStart
 from holdfast_core.errors import ConfigError, CorruptionError
+from holdfast_core.ids import RestartRound, Step
+from holdfast_core.messages.schema import RestorePoint
 
 
 @pytest.fixture
@@ -86,6 +90,17 @@ def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> 
             ckpt.restore(training.state, step=2)
         assert ckpt.restore(training.state) == 3
         assert training.done == 3
+
+
+def test_a_step_that_is_deleted_after_it_was_looked_up_is_an_error(folder: Path) -> None:
+    """The persister may prune it before the next one chooses. The script must not start from step 0."""
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        ckpt.save(1, Training().state).wait(timeout=60)
+    start = FolderStart(folder, RankSettings())
+    start.roll_back(None, Step(1))
+    start.agree(None, lambda round_: None, lambda: (RestartRound(1), RestorePoint()))
+    with pytest.raises(CorruptionError, match=r"restore\(step=1\): no copy"):
+        start.after_fetch(None, None, None)
 
 
 def test_a_save_before_the_first_restore_does_not_count_as_trained(folder: Path) -> None:
@@ -173,7 +188,16 @@ def test_ranks_roll_back_together(tmp_path: Path) -> None:
         "        raise AssertionError('it was found')\n"
         "    ckpt.save(9, {'t': t}).wait(timeout=60)\n"
     )
-    text = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
+    text = [
+        sys.executable,
+        "-m",
+        "holdfast.run",
+        "--nproc-per-node",
+        "2",
+        "--",
+        "python",
+        str(program),
+    ]
     done = subprocess.run(
         [*text, str(tmp_path / "ckpt")], capture_output=True, text=True, timeout=240, check=False
     )
@@ -206,7 +230,16 @@ def test_a_skipped_save_is_made_after_a_roll_back(tmp_path: Path) -> None:
         "    assert ckpt.restore({'t': t}) == 2\n"
         "    assert list(saved(3, 4)) == [4]\n"
     )
-    text = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
+    text = [
+        sys.executable,
+        "-m",
+        "holdfast.run",
+        "--nproc-per-node",
+        "2",
+        "--",
+        "python",
+        str(program),
+    ]
     done = subprocess.run(
         [*text, str(tmp_path / "ckpt"), str(written)],
         env={

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.support.crash.failpoints import failpoints, in_every_python
 from tests.support.shards.builders import payload, rank_layout_and_plan
-from tests.support.trainer.launched import children_of, committed_step, until
+from tests.support.trainer.launched import committed_step, persisters_of, until
 from tests.support.trainer.slot_files import all_taken, states_below
 
 import holdfast
@@ -155,8 +155,8 @@ def in_writers(monkeypatch: pytest.MonkeyPatch, directory: Path, rules: str) -> 
         monkeypatch.setenv(name, value)
 
 
-def writer_of_this_process() -> int:
-    (pid,) = children_of(os.getpid())
+def writer_of(folder: Path) -> int:
+    (pid,) = persisters_of(os.getpid(), folder)
     return pid
 
 
@@ -178,7 +178,7 @@ def test_a_killed_persister_loses_no_save(
         until(lambda: all_taken(memory), "the writer has it")
         if where in ("directory.slot_freed", "directory.before_commit"):
             until(lambda: states_below(memory) == [SlotState.FREE] * 2, "freed")
-        os.kill(writer_of_this_process(), signal.SIGKILL)
+        os.kill(writer_of(folder), signal.SIGKILL)
         go.touch()
         handle.wait(timeout=60)
     assert ckpt.saves_failed == 0
@@ -201,7 +201,7 @@ def test_a_writer_that_cannot_come_back_does_not_hang_the_end(
     )
     folder.rename(tmp_path / "away")
     folder.write_text("not a folder any more")
-    os.kill(writer_of_this_process(), signal.SIGKILL)
+    os.kill(writer_of(folder), signal.SIGKILL)
     with pytest.raises(SaveFailedError, match="step 2: not durable yet"):
         ckpt.close()
     assert ckpt.saves_failed == 1

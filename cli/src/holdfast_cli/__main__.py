@@ -10,13 +10,15 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from holdfast_cli.cluster import GROUP, VERSION, Cluster, ClusterError
-from holdfast_cli.views import checkpoints_view, status_view
+from holdfast_cli.gangs import KINDS, Member
+from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
 
 
 def main() -> None:
@@ -37,8 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", help="context of the kubeconfig (default: the active one)")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    status = verbs.add_parser("status", help="show levels, tiers and recoveries of a job")
-    status.add_argument("job")
+    status = verbs.add_parser(
+        "status",
+        help="show levels, pods, tiers and recoveries of a job, or list all jobs and adoptions",
+    )
+    status.add_argument(
+        "job", nargs="?", help="a TrainingJob or a CheckpointAdoption (default: list all)"
+    )
     status.add_argument("-w", "--watch", action="store_true")
     status.add_argument("-o", "--output", choices=["table", "json"], default="table")
     status.set_defaults(run=_status)
@@ -61,22 +68,50 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _status(cluster: Cluster, arguments: argparse.Namespace) -> None:
-    def now() -> Any:
-        job = cluster.get("trainingjobs", arguments.job)
-        return job, cluster.tiers(job)
+    def now() -> RenderableType:
+        if arguments.job is None:
+            return gangs_view(_gangs(cluster))
+        return status_view(_screen(cluster, arguments.job))
 
-    job, tiers = now()
     if arguments.output == "json":
-        print(json.dumps({"status": job.get("status"), "tiers": tiers}, indent=1))
+        shown = _gangs(cluster) if arguments.job is None else _document(cluster, arguments.job)
+        print(json.dumps(shown, indent=1))
         return
     console = Console()
     if not arguments.watch:
-        console.print(status_view(job, tiers))
+        console.print(now())
         return
-    with Live(status_view(job, tiers), console=console, auto_refresh=False) as live:
+    with Live(now(), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(1)
-            live.update(status_view(*now()), refresh=True)
+            live.update(now(), refresh=True)
+
+
+def _gangs(cluster: Cluster) -> list[dict[str, Any]]:
+    return [gang for plural in KINDS.values() for gang in cluster.items(plural)]
+
+
+def _screen(cluster: Cluster, name: str) -> Screen:
+    gang = cluster.gang(name)
+    members: list[Member] = []
+    problems: list[str] = []
+    try:
+        members = cluster.members(gang)
+    except ClusterError as error:  # the rest of the screen does not need the pods
+        problems.append(str(error))
+    return Screen(gang, members, cluster.tiers(members), cluster.checkpoints(gang), problems)
+
+
+def _document(cluster: Cluster, name: str) -> dict[str, Any]:
+    screen = _screen(cluster, name)
+    return {
+        "kind": screen.gang["kind"],
+        "status": screen.gang.get("status"),
+        "pods": [asdict(member) for member in screen.members],
+        "tiers": screen.tiers,
+        "checkpoints": screen.checkpoints,
+        "problems": screen.problems,
+    }
 
 
 def _checkpoints(cluster: Cluster, arguments: argparse.Namespace) -> None:
@@ -92,7 +127,7 @@ def _checkpoints(cluster: Cluster, arguments: argparse.Namespace) -> None:
 
 
 def _save(cluster: Cluster, arguments: argparse.Namespace) -> None:
-    job = cluster.get("trainingjobs", arguments.job)
+    job = cluster.gang(arguments.job)
     step = (job.get("status") or {}).get("step", 0)
     name = arguments.name or f"{arguments.job}-manual-{step}"
     cluster.create(

@@ -1,11 +1,11 @@
-"""All access to the cluster: our kinds as plain dicts, and sidecars' metrics through the pod proxy."""
+"""All access to the cluster: objects as plain dicts, and sidecars' metrics through the pod proxy."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION as KUBECO
 from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 from urllib3.exceptions import HTTPError, ProtocolError
 
+from holdfast_cli.gangs import JOB_UID_LABEL, KINDS, Member, accepted, members
 from holdfast_core.contract import METRICS_PORT
 from holdfast_core.errors import HoldfastError
-from holdfast_core.names import pod_name
 
 GROUP, VERSION = "holdfast.dev", "v1alpha1"
 REQUEST_SECONDS = (5, 30)
@@ -31,6 +31,10 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 class ClusterError(HoldfastError):
     """Error for the terminal: one sentence that says what failed and what to do."""
+
+
+class NotFound(ClusterError):
+    """The namespace has no object of this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +88,55 @@ class Cluster:
         call = client.CustomObjectsApi(self.api).get_namespaced_custom_object
         return dict(self._request(f"{plural}/{name}", call, plural, name, tries=READ_TRIES))
 
-    def items(self, plural: str) -> list[dict[str, Any]]:
+    def gang(self, name: str) -> dict[str, Any]:
+        """Return the TrainingJob or the CheckpointAdoption of this name.
+
+        Raises:
+            NotFound: There is neither.
+        """
+        found = []
+        for plural in KINDS.values():
+            try:
+                found.append(self.get(plural, name))
+            except NotFound:
+                continue
+        if not found:
+            tried = " and ".join(f"{plural}/{name}" for plural in KINDS.values())
+            raise NotFound(self._not_found(tried))
+        return accepted(found)
+
+    def items(self, plural: str, selector: str = "") -> list[dict[str, Any]]:
         call = client.CustomObjectsApi(self.api).list_namespaced_custom_object
-        return list(self._request(plural, call, plural, tries=READ_TRIES)["items"])
+        labels = {"label_selector": selector} if selector else {}
+        return list(self._request(plural, call, plural, tries=READ_TRIES, **labels)["items"])
+
+    def checkpoints(self, gang: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the Checkpoints that the gang has committed."""
+        return self.items("checkpoints", f"{JOB_UID_LABEL}={gang['metadata']['uid']}")
+
+    def members(self, gang: dict[str, Any]) -> list[Member]:
+        """Return the workers of the gang with their pods."""
+        core = client.CoreV1Api(self.api)
+        selector = f"{JOB_UID_LABEL}={gang['metadata']['uid']}"
+
+        def call(*_: Any, **options: Any) -> Any:
+            return core.list_namespaced_pod(self.namespace, label_selector=selector, **options)
+
+        listed = self._request("pods", call, "pods", tries=READ_TRIES)
+        return members(gang, self.api.sanitize_for_serialization(listed)["items"])
 
     def create(self, plural: str, body: dict[str, Any]) -> dict[str, Any]:
         call = client.CustomObjectsApi(self.api).create_namespaced_custom_object
         return dict(self._request(f"{plural}/{body['metadata']['name']}", call, plural, body))
 
     def _request(
-        self, what: str, call: Callable[..., Any], plural: str, *arguments: Any, tries: int = 1
+        self,
+        what: str,
+        call: Callable[..., Any],
+        plural: str,
+        *arguments: Any,
+        tries: int = 1,
+        **options: str,
     ) -> Any:
         try:
             return call(
@@ -103,18 +146,26 @@ class Cluster:
                 plural,
                 *arguments,
                 _request_timeout=REQUEST_SECONDS,
+                **options,
             )
         except ApiException as error:
-            raise ClusterError(self._refused(error, what, plural)) from error
+            kind = NotFound if _is_missing_object(error) else ClusterError
+            raise kind(self._refused(error, what, plural)) from error
         except (HTTPError, OSError) as error:
             if tries > 1 and isinstance(error, ProtocolError):
-                return self._request(what, call, plural, *arguments, tries=tries - 1)
+                return self._request(what, call, plural, *arguments, tries=tries - 1, **options)
             raise ClusterError(self._unreachable(str(error))) from error
 
     def _unreachable(self, cause: str) -> str:
         return (
             f"the API server {self.server} of context {self.context} cannot be reached: "
             f"{_one_line(cause)}; check that the cluster runs and that the context is the right one"
+        )
+
+    def _not_found(self, what: str) -> str:
+        return (
+            f"{what} not found in namespace {self.namespace} of context {self.context}: "
+            "choose another namespace with -n, or correct the name"
         )
 
     def _refused(self, error: ApiException, what: str, plural: str) -> str:
@@ -141,10 +192,7 @@ class Cluster:
                     "there, or choose another --context"
                 )
             case 404:
-                return (
-                    f"{what} not found in namespace {self.namespace} of context {self.context}: "
-                    "choose another namespace with -n, or correct the name"
-                )
+                return self._not_found(what)
             case 409:
                 return (
                     f"{what} exists already in namespace {self.namespace}: choose another name with "
@@ -152,19 +200,19 @@ class Cluster:
                 )
         return f"{server} refused {what} ({error.status}): {message or error.reason}"
 
-    def tiers(self, job: dict[str, Any]) -> dict[int, dict[str, int]]:
+    def tiers(self, gang: Iterable[Member]) -> dict[int, dict[str, int]]:
         """Return the newest step by rank and tier, from the metrics of the members' sidecars.
 
         Sidecars that cannot be read, with a time-out of 3 s, are left out.
         """
         core = client.CoreV1Api(self.api)
-        meta = job["metadata"]
         tiers: dict[int, dict[str, int]] = {}
-        for worker, birth in enumerate(job.get("status", {}).get("members") or []):
-            pod = f"{pod_name(meta['name'], meta['uid'], worker, birth)}:{METRICS_PORT}"
+        for member in gang:
+            if not member.exists:
+                continue
             try:
                 text = core.connect_get_namespaced_pod_proxy_with_path(
-                    pod, self.namespace, "metrics", _request_timeout=3
+                    f"{member.pod}:{METRICS_PORT}", self.namespace, "metrics", _request_timeout=3
                 )
             except (ApiException, OpenApiException, HTTPError):
                 continue
@@ -172,6 +220,11 @@ class Cluster:
                 labels = dict(_LABEL.findall(labels_text))
                 tiers.setdefault(int(labels["rank"]), {})[labels["tier"]] = int(float(value))
         return tiers
+
+
+def _is_missing_object(error: ApiException) -> bool:
+    """Return whether the server knows the resource and has no such object."""
+    return error.status == 404 and _status_message(error) is not None
 
 
 def _status_message(error: ApiException) -> str | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from holdfast_cli.gangs import KINDS, Member
 
 TIERS = ("memory", "node", "peer", "object")
 RECOVERY_PHASES = {
@@ -25,20 +29,45 @@ _TROUBLE = frozenset(
         ("Readable", "False"),
         ("RemoteTierHealthy", "False"),
         ("SidecarsUnreachable", "True"),
+        ("Adopted", "False"),
+        ("Failed", "True"),
     }
 )
-"""Conditions that the screen shows, with the status at which it shows them."""
+"""Conditions that the screen shows in red, with the status at which it shows them."""
+_WORDS = frozenset({("Adopted", "True"), ("Complete", "True")})
+"""Conditions that the screen shows although they are no trouble."""
+SHOWN_CHECKPOINTS = 3
+_GANG_COLUMNS = (
+    "NAME",
+    "PHASE",
+    "STEP",
+    "COMMITTED",
+    "PERSISTED",
+    "WORKERS",
+    "RESTARTS",
+    "GOODPUT",
+)
 
 
-def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> RenderableType:
-    """Return one screen about a job: levels, steps by rank and tier, recoveries, goodput, problems.
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What the screen about one gang shows."""
 
-    Args:
-        tiers: Newest step by rank and tier (Cluster.tiers).
-    """
+    gang: dict[str, Any]
+    """The TrainingJob or the CheckpointAdoption."""
+    members: Sequence[Member] = ()
+    tiers: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """Newest step by rank and tier."""
+    checkpoints: Sequence[dict[str, Any]] = ()
+    problems: Sequence[str] = ()
+    """What could not be read, in sentences."""
+
+
+def status_view(screen: Screen) -> RenderableType:
+    """Return one screen: levels, recoveries, goodput, pods, steps by rank and tier, checkpoints, problems."""
+    job = screen.gang
     status = job.get("status") or {}
     head = Table.grid(padding=(0, 2))
-    workers = status.get("workers") or {}
     persisted = status.get("lastPersisted") or {}
     rows = (
         ("phase", status.get("phase", "Pending")),
@@ -48,31 +77,87 @@ def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> Render
         ("committed", status.get("lastCommittedStep", "-")),
         ("replicated", status.get("lastReplicatedStep", "-")),
         ("persisted", persisted.get("step", "-")),
-        (
-            "workers",
-            f"{workers.get('ready', 0)}/{workers.get('total', job['spec'].get('workers'))}",
-        ),
+        ("workers", workers_text(job)),
         ("restarts", status.get("restarts", 0)),
         ("goodput", goodput_bar((status.get("goodput") or {}).get("ratio"))),
         ("recoveries", recoveries_lines(status.get("recoveries") or [])),
     )
     for name, value in rows:
         head.add_row(Text(name, style="dim"), str(value))
-    parts: list[RenderableType] = [Text(job["metadata"]["name"], style="bold"), head]
-    if tiers:
-        parts.append(tier_map(tiers))
+    title = f"{job['kind']} {job['metadata']['name']}"
+    parts: list[RenderableType] = [Text(title, style="bold"), head]
+    if screen.members:
+        parts.append(members_view(screen.members))
+    if screen.tiers:
+        parts.append(tier_map(screen.tiers))
+    if screen.checkpoints:
+        parts.append(checkpoints_view(newest(screen.checkpoints)))
     for condition in status.get("conditions", []):
-        if (condition["type"], condition["status"]) in _TROUBLE:
-            parts.append(
-                Text(
-                    f"{condition['type']}: {condition['reason']}: {condition['message']}",
-                    style="red",
-                )
-            )
+        known = (condition["type"], condition["status"])
+        if known in _TROUBLE | _WORDS:
+            text = f"{condition['type']}: {condition['reason']}: {condition['message']}"
+            parts.append(Text(text, style="red" if known in _TROUBLE else ""))
+    parts.extend(Text(problem, style="red") for problem in screen.problems)
     return Group(*parts)
 
 
-def tier_map(tiers: dict[int, dict[str, int]]) -> Table:
+def gangs_view(gangs: Sequence[dict[str, Any]]) -> RenderableType:
+    """Return a table of the namespace's gangs for each kind."""
+    parts: list[RenderableType] = []
+    for kind in KINDS:
+        of_kind = [gang for gang in gangs if gang["kind"] == kind]
+        if of_kind:
+            parts += [Text(f"{kind}s", style="bold"), _gangs_table(of_kind)]
+    return (
+        Group(*parts)
+        if parts
+        else Text("the namespace has no TrainingJob and no CheckpointAdoption")
+    )
+
+
+def _gangs_table(gangs: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 1))
+    for column in _GANG_COLUMNS:
+        # A narrow terminal must not hide a part of a name.
+        table.add_column(column, overflow="fold")
+    for gang in sorted(gangs, key=lambda g: str(g["metadata"]["name"])):
+        status = gang.get("status") or {}
+        ratio = (status.get("goodput") or {}).get("ratio")
+        table.add_row(
+            gang["metadata"]["name"],
+            status.get("phase", "Pending"),
+            str(status.get("step", "-")),
+            str(status.get("lastCommittedStep", "-")),
+            str((status.get("lastPersisted") or {}).get("step", "-")),
+            workers_text(gang),
+            str(status.get("restarts", 0)),
+            "-" if ratio is None else f"{ratio:.1%}",
+        )
+    return table
+
+
+def workers_text(gang: dict[str, Any]) -> str:
+    workers = (gang.get("status") or {}).get("workers") or {}
+    return f"{workers.get('ready', 0)}/{workers.get('total', gang['spec'].get('workers'))}"
+
+
+def members_view(members: Sequence[Member]) -> Table:
+    """Return the table of the workers' pods."""
+    table = Table(box=None, padding=(0, 2))
+    for column in ("WORKER", "POD", "NODE", "PHASE", "RESTARTS"):
+        table.add_column(column)
+    for member in members:
+        cells = (member.worker, member.pod, member.node, member.phase, member.restarts)
+        table.add_row(*map(str, cells), style="" if member.exists else "yellow")
+    return table
+
+
+def newest(checkpoints: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the checkpoints of the newest steps."""
+    return sorted(checkpoints, key=lambda c: c["spec"].get("step") or 0)[-SHOWN_CHECKPOINTS:]
+
+
+def tier_map(tiers: Mapping[int, Mapping[str, int]]) -> Table:
     """Return the table of newest steps by rank and tier. `tiers` must hold at least one step."""
     newest = max(step for held in tiers.values() for step in held.values())
     table = Table(box=None, padding=(0, 2))
@@ -125,7 +210,7 @@ def recovery_line(recovery: dict[str, Any]) -> str:
     return line + ("" if lost is None else f"; {lost} steps lost")
 
 
-def checkpoints_view(items: list[dict[str, Any]]) -> Table:
+def checkpoints_view(items: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2))
     for column in ("NAME", "JOB", "STEP", "PHASE", "SIZE", "PINNED"):
         table.add_column(column)

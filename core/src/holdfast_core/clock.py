@@ -43,6 +43,11 @@ class ManualClock:
         self._now = start
         self._sleepers: list[tuple[float, asyncio.Event]] = []
 
+    @property
+    def sleepers(self) -> int:
+        """Return the number of sleeps that `advance` has not ended yet."""
+        return len(self._sleepers)
+
     def monotonic(self) -> float:
         return self._now
 

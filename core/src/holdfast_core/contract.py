@@ -36,6 +36,8 @@ SOCKET_NAME = "holdfast.sock"
 SLOTS_DIR = "slots"
 MIN_RING_BYTES = 16 << 20
 MAX_RING_BYTES = 64 << 30
+DEFAULT_MTBF_SECONDS = 6 * 3600.0
+"""Mean time between failures that an automatic interval between saves expects if the user names none."""
 """Bounds of spec.checkpoint.memory.ringSize, the ring through which a save streams."""
 LAYOUTS_DIR = "layouts"
 LAUNCHER_ROUND_FILE = "launcher-round.json"
@@ -123,6 +125,8 @@ class PodContract:
     slots: int = 2
     ring_bytes: int = 1 << 30
     """Size of the ring through which saves stream if `slots` is 0."""
+    stop_seconds: int = 10
+    """Time from SIGTERM after which the launcher kills its ranks, if its command line names none."""
 
     def to_env(self) -> dict[str, str]:
         return {f"{PREFIX}{name.upper()}": str(value) for name, value in asdict(self).items()}
@@ -182,6 +186,7 @@ _INT_FIELDS = frozenset(
         "procs_per_worker",
         "slots",
         "ring_bytes",
+        "stop_seconds",
         "node_capacity_bytes",
         "control_port",
         "bulk_port",

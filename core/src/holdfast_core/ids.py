@@ -73,6 +73,14 @@ class CheckpointId:
         return f"s{self.step}-r{self.round}"
 
 
+def age_of(checkpoint: CheckpointId) -> tuple[RestartRound, Step]:
+    """Return the key that sorts a job's checkpoints from the oldest to the newest.
+
+    The round comes first: after a return to an older checkpoint, a newer one has a lower step.
+    """
+    return checkpoint.round, checkpoint.step
+
+
 @dataclass(frozen=True, slots=True)
 class ShardRef:
     """Identity of one shard and of its payload's bytes. It suffices to find the shard in any tier."""

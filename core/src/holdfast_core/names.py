@@ -19,6 +19,10 @@ DIGEST_CHARACTERS = 6
 """Length of the uid's digest in names: 30 bits. With a job name of at most 40 characters, a pod's name
 stays within 63 characters, the limit of a host name."""
 
+CERTIFICATES_IN_SECRET = 64
+"""Number of neighbouring workers whose leaf certificates are in one Secret: 60 KB, of the 1 MiB that a Secret
+may have."""
+
 _POD_SUFFIX = re.compile(r"-(0|[1-9][0-9]{0,4})-r(0|[1-9][0-9]{0,8})")
 
 
@@ -47,14 +51,22 @@ def parse_pod_name(job: str, uid: JobUid, name: str) -> tuple[Worker, RestartRou
     return None if found is None else (Worker(int(found[1])), RestartRound(int(found[2])))
 
 
+def worker_name(worker: int) -> str:
+    """Return the name of a worker whose pods another controller names, in certificates and ROUND messages."""
+    return f"worker-{worker}"
+
+
 def service_name(job: str, uid: JobUid) -> str:
     """Return the name of the gang's headless Service, which is also the pods' subdomain."""
     return f"{job_prefix(job, uid)}-gang"
 
 
-def certificates_secret_name(job: str, uid: JobUid, birth_round: int) -> str:
-    """Return the name of the Secret with the leaf certificates of the pods created in `birth_round`."""
-    return f"{job_prefix(job, uid)}-certs-r{birth_round}"
+def certificates_secret_name(job: str, uid: JobUid, worker: int, birth_round: int) -> str:
+    """Return the name of the Secret with the leaf of this worker's pod, created in `birth_round`.
+
+    The Secret has the leaves of CERTIFICATES_IN_SECRET neighbouring workers.
+    """
+    return f"{job_prefix(job, uid)}-certs-{worker // CERTIFICATES_IN_SECRET}-r{birth_round}"
 
 
 def checkpoint_name(job: str, uid: JobUid, checkpoint: CheckpointId) -> str:

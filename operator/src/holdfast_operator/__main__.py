@@ -13,6 +13,7 @@ from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.access import KubeAccess, load_access
 from holdfast_operator.kube.api import KubeApi
+from holdfast_operator.kube.leadership import Leadership, LeaseName
 from holdfast_operator.loop.controller import Controller
 from holdfast_operator.loop.handlers import HandlerInputs, run_kopf
 from holdfast_operator.loop.plain_ports import PlainPorts
@@ -49,16 +50,20 @@ def allow_descriptors() -> None:
 async def run(settings: Settings, access: KubeAccess) -> int:
     """Run until kopf or the controller ends, then stop the other one. Return the exit code."""
     metrics = Metrics()
-    api = KubeApi(access)
-    await api.start()
     clock = SystemClock()
-    controller = Controller(settings, api, clock, metrics)
-    ports = PlainPorts(metrics, controller.watch_age_seconds, clock)
+    lease_api = KubeApi(access)
+    lease = LeaseName(settings.operator_namespace, settings.lease_name)
+    leadership = Leadership(lease_api, lease, settings.pod_name, clock)
+    api = KubeApi(access, leadership.check)
+    await lease_api.start()
+    await api.start()
+    controller = Controller(settings, api, leadership, clock, metrics)
+    ports = PlainPorts(metrics, controller.watch_age_seconds, controller.stalled_watches, clock)
     await ports.start("0.0.0.0", settings.metrics_port, settings.health_port)
     stop = asyncio.Event()
-    inputs = HandlerInputs(settings, access, controller.enqueue)
     logs.info("operator starts", server=access.server, namespaces=settings.watch_namespaces)
     work = asyncio.create_task(controller.run())
+    inputs = HandlerInputs(settings, access, controller.enqueue, work.cancel)
     kopf = asyncio.create_task(run_kopf(inputs, stop))
     try:
         await asyncio.wait({work, kopf}, return_when=asyncio.FIRST_COMPLETED)
@@ -72,6 +77,7 @@ async def run(settings: Settings, access: KubeAccess) -> int:
         work.cancel()
         await asyncio.gather(work, kopf, return_exceptions=True)
         await api.close()
+        await lease_api.close()
         await ports.close()
         logs.info("operator ends")
 

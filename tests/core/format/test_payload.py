@@ -14,6 +14,7 @@ from safetensors import safe_open
 from holdfast_core.errors import FormatError
 from holdfast_core.format.payload import (
     OBJECTS_NAME,
+    PayloadPlan,
     header_bytes,
     pack_objects,
     parse_payload,
@@ -104,7 +105,11 @@ def hostile(change: Callable[[dict[str, Any]], object]) -> tuple[bytes, int]:
     plan = plan_payload(TENSORS, 100)
     value = json.loads(plan.header[8:])
     change(value)
-    text = json.dumps(value).encode()
+    return framed(json.dumps(value, sort_keys=True, separators=(",", ":")).encode(), plan)
+
+
+def framed(text: bytes, plan: PayloadPlan) -> tuple[bytes, int]:
+    """Return a header with this text in place of the plan's, and the payload's length with it."""
     text += b" " * (-(8 + len(text)) % 64)
     return struct.pack("<Q", len(text)) + text, 8 + len(text) + plan.total_bytes - len(plan.header)
 
@@ -113,21 +118,40 @@ def hostile(change: Callable[[dict[str, Any]], object]) -> tuple[bytes, int]:
     ("change", "text"),
     [
         (lambda h: h["weight"].update(data_offsets=[0, 24]), "no gaps, no overlaps"),
-        (lambda h: h["weight"].update(data_offsets=[8, 2**62]), "expected 24"),
+        (lambda h: h["weight"].update(data_offsets=[8, 2**62]), "of 24 bytes"),
         (lambda h: h["weight"].update(data_offsets=[24, 8]), "not a byte range"),
         (lambda h: h["weight"].update(shape=[2**40, 2**40]), "more than"),
-        (lambda h: h["weight"].update(shape=[True, 3]), "whole number"),
-        (lambda h: h["weight"].update(extra=1), "unknown"),
+        (lambda h: h["weight"].update(shape=[True, 3]), "Expected `int`"),
+        (lambda h: h["weight"].update(shape=[2, 3.5]), "Expected `int`"),
+        (lambda h: h["weight"].update(extra=1), "unknown field"),
         (lambda h: h.pop("flag"), "no gaps|end at"),
         (lambda h: h.pop(OBJECTS_NAME), "end at"),
         (lambda h: h[OBJECTS_NAME].update(dtype="BOOL"), "not __holdfast_objects__"),
         (lambda h: h.pop("__metadata__"), "__metadata__"),
-        (lambda h: h.update(flag=5), "expected an object"),
+        (lambda h: h.update(flag=5), "Expected `object`"),
     ],
 )
 def test_hostile_headers_are_refused(change: Callable[[dict[str, Any]], object], text: str) -> None:
     head, total = hostile(change)
     with pytest.raises(FormatError, match=text):
+        parse_payload(head, total)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"flag":', b' "flag":'),
+        (b'"flag":', b'"\\u0066lag":'),
+        (b'"flag":', b'"flag":{"data_offsets":[42,45],"dtype":"BOOL","shape":[3]},"flag":'),
+    ],
+    ids=["whitespace", "escape", "duplicate"],
+)
+def test_a_header_in_another_spelling_is_refused(old: bytes, new: bytes) -> None:
+    plan = plan_payload(TENSORS, 100)
+    text = plan.header[8:].rstrip()
+    assert old in text
+    head, total = framed(text.replace(old, new), plan)
+    with pytest.raises(FormatError, match="canonical form"):
         parse_payload(head, total)
 
 

@@ -30,7 +30,7 @@ def test_answers_survive(sent: tuple[Answer, ...]) -> None:
 
 def test_other_messages_are_json() -> None:
     assert decode(Ok, encode(Ok(RestartRound(3), "a"))) == Ok(RestartRound(3), "a")
-    assert encode(Ok(RestartRound(3))) == b'{"round":3,"instance":""}'
+    assert encode(Ok(RestartRound(3))) == b'{"round":3,"instance":"","stacksToken":""}'
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Child of the crash tests. It writes one shard (or a copy) with the failpoints of its environment.
 
-usage: crash_writer.py ROOT shard|copy|manifest|delete
+usage: crash_writer.py ROOT shard|copy|manifest|delete|round|unused-layouts
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from pathlib import Path
 from tests.support.crash.failpoints import install_from_env
 from tests.support.shards.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
 
+from holdfast_core.clock import ManualClock
 from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.node.files import BufferPool
+from holdfast_core.node.layouts import UNUSED_SECONDS, UnusedLayouts
 from holdfast_core.node.tier import DiskNodeTier
 
 SIZE = 200_000
@@ -35,6 +38,12 @@ def main(root: str, what: str) -> None:
             tier.put_manifest(JOB_UID, checkpoint, b'{"a":1}')
         case "delete":
             tier.delete_checkpoint(JOB_UID, checkpoint)
+        case "unused-layouts":
+            clock = ManualClock()
+            unused = UnusedLayouts(Path(root), (), BufferPool(1 << 20, keep=1), clock.monotonic)
+            for _ in range(2):
+                unused.look(frozenset())
+                clock.advance(UNUSED_SECONDS)
         case "round":
             tier.write_round(RestartRound(5), 2)
     print("done")

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.support.crash.failpoints import in_every_python
+from tests.support.trainer.held import allow, held
 from tests.support.trainer.launched import Launched, committed_step, until
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ROOT / "examples/gpt/train.py"
 STEPS = 40
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # many starts of torch
 
 
-def launched(directory: Path, ranks: int, restarts: int, *more: str) -> Launched:
+def launched(
+    directory: Path, ranks: int, restarts: int, start: Sequence[str], *more: str
+) -> Launched:
     progress = directory / "progress"
     return Launched(
         directory,
-        ["--nproc", str(ranks), "--max-restarts", str(restarts)],
+        ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)],
         [
-            sys.executable,
-            str(TRAIN),
+            *start,
             *("--steps", str(STEPS), "--layers", "2", "--width", "32", "--batch", "2"),
             *("--dir", str(directory / "ckpt"), "--interval", "3"),
             *("--final-digest", "-", "--progress-dir", str(progress), *more),
@@ -39,18 +42,23 @@ def digests(run: Launched) -> dict[int, str]:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, id="alone"), pytest.param(3, id="three-ranks")])
 def test_kills_do_not_change_a_bit(tmp_path: Path, ranks: int) -> None:
-    with launched(tmp_path / "calm", ranks, 0) as calm:
+    with launched(tmp_path / "calm", ranks, 0, [sys.executable, str(TRAIN)]) as calm:
         assert calm.wait() == 0, calm.err()
     expected = digests(calm)
     assert sorted(expected) == list(range(ranks))
 
-    with launched(tmp_path / "killed", ranks, 5, "--sleep-per-step", "0.05") as run:
+    victims = [(ranks - 1, 8), (0, 20)]
+    limit = tmp_path / "limit"
+    allow(limit, 12)
+    start = held(limit, TRAIN)
+    with launched(tmp_path / "killed", ranks, 5, start, "--sleep-per-step", "0.05") as run:
         # A rank that dies before its first save is durable has nothing to restore.
         until(lambda: committed_step(tmp_path / "killed/ckpt") > 0, "the first commit")
-        victims = [(ranks - 1, 8), (0, 20)]
         for victim, step in victims:
+            allow(limit, step + 4)
             until(lambda v=victim, s=step: run.step_of(v) >= s, f"step {step}")  # type: ignore[misc]
             run.kill_rank(victim)
+        allow(limit, None)
         assert run.wait() == 0, run.err()
     assert run.err().count("restarting all ranks in place") == len(victims), run.err()
     assert run.err().count("restored step") >= len(victims)
@@ -89,7 +97,9 @@ def test_what_was_saved_when_a_rank_was_killed_is_restored(tmp_path: Path) -> No
     go.touch()
     hanging = in_every_python(tmp_path, f"node.write=wait:{go}")
     command = [sys.executable, str(program), str(tmp_path / "ckpt"), str(go)]
-    with Launched(tmp_path, ["--nproc", "2", "--max-restarts", "1"], command, hanging) as run:
+    with Launched(
+        tmp_path, ["--nproc-per-node", "2", "--max-restarts", "1"], command, hanging
+    ) as run:
         until(lambda: "waiting for process" in run.err(), "the ranks that start again wait")
         go.touch()
         assert run.wait() == 0, run.err()

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.trainer.launched import Launched, until
+from tests.support.trainer.held import allow, held
+from tests.support.trainer.launched import Launched, stop, until
 
 from holdfast.testing import FakeSidecar
 from holdfast_core.messages.schema import (
@@ -19,6 +20,8 @@ from holdfast_core.messages.schema import (
     Finish,
     Hello,
     LocalRole,
+    RankStack,
+    Stacks,
     StoreAddress,
 )
 
@@ -27,7 +30,7 @@ TRAIN = ROOT / "examples/gpt/train.py"
 STEPS = 24
 RANKS = 2
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # many starts of torch
 
 
 @pytest.fixture
@@ -37,14 +40,13 @@ def sidecar(tmp_path: Path) -> Iterator[FakeSidecar]:
     fake.stop()
 
 
-def launch(tmp_path: Path, sidecar: FakeSidecar, *more: str) -> Launched:
+def launch(tmp_path: Path, sidecar: FakeSidecar, *more: str, limit: Path | None = None) -> Launched:
     (tmp_path / "shared").mkdir(exist_ok=True)
     return Launched(
         tmp_path,
-        ["--grace", "30"],
+        ["--shutdown-timeout", "120"],
         [
-            sys.executable,
-            str(TRAIN),
+            *([sys.executable, str(TRAIN)] if limit is None else held(limit, TRAIN)),
             *("--steps", str(STEPS), "--layers", "1", "--width", "32", "--batch", "2"),
             *("--final-digest", "-", "--progress-dir", str(tmp_path / "progress"), *more),
         ],
@@ -65,6 +67,11 @@ def launcher_hellos(sidecar: FakeSidecar) -> list[Hello]:
     return [m for m in sidecar.messages(Hello) if m.role is LocalRole.LAUNCHER]
 
 
+def ends_of(sidecar: FakeSidecar, rank: int) -> list[Exited]:
+    """Return the reports of a rank's end. The other rank may fail meanwhile, because it lost its peer."""
+    return [message for message in sidecar.messages(Exited) if message.rank == rank]
+
+
 def digests(run: Launched) -> dict[int, str]:
     lines = [line.partition("] ")[2] for line in run.out().splitlines() if "finalDigest" in line]
     return {entry["rank"]: entry["finalDigest"] for entry in map(json.loads, lines)}
@@ -73,7 +80,7 @@ def digests(run: Launched) -> dict[int, str]:
 def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: FakeSidecar) -> None:
     calm = Launched(
         tmp_path / "calm",
-        ["--nproc", str(RANKS)],
+        ["--nproc-per-node", str(RANKS)],
         [
             sys.executable,
             str(TRAIN),
@@ -84,26 +91,30 @@ def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: FakeSideca
     with calm:
         assert calm.wait() == 0, calm.err()
 
-    with launch(tmp_path, sidecar, "--sleep-per-step", "0.05") as run:
+    limit = tmp_path / "limit"
+    allow(limit, 10)
+    with launch(tmp_path, sidecar, "--sleep-per-step", "0.05", limit=limit) as run:
         sidecar.start()  # the sidecar starts after the launcher
         sidecar.wait_for(Hello)
         begin(sidecar)
 
         until(lambda: run.step_of(1) >= 6, "six steps")
         run.kill_rank(1)
-        exited = sidecar.wait_for(Exited)
-        assert (exited.rank, exited.code, exited.round) == (1, -9, 0)
+        until(lambda: bool(ends_of(sidecar, 1)), "the end of rank 1")
+        assert [(m.code, m.round) for m in ends_of(sidecar, 1)] == [(-9, 0)]
         sidecar.end(1)
         assert sidecar.wait_for(Ended).round == 1
         sidecar.begin_round()
         begin(sidecar)
 
+        allow(limit, 18)
         until(lambda: run.step_of(0) >= 14, "fourteen steps")
         sidecar.end(2)  # another member fails, so healthy ranks are ended
         assert sidecar.wait_for(Ended, 2).round == 2
         sidecar.begin_round()
         begin(sidecar)
 
+        allow(limit, None)
         assert run.wait() == 0, run.err()
     assert sidecar.messages(Finish)[-1].round == 2
     assert len(digests(calm)) == RANKS
@@ -169,8 +180,8 @@ def test_sigterm_saves_stops_and_does_not_finish_the_job(
         until(lambda: run.step_of(0) >= 3, "three steps")
         run.process.terminate()
         assert run.wait() == 143
-    last = [m for m in sidecar.messages(Exited)]
-    assert [m.code for m in last] == [0, 0]
+    sidecar.wait_for(Exited, 2)  # another thread receives what the launcher sent before it ended
+    assert [m.code for m in sidecar.messages(Exited)] == [0, 0]
     assert sidecar.messages(Finish) == []
 
 
@@ -184,3 +195,77 @@ def test_finish_is_asked_until_it_is_released(tmp_path: Path, sidecar: FakeSidec
         assert run.process.poll() is None
         sidecar.released = True
         assert run.wait() == 0, run.err()
+
+
+HANGS = """
+import os, pathlib, sys, threading, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+def note():
+    pathlib.Path(sys.argv[1], f"rank{dist.get_rank()}").write_text(f"1 {os.getpid()}")
+def read_data():
+    note()
+    while True:
+        time.sleep(3600)
+def exchange():
+    note()
+    dist.all_reduce(torch.ones(1))
+exchange() if dist.get_rank() == 0 else read_data()
+"""
+
+
+def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: FakeSidecar) -> None:
+    sidecar.start()
+    program = tmp_path / "hangs.py"
+    program.write_text(HANGS)
+    command = [sys.executable, str(program), str(tmp_path / "progress")]
+    with Launched(tmp_path, [], command, sidecar.environment()) as run:
+        sidecar.wait_for(Hello)
+        begin(sidecar)
+        until(lambda: run.step_of(0) == run.step_of(1) == 1, "the last lines of both ranks")
+
+        def stacks_for(token: str, count: int) -> dict[int, RankStack]:
+            sidecar.take_stacks(token)
+            found = sidecar.wait_for(Stacks, count)
+            assert (found.round, found.token) == (0, token)
+            return {s.rank: s for s in found.ranks}
+
+        first = stacks_for("a", 1)
+        # A rank had not reached its last line yet, or the machine was too busy for its answer.
+        while any(s.moves or not s.is_known for s in first.values()):
+            first = stacks_for("a", len(sidecar.messages(Stacks)) + 1)
+        assert first[0].waits
+        assert "exchange (hangs.py:" in first[0].stack
+        assert first[1].stack.startswith("read_data (hangs.py:11)")
+        assert not first[1].waits
+        log = run.err()
+        assert "rank 1: Thread 0x" in log
+        assert 'hangs.py", line 11 in read_data' in log
+
+        pid = run.pid_of(1)
+        assert pid is not None
+        stop(pid)
+        stopped = stacks_for("b", len(sidecar.messages(Stacks)) + 1)
+        assert stopped[0].is_known
+        assert (stopped[1].is_known, stopped[1].moves) == (False, False)
+        assert stopped[1].stack == "its process is stopped, in state T (stopped)"
+        sidecar.end(1)
+        assert sidecar.wait_for(Ended).round == 1, "a stopped process is ended, too"
+
+
+def test_a_program_that_is_no_python_script_survives_the_request(
+    tmp_path: Path, sidecar: FakeSidecar
+) -> None:
+    sidecar.start()
+    with Launched(tmp_path, [], ["sleep", "3600"], sidecar.environment()) as run:
+        sidecar.wait_for(Hello)
+        begin(sidecar)
+        until(lambda: "forking ranks" in run.err(), "the forks")
+        sidecar.take_stacks("a")
+        found = sidecar.wait_for(Stacks)
+        while len(found.ranks) < RANKS:  # not all ranks were forked yet
+            sidecar.take_stacks("a")
+            found = sidecar.wait_for(Stacks, len(sidecar.messages(Stacks)) + 1)
+        assert [(s.is_known, s.moves) for s in found.ranks] == [(False, True)] * RANKS
+        assert sidecar.messages(Exited) == []

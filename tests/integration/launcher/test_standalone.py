@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.trainer.launched import Launched, children_of, is_alive, until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # many starts of torch
 
 
 def script(directory: Path, text: str) -> Path:
@@ -48,7 +48,7 @@ def test_ranks_receive_their_rank_and_world_size(tmp_path: Path) -> None:
         "      os.environ['LOCAL_RANK'], os.environ['HOLDFAST_ROUND'], threading.active_count())\n"
         "assert 'torch' in sys.modules, 'nothing was preloaded'\n",
     )
-    done = run(tmp_path, ["--nproc", "2"], ["python", str(program), "--lr", "1"])
+    done = run(tmp_path, ["--nproc-per-node", "2"], ["python", str(program), "--lr", "1"])
     assert done.process.returncode == 0, done.err()
     assert sorted(done.out().splitlines()) == [
         "[rank 0] __main__ ['--lr', '1'] 0 2 0 0 1",
@@ -59,14 +59,16 @@ def test_ranks_receive_their_rank_and_world_size(tmp_path: Path) -> None:
 def test_a_gang_meets_over_env(tmp_path: Path) -> None:
     program = script(
         tmp_path,
-        "import os, torch, torch.distributed as dist\n"
+        "import os, time, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "t = torch.ones(1) * (dist.get_rank() + 1); dist.all_reduce(t)\n"
         "print('sum', t.item(), os.environ['HOLDFAST_ROUND'])\n"
-        "if os.environ['HOLDFAST_ROUND'] == '0' and dist.get_rank() == 1: os._exit(5)\n"
+        "if os.environ['HOLDFAST_ROUND'] == '0':\n"
+        "    # Without its peer the other rank fails, maybe before the launcher has seen the first end.\n"
+        "    os._exit(5) if dist.get_rank() == 1 else time.sleep(600)\n"
         "dist.barrier(); dist.destroy_process_group()\n",
     )
-    options = ["--nproc", "2", "--max-restarts", "1"]
+    options = ["--nproc-per-node", "2", "--max-restarts", "1"]
     done = run(tmp_path, options, [sys.executable, str(program)])
     assert done.process.returncode == 0, done.err()
     assert done.out().count("sum 3.0 1") == 2
@@ -103,6 +105,42 @@ def test_any_command(
     done = run(tmp_path, [], command, light)
     assert done.process.returncode == code, done.err()
     assert text in done.out() + done.err()
+
+
+def test_the_output_of_ranks_goes_to_files(tmp_path: Path, light: dict[str, str]) -> None:
+    program = script(
+        tmp_path,
+        "import os, sys\n"
+        "print('out', os.environ['RANK'], flush=True)\n"
+        "print('err', os.environ['RANK'], file=sys.stderr, flush=True)\n"
+        "if os.environ['HOLDFAST_ROUND'] == '0' and os.environ['RANK'] == '0': sys.exit(3)\n",
+    )
+    options = [
+        *("--nproc_per_node=2", "--max_restarts", "1", "--rdzv_id", "mine"),
+        *("--log_dir", str(tmp_path / "logs"), "-r", "1:3", "--tee", "0:1"),
+    ]
+    done = run(tmp_path, options, [str(program)], light)
+    assert done.process.returncode == 0, done.err()
+    assert done.out().splitlines() == ["[rank 0] out 0"] * 2
+    assert "[rank 1]" not in done.err()
+    assert done.err().count("[rank 0] err 0") == 2
+    last = tmp_path / "logs/mine/attempt_1"
+    files = {str(path.relative_to(last)): path.read_text() for path in last.glob("*/*")}
+    assert files == {
+        "0/stdout.log": "out 0\n",
+        "1/stdout.log": "out 1\n",
+        "1/stderr.log": "err 1\n",
+    }
+
+
+def test_a_folder_for_logs_that_cannot_be_written_is_named(
+    tmp_path: Path, light: dict[str, str]
+) -> None:
+    (tmp_path / "logs").write_text("a file")
+    options = ["--log-dir", str(tmp_path / "logs"), "--tee", "3"]
+    done = run(tmp_path, options, ["python", "-m", "this"], light)
+    assert done.process.returncode == 1
+    assert f"--log-dir {tmp_path}/logs" in done.err()
 
 
 def test_a_module_that_starts_threads_cannot_be_preloaded(
@@ -142,12 +180,12 @@ def test_no_process_outlives_the_launcher(
     program = script(tmp_path, SLOW)
     progress = tmp_path / "progress"
     command = ["python", str(program), str(progress)]
-    with Launched(tmp_path, ["--nproc", "2"], command, light) as launched:
+    with Launched(tmp_path, ["--nproc-per-node", "2"], command, light) as launched:
         until(lambda: launched.step_of(0) == launched.step_of(1) == 1, "both ranks run")
         processes = children_of(launched.process.pid)
         os.kill(launched.process.pid, number)
         assert launched.wait() == code
-        until(lambda: not any(map(is_alive, processes)), "everything is gone", 20)
+        until(lambda: not any(map(is_alive, processes)), "everything is gone")
 
 
 def test_a_rank_that_does_not_listen_is_killed_after_the_grace(
@@ -155,7 +193,7 @@ def test_a_rank_that_does_not_listen_is_killed_after_the_grace(
 ) -> None:
     program = script(tmp_path, "import signal\nsignal.signal(15, lambda *_: None)\n" + SLOW)
     command = ["python", str(program), str(tmp_path / "progress")]
-    with Launched(tmp_path, ["--grace", "0.2"], command, light) as launched:
+    with Launched(tmp_path, ["--shutdown-timeout", "0.2"], command, light) as launched:
         until(lambda: launched.step_of(0) == 1, "the rank runs")
         os.kill(launched.process.pid, signal.SIGTERM)
         assert launched.wait() == 143
@@ -169,7 +207,7 @@ def test_the_fork_server_may_be_killed(tmp_path: Path, light: dict[str, str]) ->
         server = processes[0]
         os.kill(server, signal.SIGKILL)
         assert launched.wait() == 1
-        until(lambda: not any(map(is_alive, processes)), "everything is gone", 20)
+        until(lambda: not any(map(is_alive, processes)), "everything is gone")
     assert "fork server ended" in launched.err()
 
 
@@ -215,7 +253,7 @@ print("done", flush=True)
 def test_a_connection_without_the_secret_cannot_stop_a_gang(tmp_path: Path) -> None:
     program = script(tmp_path, STRANGER)
     command = ["python", str(program), str(tmp_path / "ckpt")]
-    done = run(tmp_path, ["--nproc", "2"], command)
+    done = run(tmp_path, ["--nproc-per-node", "2"], command)
     assert done.process.returncode == 0, done.err()
     assert sorted(done.out().splitlines()) == ["[rank 0] done", "[rank 1] done"]
     assert done.err().count("another process on the network") == 2  # each rank reports it once

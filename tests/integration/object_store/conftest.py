@@ -112,14 +112,14 @@ def proxied(
 ) -> Iterator[ObjectTier]:
     """Return a tier on the same store as `tier`, through the proxy.
 
-    It times out after a second of silence.
+    It times out after some seconds of silence. A server whose disk is slow may be silent for one.
     """
     config = server.config(store.prefix, endpoint=proxy.endpoint)
     tier = s3_tier(
         config,
         server.credentials,
         retrier=quick,
-        timeouts=Timeouts(2.0, idle_seconds=1.0, grace_seconds=5.0),
+        timeouts=Timeouts(2.0, idle_seconds=5.0, grace_seconds=5.0),
     )
     yield tier
     tier.close()

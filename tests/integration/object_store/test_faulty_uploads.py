@@ -85,6 +85,13 @@ HEALED: list[tuple[str, str, Matches, Action, int]] = [
         Replace(200, b"   \n" + error_document("InternalError", "try again")),
         1,
     ),
+    (
+        "400-as-another-writer-completes",
+        "parts",
+        COMPLETE,
+        Replace(400, error_document("InvalidRequest", "the null checksum mode")),
+        1,
+    ),
     ("F58-upload-gone-at-part", "parts", SECOND_PART, Answer(404, "NoSuchUpload"), 1),
     ("F58-upload-gone-at-complete", "parts", COMPLETE, Answer(404, "NoSuchUpload"), 2),
     ("flip-in-put", "whole", PUT_WHOLE, FlipRequest(150_000), 1),
@@ -188,7 +195,7 @@ def test_f63_an_upload_goes_on_when_a_killed_server_is_back(
             own.kill()
             thread = threading.Thread(target=tier.upload_shard, args=(NAMESPACE, reader))
             thread.start()
-            assert failed.wait(30)
+            assert failed.wait(60)
             own.revive()
             thread.join(60)
             assert not thread.is_alive()

@@ -31,7 +31,36 @@ def test_a_template_that_the_server_refuses_is_reported(empty_bed: OperatorBed) 
     condition = empty_bed.condition("Accepted")
     assert condition["status"] == "False"
     assert "image" in condition["message"]
+
+    privileged = training_job()
+    privileged["metadata"]["name"] = "root"
+    [trainer] = privileged["spec"]["template"]["spec"]["containers"]
+    trainer["securityContext"] = {"privileged": True, "allowPrivilegeEscalation": True}
+    enforce = "pod-security.kubernetes.io/enforce=restricted"
+    empty_bed.plane.kubectl("label", "namespace", empty_bed.namespace, enforce)
+    empty_bed.until("Pod Security is enforced", lambda: refuses_privileges(empty_bed))
+    empty_bed.plane.request("POST", empty_bed.path("trainingjobs"), privileged)
+    found = empty_bed.until("it is refused too", lambda: empty_bed.condition("Accepted", "root"))
+    assert (found["status"], found["reason"]) == ("False", "InvalidTemplate")
+    assert "privileged" in found["message"]
     assert empty_bed.pod_names() == []
+
+
+def refuses_privileges(bed: OperatorBed) -> bool:
+    """Return whether the API server refuses a privileged pod that an administrator creates."""
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "privileged"},
+        "spec": {
+            "containers": [{"name": "c", "image": "i", "securityContext": {"privileged": True}}]
+        },
+    }
+    try:
+        bed.plane.request("POST", f"/api/v1/namespaces/{bed.namespace}/pods?dryRun=All", pod)
+    except ControlPlaneError as error:
+        return "violates PodSecurity" in str(error)
+    return False
 
 
 def test_pods_are_created_once_the_service_account_exists(empty_bed: OperatorBed) -> None:
@@ -59,12 +88,36 @@ def test_pods_are_created_once_the_service_account_exists(empty_bed: OperatorBed
     empty_bed.plane.request("POST", account, {"metadata": {"name": "default"}})
     names = [empty_bed.pod(w, 0) for w in range(WORKERS)]
     empty_bed.until("the job's pods", lambda: set(names) < set(empty_bed.pod_names()))
+    [budget] = empty_bed.plane.request(
+        "GET", f"/apis/policy/v1/namespaces/{empty_bed.namespace}/poddisruptionbudgets"
+    )["items"]
+    assert budget["spec"]["minAvailable"] == WORKERS - 1
     empty_bed.until("a probe's pod", lambda: len(empty_bed.pod_names()) == len(names) + 1)
 
 
+def add_tenant_with_store(bed: OperatorBed, namespace: str) -> None:
+    """Create a namespace that the operator also watches, with a store that can be used."""
+    bed.plane.create_namespace(namespace)
+    bed.account.may_watch(namespace)
+    bed.also_watched = (namespace,)
+    stores = bed.path("checkpointstores").replace(bed.namespace, namespace)
+    store = bed.plane.request("POST", stores, STORE)
+    healthy = {
+        "type": "Available",
+        "status": "True",
+        "reason": "Probed",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    status = {"conditions": [healthy], "observedGeneration": store["metadata"]["generation"]}
+    bed.plane.request("PUT", f"{stores}/main/status", {**store, "status": status})
+
+
 def test_a_job_waits_until_its_store_is_probed(empty_bed: OperatorBed) -> None:
+    """Another tenant has a healthy store of that name. It is not used, although the job asks for it."""
+    tenant = f"{empty_bed.namespace}-other"
+    add_tenant_with_store(empty_bed, tenant)
     empty_bed.start_operator()
-    object_tier = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
+    object_tier = {"storeRef": {"name": "main", "namespace": tenant}, "every": {"steps": 10}}
     empty_bed.plane.request(
         "POST", empty_bed.path("trainingjobs"), training_job(object=object_tier)
     )
@@ -156,9 +209,11 @@ def test_a_quota_that_refuses_pods_reaches_status_and_events(empty_bed: Operator
     empty_bed.plane.request("POST", empty_bed.path("trainingjobs"), training_job())
     refused = empty_bed.until(
         "the refusal",
-        lambda: (c := empty_bed.condition("Running")).get("reason") == "CreateRefused" and c,
+        lambda: (
+            "exceeded quota: pods" in (c := empty_bed.condition("Running")).get("message", "") and c
+        ),
     )
-    assert "exceeded quota: pods" in refused["message"]
+    assert refused["reason"] == "CreateRefused"
     events = f"/api/v1/namespaces/{empty_bed.namespace}/events"
     empty_bed.until(  # the Event is created after the status
         "its Event",

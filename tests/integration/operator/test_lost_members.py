@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.support.operator.operator_bed import (
     OperatorBed,
@@ -50,7 +52,7 @@ def test_a_node_whose_lease_stops_is_lost(empty_bed: OperatorBed) -> None:
     job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}
     empty_bed.train(job)
     empty_bed.kubelet.kill_sidecar(empty_bed.pod(1, 0))
-    empty_bed.until("round 1", lambda: empty_bed.status().get("restartRound") == 1, 60)
+    empty_bed.until("round 1", lambda: empty_bed.status().get("restartRound") == 1, 180)
     assert empty_bed.status()["recoveries"][-1]["reason"] == "NodeLost"
     # Both pods are on the silent node, but worker 0 still answers: it is not lost.
     assert empty_bed.status()["members"] == [0, 1]
@@ -78,3 +80,58 @@ def test_a_node_whose_object_was_deleted_is_lost(empty_bed: OperatorBed) -> None
         "the pod of the lost node is deleted",
         lambda: empty_bed.pod_names() == [empty_bed.pod(0, 0), empty_bed.pod(1, 1)],
     )
+
+
+OUT_OF_SERVICE = {
+    "key": "node.kubernetes.io/out-of-service",
+    "value": "nodeshutdown",
+    "effect": "NoExecute",
+}
+DEADLOCK = {"type": "KernelDeadlock", "status": "True", "reason": "DockerHung"}
+
+
+@pytest.mark.parametrize(
+    ("taints", "conditions", "why"),
+    [
+        pytest.param(
+            [OUT_OF_SERVICE],
+            [],
+            "has the taint node.kubernetes.io/out-of-service",
+            id="out of service",
+        ),
+        pytest.param(
+            [], [DEADLOCK], "has the condition KernelDeadlock=True", id="a node-problem detector"
+        ),
+    ],
+)
+def test_a_node_that_kubernetes_or_a_detector_gives_up_is_lost_without_its_lease(
+    empty_bed: OperatorBed, taints: list[Any], conditions: list[Any], why: str
+) -> None:
+    """It has no lease. Worker 0 is on the same node and answers, so it is not lost."""
+    node = f"node-{empty_bed.namespace}"
+    path = f"/api/v1/nodes/{node}"
+    empty_bed.kubelet.node = node
+    found = empty_bed.plane.request("POST", "/api/v1/nodes", {"metadata": {"name": node}})
+    found["spec"]["taints"] = []  # the API server taints new nodes as not ready
+    found = empty_bed.plane.request("PUT", path, found)
+    empty_bed.start_operator()
+    empty_bed.train(training_job())
+    found["spec"]["taints"] = taints
+    found = empty_bed.plane.request("PUT", path, found)
+    found["status"]["conditions"] = conditions
+    empty_bed.plane.request("PUT", f"{path}/status", found)
+    empty_bed.kubelet.kill_sidecar(empty_bed.pod(1, 0))
+    empty_bed.until("round 1", lambda: empty_bed.status().get("restartRound") == 1, 180)
+    status = empty_bed.status()
+    assert status["recoveries"][-1]["reason"] == "NodeLost"
+    assert status["members"] == [0, 1]
+    assert why in empty_bed.condition("Restarting")["message"]
+    empty_bed.until(
+        "the pod of the lost node is deleted",
+        lambda: empty_bed.pod_names() == [empty_bed.pod(0, 0), empty_bed.pod(1, 1)],
+    )
+    pods = f"/api/v1/namespaces/{empty_bed.namespace}/pods"
+    fresh = empty_bed.plane.request("GET", f"{pods}/{empty_bed.pod(1, 1)}")
+    # The scheduler keeps off the tainted node by itself.
+    expected = node if conditions else None
+    assert fresh["metadata"].get("annotations", {}).get("holdfast.dev/avoided-nodes") == expected

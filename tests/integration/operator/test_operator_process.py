@@ -40,7 +40,7 @@ def test_a_new_job_is_started_with_all_of_its_objects(bed: OperatorBed) -> None:
         == "None"
     )
     secret = bed.plane.request(
-        "GET", f"{core}/secrets/{certificates_secret_name('gpt', bed.uid(), 0)}"
+        "GET", f"{core}/secrets/{certificates_secret_name('gpt', bed.uid(), 0, 0)}"
     )
     assert secret["immutable"] is True
     assert sorted(secret["data"]) == [
@@ -156,7 +156,7 @@ def test_a_pod_that_is_lost_while_the_api_server_is_away_is_replaced(bed: Operat
     assert bed.process is not None
     assert bed.process.poll() is None
     bed.plane.start_api()
-    bed.until("round 1", lambda: bed.status().get("restartRound") == 1, 60)
+    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
     bed.until("new pod", lambda: bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)])
     bed.until("survivor is sealed", lambda: survivor.round == 1)
     assert bed.process.poll() is None
@@ -168,5 +168,5 @@ def test_sigterm_ends_the_process_in_order(empty_bed: OperatorBed) -> None:
     process = empty_bed.process
     assert process is not None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     assert "operator ends" in empty_bed.log()

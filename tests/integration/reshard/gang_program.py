@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scenarios import SCENARIOS, Phase
+from scenarios import SCENARIOS, Phase  # type: ignore[import-not-found]
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -206,7 +206,7 @@ def main(folder: Path, rank: int, done: Callable[[str], None]) -> None:
                 continue  # idle until a phase includes this rank again
             child = os.fork()
             if child == 0:
-                faulthandler.dump_traceback_later(100, exit=True)
+                faulthandler.dump_traceback_later(300, exit=True)
                 code = 1
                 try:
                     phase_process(name, number, rank, folder)

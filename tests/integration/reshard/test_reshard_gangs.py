@@ -14,20 +14,20 @@ from tests.support.trainer.launched import Launched
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from scenarios import SCENARIOS  # noqa: E402
+from scenarios import SCENARIOS  # type: ignore[import-not-found] # noqa: E402
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], str]]:
     folder = tmp_path_factory.mktemp("gang")
-    options = ["--nproc", "8"]
+    options = ["--nproc-per-node", "8"]
     for module in ("torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
         options += ["--preload", module]
     command = [sys.executable, str(HERE / "gang_program.py"), str(folder)]
     with Launched(folder, options, command) as launched:
-        launched.wait(290)
+        launched.wait(880)
         done = folder / "done"
         yield (done.read_text().splitlines() if done.exists() else [], launched.err())
 

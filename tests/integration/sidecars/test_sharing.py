@@ -39,9 +39,10 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import PackIndex
 from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.store.sharing import ShardUploader
+from holdfast_core.store.stored_as import StoredAs
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.save.plan import StoredAs
-from holdfast_sidecar.save.sharing import ShardUploader
+from holdfast_sidecar.save.other_tables import OtherTables
 
 pytestmark = pytest.mark.integration
 SIZE = 9 << 20
@@ -93,8 +94,9 @@ class Pod:
         self.manifests: dict[int, Manifest] = {}
         contract = contract_with(procs_per_worker=2)
         peers: Any = self.peers
+        tables = OtherTables(lambda: self.state, peers, SystemClock(), procs_per_worker=2)
         self.uploader = ShardUploader(
-            contract, lambda: self.state, self.node, tier, bulk=peers, clock=SystemClock()
+            contract.namespace, self.node, tier, own_ranks=2, other_tables=tables.fetch
         )
 
     def save(self, step: int, data: bytes, *, alike: bool = True) -> Manifest:

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
-from holdfast.state.snapshot import PayloadTarget, plan_save, take_snapshot
+from holdfast.state.copying.target import PayloadTarget
+from holdfast.state.snapshot import plan_save, take_snapshot
 from holdfast_core.contract import PodContract, StoreConfig
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
@@ -265,7 +266,7 @@ async def test_ranks_that_are_cut_otherwise_than_when_they_saved(gangs: Gangs) -
 async def test_a_training_process_restores_what_two_ranks_saved(
     gangs: Gangs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The SDK restores the tensors of both ranks and the objects of rank 0 from a real sidecar."""
+    """The SDK shows and restores the tensors of two ranks and the objects of rank 0 from a real sidecar."""
     policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1)
     store = StoreConfig(f"file://{tmp_path}/objects", False, "", "", "")
     async with gangs(2, store=store) as gang:
@@ -283,6 +284,10 @@ async def test_a_training_process_restores_what_two_ranks_saved(
         gang.ranks[0].close()
         state: dict[str, Any] = {"t": np.zeros((64, 3)), "position": -1}
         pretend(monkeypatch, gang.sidecars[0], world_size=1)
+        info = holdfast.TensorInfo("float64", (64, 3))
+        assert await asyncio.to_thread(looked_at) == holdfast.RestorePoint(
+            1, {"t": info}, {"t": info, "position": 10}
+        )
         assert await asyncio.to_thread(restored, state) == 1
         assert state["position"] == 10
         assert state["t"].tobytes() == tensor.tobytes()
@@ -339,6 +344,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, sidecar: SidecarProcess, *, world_s
     env = {"HOLDFAST_ROUND": "1", "RANK": str(of.worker), "WORLD_SIZE": str(world_size)}
     for name, value in {**contract.to_env(), **env}.items():
         monkeypatch.setenv(name, value)
+
+
+def looked_at() -> holdfast.RestorePoint | None:
+    with holdfast.Checkpointer() as ckpt:
+        return ckpt.peek()
 
 
 def restored(state: dict[str, Any]) -> int | None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from tests.support.sidecar import flip_a_bit, until
-from tests.support.sidecar.gang import Gangs
+from tests.support.sidecar.gang import JOB_UID, Gangs
+from tests.support.sidecar.operator import FakeOperator
+from tests.support.sidecar.waiting import DEADLINE_SECONDS
 
 from holdfast_core.errors import RefusedError, StaleRoundError
 from holdfast_core.ids import Level, Rank, RestartRound, TierName, Worker
 from holdfast_core.messages.schema import Exited, HostStore, Member, Policy, Refusal
+from holdfast_core.net.tls import TlsFiles, client_context
 
 pytestmark = pytest.mark.integration
 
@@ -58,13 +62,48 @@ async def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs, encryption:
             assert f'holdfast_restored_from{{rank="{worker}",tier="{source}"}} 1.0' in page
         assert (await gang.operator.state(0)).cannot_restore == ""
         await gang.commit(4, Level.REPLICATED)
-        again = await gang.operator.inventory(1)
-        assert {(s.step, s.rank) for s in again.shards if s.tier is TierName.NODE} == {
-            (3, 0),
-            (3, 1),
-            (4, 0),
-            (4, 1),
-        }
+        # The copies of the restore point are made beside the saves of the new round.
+        wanted = {(3, 0), (3, 1), (4, 0), (4, 1)}
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while await _on_disk(gang.operator, 1) != wanted:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.02)
+
+
+async def _on_disk(operator: FakeOperator, worker: int) -> set[tuple[int, int]]:
+    """Return step and rank of each shard on the worker's node tier."""
+    inventory = await operator.inventory(worker)
+    return {(s.step, s.rank) for s in inventory.shards if s.tier is TierName.NODE}
+
+
+async def test_a_sealed_round_replaces_a_further_pod_that_was_sealed_for_it(gangs: Gangs) -> None:
+    """Worker 2 is lost after the seal of round 1. Round 1 begins with new pods of workers 1 and 2.
+
+    The old pod of worker 2 still runs in round 1, and is no member of it.
+    """
+    async with gangs(3) as gang:
+        gang.copies = ((0, 1), (1, 0), (2, 0))
+        await gang.start()
+        saved = await gang.commit(3, Level.REPLICATED)
+        point = await gang.point(3)
+        gang.lose(1)
+        for worker in (0, 2):
+            assert (await gang.operator.seal(worker, 1)).round == 1
+        old = gang.sidecars.pop(2)
+        gang.launchers.pop(2).close()
+        gang.ranks.pop(2).close()
+        for worker in (1, 2):
+            await gang.launch(worker, birth_round=1)
+        try:
+            await gang.begin(1, restore=point)
+            assert await gang.restored() == saved
+            certificates = TlsFiles.in_directory(Path(old.contract.certs_dir))
+            late = FakeOperator(JOB_UID, client_context(certificates), gang.operator.members)
+            with pytest.raises(RefusedError) as refused:
+                await late.state(0)
+            assert refused.value.code == Refusal.NOT_MEMBER
+            await gang.commit(4, Level.REPLICATED)
+        finally:
+            old.kill()
 
 
 async def test_a_sealed_sidecar_refuses_the_old_round(gangs: Gangs) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
-from tests.support.sidecar import FakeRank
+from tests.support.sidecar import DEADLINE_SECONDS, FakeRank
 from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import NotFoundError, RefusedError
@@ -89,21 +89,9 @@ async def test_invalid_bytes_on_the_socket_end_only_their_connection(gangs: Gang
         for rubbish in (b"\xff\xff\xff\xff", b"\0\0\0\x02{]", b"GET / HTTP/1.1\r\n\r\n"):
             reader, writer = await asyncio.open_unix_connection(path)
             writer.write(rubbish)
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), DEADLINE_SECONDS) == b""
             writer.close()
         await gang.commit(1, Level.LOCAL)
-
-
-async def test_a_launcher_that_is_back_in_a_moment_is_not_dead(gangs: Gangs) -> None:
-    async with gangs(1) as gang:
-        await gang.start()
-        gang.launchers[0].close()
-        back = await gang.launcher(0, running=0, last_round=0)
-        await asyncio.sleep(1.5)  # longer than the launcher's grace
-        await gang.commit(1, Level.LOCAL)
-        state = await gang.operator.state(0)
-        assert state.dead == ()
-        assert back.run is None
 
 
 def hook(gang: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -112,7 +100,7 @@ def hook(gang: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **gang.sidecars[0].contract.to_env()},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_SECONDS,
     )
 
 
@@ -133,16 +121,16 @@ async def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
         assert busy.returncode == 0
         assert "some checkpoints were not safe" in busy.stderr
         gang.launchers.pop(0).close()
-        idle = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "20")
+        idle = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "100")
         assert (idle.returncode, idle.stderr) == (0, "")
         process = gang.sidecars[0].process
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 30) == 0
+        assert await asyncio.to_thread(process.wait, DEADLINE_SECONDS) == 0
         assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 1
 
 
 def read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as response:
         return str(response.read().decode())
 
 
@@ -181,7 +169,7 @@ def test_a_wrong_environment_is_reported_by_name() -> None:
         env={k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_SECONDS,
     )
     assert ended.returncode == 2
     assert "HOLDFAST_JOB_UID is not set" in ended.stderr

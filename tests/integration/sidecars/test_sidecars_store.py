@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.servers.minio_server import MinioServer
-from tests.support.sidecar import until
+from tests.support.sidecar import DEADLINE_SECONDS, FakeOperator, until
 from tests.support.sidecar.gang import Gangs
 from tests.support.tiers.stores import s3_tier
 
@@ -94,18 +94,17 @@ async def test_old_steps_leave_the_node_tiers_but_not_what_is_protected(
         await gang.operator.round_all(held)
         for step in range(1, 7):
             await gang.commit(step, Level.REPLICATED)
-        for worker in (0, 1):
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            for worker in (0, 1):
+                while await _kept(gang.operator, worker) != ({3, 5, 6}, {3, 5, 6}):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
 
-            async def steps(worker: int = worker) -> tuple[set[int], set[int]]:
-                found = await gang.operator.inventory(worker)
-                on_disk = {s.step for s in found.shards if s.tier is TierName.NODE}
-                return {m.step for m in found.manifests}, on_disk
 
-            for _ in range(200):
-                if await steps() == ({3, 5, 6}, {3, 5, 6}):
-                    break
-                await asyncio.sleep(0.05)
-            assert await steps() == ({3, 5, 6}, {3, 5, 6})
+async def _kept(operator: FakeOperator, worker: int) -> tuple[set[int], set[int]]:
+    """Return the steps of the manifests and of the shards on the worker's node tier."""
+    found = await operator.inventory(worker)
+    on_disk = {s.step for s in found.shards if s.tier is TierName.NODE}
+    return {m.step for m in found.manifests}, on_disk
 
 
 async def test_the_operator_deletes_from_the_store_but_never_the_newest(
@@ -170,5 +169,5 @@ async def test_the_gang_finishes_once_the_operator_has_recorded_the_last_step(
         assert persisted(3)(state)
         assert not any(task.done() for task in waiting)
         await gang.operator.state(0, since=state.version)
-        replies = await asyncio.wait_for(asyncio.gather(*waiting), 20)
+        replies = await asyncio.wait_for(asyncio.gather(*waiting), DEADLINE_SECONDS)
         assert [r.released for r in replies] == [True, True]

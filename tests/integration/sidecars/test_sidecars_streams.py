@@ -20,6 +20,7 @@ from tests.support.crash.failpoints import (
 )
 from tests.support.sidecar import until
 from tests.support.sidecar.gang import Gangs
+from tests.support.sidecar.processes import files_below
 
 import holdfast
 from holdfast_core.errors import HoldfastError
@@ -163,7 +164,7 @@ async def test_the_sidecar_is_killed_within_a_stream(worker: OneWorker, failpoin
             return saved(3, first=3)
 
         assert await asyncio.to_thread(train_on) == ([3], 0)
-        assert list(sidecar.node.rglob("*.tmp*")) == []
+        assert files_below(sidecar.node, "*.tmp*") == []
         await worker.next_round(3)
         step, training = await asyncio.to_thread(restored)
         assert step == 3
@@ -176,6 +177,16 @@ saved({steps}, first={first})
 """
 
 
+def rank_that_dies(folder: Path, segment: int) -> int:
+    """Run a rank that saves step 2 and dies after it has copied this segment. Return its exit code."""
+    return subprocess.run(
+        [sys.executable, "-c", RANK_PROGRAM.format(steps=2, first=2)],
+        env={**os.environ, **in_every_python(folder, f"stream.segment_copied=panic@{segment}")},
+        check=False,
+        timeout=120,
+    ).returncode
+
+
 @pytest.mark.parametrize("segment", [1, 9, 18])
 async def test_the_rank_is_killed_within_a_stream(
     worker: OneWorker, tmp_path: Path, segment: int
@@ -185,20 +196,11 @@ async def test_the_rank_is_killed_within_a_stream(
         await worker.begin()
         assert await asyncio.to_thread(saved, 1) == ([1], 0)
 
-        def killed() -> int:
-            return subprocess.run(
-                [sys.executable, "-c", RANK_PROGRAM.format(steps=2, first=2)],
-                env={
-                    **os.environ,
-                    **in_every_python(tmp_path, f"stream.segment_copied=panic@{segment}"),
-                },
-                check=False,
-                timeout=120,
-            ).returncode
-
-        assert await asyncio.to_thread(killed) == PANIC_EXIT_CODE
+        assert await asyncio.to_thread(rank_that_dies, tmp_path, segment) == PANIC_EXIT_CODE
         sidecar = gang.sidecars[0]
-        await until(lambda: not list(sidecar.node.rglob("*.tmp*")), "the temporary file is removed")
+        await until(
+            lambda: not files_below(sidecar.node, "*.tmp*"), "the temporary file is removed"
+        )
         await worker.next_round(1)
         step, training = await asyncio.to_thread(restored)
         assert step == 1
@@ -219,22 +221,11 @@ async def test_both_are_killed_within_a_stream(worker: OneWorker, tmp_path: Path
         sidecar.start({VARIABLE: "stream.segment_read=panic@5"})
         await worker.sidecar_is_back()
 
-        def killed() -> int:
-            return subprocess.run(
-                [sys.executable, "-c", RANK_PROGRAM.format(steps=2, first=2)],
-                env={
-                    **os.environ,
-                    **in_every_python(tmp_path, "stream.segment_copied=panic@9"),
-                },
-                check=False,
-                timeout=120,
-            ).returncode
-
-        await asyncio.to_thread(killed)
+        await asyncio.to_thread(rank_that_dies, tmp_path, 9)
         sidecar.kill()
         sidecar.start()
         await worker.sidecar_is_back()
-        assert list(sidecar.node.rglob("*.tmp*")) == []
+        assert files_below(sidecar.node, "*.tmp*") == []
         assert await asyncio.to_thread(lambda: saved(2, first=2)) == ([2], 0)
 
 
@@ -255,7 +246,7 @@ async def test_a_copy_that_fails_within_a_stream(worker: OneWorker) -> None:
         with failpoints("stream.segment_copied=raise:MemoryError@9"):
             assert await asyncio.to_thread(saved, 1) == ([], 1)
         node = gang.sidecars[0].node
-        await until(lambda: not list(node.rglob("*.tmp*")), "the temporary file is removed")
+        await until(lambda: not files_below(node, "*.tmp*"), "the temporary file is removed")
         assert await asyncio.to_thread(lambda: saved(2, first=2)) == ([2], 0)
 
 

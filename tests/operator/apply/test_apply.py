@@ -37,7 +37,7 @@ from holdfast_operator.render.pod import SidecarSettings
 WRITE = WriteStatus("7", TrainingJobStatus())
 BEGIN = BeginRound("7", TrainingJobStatus(), confirm_gone=("job-l2msg4-1-r0",))
 SERVICE = CreateService("job-l2msg4-gang")
-CERTIFICATES = CreateCertificates("job-l2msg4-certs-r0", RestartRound(0), ("job-l2msg4-0-r0",))
+CERTIFICATES = CreateCertificates("job-l2msg4-certs-0-r0", RestartRound(0), ("job-l2msg4-0-r0",))
 POD = CreatePod("job-l2msg4-0-r0", Worker(0), RestartRound(0))
 SEAL = SealWorker(Worker(1), "job-l2msg4-1-r0", "u", "10.0.0.1", RestartRound(1))
 OBSOLETE = DeletePod("job-l2msg4-2-r0", "u2")

@@ -33,7 +33,7 @@ from holdfast_operator.model import labels
 from holdfast_operator.model.actions import CreateCheckpointObject
 from holdfast_operator.model.effects import NameTakenError
 from holdfast_operator.model.job import Unreadable
-from holdfast_operator.model.keys import Key
+from holdfast_operator.model.keys import Key, job_key
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
@@ -279,7 +279,7 @@ async def test_an_unreadable_job_is_not_gone_and_goes_on_when_it_can_be_read() -
     edge.raw["status"]["phase"] = "Hibernating"
     edge.api.touch(edge.raw)
     await edge.look()
-    assert edge.cache.job(NAMESPACE, "job") is None
+    assert edge.cache.job(job_key(NAMESPACE, "job")) is None
     hidden = edge.cache.unreadable("TrainingJob", NAMESPACE, "job")
     assert hidden is not None
     assert hidden.problem.startswith("status.phase: Input should be")
@@ -289,7 +289,7 @@ async def test_an_unreadable_job_is_not_gone_and_goes_on_when_it_can_be_read() -
     edge.raw["status"] = {}
     edge.api.touch(edge.raw)
     await edge.look()
-    assert edge.cache.job(NAMESPACE, "job") is not None
+    assert edge.cache.job(job_key(NAMESPACE, "job")) is not None
     assert edge.cache.unreadable_objects() == ()
     edge.raw["status"]["phase"] = "Hibernating"
     await edge.look()
@@ -307,7 +307,7 @@ async def test_a_job_created_again_while_the_old_one_could_not_be_read() -> None
     again["metadata"]["uid"] = OTHER_UID
     edge.api.put("trainingjobs", again)
     await edge.look()
-    found = edge.cache.job(NAMESPACE, "job")
+    found = edge.cache.job(job_key(NAMESPACE, "job"))
     assert found is not None
     assert found.uid == OTHER_UID
     assert edge.gone == [UID]

@@ -11,6 +11,7 @@ import pytest
 from tests.support.operator.builders import START, condition, job
 
 from holdfast_core.api import (
+    Gang,
     GoodputStatus,
     JobCondition,
     RecoveryStatus,
@@ -56,7 +57,7 @@ class Server:
         self.asked = 0
 
     async def patch_job_status(
-        self, namespace: str, name: str, resource_version: str, status: Mapping[str, Any]
+        self, job: Gang, resource_version: str, status: Mapping[str, Any]
     ) -> str:
         self.asked += 1
         if not self._takes(json.dumps(status)):

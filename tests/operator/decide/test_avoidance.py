@@ -48,7 +48,7 @@ UNREACHABLE = Taint("node.kubernetes.io/unreachable", "NoSchedule")
 
 
 def lost_node(name: str, *taints: Taint) -> NodeView:
-    return NodeView(name, taints=frozenset(taints), lost=True)
+    return NodeView(name, taints=frozenset(taints), lost_because="is gone")
 
 
 def observe(
@@ -66,7 +66,12 @@ def observe(
         "job": job(2, status(1, (0, 1), restore_point=chosen, coordinator=Worker(0))),
         "pods": pods,
         "sidecars": (sidecar(survivor, 1),),
-        "nodes": {n: NodeView(n, lost=n in (*lost, *tainted, "deleted")) for n in bound},
+        "nodes": {
+            n: NodeView(n, lost_because="is gone", is_silent=True)
+            if n in (*lost, *tainted, "deleted")
+            else NodeView(n)
+            for n in bound
+        },
         "lost_nodes": (
             *(lost_node(n) for n in lost),
             *(lost_node(n, UNREACHABLE) for n in tainted),
@@ -188,5 +193,5 @@ def test_the_message_of_a_waiting_pod_names_the_lost_nodes() -> None:
     message = "0/5 nodes are available"
     observed = observe(waiting(None, "a", message=message), ["a"])
     reason = decide(observed, now()).reason
-    assert message in reason and "renew their leases: a" in reason
-    assert "node a, whose lease has stopped" in decide(observe(waiting("a"), ["a"]), now()).reason
+    assert message in reason and "conditions end: a" in reason
+    assert "node a, which is lost" in decide(observe(waiting("a"), ["a"]), now()).reason

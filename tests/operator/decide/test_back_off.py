@@ -6,13 +6,13 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from tests.support.operator.builders import START, job, now, pod, sidecar, status
+from tests.support.operator.builders import START, job, metadata, now, pod, sidecar, status
 
 from holdfast_core.api import FailureAction, FailureRule, RestartRecord, RestorePointStatus, changed
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.failure import GATHER_SECONDS
+from holdfast_operator.decide.facts.restarts import GATHER_SECONDS
 from holdfast_operator.model.actions import BeginRound
 from holdfast_operator.model.job import JobMemory, NodeView, Observed
 from holdfast_operator.model.reasons import Reason
@@ -62,15 +62,16 @@ def begins(observed: Observed, seconds_after_failure: float) -> bool:
     [
         pytest.param(0, 0.0, id="the first failure"),
         pytest.param(1, 0.0, id="the second"),
-        pytest.param(2, 1.0, id="the third waits one second"),
-        pytest.param(4, 4.0, id="then twice as long each time"),
+        pytest.param(2, 0.979, id="the third waits up to one second"),
+        pytest.param(3, 1.958, id="then up to twice as long each time"),
+        pytest.param(4, 3.917, id="the fifth waits up to four seconds"),
     ],
 )
 def test_each_futile_restart_waits_longer(futile: int, waits_seconds: float) -> None:
     observed = failing(futile)
     if waits_seconds:
-        assert not begins(observed, waits_seconds - 0.1)
-    assert begins(observed, waits_seconds)
+        assert not begins(observed, waits_seconds - 0.002)
+    assert begins(observed, waits_seconds + 0.002)
 
 
 def test_the_wait_is_bounded() -> None:
@@ -83,8 +84,16 @@ def test_the_wait_is_bounded() -> None:
     )
     begun = changed(observed.job.status, recent_restarts=many)
     observed = replace(observed, job=job(2, begun, max_restarts=100))
-    assert not begins(observed, 59.0)
-    assert begins(observed, 60.0)
+    assert not begins(observed, 58.7)
+    assert begins(observed, 58.8)
+
+
+def test_jobs_that_fail_together_wait_for_different_times() -> None:
+    """The store that they all restore from would otherwise be asked by all of them at once."""
+    observed = failing(4)
+    other = metadata(observed.job, uid="22222222-2222-3333-4444-555555555555")
+    assert not begins(observed, 2.2)
+    assert begins(replace(observed, job=other), 2.2)
 
 
 def test_progress_since_the_restore_point_ends_the_wait() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.support.operator.life import Life
+from tests.support.operator.life import Life, dies_after
 from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition
@@ -44,20 +44,3 @@ def test_the_operator_dies_after_each_write(
             life.run(45)
         assert life.status.is_true("Running"), f"after write {writes}"
         assert broken_rules(life.cluster, copies=1) == [], f"after write {writes}"
-
-
-class Killed(BaseException):
-    """Stands for the end of the process. It is a BaseException, so that no handler of the operator runs."""
-
-
-def dies_after(life: Life, writes: int) -> None:
-    """Run passes of the operator up to and including that write."""
-    last = len(life.cluster.api.requests) + writes
-
-    def end() -> None:
-        if len(life.cluster.api.requests) >= last:
-            raise Killed
-
-    life.operator.on_write(end)
-    with pytest.raises(Killed):
-        life.run(60)

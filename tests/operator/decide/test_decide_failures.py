@@ -11,8 +11,6 @@ from tests.support.operator.builders import START, condition, job, now, pod, sid
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
-    FailureAction,
-    FailureRule,
     JobCondition,
     RestartRecord,
     RestorePointStatus,
@@ -23,11 +21,14 @@ from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
+    MemoryUse,
     RestorePoint,
 )
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.failure import DRAIN_SECONDS
-from holdfast_operator.model.actions import BeginRound, Decision, WriteStatus
+from holdfast_operator.decide.facts.failure import COORDINATOR_ANSWER_SECONDS, KUBELET_SECONDS
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.gang import round_message
+from holdfast_operator.model.actions import BeginRound, Decision, DeletePod, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView
 from holdfast_operator.model.reasons import Reason
 
@@ -79,10 +80,15 @@ def test_a_healthy_gang_begins_no_round() -> None:
 
 
 DEAD = (DeadRank(Rank(1), Worker(1), 1, "boom"),)
+KILLED = (DeadRank(Rank(1), Worker(1), -9, ""),)
 REPLICATED = RestorePoint(Step(40), RestartRound(3))
 COPIED = {"coordinator": state(last_replicated=REPLICATED)}
 """The newest save of the round is replicated."""
-LOST_NODE = {"node-0": NodeView("node-0"), "node-1": NodeView("node-1", lost=True)}
+LOST_NODE = {
+    "node-0": NodeView("node-0"),
+    "node-1": NodeView("node-1", lost_because="is gone", is_silent=True),
+}
+TAINTED_NODE = {"node-1": NodeView("node-1", lost_because="has a taint")}
 SILENT_1 = (sidecar(pod(0), 3, version=1), silent(pod(1), 900.0))
 
 
@@ -99,6 +105,11 @@ def test_pod_without_an_address_is_lost_with_its_node() -> None:
     observed = world(nodes=LOST_NODE, pods=pods, sidecars=sidecars, **COPIED)
     found = begun(decide(observed, now()))
     assert found.status.members == (0, 4)
+    observed = world(nodes=TAINTED_NODE, pods=pods, sidecars=sidecars, **COPIED)
+    decision = decide(observed, now())
+    assert not any(isinstance(a, BeginRound | DeletePod) for a in decision.actions), (
+        "its node may be not ready for a moment only"
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,11 +153,25 @@ def test_pod_without_an_address_is_lost_with_its_node() -> None:
         ),
         pytest.param({"coordinator": state(dead=DEAD)}, Reason.RANK_FAILED, (0, 0), 1, id="rank"),
         pytest.param(
-            {"coordinator": state(dead=DEAD), "pods": (pod(0), pod(1, reason="OOMKilled"))},
+            {"coordinator": state(dead=KILLED), "pods": (pod(0), pod(1, reason="OOMKilled"))},
             Reason.OOM_KILLED,
             (0, 0),
             1,
             id="rank of a container that ran out of memory",
+        ),
+        pytest.param(
+            {"coordinator": state(dead=(replace(DEAD[0], out_of_memory=MemoryUse(1, 1)),))},
+            Reason.OOM_KILLED,
+            (0, 0),
+            1,
+            id="rank of a container in which the kernel ended a process",
+        ),
+        pytest.param(
+            {"coordinator": state(dead=DEAD), "pods": (pod(0), pod(1, reason="OOMKilled"))},
+            Reason.RANK_FAILED,
+            (0, 0),
+            1,
+            id="rank that failed by itself after its container once ran out of memory",
         ),
         pytest.param(
             {"coordinator": state(dead=DEAD), "pods": (pod(0),)},
@@ -230,45 +255,80 @@ def test_the_absence_of_a_pod_is_confirmed_before_the_round_begins() -> None:
     assert begun(decide(world(pods=(pod(0),)), now())).confirm_gone == ("job-l2msg4-1-r0",)
 
 
+GRACE_SECONDS = 100.0
+STARTING = running_status(conditions=())
+
+
 @pytest.mark.parametrize(
     ("waited", "changes", "restarts"),
     [
         pytest.param(0.0, {}, False, id="it may save first"),
-        pytest.param(DRAIN_SECONDS, {}, True, id="not for ever"),
+        pytest.param(GRACE_SECONDS, {}, False, id="and flush until its grace period is over"),
+        pytest.param(GRACE_SECONDS + KUBELET_SECONDS, {}, True, id="not for ever"),
         pytest.param(0.0, {"coordinator": state(finished=True)}, True, id="it has saved"),
         pytest.param(0.0, {"coordinator": state(dead=DEAD)}, True, id="it is broken already"),
-        pytest.param(0.0, {"coordinator": None}, True, id="no gang trains"),
+        pytest.param(0.0, {"coordinator": None, "status": STARTING}, True, id="no gang trains"),
+        pytest.param(0.0, {"coordinator": None}, False, id="the operator has just started"),
+        pytest.param(
+            COORDINATOR_ANSWER_SECONDS, {"coordinator": None}, True, id="no coordinator answers"
+        ),
     ],
 )
-def test_a_pod_that_is_being_deleted(
-    waited: float, changes: dict[str, Any], restarts: bool
+@pytest.mark.parametrize("leaves", ["terminating", "disrupted"])
+def test_a_pod_that_leaves(
+    leaves: str, waited: float, changes: dict[str, Any], restarts: bool
 ) -> None:
-    pods = (pod(0), pod(1, terminating=True))
+    pods = (pod(0), pod(1, grace_seconds=GRACE_SECONDS, **{leaves: True}))
     first = decide(world(pods=pods, **changes), now())
     second = decide(world(pods=pods, memory=first.memory, **changes), now(1000.0 + waited))
     assert any(isinstance(a, BeginRound) for a in second.actions) is restarts
 
 
-def test_exit_code_rules_end_the_job() -> None:
-    decision = decide(
-        world(
-            coordinator=state(dead=(DeadRank(Rank(0), Worker(0), 3),)),
-            spec={
-                "rules": (
-                    FailureRule(
-                        on_exit_codes=(3,),
-                        action=FailureAction.FAIL_JOB,
-                    ),
-                )
-            },
-        ),
-        now(),
-    )
-    assert isinstance(decision.actions[0], WriteStatus)
-    failed = decision.actions[0].status.condition(JobCondition.FAILED)
-    assert failed is not None
-    assert (failed.status, failed.reason) == ("True", Reason.EXIT_CODE_RULE)
-    assert decision.actions[0].status.phase == "Failed"
+def saved(copied: int) -> CoordinatorState:
+    """Return the state of a gang that stopped after step 42, whose newest copied step is `copied`."""
+    newest, replicated = (RestorePoint(Step(s), RestartRound(3)) for s in (42, copied))
+    return state(last_local=newest, last_replicated=replicated)
+
+
+@pytest.mark.parametrize(
+    ("copied", "spec", "others", "restarts"),
+    [
+        pytest.param(42, {}, {}, True, id="another pod has its shards"),
+        pytest.param(40, {}, {}, False, id="its shards are being copied"),
+        pytest.param(42, {"peer_copies": 0}, {}, False, id="no step has copies"),
+        pytest.param(42, {}, {"terminating": True}, False, id="the pod with the copies leaves too"),
+    ],
+)
+def test_the_round_begins_when_the_last_step_does_not_need_the_pod_that_stopped(
+    copied: int, spec: dict[str, Any], others: dict[str, Any], restarts: bool
+) -> None:
+    pods = (pod(0, **others), pod(1, terminating=True, trainer_exit_code=143))
+    observed = world(pods=pods, coordinator=saved(copied), spec=spec)
+    first = decide(observed, now())
+    second = decide(replace(observed, memory=first.memory), now(1001.0))
+    assert any(isinstance(a, BeginRound) for a in second.actions) is restarts
+
+
+@pytest.mark.parametrize(
+    ("dead", "restarts"),
+    [
+        pytest.param((), False, id="the gang has stopped"),
+        pytest.param(DEAD, True, id="the gang is broken"),
+    ],
+)
+def test_a_pod_that_has_left_waits_for_another_one_that_still_flushes(
+    dead: tuple[DeadRank, ...], restarts: bool
+) -> None:
+    observed = world(pods=(pod(0, terminating=True),), coordinator=state(dead=dead))
+    first = decide(observed, now())
+    second = decide(replace(observed, memory=first.memory), now(1001.0))
+    assert any(isinstance(a, BeginRound) for a in second.actions) is restarts
+
+
+def test_a_leaving_pod_keeps_its_address_for_the_others() -> None:
+    """Its sidecar sends the shards of the last step, and may be the coordinator that commits it."""
+    calm, leaves = world(), world(pods=(pod(0, terminating=True), pod(1)))
+    assert round_message(World(leaves)) == round_message(World(calm))
 
 
 @pytest.mark.parametrize("worker", [-1, 2, 10**30])
@@ -277,25 +337,6 @@ def test_a_dead_rank_of_a_worker_that_does_not_exist_begins_a_round(worker: int)
     record = begun(decide(world(coordinator=state(dead=dead)), now())).status.last_recovery
     assert record is not None
     assert record.workers == (1,)
-
-
-def test_a_disruption_is_looked_at_before_exit_codes() -> None:
-    decision = decide(
-        world(
-            pods=(pod(0),),
-            coordinator=state(dead=(DeadRank(Rank(0), Worker(0), 3),)),
-            spec={
-                "rules": (
-                    FailureRule(
-                        on_exit_codes=(3,),
-                        action=FailureAction.FAIL_JOB,
-                    ),
-                )
-            },
-        ),
-        now(),
-    )
-    begun(decision)
 
 
 def restarted(seconds: float, count: int) -> tuple[RestartRecord, ...]:
@@ -362,10 +403,32 @@ def test_a_pod_that_was_not_created_yet_is_not_lost() -> None:
     assert not any(isinstance(a, BeginRound) for a in decision.actions)
 
 
-def test_a_survivor_that_is_lost_during_recovery_is_a_new_round() -> None:
-    assert begun(decide(starting((pod(1, 3),)), now())).status.members == (4, 3)
+def test_a_survivor_that_is_lost_before_the_restore_point_is_chosen_joins_the_round() -> None:
+    taken_in = begun(decide(starting((pod(1, 3),)), now())).status
+    assert (taken_in.restart_round, taken_in.members) == (3, (3, 3))
 
 
 def test_a_member_that_ended_before_the_round_ran_is_replaced() -> None:
     ended = starting((pod(0, phase=PodPhase.SUCCEEDED), pod(1, 3)))
     assert begun(decide(ended, now())).status.members == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        pytest.param(
+            {"memory_limit": "4Gi"},
+            "pod job-l2msg4-1-r0 failed: its container ran out of memory at its limit of 4Gi",
+            id="the container's limit",
+        ),
+        pytest.param({}, "It has no limit, so the node ran out of memory", id="no limit"),
+    ],
+)
+def test_a_container_that_ran_out_of_memory_is_reported_with_its_limit(
+    changes: dict[str, Any], text: str
+) -> None:
+    failed = pod(1, phase=PodPhase.FAILED, reason="OOMKilled", trainer_exit_code=137, **changes)
+    restarting = begun(decide(world(pods=(pod(0), failed)), now())).status.condition("Restarting")
+    assert restarting is not None
+    assert restarting.reason == Reason.OOM_KILLED
+    assert text in restarting.message

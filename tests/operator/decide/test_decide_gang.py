@@ -24,9 +24,9 @@ from tests.support.operator.builders import (
 from holdfast_core.api import Compression, LineageEntry, PeerEncryption, RestorePointStatus
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.facts.placement import place_copies
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.gang import round_message
-from holdfast_operator.decide.placement import place_copies
 from holdfast_operator.model.actions import (
     BeginRound,
     ChooseRestorePoint,
@@ -91,7 +91,7 @@ def test_a_new_round_creates_service_certificates_and_pods() -> None:
     assert of_kind(decision.actions, CreateService)[0].name == "job-l2msg4-gang"
     assert of_kind(decision.actions, CreateCertificates) == [
         CreateCertificates(
-            "job-l2msg4-certs-r0", RestartRound(0), ("job-l2msg4-0-r0", "job-l2msg4-1-r0")
+            "job-l2msg4-certs-0-r0", RestartRound(0), ("job-l2msg4-0-r0", "job-l2msg4-1-r0")
         )
     ]
     assert [a.name for a in of_kind(decision.actions, CreatePod)] == [
@@ -132,7 +132,7 @@ def test_obsolete_pods(lost: bool, terminating: bool, expected: list[bool]) -> N
         job=job(2, status(1, (0, 1), lineage=(LineageEntry(round=RestartRound(0)),))),
         pods=(pod(0), old, pod(1, 1, node="node-9")),
         sidecars=(silent(old, 900.0), silent(pod(0))),
-        nodes={"node-1": NodeView("node-1", lost=lost)},
+        nodes={"node-1": NodeView("node-1", lost_because="is gone" if lost else "")},
         memory=MEMORY,
     )
     assert [a.force for a in of_kind(decide(observed, now()).actions, DeletePod)] == expected

@@ -154,7 +154,7 @@ def test_a_silent_node_counts_from_its_last_sign_of_life(
 ) -> None:
     timeline = trained()
     timeline.at(130.0)
-    lost = NodeView("node-1", lost=True, renewed_at=renewed_at)
+    lost = NodeView("node-1", lost_because="is gone", renewed_at=renewed_at)
     there, gone = holders(0)
     silent = replace(gone, reachable=Reachable.NO, unreachable_since=130.0, answered_at=answered_at)
     timeline.at(140.0, nodes={"node-1": lost}, sidecars=(there, silent))
@@ -195,7 +195,7 @@ def test_a_failed_pod_counts_from_its_end_within_what_is_possible(
 def test_a_deleted_pod_counts_from_the_end_of_training_not_of_its_grace() -> None:
     """The gang may save and stop first. Training during that time does not count as an outage."""
     timeline = trained()
-    leaving = (PODS[0], replace(PODS[1], terminating=True))
+    leaving = (PODS[0], replace(PODS[1], terminating=True, grace_seconds=5.0))
     timeline.at(125.0, pods=leaving)
     timeline.at(131.0, coordinator=state(0, 14))
     timeline.at(141.0)
@@ -215,7 +215,9 @@ def test_the_wait_for_a_sidecar_that_does_not_answer_is_part_of_the_detection() 
     dead = replace(gone, reachable=Reachable.NO, unreachable_since=124.0)
     timeline.at(125.0, sidecars=(answered, dead))
     assert timeline.observed.job.status.restart_round == 0
-    timeline.at(140.0, nodes={"node-1": NodeView("node-1", lost=True, renewed_at=119.0)})
+    timeline.at(
+        140.0, nodes={"node-1": NodeView("node-1", lost_because="is gone", renewed_at=119.0)}
+    )
     record = timeline.observed.job.status.last_recovery
     assert record is not None
     assert (record.reason, record.workers, record.nodes) == (Reason.NODE_LOST, (1,), ("node-1",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.operator.builders import (
 
 from holdfast_core.api import (
     Checkpoint,
+    CheckpointAdoption,
     Condition,
     JobCondition,
     PersistedStep,
@@ -151,6 +153,24 @@ def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
     names, messages = released(observed(checkpoints=(former,)))
     assert names == [former.name]
     assert "the job that saved it no longer exists" in messages[0]
+
+
+@pytest.mark.parametrize("deleted_at", [START, None], ids=["being deleted", "refused"])
+def test_checkpoints_of_a_gang_of_the_other_kind_are_left_to_it(
+    deleted_at: datetime | None,
+) -> None:
+    """A CheckpointAdoption of the name of a TrainingJob is refused, and can still be created and deleted."""
+    other = CheckpointAdoption.from_dict(
+        {
+            "metadata": {"name": "job", "namespace": "team-a", "uid": "other-uid"},
+            "spec": {"workers": 2, "checkpoint": {"interval": {"steps": 10}}},
+        }
+    )
+    theirs = deleted(job_uid="other-uid")
+    given = observed(checkpoints=(theirs,))
+    given = replace(given, job=metadata(given.job, deletion_timestamp=deleted_at))
+    assert released(given)[0] == [theirs.name]
+    assert released(replace(given, same_name=other))[0] == []
 
 
 @pytest.mark.parametrize(

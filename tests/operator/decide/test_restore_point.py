@@ -239,7 +239,6 @@ def test_an_older_checkpoint_object_is_better_than_waiting() -> None:
     [
         {"phase": "PartiallyFailed"},
         {"phase": "Deleting"},
-        {"quarantined": True},
         {"deleting": True},
         {"persisted": False},
         {"world_size": 4},

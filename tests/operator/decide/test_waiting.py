@@ -7,6 +7,7 @@ from tests.support.operator.life import Life
 
 from holdfast_core.api import JobCondition
 from holdfast_operator.decide.facts.times import LONGEST_PAUSE_SECONDS
+from holdfast_operator.kube.api import ApiError
 from holdfast_operator.model.reasons import Reason
 
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=2, limited: pods=2"
@@ -44,6 +45,24 @@ def test_a_refused_create_during_a_recovery_is_reported() -> None:
     life.cluster.pod_refusal = ""
     life.run(60)
     assert life.status.is_true("Running")
+
+
+def test_a_checkpoint_that_cannot_be_recorded_is_reported_until_it_is() -> None:
+    """Without its record no later commit is recorded, none is pruned, and the job does not end."""
+    life = Life(store=True, every=5, total_steps=60)
+    quota = "exceeded quota: team, requested: count/checkpoints.holdfast.dev=1"
+    life.cluster.api.refuse["POST", "checkpoints"] = ApiError(403, "Forbidden", quota)
+    life.run(120)
+    found = life.status.condition(JobCondition.REMOTE_TIER_HEALTHY)
+    assert found is not None
+    assert (found.status, found.reason) == ("False", Reason.CREATE_REFUSED)
+    assert quota in found.message
+    assert [e.reason for e in life.operator.events].count(Reason.CREATE_REFUSED) == 1
+    assert not life.status.is_true(JobCondition.COMPLETE)
+    life.cluster.api.refuse.clear()
+    life.run(60)
+    assert life.status.is_true(JobCondition.REMOTE_TIER_HEALTHY)
+    assert life.status.is_true(JobCondition.COMPLETE)
 
 
 def refused(life: Life) -> None:

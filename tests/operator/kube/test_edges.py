@@ -16,8 +16,10 @@ from tests.support.operator.builders import metadata
 from holdfast_core.api import (
     GoodputStatus,
     RecoveryStatus,
+    SchedulingStatus,
     TrainingJob,
     TrainingJobStatus,
+    changed,
 )
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import ConfigError
@@ -31,7 +33,12 @@ from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.watch.expectations import Expectations, is_at_least
 
-NEEDED = {"HOLDFAST_SIDECAR_IMAGE": "i", "HOLDFAST_OPERATOR_NAMESPACE": "n"}
+NEEDED = {
+    "HOLDFAST_SIDECAR_IMAGE": "i",
+    "HOLDFAST_OPERATOR_NAMESPACE": "n",
+    "HOLDFAST_LEASE_NAME": "l",
+    "HOLDFAST_POD_NAME": "p",
+}
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
 
@@ -47,12 +54,19 @@ def test_settings_from_environment() -> None:
         **NEEDED,
         "HOLDFAST_WATCH_NAMESPACES": "b, a b",
         "HOLDFAST_METRICS_PORT": "9",
+        "HOLDFAST_FAILING_NODE_CONDITIONS": "KernelDeadlock, example.com/GpuHealthy=False",
+        "HOLDFAST_LEAVING_NODE_TAINTS": "ToBeDeletedByClusterAutoscaler, karpenter.sh/disrupted",
         "KUBERNETES_SERVICE_HOST": "fd00::1",
         "KUBERNETES_SERVICE_PORT": "6443",
     }
     settings = Settings.from_env(env)
     assert settings.watch_namespaces == ("a", "b")
     assert settings.metrics_port == 9
+    assert settings.failing_conditions == {
+        ("KernelDeadlock", "True"),
+        ("example.com/GpuHealthy", "False"),
+    }
+    assert settings.leaving_taints == {"ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"}
     assert settings.api_server == "https://[fd00::1]:6443"
     assert Settings.from_env(NEEDED).watch_namespaces == ()
 
@@ -62,8 +76,17 @@ def test_settings_from_environment() -> None:
     [
         ({"HOLDFAST_SIDECAR_IMAGE": ""}, "HOLDFAST_SIDECAR_IMAGE"),
         ({"HOLDFAST_OPERATOR_NAMESPACE": ""}, "HOLDFAST_OPERATOR_NAMESPACE"),
+        ({"HOLDFAST_LEASE_NAME": ""}, "HOLDFAST_LEASE_NAME"),
+        ({"HOLDFAST_POD_NAME": ""}, "HOLDFAST_POD_NAME"),
         ({"HOLDFAST_METRICS_PORT": "x"}, "HOLDFAST_METRICS_PORT"),
         ({"HOLDFAST_LOG_LEVEL": "loud"}, "HOLDFAST_LOG_LEVEL"),
+        ({"HOLDFAST_FAILING_NODE_CONDITIONS": "Ready=False"}, "contains 'Ready=False'"),
+        ({"HOLDFAST_FAILING_NODE_CONDITIONS": "GpuHealthy=no"}, "contains 'GpuHealthy=no'"),
+        ({"HOLDFAST_LEAVING_NODE_TAINTS": "spot:NoSchedule"}, "contains 'spot:NoSchedule'"),
+        (
+            {"HOLDFAST_LEAVING_NODE_TAINTS": "node.kubernetes.io/unreachable"},
+            "nodes that Kubernetes taints as lost are detected in any case",
+        ),
         ({"HOLDFAST_WORKER_NETWORK_POLICY": "yes"}, "HOLDFAST_WORKER_NETWORK_POLICY"),
         ({"HOLDFAST_WORKER_NETWORK_POLICY": "[]"}, "HOLDFAST_WORKER_NETWORK_POLICY"),
     ],
@@ -210,10 +233,30 @@ def test_metrics_count_what_a_status_write_adds() -> None:
     )
     metrics.status_written(job(first), second)
     metrics.status_written(job(second), second)
+    (interrupted,) = second.recoveries
+    third = changed(
+        second,
+        restart_round=RestartRound(2),
+        recoveries=(
+            changed(interrupted, seal_seconds=0.25),
+            RecoveryStatus(round=RestartRound(2), reason="PodLost", detect_seconds=0.5),
+        ),
+    )
+    metrics.status_written(job(second), third)
+    fourth = changed(
+        third,
+        restart_round=RestartRound(3),
+        scheduling=SchedulingStatus(timeouts=1, retry_at=builders.START),
+    )
+    metrics.status_written(job(third), fourth)
+    metrics.status_written(job(fourth), changed(fourth, scheduling=SchedulingStatus(timeouts=1)))
     text = generate_latest(metrics.registry).decode()
     assert 'holdfast_restart_rounds_total{reason="FirstRound"} 1.0' in text
-    assert 'holdfast_restart_rounds_total{reason="PodLost"} 1.0' in text
-    assert 'holdfast_recovery_seconds_count{phase="detect"} 1.0' in text
+    assert 'holdfast_restart_rounds_total{reason="PodLost"} 2.0' in text
+    assert 'holdfast_restart_rounds_total{reason="NotScheduled"} 1.0' in text
+    assert 'holdfast_schedule_timeouts_total{job="gpt",namespace="team"} 1.0' in text
+    assert 'holdfast_recovery_seconds_count{phase="detect"} 2.0' in text
+    assert 'holdfast_recovery_seconds_count{phase="seal"} 1.0' in text
     assert 'holdfast_lost_steps_total{job="gpt",namespace="team"} 3.0' in text
     assert 'holdfast_goodput_ratio{job="gpt",namespace="team"} 0.25' in text
     assert "process_resident_memory_bytes" in text

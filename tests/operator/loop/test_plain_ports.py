@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 
-from holdfast_core.clock import SystemClock
+from holdfast_core.clock import ManualClock, SystemClock
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.loop.plain_ports import PLACES, SILENT_WATCH_SECONDS, PlainPorts
@@ -27,6 +27,7 @@ class Bed:
     ports: PlainPorts
     metrics: Metrics
     age: float | None = 1.0
+    stalled: tuple[str, ...] = ()
 
     async def get(self, port: str, path: str, source: str = "127.0.0.1") -> tuple[int, str]:
         number = self.ports.metrics_port if port == "metrics" else self.ports.health_port
@@ -42,7 +43,7 @@ class Bed:
 async def opened() -> AsyncIterator[Bed]:
     metrics = Metrics()
     bed: Bed
-    ports = PlainPorts(metrics, lambda: bed.age, SystemClock())
+    ports = PlainPorts(metrics, lambda: bed.age, lambda: bed.stalled, SystemClock())
     bed = Bed(ports, metrics)
     await ports.start("127.0.0.1", 0, 0)
     try:
@@ -109,7 +110,7 @@ def test_requests_that_are_not_http_fill_no_log(
     own = logging.getLogger("holdfast_operator")
     before = root.handlers[:], root.level, own.level
     try:
-        logs.configure("INFO")
+        logs.configure("INFO", ManualClock())  # each minute may log five lines
         run_scenario(scenario)
     finally:
         root.handlers[:] = before[0]
@@ -132,5 +133,15 @@ def test_an_operator_that_sees_nothing_is_not_ready_and_not_restarted(
         bed.age = age
         assert (await bed.get("health", "/readyz"))[0] == status
         assert (await bed.get("health", "/healthz"))[0] == 200
+
+    run_scenario(scenario)
+
+
+def test_an_operator_whose_watch_stands_still_is_restarted() -> None:
+    async def scenario(bed: Bed) -> None:
+        bed.stalled = ("pods", "nodes")
+        status, text = await bed.get("health", "/healthz")
+        assert status == 503
+        assert "pods, nodes" in text
 
     run_scenario(scenario)

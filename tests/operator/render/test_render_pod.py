@@ -14,6 +14,7 @@ from holdfast_operator.model import labels
 from holdfast_operator.model.actions import CreateCheckpointObject
 from holdfast_operator.model.job import StoreView
 from holdfast_operator.render.checkpoint import render_checkpoint
+from holdfast_operator.render.disruption_budget import render_disruption_budget
 from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
@@ -87,6 +88,7 @@ def test_the_sidecar_is_native_probed_and_flushed() -> None:
     assert sidecar["image"] == "example/sidecar:1"
     assert sidecar["imagePullPolicy"] == "Always"
     assert sidecar["startupProbe"]["exec"]["command"] == ["holdfast-sidecar", "healthz"]
+    assert sidecar["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": 7072}
     assert "exec" in sidecar["lifecycle"]["preStop"]
     assert sidecar["resources"]["limits"]["memory"]
 
@@ -101,7 +103,7 @@ def test_keys_and_certificates_are_mounted_in_the_sidecar_only() -> None:
     assert mounts["trainer"] == {"holdfast-shared"}
     assert mounts["holdfast-sidecar"] == set(volumes)
     secret = volumes["holdfast-certs"]["secret"]
-    assert secret["secretName"] == "job-l2msg4-certs-r3"
+    assert secret["secretName"] == "job-l2msg4-certs-0-r3"
     assert {i["key"]: i["path"] for i in secret["items"]} == {
         "ca.crt": "ca.crt",
         "job-l2msg4-1-r3.crt": "tls.crt",
@@ -230,9 +232,26 @@ def test_lost_nodes_are_excluded_from_every_term(
     assert repr(of.spec.template) == before
 
 
+def test_nodes_on_which_workers_failed_are_excluded_and_recorded_apart_from_lost_ones() -> None:
+    """A new operator process takes those in the first annotation for lost until their leases change."""
+    pod = render_pod(job(2), Worker(1), RestartRound(3), None, SIDECAR, ("node-b",), ("node-a",))
+    [term] = pod["spec"]["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+    assert term == {"matchFields": LOST}
+    assert pod["metadata"]["annotations"] == {
+        labels.AVOIDED_NODES: "node-b",
+        labels.FAILED_NODES: "node-a",
+    }
+
+
 def test_a_template_cannot_forge_the_nodes_that_the_operator_avoided() -> None:
     of = job(2)
-    annotations = {"annotations": {labels.AVOIDED_NODES: "node-a", "team": "x"}}
+    annotations = {
+        "annotations": {
+            labels.AVOIDED_NODES: "node-a",
+            labels.FAILED_NODES: "node-b",
+            "team": "x",
+        }
+    }
     template = {**of.spec.template, "metadata": annotations}
     pod = render(job(2, template=template))
     assert pod["metadata"]["annotations"] == {"team": "x"}
@@ -259,6 +278,13 @@ def test_checkpoint_objects_outlive_their_job() -> None:
     body = render_checkpoint(job(2), action)
     assert "ownerReferences" not in body["metadata"]
     assert body["spec"] == {"jobRef": {"name": "job"}, "step": 40, "deletionPolicy": "Retain"}
+
+
+@pytest.mark.parametrize(("workers", "remain"), [(1, 0), (2, 1), (4096, 4095)])
+def test_one_worker_at_a_time_may_be_evicted(workers: int, remain: int) -> None:
+    budget = render_disruption_budget(job(workers))
+    assert budget["spec"]["minAvailable"] == remain
+    assert budget["spec"]["selector"] == {"matchLabels": {labels.JOB_UID: UID}}
 
 
 def test_workers_are_reached_by_each_other_the_operator_and_readers_of_metrics() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from holdfast_operator.watch.reflector import Collection, Reflector, Timings
 
 FAST = Timings(
     page=2,
-    silence_seconds=0.3,
+    silence_seconds=600.0,
     first_backoff_seconds=0.01,
     max_backoff_seconds=0.05,
     short_watch_seconds=0.01,
@@ -69,7 +69,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(**objects: int) -> AsyncIterator[Bench]:
+async def bench(timings: Timings = FAST, **objects: int) -> AsyncIterator[Bench]:
     server = FaultApi()
     await server.start()
     for name, value in objects.items():
@@ -86,7 +86,7 @@ async def bench(**objects: int) -> AsyncIterator[Bench]:
         found.append(f"{kind} {thing.name} {thing.uid}{state}")
 
     reflector = Reflector(
-        api, Collection("things", "/things"), parse, on_change, SystemClock(), FAST
+        api, Collection("things", "/things"), parse, on_change, SystemClock(), timings
     )
     task = asyncio.create_task(reflector.run())
     try:
@@ -102,7 +102,7 @@ async def test_list_in_pages_then_events() -> None:
     async with bench(a=1, b=2, c=3, d=4, e=5) as b:
         await b.reflector.synced.wait()
         assert b.values() == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
-        await b.until(lambda: b.server.watches == 1)
+        await b.until(lambda: b.server.watches >= 1)
         b.server.put("a", 9)
         b.server.remove("b")
         b.server.put("f", 6)
@@ -113,9 +113,11 @@ async def test_list_in_pages_then_events() -> None:
 
 @pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.EXPIRED_CONTINUE])
 async def test_every_fault_heals(fault: Fault) -> None:
-    async with bench(a=1, b=2) as b:
+    # Elsewhere a watch that seems silent because the machine is busy would lose events of the test.
+    timings = replace(FAST, silence_seconds=0.3) if fault is Fault.SILENT else FAST
+    async with bench(timings, a=1, b=2) as b:
         await b.reflector.synced.wait()
-        await b.until(lambda: b.server.watches == 1)
+        await b.until(lambda: b.server.watches >= 1)
         b.server.faults[:] = [fault] * 3
         b.server.remove("a", silently=True)
         b.server.put("c", 3, silently=True)
@@ -143,7 +145,7 @@ async def test_gone_in_the_middle_of_a_list_starts_it_again() -> None:
 
 async def test_recreated_object_is_a_delete_and_an_add() -> None:
     async with bench(a=1) as b:
-        await b.until(lambda: b.server.watches == 1)
+        await b.until(lambda: b.server.watches >= 1)
         b.server.faults[:] = [Fault.GONE]
         b.server.remove("a", silently=True)
         b.server.put("a", 1, silently=True)
@@ -162,7 +164,7 @@ async def test_storm_of_410_is_not_a_storm_of_requests() -> None:
 
 async def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -> None:
     async with bench(a=1, bad=-1) as b:
-        await b.until(lambda: b.server.watches == 1)
+        await b.until(lambda: b.server.watches >= 1)
         assert b.values() == {"a": 1}
         b.server.put("a", 1)
         b.server.put("bad", 7)
@@ -186,7 +188,7 @@ async def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -
 
 async def test_contact_follows_events_and_bookmarks() -> None:
     async with bench(a=1) as b:
-        await b.until(lambda: b.server.watches == 1)
+        await b.until(lambda: b.server.watches >= 1)
         before = b.reflector.last_contact
         assert before is not None
         await asyncio.sleep(0.02)

@@ -23,6 +23,7 @@ from holdfast_core.api import (
     merge_patch,
 )
 from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
+from holdfast_operator.model import labels
 from holdfast_operator.model.job import PodPhase, Taint
 from holdfast_operator.model.ownership import WorkerIdentity
 from holdfast_operator.watch.views import (
@@ -132,7 +133,11 @@ def trainer(**fields: Any) -> dict[str, Any]:
                     ]
                 }
             ),
-            {"disrupted": True, "reason": "PreemptionByX"},
+            {
+                "disrupted": True,
+                "reason": "PreemptionByX",
+                "conditions": frozenset({("DisruptionTarget", "True")}),
+            },
             id="disruption",
         ),
         pytest.param(
@@ -208,10 +213,30 @@ def test_nodes() -> None:
                 {"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"},
                 {"key": "node.kubernetes.io/memory-pressure", "effect": "NoSchedule"},
                 {"key": "gpu", "value": "yes", "effect": "NoSchedule"},
+                {"key": "better-not", "effect": "PreferNoSchedule"},
             ]
         },
+        "status": {"conditions": [{"type": "KernelDeadlock", "status": "True", "reason": "x"}]},
     }
     view = node_view(raw)
+    assert view.conditions == {("KernelDeadlock", "True")}
     assert (view.name, view.lost, view.labels) == ("n", False, {"zone": "a"})
     assert view.taints == {Taint("node.kubernetes.io/unreachable", "NoSchedule")}
+    assert view.other_taints == {
+        Taint("node.kubernetes.io/unreachable", "NoExecute"),
+        Taint("node.kubernetes.io/memory-pressure", "NoSchedule"),
+        Taint("gpu", "NoSchedule"),
+    }
     assert node_view({"metadata": {"name": "n"}, "spec": {}}).taints == frozenset()
+
+
+def test_a_pod_shows_its_memory_limit_and_the_nodes_that_it_excludes() -> None:
+    limits = {"name": "trainer", "resources": {"limits": {"memory": "64Gi"}}}
+    other = {"name": "logs", "resources": {"limits": {"memory": "1Gi"}}}
+    marks = {labels.AVOIDED_NODES: "a,b", labels.FAILED_NODES: "c"}
+    raw = raw_pod({}, annotations=marks)
+    raw["spec"]["containers"] = [other, limits]
+    view = pod_view(raw, IDENTITY)
+    assert view.memory_limit == "64Gi"
+    assert (view.avoided_nodes, view.failed_nodes) == ({"a", "b"}, {"c"})
+    assert pod_view(raw_pod({}), IDENTITY).memory_limit is None

@@ -44,3 +44,11 @@ def test_metrics_count_bytes_before_and_after_compression() -> None:
     metrics.compressed(TierName.OBJECT, 500, 500)
     assert sample(metrics, 'holdfast_compression_input_bytes_total{tier="object"}') == 1500
     assert sample(metrics, 'holdfast_compression_output_bytes_total{tier="object"}') == 1200
+
+
+def test_the_time_of_one_pod_has_another_name_than_the_recovery_of_the_gang() -> None:
+    """The operator counts the phases of whole recoveries in holdfast_recovery_seconds."""
+    metrics = Metrics()
+    metrics.rehydrated(2.5)
+    assert sample(metrics, "holdfast_rehydrate_seconds_sum") == 2.5
+    assert "holdfast_recovery_seconds" not in metrics.render().decode()

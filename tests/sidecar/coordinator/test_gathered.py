@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import Failure, RankProgress, WorkerReport
-from holdfast_sidecar.coordinator.gathered import Gathered
+from holdfast_sidecar.coordinator.reports.gathered import Gathered
 
 WORKERS = frozenset(map(Worker, range(3)))
 FULL = Failure(None, TierName.NODE, "NodeVolumeFull", "no room")

@@ -17,8 +17,8 @@ from tests.support.sidecar.ledgers import (
 
 from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import Reference
+from holdfast_core.store.stored_as import StoredAs
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger
-from holdfast_sidecar.save.plan import StoredAs
 
 
 def level(ledger: Ledger, step: int) -> Level | None:

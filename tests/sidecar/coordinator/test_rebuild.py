@@ -8,7 +8,7 @@ from typing import Any, cast
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import UnavailableError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import ListedManifest, ManifestDocument, ManifestList
 from holdfast_sidecar.coordinator.rebuild import RebuildTarget, rebuild_from
 
@@ -40,9 +40,12 @@ class Members:
 
 async def rebuild(members: Members) -> set[Step]:
     found = set[Step]()
-    target = RebuildTarget(
-        lambda inventory: None, found.__contains__, lambda step, digest, document: found.add(step)
-    )
+
+    async def adopt(step: Step, digest: Digest, document: ManifestDocument) -> None:
+        await asyncio.sleep(0)
+        found.add(step)
+
+    target = RebuildTarget(lambda inventory: None, found.__contains__, adopt)
     await asyncio.gather(
         *(
             rebuild_from(Worker(w), ROUND, cast(Any, members), SystemClock(), target)

@@ -13,7 +13,7 @@ from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import Step
-from holdfast_core.messages.schema import PersistRequest, Policy
+from holdfast_core.messages.schema import PersistRequest, Policy, RestorePoint
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.coordinator.uploads import Uploads
 from holdfast_sidecar.wire.versioned import Versioned
@@ -31,7 +31,9 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
 
     def round_with(compression: str) -> Mock:
         policy = Policy(1, object_every_steps=10, object_compression=compression)
-        return Mock(policy=policy, last_persisted=None, round=ledger.round)
+        return Mock(
+            policy=policy, last_persisted=None, round=ledger.round, restore_point=RestorePoint()
+        )
 
     store = ObjectTier(MemoryObjectStore())
     uploads = Uploads(

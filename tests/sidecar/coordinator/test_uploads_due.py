@@ -1,30 +1,49 @@
-"""Which local steps are uploaded to the object store when steps that were due are dropped from memory."""
+"""Which local steps are uploaded to the object store."""
 
 from __future__ import annotations
 
 from unittest.mock import Mock
 
+import pytest
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.ledgers import LAYOUT, acknowledge, new_ledger, shard_info
 
-from holdfast_core.ids import Level, Step
-from holdfast_core.messages.schema import Policy
+from holdfast_core.ids import Level, RestartRound, Step
+from holdfast_core.messages.schema import Policy, RestorePoint
 from holdfast_sidecar.coordinator.ledger import Ledger
 from holdfast_sidecar.coordinator.uploads import Uploads
 
 
-def uploads(ledger: Ledger, every: int) -> Uploads:
-    policy = Policy(interval_steps=1, object_every_steps=every)
+class Hand:
+    """A clock that stands still until the test moves it."""
+
+    seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+def uploads(
+    ledger: Ledger,
+    *,
+    every: int | None = None,
+    seconds: int | None = None,
+    restored: int | None = None,
+    last: RestorePoint | None = None,
+    clock: Hand | None = None,
+) -> Uploads:
+    policy = Policy(interval_steps=1, object_every_steps=every, object_every_seconds=seconds)
+    point = RestorePoint() if restored is None else RestorePoint(Step(restored), RestartRound(0))
     return Uploads(
         CONTRACT,
-        Mock(policy=policy, last_persisted=None, round=ledger.round),
+        Mock(policy=policy, last_persisted=last, round=ledger.round, restore_point=point),
         Mock(),
         ledger=ledger,
         outbox=Mock(),
         versioned=Mock(),
         pools=Mock(),
         failures=Mock(),
-        clock=Mock(),
+        clock=clock or Hand(),
         on_change=lambda: None,
     )
 
@@ -36,22 +55,71 @@ def local(ledger: Ledger, uploaded: Uploads, step: int) -> None:
     uploaded.committed(Step(step))
 
 
-def test_the_next_local_step_takes_the_place_of_one_that_was_due() -> None:
-    ledger = new_ledger()
-    asked = uploads(ledger, every=10)
-    local(ledger, asked, 7)
-    assert ledger.on_way_to_store == set()
-    asked.steps_dropped((Step(9), Step(10), Step(20)))
-    local(ledger, asked, 13)
-    local(ledger, asked, 14)
-    assert ledger.on_way_to_store == {13}
+def queued(ledger: Ledger, uploaded: Uploads, *steps: int) -> list[int]:
+    """Return which of these steps are queued when they become local, in this order."""
+    found = []
+    for step in steps:
+        before = set(ledger.on_way_to_store)
+        local(ledger, uploaded, step)
+        if ledger.on_way_to_store - before:
+            found.append(step)
+    return found
 
 
-def test_steps_that_were_not_due_are_replaced_by_none() -> None:
+def test_the_first_local_step_at_or_after_each_multiple_is_uploaded() -> None:
+    """Steps between them may have been skipped, dropped from memory or not saved at all."""
     ledger = new_ledger()
     asked = uploads(ledger, every=10)
-    asked.steps_dropped((Step(8), Step(9)))
-    local(ledger, asked, 13)
-    assert ledger.on_way_to_store == set()
-    local(ledger, asked, 20)
-    assert ledger.on_way_to_store == {20}
+    assert queued(ledger, asked, 7, 13, 14, 19, 20, 29, 47, 50) == [13, 20, 47, 50]
+
+
+def test_an_upload_that_was_requested_takes_no_multiple_away() -> None:
+    ledger = new_ledger()
+    asked = uploads(ledger, every=10)
+    asked.ask_after(Step(13))
+    assert queued(ledger, asked, 10, 17, 18, 20) == [10, 17, 20]
+
+
+ROUND_0 = RestorePoint(Step(20), RestartRound(0))
+
+
+@pytest.mark.parametrize(
+    ("restored", "last", "expected"),
+    [
+        pytest.param(25, ROUND_0, [30], id="the store has the multiple"),
+        pytest.param(35, ROUND_0, [36], id="the upload of step 30 was lost"),
+        pytest.param(15, ROUND_0, [20], id="restored before the newest step in the store"),
+        pytest.param(5, None, [10], id="no multiple is over"),
+        pytest.param(15, None, [16], id="the first upload was lost"),
+        pytest.param(None, None, [10], id="nothing was restored"),
+    ],
+)
+def test_the_first_upload_after_a_restart(
+    restored: int | None, last: RestorePoint | None, expected: list[int]
+) -> None:
+    ledger = new_ledger()
+    asked = uploads(ledger, every=10, restored=restored, last=last)
+    first = (restored or 0) + 1
+    assert queued(ledger, asked, *range(first, expected[-1] + 1)) == expected
+
+
+def test_a_coordinator_that_takes_over_a_round_goes_on_with_its_uploads() -> None:
+    ledger = new_ledger()
+    last = RestorePoint(Step(30), ledger.round)
+    asked = uploads(ledger, every=10, restored=5, last=last)
+    assert queued(ledger, asked, 30, 31, 39, 40) == [40]
+
+
+def test_uploads_by_time_begin_with_the_first_save() -> None:
+    ledger, clock = new_ledger(), Hand()
+    asked = uploads(ledger, seconds=60, clock=clock)
+    assert queued(ledger, asked, 1, 2) == [1]
+    clock.seconds += 59.0
+    assert queued(ledger, asked, 3) == []
+    clock.seconds += 1.0
+    assert queued(ledger, asked, 4, 5) == [4]
+
+
+def test_nothing_is_uploaded_without_an_interval() -> None:
+    ledger = new_ledger()
+    assert queued(ledger, uploads(ledger), 1, 10, 100) == []

@@ -12,14 +12,17 @@ from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Failure,
+    Interval,
+    Policy,
     Prepared,
     RankProgress,
+    Timing,
     WorkerReport,
 )
 from holdfast_sidecar.coordinator.alarm import NO_COMMIT
-from holdfast_sidecar.coordinator.watchdog import CommitWatch
+from holdfast_sidecar.coordinator.watchdog import CommitInterval, CommitWatch, interval_of
 
-EVERY = 10
+EVERY = CommitInterval(10)
 
 
 def watch() -> CommitWatch:
@@ -40,6 +43,42 @@ def test_a_commit_is_overdue_when_both_bounds_are_passed(
     found = watch()
     found.look(Step(100), Step(90), EVERY, 1000.0)
     assert (found.look(Step(finished), Step(90), EVERY, now) is not None) is is_overdue
+
+
+@pytest.mark.parametrize(
+    ("finished", "now", "is_overdue"),
+    [
+        pytest.param(9000, 1899.0, False, id="many steps in less than three intervals"),
+        pytest.param(102, 9000.0, False, id="steps that are longer than the interval"),
+        pytest.param(103, 1900.0, True, id="three intervals and three steps"),
+    ],
+)
+def test_a_commit_is_overdue_after_intervals_of_time(
+    finished: int, now: float, is_overdue: bool
+) -> None:
+    found, every = watch(), CommitInterval(seconds=300.0)
+    found.look(Step(100), Step(90), every, 1000.0)
+    assert (found.look(Step(finished), Step(90), every, now) is not None) is is_overdue
+
+
+@pytest.mark.parametrize(
+    ("timing", "reported", "expected"),
+    [
+        pytest.param(None, None, CommitInterval(7), id="steps"),
+        pytest.param(Timing(60.0, 9.0), None, CommitInterval(seconds=60.0), id="seconds"),
+        pytest.param(Timing(None, 900.0), None, CommitInterval(seconds=900.0), id="auto, unknown"),
+        pytest.param(
+            Timing(None, 900.0), Interval(5, 80.0), CommitInterval(seconds=80.0), id="auto, known"
+        ),
+        pytest.param(
+            Timing(None, 900.0), Interval(5, 0.0), CommitInterval(seconds=1.0), id="auto, nothing"
+        ),
+    ],
+)
+def test_the_interval_of_a_round(
+    timing: Timing | None, reported: Interval | None, expected: CommitInterval
+) -> None:
+    assert interval_of(Policy(7, timing=timing), reported) == expected
 
 
 def test_a_gang_that_never_committed_counts_from_its_first_step() -> None:

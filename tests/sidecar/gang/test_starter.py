@@ -1,7 +1,8 @@
-"""Which ranks the sidecar waits for when it ends them at a seal."""
+"""Which ranks the sidecar waits for when it ends them at a seal, and which end with their launcher."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar import FakeLauncher, until
 from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.rounds import accepted, round_message
 
-from holdfast_core.clock import SystemClock
-from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.clock import Clock, ManualClock, SystemClock
+from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import End, HelloReply
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
@@ -61,39 +63,82 @@ class Silent(FakeLauncher):
         return
 
 
+class World:
+    """A starter behind a real socket, which runs ranks of round `running`."""
+
+    def __init__(
+        self, shared: Path, state: RoundState, running: int | None, clock: Clock, **settings: float
+    ) -> None:
+        self.settings = Settings(contract_with(shared_dir=str(shared)), **settings)  # type: ignore[arg-type]
+        self.gang = LocalGang(Worker(0))
+        self.gang.running_round = None if running is None else RestartRound(running)
+        self.connections = LocalConnections()
+        handler = Handler()
+        self.intake = Intake(self.settings.socket_path, JOB_UID, handler, self.connections)
+        peers = Peers(self.settings.contract, None, lambda: state, call_seconds=1)  # type: ignore[arg-type]
+        handler.starter = self.starter = Starter(
+            Pod(self.settings, clock, CurrentRound(state)),
+            self.gang,
+            self.connections,
+            peers,
+            restored=lambda: True,
+            on_change=lambda: None,
+        )
+
+    async def launcher(self, kind: type[FakeLauncher] = FakeLauncher) -> FakeLauncher:
+        """Return a launcher that is connected."""
+        launcher = kind(self.settings.socket_path, JOB_UID)
+        await launcher.connect()
+        return launcher
+
+
 @pytest.mark.parametrize(
-    ("kind", "running", "expected"),
+    ("kind", "running", "end_seconds", "expected"),
     [
-        pytest.param(None, None, True, id="no launcher"),
-        pytest.param(FakeLauncher, 0, True, id="it ends its ranks"),
-        pytest.param(Silent, 0, False, id="it does not answer"),
-        pytest.param(Silent, None, True, id="it runs nothing and is busy"),
+        pytest.param(None, None, 120.0, True, id="no launcher"),
+        pytest.param(FakeLauncher, 0, 120.0, True, id="it ends its ranks"),
+        pytest.param(Silent, 0, 0.3, False, id="it does not answer"),
+        pytest.param(Silent, None, 120.0, True, id="it runs nothing and is busy"),
     ],
 )
 async def test_end_ranks(
-    shared: Path, kind: type[FakeLauncher] | None, running: int | None, expected: bool
+    shared: Path,
+    kind: type[FakeLauncher] | None,
+    running: int | None,
+    end_seconds: float,
+    expected: bool,
 ) -> None:
-    settings = Settings(contract_with(shared_dir=str(shared)), end_seconds=0.3)
-    handler = Handler()
-    connections = LocalConnections()
-    intake = Intake(settings.socket_path, JOB_UID, handler, connections)
-    gang = LocalGang(Worker(0))
-    gang.running_round = None if running is None else RestartRound(running)
-    peers = Peers(settings.contract, None, lambda: STATE, call_seconds=1)  # type: ignore[arg-type]
-    handler.starter = Starter(
-        Pod(settings, SystemClock(), CurrentRound(STATE)),
-        gang,
-        connections,
-        peers,
-        restored=lambda: True,
-        on_change=lambda: None,
-    )
-    await intake.start()
-    launcher = None if kind is None else kind(settings.socket_path, JOB_UID)
-    if launcher is not None:
-        await launcher.connect()
-    assert await handler.starter.end_ranks(RestartRound(1)) is expected
+    world = World(shared, STATE, running, SystemClock(), end_seconds=end_seconds)
+    await world.intake.start()
+    launcher = None if kind is None else await world.launcher(kind)
+    assert await world.starter.end_ranks(RestartRound(1)) is expected
     if launcher is not None:
         await until(lambda: End(RestartRound(1)) in launcher.pushed, "End")
         launcher.close()
-    await intake.close()
+    await world.intake.close()
+
+
+@pytest.mark.parametrize(
+    ("is_back", "dead"),
+    [
+        pytest.param(True, set(), id="it is back in a moment"),
+        pytest.param(False, {Rank(0)}, id="it stays away"),
+    ],
+)
+async def test_ranks_are_dead_when_their_launcher_stays_away(
+    shared: Path, is_back: bool, dead: set[Rank]
+) -> None:
+    clock = ManualClock()
+    world = World(shared, accepted(round_message(1, workers=1)), 1, clock)
+    await world.intake.start()
+    (await world.launcher()).close()
+    await until(lambda: clock.sleepers, "the end of the connection")
+    back = await world.launcher() if is_back else None
+    clock.advance(world.settings.launcher_grace_seconds)
+    for _ in range(20):  # the watch of the launcher runs to its end
+        await asyncio.sleep(0)
+    assert world.gang.dead.keys() == dead
+    assert world.gang.running_round == (1 if is_back else None)
+    if back is not None:
+        back.close()
+    await world.intake.close()

@@ -29,6 +29,7 @@ from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.process.manifests import Manifests
 from holdfast_sidecar.process.pruning import Pruner
+from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.save.room import Room
 from holdfast_sidecar.wire.intake import LocalConnections
 
@@ -92,7 +93,8 @@ class World:
         no_peers: Any = None
         self.manifests = Manifests(pod, tiers, saves, no_peers, failures)
         notices = RankNotices(self.current, LocalConnections())
-        self.pruner = Pruner(pod, tiers, saves, notices, failures)
+        self.copies = IncomingCopies(pod, tiers, no_peers)
+        self.pruner = Pruner(pod, tiers, saves, self.copies, notices, failures)
 
     async def put(self, *, buffered: bool) -> Ok:
         """Put a manifest of this shard and of a shard of rank 1, as the coordinator does."""

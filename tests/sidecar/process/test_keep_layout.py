@@ -12,10 +12,10 @@ from tests.support.sidecar.rounds import first_round
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.ids import Digest, RestartRound, Worker
+from holdfast_core.ids import Digest, RestartRound, TierName, Worker
 from holdfast_core.messages.schema import KeepLayout, Ok, Refusal
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_sidecar.base.failures import PEER_FULL, Failures, TierName, reason_of
+from holdfast_sidecar.base.failures import PEER_FULL, Failures, reason_of
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings

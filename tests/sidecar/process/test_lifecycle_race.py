@@ -50,7 +50,7 @@ class SlowNode:
 
     def write_round(self, round_: RestartRound, version: int) -> None:
         self.writing.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(120)
         self._tier.write_round(round_, version)
 
 
@@ -136,7 +136,7 @@ async def test_round_of_the_old_round_does_not_unseal_the_new_one(
 ) -> None:
     world = World(slow, tmp_path)
     late = asyncio.create_task(world.lifecycle.round(OPERATOR, second_message(4)))
-    await asyncio.to_thread(slow.writing.wait, 30)
+    assert await asyncio.to_thread(slow.writing.wait, 120)
     seal = asyncio.create_task(world.lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
     await asyncio.sleep(0)  # the seal takes effect in memory at its first turn
     assert world.current.state.round == 5

@@ -98,7 +98,7 @@ class Pod:
     def namespace_of(self, point: RestorePoint) -> str:
         return self.world.saved.namespace
 
-    def failed(self, rank: Rank, text: str) -> None:
+    def failed(self, rank: Rank, text: str, *, is_final: bool = True) -> None:
         if text != (self.reported[-1] if self.reported else ""):
             self.reported.append(text)
 

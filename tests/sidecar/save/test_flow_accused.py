@@ -12,7 +12,7 @@ from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.flows import AcceptingMember, running_flow
 
 from holdfast_core.ids import TierName, Worker
-from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal, Refused
+from holdfast_core.messages.schema import CopyReply, CopyRequest, Failure, Refusal, Refused
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.wire.client import raise_refused
 
@@ -101,6 +101,22 @@ async def test_a_shard_that_its_owner_has_no_more_is_not_offered_again(tmp_path:
         await world.until_idle()
         assert peer.copied == [record.ref]
         assert world.flow.shards() == ()
+
+
+async def test_a_copy_of_a_step_that_the_target_has_pruned_is_no_failure(tmp_path: Path) -> None:
+    """The target prunes the step before this node, which no longer copies it then. Here it is not pruned."""
+    failures: list[tuple[Failure, ...]] = []
+
+    class Pruning(RefusingOnce):
+        def copy(self, message: CopyRequest) -> CopyReply:
+            failures.append(world.failures.current)
+            return super().copy(message)
+
+    async with running_flow(tmp_path, Pruning(Refusal.NOT_FOUND)) as world:
+        record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+        world.flow.add(own_shard(record, committed=True))
+        await world.until_idle()
+        assert failures == [(), ()]
 
 
 async def test_a_copy_without_progress_is_reported_and_requested_again(tmp_path: Path) -> None:

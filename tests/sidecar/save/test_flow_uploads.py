@@ -18,10 +18,10 @@ from holdfast_core.messages.schema import (
     Reference,
     Uploaded,
 )
+from holdfast_core.store.sharing import ShardUploader
+from holdfast_core.store.stored_as import StoredAs
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.save.flow import own_shard
-from holdfast_sidecar.save.plan import StoredAs
-from holdfast_sidecar.save.sharing import ShardUploader
 
 BASE = Reference(Step(1), RestartRound(0), 5)
 

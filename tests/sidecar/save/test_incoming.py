@@ -52,6 +52,7 @@ class Owner:
         self.copies = 0
         self.started = threading.Semaphore(0)
         self.may_end = threading.Event()
+        self.published: Callable[[], object] = lambda: None
 
     def copy(
         self, member: Member, ref: ShardRef, *, background: bool, may_go_on: Callable[[], None]
@@ -66,7 +67,9 @@ class Owner:
         if self.error is not None:
             raise self.error
         header = shard_header(SIZE, step=ref.step)
-        return Copied(self._node.write_shard(header, BytesSource(payload(SIZE))), 77)
+        record = self._node.write_shard(header, BytesSource(payload(SIZE)))
+        self.published()
+        return Copied(record, 77)
 
 
 class World:
@@ -147,6 +150,24 @@ async def test_a_request_is_answered_before_its_caller_gives_up() -> None:
         assert reply.durable
 
 
+async def test_a_copy_that_waits_for_a_thread_progresses_with_the_copies_before_it() -> None:
+    """All threads copy. A sender would give up a copy that seems to make no progress for a minute."""
+    async with world(call_seconds=0.03) as here:
+        before = [shard(step).ref for step in range(10, 18)]
+        running = [here.take(ref) for ref in before]
+        for _ in before:
+            await here.until_started()
+        waiting = shard(20).ref
+        while (first := (await here.take(waiting)).pieces) < len(before):
+            continue
+        assert here.owner.copies == len(before)
+        here.owner.may_end.set()
+        while not (reply := await here.take(waiting)).durable:
+            assert reply.pieces != 0
+        assert first == len(before)
+        await asyncio.gather(*running)
+
+
 async def test_a_caller_that_disconnects_does_not_end_the_copy() -> None:
     async with world() as here:
         request = here.take(shard().ref)
@@ -201,6 +222,28 @@ async def test_a_copy_of_a_round_that_was_sealed_meanwhile_is_not_kept() -> None
         with pytest.raises(StaleRoundError):
             await request
         assert here.node.list_shards() == ()
+
+
+@pytest.mark.parametrize("pruned_after_the_copy", [False, True])
+async def test_a_copy_of_a_step_that_was_pruned_meanwhile_is_not_kept(
+    pruned_after_the_copy: bool,
+) -> None:
+    """The step is pruned while bytes arrive, or when the copy has just been published."""
+    async with world() as here:
+        ref, loop = shard().ref, asyncio.get_running_loop()
+        request = here.take(ref)
+        await here.until_started()
+        if pruned_after_the_copy:
+            here.owner.published = lambda: loop.call_soon_threadsafe(
+                here.copies.forget, frozenset({ref.step})
+            )
+        else:
+            here.copies.forget(frozenset({ref.step, 99}))
+        here.owner.may_end.set()
+        with pytest.raises(NotFoundError, match="pruned"):
+            await request
+        assert here.node.list_shards() == ()
+        assert (await here.take(shard(8).ref)).durable
 
 
 async def test_a_shard_of_another_job_is_refused() -> None:

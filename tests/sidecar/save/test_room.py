@@ -205,7 +205,7 @@ async def test_a_streamed_save_without_room_fails_and_the_next_one_succeeds(tmp_
         saving = asyncio.ensure_future(stager.streams.stage(lambda: state, message, rank))
         await until(lambda: saving.done() or failures.current, "the end, or a failure")
         stager.room.made()
-        return await asyncio.wait_for(saving, 30)
+        return await asyncio.wait_for(saving, 120)
 
     with pytest.raises(RefusedError, match="no room"):
         await save(7)

@@ -117,7 +117,7 @@ async def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_di
         world.stager.choose(Step(2))
         world.node.let(1, 2)
         await world.until(lambda: world.slots() == [FREE, FREE, FREE])
-        assert await world.stager.settle(30)
+        assert await world.stager.settle(120)
         assert world.stored() == [2]
         assert [o.stage.step for o in world.outcomes] == [2]
 

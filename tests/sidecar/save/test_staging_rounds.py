@@ -32,7 +32,7 @@ async def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, 
         world.stager.seal()
         world.stager.choose(Step(2))
         world.node.let(1, 2, 3, 4)
-        assert await world.stager.settle(30)
+        assert await world.stager.settle(120)
         assert world.node.begun == [1], "nothing is begun any more"
         manifests = frozenset(CheckpointId(Step(s), ROUND) for s in (2, 3))
         for checkpoint in manifests:
@@ -58,11 +58,11 @@ async def test_a_seal_reports_that_its_time_ran_out(tmp_path: Path) -> None:
         await world.digested(2)
         world.node.let(1)
         world.stager.seal()
-        assert await world.stager.settle(30)
+        assert await world.stager.settle(120)
         manifests = frozenset({CheckpointId(Step(2), ROUND)})
         assert not await world.stager.write_buffered(manifests, 0)
         world.node.let(2)
-        assert await world.stager.settle(30), "the next SEAL finds it written"
+        assert await world.stager.settle(120), "the next SEAL finds it written"
         assert world.stored() == [1, 2]
 
 
@@ -86,7 +86,7 @@ async def test_a_restarted_sidecar_recovers_slots_in_memory_and_being_written(
         world.stager.choose(Step(2))
         world.node.let(1, 2)
         await world.until(lambda: world.buffered().shards[-1].stored)
-        assert await old.settle(30)
+        assert await old.settle(120)
 
 
 async def test_another_coordinator_receives_everything_again(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class HangingNode(MemoryTier):
 
     def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
         source.read_into(0, memoryview(bytearray(header.payload_bytes // 2)))
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(120)
         return super().write_shard(header, source)
 
 
@@ -155,7 +155,7 @@ class HangingReadBack(MemoryTier):
     def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
         record = super().write_shard(header, source)
         source.verified(header.payload_bytes // 2)
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(120)
         return record
 
 

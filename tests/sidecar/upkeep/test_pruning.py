@@ -63,6 +63,15 @@ def test_steps_of_older_rounds_above_the_restore_point_are_deleted(node: DiskNod
     assert left(node) == ({(5, 0), (7, 2)}, {(5, 0), (7, 2)})
 
 
+def test_a_quarantined_checkpoint_off_the_lineage_stays(node: DiskNodeTier) -> None:
+    for step, round_ in ((5, 0), (6, 0), (7, 1)):
+        put(node, step, round_)
+    held = replace(message(5), quarantined=(RestorePoint(Step(6), RestartRound(0)),))
+    assert delete_off_lineage(node, JOB_UID, held) == 1
+    assert left(node) == ({(5, 0), (6, 0)}, {(5, 0), (6, 0)})
+    assert protected_steps(held) == {5, 6}
+
+
 @pytest.mark.parametrize(
     "round_message",
     [

@@ -22,6 +22,7 @@ class Handler:
 
     def __init__(self) -> None:
         self.rendered = 0
+        self.ready = True
         self.called: list[str] = []
 
     def metrics(self) -> bytes:
@@ -36,7 +37,20 @@ class Handler:
 def plain(
     handler: Handler, **options: Any
 ) -> AbstractAsyncContextManager[tuple[PlainServer, int, Counter[str]]]:
-    return served(lambda dropped: PlainServer(handler.metrics, dropped=dropped, **options))
+    return served(
+        lambda dropped: PlainServer(
+            handler.metrics, lambda: handler.ready, dropped=dropped, **options
+        )
+    )
+
+
+@pytest.mark.parametrize(("ready", "expected"), [(True, 200), (False, 503)])
+async def test_readyz_answers_whether_the_ranks_train(ready: bool, expected: int) -> None:
+    handler = Handler()
+    handler.ready = ready
+    async with plain(handler) as (_, port, _), aiohttp.ClientSession() as session:
+        async with session.get(f"http://127.0.0.1:{port}/readyz") as response:
+            assert response.status == expected
 
 
 async def scrape(port: int) -> str:

@@ -18,6 +18,7 @@ from holdfast_core.api import (
     Condition,
     ConditionStatus,
     DeletionPolicy,
+    FailurePolicySpec,
     FailureRule,
     NameRef,
     ObjectMeta,
@@ -32,9 +33,10 @@ from holdfast_core.api.checkpoint_policy import (
     ObjectTierSpec,
     PeerTierSpec,
     RetentionSpec,
-    StepInterval,
+    SaveInterval,
+    UploadInterval,
 )
-from holdfast_core.api.training_job import FailurePolicySpec, RestoreFromSpec
+from holdfast_core.api.training_job import RestoreFromSpec
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import JobIdentity, Manifest, ManifestShard
@@ -103,6 +105,7 @@ def spec(
     max_restarts: int = 10,
     window: str = "1h",
     rules: tuple[FailureRule, ...] = (),
+    interval: SaveInterval | None = None,
     **changes: Any,
 ) -> TrainingJobSpec:
     """Return a spec, with short names for nested fields; `changes` are fields of TrainingJobSpec."""
@@ -112,14 +115,14 @@ def spec(
         procs_per_worker=procs_per_worker,
         template=template(),
         checkpoint=CheckpointPolicySpec(
-            interval=StepInterval(steps=interval_steps),
+            interval=interval or SaveInterval(steps=interval_steps),
             memory=MemorySpec(size_limit=size_limit),
             peer=PeerTierSpec(copies=copies, topology_key=topology_key, encryption=encryption),
             object=None
             if store is None
             else ObjectTierSpec(
                 store_ref=NameRef(name=store),
-                every=StepInterval(steps=object_every_steps),
+                every=UploadInterval(steps=object_every_steps),
                 compression=compression,
             ),
             retention=RetentionSpec(keep_last=keep_last),
@@ -372,7 +375,6 @@ def checkpoint(
     deleting: bool = False,
     has_finalizer: bool = False,
     persisted: bool = True,
-    quarantined: bool = False,
     **changes: Any,
 ) -> Checkpoint:
     """Return the Checkpoint of a persisted commit; `changes` are fields of its status."""
@@ -386,10 +388,7 @@ def checkpoint(
             "manifest": None if step is None else manifest_digest(step, round_ or 0),
             "job_uid": UID,
             "world_size": 2,
-            "conditions": (
-                condition(CheckpointCondition.PERSISTED, persisted, "R"),
-                condition(CheckpointCondition.QUARANTINED, quarantined, "R"),
-            ),
+            "conditions": (condition(CheckpointCondition.PERSISTED, persisted, "R"),),
             **changes,
         }
     )

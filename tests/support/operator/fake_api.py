@@ -118,15 +118,11 @@ class FakeApi(KubeApi):
         self._check("GET" if where.name else "LIST", where)
         if where.name:
             return copy.deepcopy(self._find(where))
-        wanted = dict(
-            pair.split("=", 1)
-            for pair in (params or {}).get("labelSelector", "").split(",")
-            if pair
-        )
+        selector = (params or {}).get("labelSelector", "")
         items = [
             raw
             for raw in self.all(where.plural, where.namespace or None)
-            if wanted.items() <= (raw["metadata"].get("labels") or {}).items()
+            if _selected(raw["metadata"].get("labels") or {}, selector)
         ]
         return {
             "metadata": {"resourceVersion": str(self._version)},
@@ -231,6 +227,21 @@ class FakeApi(KubeApi):
     def _next_version(self) -> str:
         self._version += 1
         return str(self._version)
+
+
+def _selected(labels: Mapping[str, str], selector: str) -> bool:
+    """Return whether the labels match a selector of the forms `a=b`, `a!=b` and `a`, joined by commas."""
+    for term in filter(None, selector.split(",")):
+        key, operator, value = term.partition("=")
+        if not operator:
+            matches = key in labels
+        elif key.endswith("!"):
+            matches = labels.get(key[:-1]) != value
+        else:
+            matches = labels.get(key) == value
+        if not matches:
+            return False
+    return True
 
 
 def _error(status: int, reason: str, message: str) -> ApiError:

@@ -47,6 +47,8 @@ class FakeNode:
     """Whether the node runs but neither the API nor the operator can reach it."""
     deleted: bool = False
     """Whether its Node and Lease are deleted and its kubelet is gone."""
+    notice: str = ""
+    """Key of a taint with effect NoSchedule that says that the node will be taken away soon. "": none."""
     silent_ticks: int = 0
     renewed: float = 0
     """Time at which its kubelet last renewed the lease."""
@@ -117,6 +119,10 @@ class FakeCluster:
     """Tolerations that an admission plug-in of the cluster adds to every pod."""
     full_nodes: set[str] = field(default_factory=set)
     """Names of nodes without room for another pod."""
+    gated: bool = False
+    """Whether pods that have no node yet have a scheduling gate."""
+    pods_per_node: int = 1000
+    """Number of this cluster's pods that fit on a node."""
     hold_starts: bool = False
     """Whether every pod stays Pending (images are pulled, or a mounted Secret is missing)."""
     all_silent: bool = False
@@ -287,7 +293,8 @@ class FakeCluster:
 
     def _publish_node(self, node: FakeNode) -> None:
         spec = {"renewTime": str(node.renewed)}
-        taints = [{"key": UNREACHABLE, "effect": "NoSchedule"}] if node.tainted else []
+        keys = [UNREACHABLE] * node.tainted + [node.notice] * bool(node.notice)
+        taints = [{"key": key, "effect": "NoSchedule"} for key in keys]
         for plural, namespace, state in (
             ("nodes", "", {"spec": {"taints": taints}}),
             ("leases", "kube-node-lease", {"spec": spec}),
@@ -451,8 +458,9 @@ class FakeCluster:
         pod.age += 1
         view = pod.view
         if view.node is None:
-            node = self._place(view)
-            text = None if node else "Unschedulable"
+            node = None if self.gated else self._place(view)
+            waiting = "SchedulingGated" if self.gated else "Unschedulable"
+            text = None if node else waiting
             message = "" if node else f"0/{len(self.nodes)} nodes are available"
             pod.view = replace(view, node=node, reason=text, message=message)
             return
@@ -487,13 +495,14 @@ class FakeCluster:
             n.name: 0
             for n in self.nodes.values()
             if not n.deleted
-            and (tolerates_all or not n.tainted)
+            and (tolerates_all or not (n.tainted or n.notice))
             and n.name not in self.full_nodes
             and _allows(spec["affinity"], n.name)
         }
         for pod in self.pods.values():
             if pod.view.node in load:
                 load[pod.view.node] += 1
+        load = {n: pods for n, pods in load.items() if pods < self.pods_per_node}
         return min(load, key=lambda n: (load[n], n)) if load else None
 
     def _finish(self) -> None:

@@ -17,7 +17,7 @@ from tests.support.operator.fake_api import FakeApi
 from tests.support.operator.fake_cluster import FakeCluster
 from tests.support.operator.toy_link import ToyLink, Trouble, calm
 
-from holdfast_core.api import TrainingJob
+from holdfast_core.api import Gang, TrainingJob
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
 from holdfast_core.names import pod_name
@@ -32,6 +32,7 @@ from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Unreadable
+from holdfast_operator.model.keys import job_key
 from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
@@ -40,6 +41,8 @@ from holdfast_operator.watch.expectations import Expectations
 __all__ = ["OPERATOR_NAMESPACE", "FakeOperator", "Trouble", "calm"]
 
 OPERATOR_NAMESPACE = "holdfast-system"
+LEAVING_TAINTS = frozenset({"example.com/spot-notice"})
+"""Setting of the installation: keys of taints that say that a node will be taken away soon."""
 ALWAYS_FRESH = frozenset({"leases", "nodes"})
 """Plurals that are never stale. The operator reads a Lease directly before it treats it as not renewed, so
 a stale one has no effect."""
@@ -67,13 +70,15 @@ class FakeOperator:
         self._effects = JobEffects(
             kube, self.cache, self.link, self.certificates, events, Metrics(), clock
         )
-        self._observer = Observer(self.cache, self.link, self._effects, clock)
+        self._observer = Observer(
+            self.cache, self.link, self._effects, clock, leaving_taints=LEAVING_TAINTS
+        )
         self._reports = UnreadableReports(kube, events, clock)
         self.stuck: set[str] = set()
         """Plurals whose watch delivers no further events."""
-        self._gone: list[TrainingJob | Unreadable] = []
+        self._gone: list[Gang | Unreadable] = []
         self._listed: dict[str, int] = {}
-        """The change counter of each plural at its last list."""
+        """The change counter of its plural at the last list of each collection."""
 
     @property
     def trouble(self) -> Trouble:
@@ -122,17 +127,18 @@ class FakeOperator:
         for reflector in self.cache.reflectors:
             plural = reflector.collection.path.rpartition("/")[2]
             changes = self.cluster.api.changes[plural]
-            known = self._listed.get(plural)
+            name = reflector.collection.name
+            known = self._listed.get(name)
             if plural in self.stuck:
                 continue
             fresh = known is None or plural in ALWAYS_FRESH
             if fresh or not self.trouble.strikes(self.trouble.stale_read):
                 if known != changes or plural in ALWAYS_FRESH:
                     await reflector.relist()
-                self._listed[plural] = changes
+                self._listed[name] = changes
         await self._forget_gone()
         name = self.cluster.job["metadata"]["name"]
-        job = self.cache.job(NAMESPACE, name)
+        job = self.cache.job(job_key(NAMESPACE, name))
         if job is None:
             hidden = self.cache.unreadable(TrainingJob.KIND, NAMESPACE, name)
             if hidden is not None:
@@ -160,7 +166,7 @@ class FakeOperator:
         pod = self.cluster.pods.get(name)
         return None if pod is None else pod.view
 
-    def _job_gone(self, job: TrainingJob | Unreadable) -> None:
+    def _job_gone(self, job: Gang | Unreadable) -> None:
         self._gone.append(job)
 
     async def _forget_gone(self) -> None:

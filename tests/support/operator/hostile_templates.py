@@ -84,7 +84,7 @@ HOSTILE_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
     "relative": (mounted("holdfast/shared"), f"{MOUNT}.mountPath"),
     "over everything": (mounted("/"), f"{MOUNT}.mountPath"),
     "certificates of a gang as a volume": (
-        template(volumes=[{"name": "v", "secret": {"secretName": "gpt-abc123-certs-r0"}}]),
+        template(volumes=[{"name": "v", "secret": {"secretName": "gpt-abc123-certs-0-r0"}}]),
         f"{SPEC}.volumes[0].secret.secretName",
     ),
     "certificates for a CSI driver": (
@@ -92,7 +92,7 @@ HOSTILE_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
             volumes=[
                 {
                     "name": "v",
-                    "csi": {"driver": "x", "nodePublishSecretRef": {"name": "a-certs-r0"}},
+                    "csi": {"driver": "x", "nodePublishSecretRef": {"name": "a-certs-0-r0"}},
                 }
             ]
         ),
@@ -101,14 +101,14 @@ HOSTILE_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
     "certificates for another driver": (
         template(
             volumes=[
-                {"name": "v", "flexVolume": {"driver": "x", "secretRef": {"name": "a-certs-r0"}}}
+                {"name": "v", "flexVolume": {"driver": "x", "secretRef": {"name": "a-certs-0-r0"}}}
             ]
         ),
         f"{SPEC}.volumes[0].flexVolume.secretRef.name",
     ),
     "certificates for a share of files": (
         template(
-            volumes=[{"name": "v", "azureFile": {"shareName": "x", "secretName": "a-certs-r0"}}]
+            volumes=[{"name": "v", "azureFile": {"shareName": "x", "secretName": "a-certs-0-r0"}}]
         ),
         f"{SPEC}.volumes[0].azureFile.secretName",
     ),
@@ -118,7 +118,7 @@ HOSTILE_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
                 {
                     "name": "v",
                     "projected": {
-                        "sources": [{"configMap": {}}, {"secret": {"name": "a-certs-r12"}}]
+                        "sources": [{"configMap": {}}, {"secret": {"name": "a-certs-0-r12"}}]
                     },
                 }
             ]
@@ -126,11 +126,11 @@ HOSTILE_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
         f"{SPEC}.volumes[0].projected.sources[1].secret.name",
     ),
     "certificates as a variable": (
-        trainer(env=[{"name": "K", "valueFrom": {"secretKeyRef": {"name": "a-certs-r1"}}}]),
+        trainer(env=[{"name": "K", "valueFrom": {"secretKeyRef": {"name": "a-certs-0-r1"}}}]),
         f"{SPEC}.containers[0].env[0].valueFrom.secretKeyRef.name",
     ),
     "certificates as variables": (
-        trainer(envFrom=[{"secretRef": {"name": "a-certs-r1"}}]),
+        trainer(envFrom=[{"secretRef": {"name": "a-certs-0-r1"}}]),
         f"{SPEC}.containers[0].envFrom[0].secretRef.name",
     ),
 }

@@ -114,3 +114,28 @@ class Life:
         point = self.cluster.choices[before].status["restorePoint"]
         assert point.get("step") == step
         assert broken_rules(self.cluster, self.copies) == []
+
+
+class Killed(BaseException):
+    """Stands for the end of the process. It is a BaseException, so that no handler of the operator runs."""
+
+
+def dies_within(life: Life, writes: int, *, seconds: int) -> bool:
+    """Run passes up to and including that write. Return False if the operator writes less in this time."""
+    last = len(life.cluster.api.requests) + writes
+
+    def end() -> None:
+        if len(life.cluster.api.requests) >= last:
+            raise Killed
+
+    life.operator.on_write(end)
+    try:
+        life.run(seconds)
+    except Killed:
+        return True
+    return False
+
+
+def dies_after(life: Life, writes: int) -> None:
+    """Run passes of the operator up to and including that write, which it must make within a minute."""
+    assert dies_within(life, writes, seconds=60)

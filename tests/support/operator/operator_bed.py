@@ -1,4 +1,7 @@
-"""A bed for the operator as a process: a real API server, and a kubelet that the test plays."""
+"""A bed for the operator as a process: a real API server, and a kubelet that the test plays.
+
+The operator has the service account, the rights and the environment that the chart gives it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.chart import NAMESPACE, RELEASE
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.fake_sidecar import FakeSidecar
+from tests.support.operator.operator_account import OperatorAccount
 from tests.support.operator.played_kubelet import PlayedKubelet
 from tests.support.operator.progress import progress_of
 from tests.support.operator.waiting import poll
@@ -49,23 +54,31 @@ STORE = {
 class OperatorBed:
     """An operator as a process, a real API server, and a kubelet that the test plays."""
 
-    plane: ControlPlane
+    account: OperatorAccount
     namespace: str
     folder: Path
     kubelet: PlayedKubelet
     metrics_port: int = field(default_factory=free_port)
     health_port: int = field(default_factory=free_port)
+    pod_name: str = "operator-0"
+    """Name of the operator in its lease. A process of the same name takes the lease without a wait."""
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
+    also_watched: tuple[str, ...] = ()
+    """Further namespaces that the operator watches from its next start on."""
+
+    @property
+    def plane(self) -> ControlPlane:
+        return self.account.plane
 
     def start_operator(self) -> None:
         self.starts += 1
         environment = {
             **os.environ,
-            "KUBECONFIG": str(self.plane.kubeconfig),
-            "HOLDFAST_SIDECAR_IMAGE": "holdfast/sidecar:test",
-            "HOLDFAST_OPERATOR_NAMESPACE": "holdfast-system",
-            "HOLDFAST_WATCH_NAMESPACES": self.namespace,
+            **self.account.environment(),
+            "KUBECONFIG": str(self.account.kubeconfig),
+            "HOLDFAST_WATCH_NAMESPACES": ",".join((self.namespace, *self.also_watched)),
+            "HOLDFAST_POD_NAME": self.pod_name,
             "HOLDFAST_METRICS_PORT": str(self.metrics_port),
             "HOLDFAST_HEALTH_PORT": str(self.health_port),
         }
@@ -76,11 +89,19 @@ class OperatorBed:
 
     def train(self, job: dict[str, Any] | None = None) -> None:
         """Create the job and run its pods until round 0 trains."""
-        self.plane.request("POST", self.path("trainingjobs"), job or training_job())
+        self.create(job or training_job())
+        self.run_gang()
+
+    def create(self, job: dict[str, Any]) -> None:
+        """Create the job and wait for its pods."""
+        self.plane.request("POST", self.path("trainingjobs"), job)
         names = [self.pod(w, 0) for w in range(WORKERS)]
         self.until("pods of round 0", lambda: self.pod_names() == names)
-        for name in names:
-            self.kubelet.run_pod(name)
+
+    def run_gang(self) -> None:
+        """Run the pods of round 0 until it trains."""
+        for worker in range(WORKERS):
+            self.kubelet.run_pod(self.pod(worker, 0))
         self.until(
             "ROUND with all addresses",
             lambda: all(
@@ -108,6 +129,12 @@ class OperatorBed:
         self.process.wait()
         self.process = None
 
+    def forget_lease(self) -> None:
+        """Delete the operators' lease, so that the next operator leads at once, whatever its name."""
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{RELEASE}"
+        if not self.is_gone(path):
+            self.plane.request("DELETE", path)
+
     def log(self) -> str:
         return (self.folder / f"operator-{self.starts}.log").read_text()
 
@@ -133,8 +160,8 @@ class OperatorBed:
             return "HTTP 404" in str(error)
         return False
 
-    def condition(self, kind: str) -> dict[str, Any]:
-        found = [c for c in self.status().get("conditions", []) if c["type"] == kind]
+    def condition(self, kind: str, name: str = "gpt") -> dict[str, Any]:
+        found = [c for c in self.status(name).get("conditions", []) if c["type"] == kind]
         return found[0] if found else {}
 
     def until(self, what: str, condition: Callable[[], Any], seconds: float = 120.0) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from tests.support.operator.fake_sidecar import FakeSidecar
 from tests.support.servers.control_plane import ControlPlane
+from tests.support.servers.ports import free_address
 
 from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_core.ids import RestartRound, Worker
@@ -23,8 +24,6 @@ from holdfast_operator.model import labels
 from holdfast_operator.sidecars.certificates import Leaf
 
 T = TypeVar("T")
-
-_addresses = (f"127.{a}.{b}.{c}" for a in range(77, 90) for b in range(256) for c in range(1, 255))
 
 _NOW = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
 
@@ -66,7 +65,7 @@ class PlayedKubelet:
         }
         self.plane.request("POST", f"{path}/binding", binding)
         marks = pod["metadata"]["labels"]
-        address = next(_addresses)
+        address = free_address(CONTROL_PORT)
         sidecar = self._run(self._start(pod, marks, address))
         self.sidecars[name] = sidecar
         running = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
@@ -136,22 +135,23 @@ class PlayedKubelet:
         return list(found["items"])
 
     async def _start(self, pod: Any, marks: dict[str, str], address: str) -> FakeSidecar:
-        name = pod["metadata"]["name"]
+        [container] = [c for c in pod["spec"]["initContainers"] if c["name"] == SIDECAR_CONTAINER]
+        environment = {e["name"]: e.get("value", "") for e in container["env"]}
         volume = next(v for v in pod["spec"]["volumes"] if v["name"] == "holdfast-certs")["secret"]
         path = f"/api/v1/namespaces/{self.namespace}/secrets/{volume['secretName']}"
         data = self.plane.request("GET", path)["data"]
         files = {i["path"]: base64.b64decode(data[i["key"]]).decode() for i in volume["items"]}
         sidecar = FakeSidecar(
             worker=Worker(int(marks[labels.WORKER])),
-            pod=name,
-            round=RestartRound(int(marks[labels.BIRTH_ROUND])),
+            pod=environment["HOLDFAST_POD_NAME"],
+            round=RestartRound(int(environment["HOLDFAST_BIRTH_ROUND"])),
         )
         leaf = Leaf(files["tls.crt"], files["tls.key"])
         await sidecar.start(address, CONTROL_PORT, files["ca.crt"], leaf)
         return sidecar
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
 
 async def _drained() -> None:

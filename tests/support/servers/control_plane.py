@@ -178,7 +178,7 @@ class ControlPlane:
         )
         context = ssl.create_default_context(cafile=str(self.dir / "ca.crt"))
         try:
-            with urllib.request.urlopen(request, timeout=30, context=context) as reply:
+            with urllib.request.urlopen(request, timeout=120, context=context) as reply:
                 text = reply.read().decode()
         except urllib.error.HTTPError as error:
             answer = error.read().decode(errors="replace")
@@ -228,6 +228,20 @@ class ControlPlane:
 
     def _write_kubeconfig(self) -> None:
         (self.dir / "tokens.csv").write_text(f'{self._token},admin,admin,"system:masters"\n')
+        self.kubeconfig = self.dir / "kubeconfig"
+        self._write_config(self.kubeconfig, self._token)
+
+    def write_kubeconfig_of(self, namespace: str, account: str, path: Path) -> None:
+        """Write a kubeconfig with a token of this service account, which is valid for a day."""
+        url = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"expirationSeconds": 24 * 3600},
+        }
+        self._write_config(path, str(self.request("POST", url, body)["status"]["token"]))
+
+    def _write_config(self, path: Path, token: str) -> None:
         authority = base64.b64encode((self.dir / "ca.crt").read_bytes()).decode()
         config = {
             "apiVersion": "v1",
@@ -239,11 +253,10 @@ class ControlPlane:
                     "cluster": {"server": self.url, "certificate-authority-data": authority},
                 }
             ],
-            "users": [{"name": "admin", "user": {"token": self._token}}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
+            "users": [{"name": "user", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "user"}}],
         }
-        self.kubeconfig = self.dir / "kubeconfig"
-        self.kubeconfig.write_text(json.dumps(config))
+        path.write_text(json.dumps(config))
 
     def _log_tail(self, name: str) -> str:
         return (self.dir / f"{name}.log").read_text(errors="replace")[-2000:]

@@ -31,7 +31,7 @@ from holdfast_core.store.s3.http import Timeouts
 ACCESS_KEY = "holdfast-test"
 SECRET_KEY = "holdfast-test-secret"
 REGION = "us-east-1"
-START_SECONDS = 30.0
+START_SECONDS = 120.0
 
 
 class ServerUnavailableError(AssertionError):

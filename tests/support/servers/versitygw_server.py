@@ -61,7 +61,7 @@ class VersitygwServer(StoreServer):
         account = ["--access", ACCESS_KEY, "--secret", SECRET_KEY, "--region", REGION]
         where = ["--endpoint-url", f"http://{self.endpoint}"]
         command = [str(find_tool(self.tool)), "admin", *account, *where, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode != 0:
             raise ServerUnavailableError(
                 f"versitygw admin {arguments[0]}: {done.stdout}{done.stderr}"

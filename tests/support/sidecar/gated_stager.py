@@ -169,7 +169,7 @@ async def running(root: Path, slots: int) -> AsyncIterator[World]:
         yield world
     finally:
         world.node.let(*range(100))
-        assert await world.stager.settle(30)
+        assert await world.stager.settle(120)
         world.pools.close()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.support.sidecar.waiting import DEADLINE_SECONDS, until
 
 from holdfast_core.clock import SystemClock
+from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import (
     JobUid,
     RestartRound,
@@ -28,7 +30,7 @@ from holdfast_core.messages.schema import (
     Run,
     StoreAddress,
 )
-from holdfast_core.messages.socket_frames import read_frame, write_frame
+from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
 from holdfast_sidecar.wire.client import raise_refused
 
 
@@ -65,9 +67,13 @@ class LocalClient:
     async def request(self, message: Any) -> Any:
         """Send a request and return its reply.
 
-        Raises RefusedError or a related error for a refusal.
+        Raises RefusedError or a related error for a refusal, and UnavailableError if the sidecar closes the
+        connection, for example because it dies, before it has replied.
         """
         assert self._writer is not None
+        assert self._reader is not None
+        if self._reader.done():
+            raise UnavailableError(f"the sidecar has closed the connection at {self._path}")
         self._next_id += 1
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[self._next_id] = future
@@ -88,12 +94,23 @@ class LocalClient:
             self._writer.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while (frame := await read_frame(reader)) is not None:
-            if frame.id == 0:
-                self.pushed.append(frame.message)
-                self.on_push(frame.message)
-            elif (future := self._waiting.pop(frame.id, None)) is not None and not future.done():
-                future.set_result(frame.message)
+        try:
+            with suppress(UnavailableError):  # the sidecar was killed
+                while (frame := await read_frame(reader)) is not None:
+                    self._take(frame)
+        finally:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(
+                        UnavailableError(f"the sidecar closed {self._path} without a reply")
+                    )
+
+    def _take(self, frame: Frame) -> None:
+        if frame.id == 0:
+            self.pushed.append(frame.message)
+            self.on_push(frame.message)
+        elif (future := self._waiting.pop(frame.id, None)) is not None and not future.done():
+            future.set_result(frame.message)
 
 
 class FakeLauncher(LocalClient):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import subprocess
@@ -71,6 +72,18 @@ class SidecarProcess:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+def files_below(directory: Path, pattern: str) -> list[Path]:
+    """Return the files below a directory whose names match a pattern.
+
+    A sidecar may write to the directory meanwhile. `Path.rglob` raises an error if it removes a directory.
+    """
+    return [
+        Path(folder, name)
+        for folder, _, names in os.walk(directory)
+        for name in fnmatch.filter(names, pattern)
+    ]
 
 
 def flip_a_bit(node_dir: Path, *, rank: int) -> Path:

@@ -14,9 +14,8 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from types import TracebackType
-from typing import Self
 
+from holdfast_core.closing import Closing
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.shards.chunk_table import ChunkTable
@@ -132,6 +131,10 @@ class FaultyNodeTier:
         self._faults.strike("list_manifests")
         return self._inner.list_manifests()
 
+    def keep_layout(self, digest: Digest) -> bool:
+        self._faults.strike("keep_layout")
+        return self._inner.keep_layout(digest)
+
     def put_layout(self, document: bytes) -> Digest:
         self._faults.strike("put_layout")
         return self._inner.put_layout(document)
@@ -243,7 +246,7 @@ class FaultyCopyWriter:
         self._inner.abort()
 
 
-class FaultySource:
+class FaultySource(Closing):
     """Shard source with faults.
 
     A fault hits after a piece was read and verified: an error replaces the piece, and a flip changes its
@@ -266,19 +269,8 @@ class FaultySource:
     def close(self) -> None:
         self._inner.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class FaultyShardReader:
+class FaultyShardReader(Closing):
     """Shard reader with faults.
 
     A flip changes bytes after the inner tier has verified them, as a memory fault would.
@@ -324,17 +316,6 @@ class FaultyShardReader:
 
     def close(self) -> None:
         self._inner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _due(fault: Fault, call: int) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Generator, Iterable
-from types import TracebackType
-from typing import Self
 
+from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -119,6 +118,10 @@ class MemoryTier:
         with self._lock:
             self._layouts[digest] = document
         return digest
+
+    def keep_layout(self, digest: Digest) -> bool:
+        with self._lock:
+            return digest in self._layouts
 
     def get_layout(self, digest: Digest) -> bytes:
         with self._lock:
@@ -241,7 +244,7 @@ class MemoryCopyWriter:
             self._tier._give_back(self._file_bytes)
 
 
-class MemoryShardReader:
+class MemoryShardReader(Closing):
     """ShardReader over the bytes of a file. Its `fd` is a memfd with the same content."""
 
     def __init__(self, ref: ShardRef, data: bytes) -> None:
@@ -301,17 +304,6 @@ class MemoryShardReader:
         if not self._closed:
             self._closed = True
             os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _checked(self) -> Trailer:
         """Check head, trailer and identity, but not the payload, as the disk tier's reader does."""

@@ -14,6 +14,7 @@ from holdfast_core.errors import (
     CorruptionError,
     NotFoundError,
 )
+from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import ByteRange, CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.shards.record import CHUNK_BYTES, ShardRecord
 from holdfast_core.tiers.base import NodeTier
@@ -232,6 +233,8 @@ class TierContract:
         digest = tier.put_layout(b"{}")
         assert tier.put_layout(b"{}") == digest
         assert tier.get_layout(digest) == b"{}"
+        assert tier.keep_layout(digest)
+        assert not tier.keep_layout(digest_of(b"[]"))
 
     def test_deleting_a_checkpoint_leaves_the_others(self, tier: NodeTier) -> None:
         gone = [write(tier, payload(5000, seed=rank), rank) for rank in range(2)]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.state.snapshot import DeviceCopy
+from holdfast.state.copying.target import DeviceCopy
 from holdfast.state.tensors import is_tensor
 from holdfast_core.errors import DeviceError
 

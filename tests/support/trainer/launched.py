@@ -1,6 +1,7 @@
 """`holdfast run` as users run it: a process with ranks that tests watch and kill.
 
-The program must write "<steps done> <pid>" to `<progress>/rank<r>`, as examples/gpt/train.py does.
+The program must write "<steps done> <pid>" to `<progress>/rank<r>`, as examples/gpt/train.py does. A program
+that writes it again must replace the file, because tests read it at any time.
 """
 
 from __future__ import annotations
@@ -52,13 +53,43 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def persisters_of(pid: int, folder: Path) -> list[int]:
+    """Return the process ids of the persisters of a process that write to this folder.
+
+    A test process may have other children: persisters of earlier tests that still end, and the resource
+    tracker that multiprocessing keeps until the process ends.
+    """
+    found = []
+    for child in children_of(pid):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"holdfast.directory.persister" in command and str(folder).encode() in command:
+                found.append(child)
+    return found
+
+
 def is_alive(pid: int) -> bool:
     """Return whether the process runs. Zombies count as dead."""
+    return state_of(pid) not in ("", "Z", "X")
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of the process's state, such as Z for a zombie, or "" if there is none."""
+    return _state(Path(f"/proc/{pid}/stat"))
+
+
+def stop(pid: int) -> None:
+    """Stop a process with SIGSTOP, and wait until none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    until(lambda: all(_state(file) == "T" for file in threads.glob("*/stat")), "the stop")
+
+
+def _state(stat: Path) -> str:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return stat.read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state not in ("Z", "X")
+        return ""
 
 
 @dataclass(slots=True)

@@ -74,3 +74,15 @@ def test_a_level_that_was_reached_does_not_fail_afterwards() -> None:
     assert handle.failure is None
     handle.fail(Level.REPLICATED, "no peer")
     assert handle.failure == "no peer"
+
+
+def test_a_level_without_further_reports_ends_its_waits_and_is_no_failure(
+    handle: SaveHandle,
+) -> None:
+    handle.reach(Level.LOCAL)
+    handle.report_no_more(Level.PERSISTED, "it was closed")
+    with pytest.raises(SaveFailedError, match="it was closed"):
+        handle.wait("persisted", timeout=0)
+    assert handle.failure is None
+    handle.reach(Level.PERSISTED)
+    handle.wait("persisted", timeout=0)

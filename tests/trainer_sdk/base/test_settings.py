@@ -11,6 +11,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from holdfast.base.settings import RankSettings, rank_environment
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import Rank, RestartRound, Step
+from holdfast_core.messages.schema import Timing
 
 FULL = RankSettings(
     rank=Rank(3),
@@ -38,6 +39,24 @@ FULL = RankSettings(
             id="nothing-to-restore",
         ),
         pytest.param(
+            RankSettings(
+                round=RestartRound(0),
+                interval_steps=0,
+                timing=Timing(300.0, 60.5),
+                agent_store=True,
+            ),
+            id="seconds",
+        ),
+        pytest.param(
+            RankSettings(
+                round=RestartRound(0),
+                interval_steps=0,
+                timing=Timing(None, 7200.0),
+                agent_store=True,
+            ),
+            id="auto",
+        ),
+        pytest.param(
             RankSettings(round=RestartRound(0), interval_steps=0, agent_store=True), id="not-told"
         ),
     ],
@@ -45,6 +64,12 @@ FULL = RankSettings(
 def test_settings_survive_a_round_trip_through_the_environment(settings: RankSettings) -> None:
     env = rank_environment(settings, group_rank=1, run_id="job")
     assert RankSettings.from_env(env) == settings
+
+
+@pytest.mark.parametrize("wrong", ["often", "0", "-1", "nan", "inf"])
+def test_an_interval_that_is_no_time_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"HOLDFAST_INTERVAL_SECONDS='.*': expected a number"):
+        RankSettings.from_env({"HOLDFAST_INTERVAL_SECONDS": wrong})
 
 
 def test_torchrun_names_are_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ class Training:
         self.ring = SlotRing(slots_dir, Rank(rank), policy.slots)
         self.ring.ensure(4096, ROUND)
         self.status = SaveStatus(
-            ProgressReporter(session, Rank(rank)), lambda: "the log", raises=False
+            ProgressReporter(session, Rank(rank), time.monotonic), lambda: "the log", raises=False
         )
         traits = Traits(
             job_uid=JOB_UID,

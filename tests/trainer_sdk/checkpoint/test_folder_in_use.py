@@ -150,7 +150,9 @@ def place(folder: Path, store: GangStore | None = None, rank: int = 0) -> Folder
         on_save_error="warn",
         when_busy="skip",
     )
-    found = FolderPlace(folder, options, RankSettings(rank=Rank(rank), world_size=2))
+    found = FolderPlace(
+        folder, options, RankSettings(rank=Rank(rank), world_size=2, local_world_size=2)
+    )
     found.open(store)
     return found
 

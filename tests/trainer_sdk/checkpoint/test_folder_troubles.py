@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.shards.builders import BytesSource, payload, rank_layout_and_plan
-from tests.support.trainer.launched import children_of, committed_step, until
+from tests.support.trainer.launched import committed_step, persisters_of, until
 
 import holdfast
 from holdfast.directory.choice import JOB_UID, candidates
@@ -316,7 +316,7 @@ def test_messages_about_a_folder_do_not_mention_a_cluster(
         with pytest.raises(CapacityError) as no_memory:
             ckpt.allocate({"t": np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 45,), (0,))})
         said.append(str(no_memory.value))
-        (writer,) = children_of(os.getpid())
+        (writer,) = persisters_of(os.getpid(), folder)
         os.kill(writer, signal.SIGKILL)
         until(lambda: "saves continue" in caplog.text, "the next writer")
         volume.unmount()

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.trainer.launched import until
 
 import holdfast
+from holdfast.connection.progress import LOOP_ENDED, ProgressReporter
+from holdfast.connection.session import Session
 from holdfast.testing import FakeSidecar
+from holdfast_core.clock import ManualClock
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Hello, Progress
 
 STEPS = 7
@@ -20,6 +25,11 @@ Loop = Callable[[holdfast.Checkpointer, dict[str, Any]], None]
 @pytest.fixture
 def interval_steps() -> int:
     return INTERVAL
+
+
+def newest(sidecar: FakeSidecar) -> Progress:
+    sidecar.wait_for(Progress)
+    return sidecar.messages(Progress)[-1]
 
 
 def train(ckpt: holdfast.Checkpointer, state: dict[str, Any]) -> None:
@@ -69,7 +79,7 @@ def test_every_kind_of_loop_reports_its_steps(
 ) -> None:
     with holdfast.Checkpointer(when_busy="wait") as ckpt:
         loop(ckpt, {"t": torch.zeros(1)})
-    sidecar.wait_for(Progress, len(expected))
+    until(lambda: newest(sidecar).step == expected[-1], "the last step")
     reported = sidecar.messages(Progress)
     assert list(dict.fromkeys(message.step for message in reported)) == expected
     assert all(message.metrics == {"loss": 0.5} for message in reported)
@@ -93,7 +103,9 @@ def test_skipped_saves_are_counted_once(
             ckpt.save(step, state)
         skipped = ckpt.saves_skipped
         assert skipped > 0
-        sidecar.wait_for(Progress, 8)
+        sidecar.wait_for(
+            Progress, 15
+        )  # the begin and the end of each save, but no begin before a step
     assert sum(message.saves_skipped for message in sidecar.messages(Progress)) == skipped
 
 
@@ -108,3 +120,96 @@ def test_a_sidecar_that_restarts_receives_the_step_again(sidecar: FakeSidecar) -
         sidecar.wait_for(Hello, 2)
         again = sidecar.wait_for(Progress, 2)
     assert (again.step, again.blocked_seconds, again.saves_skipped) == (1, 0.0, 0)
+
+
+def test_pauses_are_reported_when_they_begin_and_when_they_end(sidecar: FakeSidecar) -> None:
+    def pauses() -> list[str]:
+        found = [message.paused for message in sidecar.messages(Progress)]
+        return [text for text, before in zip(found, [None, *found], strict=False) if text != before]
+
+    with holdfast.Checkpointer(when_busy="wait") as ckpt:
+        state = {"t": torch.zeros(1)}
+        for index in ckpt.steps(INTERVAL, state):
+            if index == 1:
+                with ckpt.paused("an evaluation"), ckpt.paused("a part of it"):
+                    train(ckpt, state)
+        until(lambda: LOOP_ENDED in pauses(), "the end of the loop")
+        with ckpt.paused("the last evaluation"):
+            train(ckpt, state)
+    loop = ["", "an evaluation", "a part of it", "an evaluation", "", "a save", "", LOOP_ENDED]
+    until(lambda: pauses()[len(loop) :][-1:] == [LOOP_ENDED], "the end")
+    assert pauses() == [*loop, "the last evaluation", LOOP_ENDED]
+    assert sidecar.messages(Progress)[-1].finished == INTERVAL
+
+
+class Recorded(Session):
+    """A session that keeps the newest report instead of sending it."""
+
+    def __init__(self) -> None:
+        super().__init__(JobUid("job"), Rank(0), RestartRound(0))
+        self.newest: Progress | None = None
+
+    def progress(self, message: Progress) -> bool:
+        self.newest = message
+        return True
+
+
+class Reports:
+    """A reporter whose clock the test moves."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self._session = Recorded()
+        self.reporter = ProgressReporter(self._session, Rank(0), self.clock.monotonic)
+
+    def step(self, number: int, seconds: float = 0.0) -> Progress:
+        self.clock.advance(seconds)
+        self.reporter.finished(Step(number))
+        self.reporter.send()
+        return self.newest
+
+    @property
+    def newest(self) -> Progress:
+        assert self._session.newest is not None
+        return self._session.newest
+
+
+def test_the_step_time_is_the_median_without_pauses() -> None:
+    reports = Reports()
+    assert reports.step(1, seconds=600).step_seconds is None
+    assert reports.step(2, seconds=600).step_seconds is None, "the first steps may compile"
+    assert reports.step(3, seconds=2).step_seconds is None
+    with reports.reporter.paused("an evaluation"):
+        reports.clock.advance(1000)
+        with reports.reporter.paused("a save"):
+            reports.clock.advance(100)
+    assert reports.step(4, seconds=3).step_seconds == 3
+    reports.clock.advance(5)
+    with reports.reporter.paused("a save of a loop without should_save"):
+        assert reports.step(5, seconds=7).step_seconds == 4
+        reports.clock.advance(50)
+    for number in range(6, 100):
+        last = reports.step(number, seconds=4)
+    assert last.step_seconds == 4
+
+
+def test_steps_that_are_repeated_after_a_rollback_count_again() -> None:
+    reports = Reports()
+    reports.step(1)
+    assert reports.step(2).finished == 2
+    assert reports.step(2).finished == 2, "should_save and save report the same step"
+    reports.reporter.rolled_back()
+    assert reports.step(2).finished == 3
+    assert reports.step(1).finished == 4
+
+
+def test_a_loop_that_an_error_ended_is_no_pause() -> None:
+    """If the process does not end after the error, the gang hangs."""
+    reports = Reports()
+    reports.step(1)
+    reports.reporter.loop_ended()
+    assert reports.newest.paused == LOOP_ENDED
+    reports.reporter.loop_ended(is_error=True)
+    assert reports.newest.paused == ""
+    reports.reporter.loop_ended()
+    assert reports.step(2).paused == "", "the script trains in a loop of its own"

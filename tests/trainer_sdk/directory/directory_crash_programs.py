@@ -1,6 +1,6 @@
 """Programs for crash tests: what the persister of a folder does in one save of two ranks.
 
-usage: directory_crash_programs.py kills|starts|power|again
+usage: directory_crash_programs.py kills|starts|power|again|training
 
 The program prints a report as JSON. It must be a process of its own, because a tracer waits for all of its
 children.
@@ -32,6 +32,7 @@ from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import candidates, load_choice
 from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
+from holdfast.directory.persister.folder_store import FolderStore
 from holdfast.directory.service import DirectoryService
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step
@@ -39,6 +40,7 @@ from holdfast_core.messages.schema import Fill, LevelReached, Policy, SlotOffer,
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.store_url import parse_store_url
 
 WORLD = 2
 ROWS = 1000
@@ -188,6 +190,24 @@ def whole(directory: Path) -> list[str]:
     return problems + [f"left behind: {name}" for name in names if name.startswith(".tmp")]
 
 
+def adopt(directory: Path, announce: Announce) -> None:
+    """Record which training the store of the folder belongs to."""
+    with beside(directory) as bucket:
+        url = parse_store_url(f"file://{bucket}")
+        store = FolderStore(url, {}, directory / "ckpt/store", "run", lambda seconds: True)
+        store.adopt(has_checkpoints=False, is_writable=True)
+        announce((directory / "ckpt/store/training").read_text())
+        store.close()
+
+
+def check_training(directory: Path, said: Sequence[str]) -> list[str]:
+    record = directory / "ckpt/store/training"
+    found = record.read_text() if record.exists() else None
+    if said and found != said[-1]:
+        return [f"the folder names the training {found}, it was {said[-1]}"]
+    return []
+
+
 def main(what: str) -> Report:
     def first(directory: Path) -> None:
         train(directory, lambda _: None, 1, 2)
@@ -215,6 +235,8 @@ def main(what: str) -> Report:
             )
         case "again":
             return cut_power_after_a_restart(first, second, check, ignored=NOT_DURABLE)
+        case "training":
+            return cut_power(record(adopt), check_training)
         case _:
             raise SystemExit(f"unknown: {what}")
 

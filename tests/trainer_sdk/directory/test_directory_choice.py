@@ -5,18 +5,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.support.shards.builders import BytesSource, payload, rank_layout_and_plan
 
-from holdfast.directory.choice import JOB_UID, choose
+from holdfast.directory.choice import JOB_UID, Choice, RemoteStore, choose, load_choice
 from holdfast.directory.commit import Committer
-from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import layout_digests
-from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step
+from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardHeader
+from holdfast_core.store_url import parse_store_url
 
 
 class Trainer:
@@ -42,7 +44,7 @@ class Trainer:
         self.committer.prepare(self.tier.write_shard(header, source), layout_digests(layout))
         checkpoint = CheckpointId(Step(step), RestartRound(0))
         self.committer.commit(checkpoint)
-        self.committer.prune(checkpoint, None, leader=True)
+        self.committer.prune(checkpoint, (), leader=True)
 
 
 class Reader(DiskNodeTier):
@@ -150,6 +152,36 @@ def test_a_reader_without_write_permission_changes_nothing(tmp_path: Path) -> No
     assert chosen_step(reader) == 1
     reader.quarantine(reader.list_shards()[0].ref, "bad")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+class ChangingStore:
+    """A store whose only checkpoint another run replaces by the next one, as soon as it was listed."""
+
+    url = parse_store_url("file:///store")
+
+    def __init__(self, tier: DiskNodeTier, *listed: CheckpointId) -> None:
+        self._tier = tier
+        self._listed = list(listed)
+
+    def checkpoints(self) -> frozenset[CheckpointId]:
+        return frozenset({self._listed.pop(0) if len(self._listed) > 1 else self._listed[0]})
+
+    def load(self, checkpoint: CheckpointId, has: Callable[[ShardRef], bool]) -> Choice:
+        if checkpoint != self._listed[-1]:
+            raise NotFoundError(f"{checkpoint} was pruned")
+        return load_choice(self._tier, checkpoint)
+
+
+def test_a_choice_finds_the_checkpoint_that_replaces_the_only_one_of_the_store(
+    tmp_path: Path,
+) -> None:
+    trainer = Trainer(tmp_path / "other", keep_last=1)
+    trainer.save(2)
+    ids = [CheckpointId(Step(step), RestartRound(0)) for step in (1, 2)]
+    store = ChangingStore(trainer.tier, *ids)
+    choice = choose(opened(tmp_path), store=cast(RemoteStore, store))
+    assert choice is not None
+    assert choice.manifest.step == 2
 
 
 def test_an_absent_folder_has_no_checkpoints(tmp_path: Path) -> None:

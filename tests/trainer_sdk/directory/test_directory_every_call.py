@@ -44,3 +44,10 @@ def test_leftovers_of_a_killed_run_are_durable_before_they_are_used() -> None:
     found = report_of(PROGRAMS, "again")
     assert found.problems == ()
     assert found.tried > 20
+
+
+def test_no_power_cut_makes_a_folder_forget_the_training_of_its_store() -> None:
+    """A folder with checkpoints that does not name it is refused by the store."""
+    found = report_of(PROGRAMS, "training")
+    assert found.problems == ()
+    assert found.tried > 5

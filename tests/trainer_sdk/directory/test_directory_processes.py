@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from tests.support.trainer.launched import until
 
-from holdfast.directory import claims
 from holdfast.directory.claims import Claim, claim, is_held
 from holdfast.directory.processes import Process, wait_for_writers
 
@@ -78,7 +77,7 @@ def test_a_lock_file_that_is_removed_while_locked_is_created_again(
             process.writer.unlink()
         real(descriptor, operation)
 
-    monkeypatch.setattr(claims.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     held = Claim(process.writer)
     assert removed and process.writer.exists()
     held.release()
@@ -90,7 +89,7 @@ def test_a_file_system_without_locks_causes_no_wait(
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(claims.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     assert claim(process.writer) is None
     assert list(process.directory.iterdir()) == []
     process.writer.touch()

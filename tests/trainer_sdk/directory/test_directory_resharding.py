@@ -3,6 +3,8 @@ them is bad."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +15,15 @@ from tests.support.shards.builders import BytesSource
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 
 from holdfast.base.layouts import LayoutFiles
-from holdfast.directory.choice import JOB_UID
+from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.directory.commit import Committer
+from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.options import ServiceOptions
-from holdfast.directory.restore import assemble_payload
+from holdfast.directory.persister.folder_store import FolderStore
+from holdfast.directory.restore import Bringer, assemble_payload
 from holdfast.directory.service import DirectoryService
 from holdfast.slots.staging import SlotRing
+from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     NotFoundError,
     RefusedError,
@@ -28,13 +33,18 @@ from holdfast_core.errors import (
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import JobIdentity, Manifest, parse_manifest
 from holdfast_core.format.rank_layout import RankLayout, layout_digests
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import Fill, Policy, Restore
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
+from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.record import ShardHeader
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.store.directory import DirectoryObjectStore
+from holdfast_core.store.tier import ObjectTier
+from holdfast_core.store_url import parse_store_url
+from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.local_commit import build_manifest
 
 MESH = [2, 2]
@@ -108,7 +118,7 @@ def test_a_payload_is_assembled_from_the_parts_of_several_ranks(tmp_path: Path, 
     tier, manifest = saved(tmp_path)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [3], rank)
     slot = slot_in(tmp_path, rank, wanted.payload_bytes)
-    read = assemble_payload(tier, manifest, wanted, 2, slot)
+    read = assemble_payload(Bringer(tier), manifest, wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(rank))
     assert read <= 1.2 * wanted.payload_bytes
     slot.close()
@@ -119,7 +129,7 @@ def test_a_bad_shard_is_quarantined_and_its_copy_read(tmp_path: Path) -> None:
     damage(tmp_path, 1)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(tier, manifest, wanted, 2, slot)
+    assemble_payload(Bringer(tier), manifest, wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
@@ -131,7 +141,7 @@ def test_the_content_of_a_missing_shard_is_read_from_another(tmp_path: Path) -> 
     path.unlink()
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(tier, manifest, wanted, 2, slot)
+    assemble_payload(Bringer(tier), manifest, wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     slot.close()
 
@@ -143,7 +153,7 @@ def test_an_error_names_both_bad_copies(tmp_path: Path) -> None:
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(NotFoundError, match=r"(?s)CRC32C.*CRC32C.*w: 131072 of 262144 elements"):
-        assemble_payload(tier, manifest, wanted, 2, slot)
+        assemble_payload(Bringer(tier), manifest, wanted, 2, slot)
     assert quarantined(tmp_path) == ["rank000001", "rank000003"]
     slot.close()
 
@@ -158,7 +168,7 @@ def test_a_shard_that_does_not_match_the_manifest_is_not_read(tmp_path: Path) ->
     ]
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(tier, replace(manifest, shards=tuple(shards)), wanted, 2, slot)
+    assemble_payload(Bringer(tier), replace(manifest, shards=tuple(shards)), wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
@@ -169,8 +179,109 @@ def test_a_tensor_that_was_never_saved_quarantines_nothing(tmp_path: Path) -> No
     wanted = layout_of({"v": Tensor("F32", (2, 2))}, [1], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(StateMismatchError, match=r"v: expected F32 \[2, 2\], found nothing"):
-        assemble_payload(tier, manifest, wanted, 2, slot)
+        assemble_payload(Bringer(tier), manifest, wanted, 2, slot)
     assert quarantined(tmp_path) == []
+    slot.close()
+
+
+class BreakingTier(ObjectTier):
+    """A store that stops to answer during the first read of a shard."""
+
+    has_broken = False
+
+    def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
+        found = super().open_shard(namespace, ref)
+        return found if self.has_broken else BreakingSource(found, self)
+
+
+class BreakingSource(Closing):
+    def __init__(self, source: ShardSource, tier: BreakingTier) -> None:
+        self._source = source
+        self._tier = tier
+
+    @property
+    def trailer(self) -> Trailer:
+        return self._source.trailer
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        self._tier.has_broken = True
+        yield from itertools.islice(self._source.read(wanted), 1)
+        raise UnavailableError("the connection broke")
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class BreakingStore(FolderStore):
+    def __init__(self, root: Path, bucket: Path) -> None:
+        url = parse_store_url(f"file://{bucket}")
+        super().__init__(url, {}, root / "store", "run", lambda seconds: False)
+        self.breaking = BreakingTier(DirectoryObjectStore(bucket))
+
+    @property
+    def tier(self) -> BreakingTier:
+        return self.breaking
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[BreakingStore]:
+    """A store with step 5 of four ranks, of which two have each half."""
+    tier, manifest = saved(tmp_path / "other")
+    store = BreakingStore(tmp_path, tmp_path / "bucket")
+    for shard in manifest.shards:
+        ref = manifest.ref(shard.rank)
+        store.tier.put_layout(NAMESPACE, ref, tier.get_layout(shard.layout))
+        tier.look_up(ref)
+        with tier.open_shard(ref) as reader:
+            store.tier.upload_shard(NAMESPACE, reader)
+    yield store
+    store.close()
+    store.tier.close()
+
+
+def folder_of(root: Path, store: FolderStore) -> OpenFolder:
+    options = ServiceOptions(
+        root,
+        root / "slots",
+        root / "layouts",
+        2,
+        range(1),
+        Policy(interval_steps=0),
+        round=RestartRound(1),
+        choose_restore=False,
+    )
+    return OpenFolder.open(options, store)
+
+
+def test_a_store_that_stops_to_answer_during_a_read_is_waited_for(
+    tmp_path: Path, stored: BreakingStore
+) -> None:
+    _, manifest = saved(tmp_path / "another")
+    folder = folder_of(tmp_path, stored)
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    slot = slot_in(tmp_path, 0, wanted.payload_bytes)
+    bringer = Bringer(folder.tier, folder)
+    assemble_payload(bringer, manifest, wanted, 2, slot)
+    assert bringer.has_read_store
+    assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
+    assert stored.breaking.has_broken
+    slot.close()
+
+
+def test_damaged_shards_of_the_folder_are_read_from_its_store(
+    tmp_path: Path, stored: BreakingStore
+) -> None:
+    stored.breaking.has_broken = True
+    _, manifest = saved(tmp_path)
+    folder = folder_of(tmp_path, stored)
+    for rank in (1, 3):  # both that have this half
+        damage(tmp_path / "tier", rank)
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    slot = slot_in(tmp_path, 0, wanted.payload_bytes)
+    bringer = Bringer(folder.tier, folder)
+    assemble_payload(bringer, manifest, wanted, 2, slot)
+    assert bringer.has_read_store
+    assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     slot.close()
 
 
@@ -256,5 +367,5 @@ def test_the_first_rank_prunes_shards_of_ranks_that_no_longer_exist(tmp_path: Pa
     for leader, left in ((False, [5, 6]), (True, [5])):
         ranks = range(1) if leader else range(1, 2)
         committer = Committer(tier, tmp_path / "prepared", 2, ranks, 3)
-        committer.prune(newest, manifest.checkpoint, leader=leader)
+        committer.prune(newest, (manifest.checkpoint,), leader=leader)
         assert sorted({record.checkpoint.step for record in tier.list_shards()}) == left

@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.gpu import needs_gpu
 
 import holdfast
 from holdfast.slots.device import CudaDevice, find_device
 from holdfast_core.errors import DeviceError
-
-
-def needs_gpu(test: Any) -> Any:
-    """Mark a test for `make test-gpu`, and skip it where there is no GPU."""
-    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-    return pytest.mark.gpu(skip(test))
-
 
 LAG_CYCLES = 1_000_000_000
 """Cycles of about half a second. Copies queued behind such a delay are unfinished when training continues."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.crash.failpoints import in_every_python
-from tests.support.trainer.launched import children_of, until
+from tests.support.trainer.launched import persisters_of, stop, until
 from tests.support.trainer.slot_files import all_taken, slot_of, states_below
 
 import holdfast
@@ -104,9 +104,9 @@ def test_slots_removed_before_the_persister_opened_them_are_created_again(
         monkeypatch.setenv(name, value)
     with holdfast.Checkpointer(dir=folder) as ckpt:
         ckpt.save(1, state(1)).wait(timeout=60)
-        (writer,) = children_of(os.getpid())
+        (writer,) = persisters_of(os.getpid(), folder)
         if how == "stopped":
-            os.kill(writer, signal.SIGSTOP)
+            stop(writer)
             lost = ckpt.save(2, state(2))
         else:
             go.unlink()
@@ -173,7 +173,7 @@ def test_a_save_in_a_removed_slot_fails_when_the_sidecar_has_restarted(
         lost = ckpt.save(2, state(2))
         slot = slot_of(tmp_path / "shared", 2)
         assert slot is not None
-        until(lambda: bool(sidecar.messages(Stage)), "the stage")
+        sidecar.wait_for(Stage, 2)
         the_slots(tmp_path / "shared")
         sidecar.die()
         sidecar.faults.delay_seconds.clear()

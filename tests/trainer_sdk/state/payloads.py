@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.slots.staging import Copier
-from holdfast.state.snapshot import PayloadTarget, plan_save, take_snapshot
+from holdfast.state.copying.target import PayloadTarget
+from holdfast.state.snapshot import plan_save, take_snapshot
 from holdfast_core.ids import Rank
 
 RANK = Rank(0)

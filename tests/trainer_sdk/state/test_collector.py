@@ -1,4 +1,4 @@
-"""The garbage collector is paused only while a state is read."""
+"""The garbage collector is paused only while a state is read, and while torch's own code loads it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast.state.loading.load import load_state
 from holdfast.state.snapshot import take_snapshot
 from holdfast_core.errors import StateDictError
 from holdfast_core.ids import Rank
@@ -26,7 +27,7 @@ class Part:
         return {"n": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Load nothing."""
+        self.was_enabled = gc.isenabled()
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +53,11 @@ def test_a_collector_that_the_script_has_disabled_stays_disabled() -> None:
     gc.disable()
     take_snapshot({"part": Part()}, Rank(0))
     assert not gc.isenabled()
+
+
+def test_the_collector_runs_while_objects_of_the_script_are_loaded() -> None:
+    """A data loader may start processes then, in which a pause would never end."""
+    part, seen = Part(), []
+    load_state({"part": part}, {"part": {"n": 1}}, before_rng=lambda: seen.append(gc.isenabled()))
+    assert part.was_enabled is True
+    assert seen == [True]

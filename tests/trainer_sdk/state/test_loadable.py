@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.trainer_sdk.state.payloads import RANK, stored
 
-from holdfast.state.load import load_state
+from holdfast.state.loading.load import load_state
 from holdfast.state.snapshot import read_payload, take_snapshot
 from holdfast_core.errors import StateDictError, UnsupportedStateError
 
@@ -58,7 +58,7 @@ def read_only() -> np.ndarray[Any, Any]:
         pytest.param(lambda: np.zeros(2, "V8"), r"s\.x: .*dtype", id="void"),
         pytest.param(lambda: np.zeros(2, "M8[s]"), r"s\.x: .*dtype", id="dates"),
         pytest.param(lambda: np.array([None, 1]), r"s\.x: .*dtype object", id="objects"),
-        pytest.param(lambda: torch.empty(4, dtype=torch.uint4), r"s\.x: .*uint4", id="uint4"),
+        pytest.param(lambda: torch.empty(4, dtype=torch.uint4), r"s\.x: .*uint4", id="uint4"),  # type: ignore[attr-defined]
         pytest.param(
             lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
             r"s\.x: a nested",

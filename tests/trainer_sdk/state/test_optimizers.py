@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.trainer_sdk.state.payloads import stored
 
-from holdfast.state.load import fits, load_state
+from holdfast.state.loading.load import fits, load_state
 from holdfast.state.snapshot import read_payload
 from holdfast_core.errors import StateMismatchError
 

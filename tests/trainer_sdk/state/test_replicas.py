@@ -9,7 +9,8 @@ from tests.support.shards.placements import shards_of
 
 import holdfast
 from holdfast.slots.staging import Copier
-from holdfast.state.snapshot import PayloadTarget, SavePlan, plan_save, take_snapshot
+from holdfast.state.copying.target import PayloadTarget
+from holdfast.state.snapshot import SavePlan, plan_save, take_snapshot
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
 from holdfast_core.shards.pack_plan import replica_group

@@ -11,7 +11,7 @@ from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.slots.segments import SEGMENT_SLOTS, segment_bytes, segments_of
 from holdfast.slots.staging import Copier
-from holdfast.state.segments import SegmentWriter
+from holdfast.state.copying.segments import SegmentWriter
 from holdfast.state.snapshot import plan_save, take_snapshot
 from holdfast_core.shards.record import CHUNK_BYTES
 

@@ -7,7 +7,8 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,18 +17,25 @@ from tests.trainer_sdk.state.payloads import RANK
 
 import holdfast
 from holdfast.slots.staging import Copier
-from holdfast.state.snapshot import (
-    PayloadTarget,
-    Snapshot,
-    Snapshots,
-    plan_save,
-    read_payload,
-    take_snapshot,
-)
+from holdfast.state.copying.target import PayloadTarget
+from holdfast.state.snapshot import Snapshot, Snapshots, plan_save, read_payload, take_snapshot
 from holdfast.state.tensors import Leaf
 from holdfast_core.errors import UnsupportedStateError
 
 State = dict[str, Any]
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Size(Enum):
+    LARGE = 2
+
+
+class Pair(NamedTuple):
+    tensor: torch.Tensor
+    number: int
 
 
 class Loader:
@@ -66,6 +74,7 @@ def make_state() -> State:
             "a": [1, 2.5, "text", None, True, (1, 2)],
             1: [torch.ones(2), {"deep": torch.zeros(1, dtype=torch.complex128)}],
         },
+        "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
         "ordered": collections.OrderedDict([("b", torch.ones(2)), ("a", 1)]),
         "counts": collections.Counter("abca"),
         "number": np.float32(2),
@@ -218,6 +227,7 @@ CHANGES: dict[str, Callable[[State], None]] = {
     "parameter": box(torch.nn.Parameter(torch.zeros(3, 4))),
     "sparse": box(torch.zeros(3, 4).to_sparse()),
     "meta": box(torch.zeros(3, 4, device="meta")),
+    "mkldnn": box(torch.zeros(3, 4).to_mkldnn()),
     "freed": freed,
     "tensor-becomes-array": box(np.zeros((3, 4), dtype=np.float32)),
     "tensor-becomes-number": box(3),
@@ -275,7 +285,9 @@ def test_a_snapshot_after_random_changes_equals_a_full_one(seed: int) -> None:
     state = make_state()
     snapshots = Snapshots(RANK)
     harmless = [
-        n for n in CHANGES if n not in ("unsupported", "expanded", "sparse", "meta", "freed")
+        n
+        for n in CHANGES
+        if n not in ("unsupported", "expanded", "sparse", "meta", "mkldnn", "freed")
     ]
     for _ in range(30):
         for name in rng.sample(harmless, rng.choice([0, 0, 1, 2])):
@@ -348,6 +360,36 @@ def test_one_target_takes_many_saves_of_several_kinds_of_values() -> None:
         assert torch.equal(back["c"], state["c"])
 
 
+def test_the_leaves_of_an_unchanged_structure_are_not_read_again() -> None:
+    state = make_state()
+    snapshots = Snapshots(RANK)
+    first = snapshots.take(state)
+    train(state)
+    assert first.structure is not None
+    assert snapshots.take(state).structure is first.structure
+
+
+def test_a_structure_that_always_changes_is_not_recorded() -> None:
+    state: State = {"box": {}}
+    snapshots = Snapshots(RANK)
+    taken = []
+    for number in range(4):
+        state["box"][f"x{number}"] = torch.ones(1)
+        taken.append(snapshots.take(state))
+    assert [one.structure is None for one in taken] == [False, False, True, True]
+    assert snapshots.take(state).structure is not None, "it was met twice"
+    assert snapshots.take(state).structure is snapshots.take(state).structure
+
+
+def test_classes_of_a_recorded_structure_are_those_of_the_present_state() -> None:
+    state: State = {"x": torch.ones(1), "mode": Color.RED, "pair": Pair(torch.ones(1), 2)}
+    snapshots = started(state)
+    state["mode"] = Size.LARGE
+    found = snapshots.take(state).classes
+    expected = full(state).classes
+    assert {name: found.get(name) for name in expected} == expected
+
+
 @pytest.mark.parametrize("elements", [6, 6 << 20], ids=["small", "copied-by-two-threads"])
 def test_a_save_works_inside_and_outside_of_inference_mode(elements: int) -> None:
     state: State = {"x": torch.arange(float(elements)), "y": torch.ones(elements)}
@@ -366,7 +408,10 @@ def test_a_save_works_inside_and_outside_of_inference_mode(elements: int) -> Non
 @pytest.fixture
 def group() -> Iterator[None]:
     torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        "gloo",
+        store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
     )
     yield
     torch.distributed.destroy_process_group()

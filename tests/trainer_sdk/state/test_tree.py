@@ -7,7 +7,8 @@ import enum
 import json
 import math
 import struct
-from typing import Any, NamedTuple
+import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.state.tree import Decoder, Encoder
+from holdfast.state.decoder import Decoder
+from holdfast.state.tree import Encoder
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.canonical import dumps_canonical
 
@@ -118,12 +120,16 @@ def test_the_name_of_a_rank_local_tensor_has_the_rank() -> None:
     assert names == {"s.data.seen@rank4", "s.model.weight", "s.model.bias"}
 
 
-class Point(NamedTuple):
-    x: int
+class Kind(enum.Enum):
+    FLOAT = torch.float32
 
 
-class Colour(enum.IntEnum):
-    RED = 1
+class Mode(enum.Enum):
+    ONE = 1
+
+
+class Outer(enum.Enum):
+    INNER = Mode.ONE
 
 
 @pytest.mark.parametrize(
@@ -131,12 +137,14 @@ class Colour(enum.IntEnum):
     [
         pytest.param({"foo": object()}, r"optim\.foo: builtins\.object", id="object"),
         pytest.param([{1, 2}], r"optim\.0: builtins\.set", id="set"),
-        pytest.param({"c": Colour.RED}, r"optim\.c: .*Colour", id="enum"),
+        pytest.param({"c": Kind.FLOAT}, r"optim\.c: .*Kind\.FLOAT", id="enum-of-objects"),
+        pytest.param({"c": Outer.INNER}, r"optim\.c: .*Outer\.INNER", id="enum-of-an-enum"),
+        pytest.param({1: 1, Mode.ONE: 2}, r"optim: two keys", id="keys-of-one-value"),
         pytest.param({"f": math.sin}, r"optim\.f: ", id="function"),
         pytest.param({"t": torch.ones(2).to_sparse()}, r"optim\.t: .*dense", id="sparse"),
         pytest.param({"t": np.array(["x"])}, r"optim\.t: .*numpy array", id="text-array"),
         pytest.param({"t": torch.empty(2, device="meta")}, r"optim\.t: .*meta", id="meta"),
-        pytest.param(Point(1), r"optim: ", id="namedtuple"),
+        pytest.param(time.gmtime(), r"optim: time\.struct_time", id="other-tuple"),
     ],
 )
 def test_an_unsupported_value_is_refused_with_its_path(value: Any, path: str) -> None:
@@ -161,6 +169,8 @@ def test_a_value_that_contains_itself() -> None:
         pytest.param({"$map": [[[1], 2]]}, id="unhashable-key"),
         pytest.param({"$numpy": ["object", "00"]}, id="object-scalar"),
         pytest.param({"$tuple": 5}, id="no-list"),
+        pytest.param({"$enum": 5}, id="no-member"),
+        pytest.param({"$named": ["a.B", ["x"], []]}, id="no-items"),
     ],
 )
 def test_a_malformed_tag_is_refused(tree: Any) -> None:

@@ -1,4 +1,4 @@
-"""The `holdfast` console script: `run` (the launcher) and `version`."""
+"""The `holdfast` console script: `run` (the launcher), `export`, `import` and `version`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from holdfast.base.settings import current_environment
 from holdfast_core.contract import PodContract
 from holdfast_core.errors import ConfigError
 
@@ -14,34 +15,46 @@ EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code. The words after `--` are the user's command."""
+    """Run the command line and return its exit code."""
     text = list(sys.argv[1:] if argv is None else argv)
-    text, command = _split(text)
     parser = argparse.ArgumentParser(prog="holdfast", description="Fault-tolerant training.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("version", help="print the version")
     run_parser = verbs.add_parser(
-        "run", usage="holdfast run [options] -- COMMAND ...", help="start the ranks of this pod"
+        "run",
+        usage="holdfast run [options] SCRIPT ...  or  holdfast run [options] -- COMMAND ...",
+        help="start the ranks of this pod or node",
+        allow_abbrev=False,
     )
     from holdfast.launcher import main as launcher
+    from holdfast.launcher.command_line import options
 
-    launcher.add_arguments(run_parser)
-    arguments = parser.parse_args(text)
-    if arguments.verb == "version":
-        sys.stdout.write(f"holdfast {version('holdfast')}\n")
-        return 0
+    options.add_arguments(run_parser)
+    from holdfast import conversion
+
+    conversion.add_verbs(verbs)
     try:
-        return launcher.run(launcher.options_from(arguments, command), PodContract.from_env())
+        words, command, is_command_line = text, list[str](), False
+        if text[:1] == ["run"]:
+            words, command, is_command_line = options.split(text)
+        arguments = parser.parse_args(words)
+        if arguments.verb == "version":
+            sys.stdout.write(f"holdfast {version('holdfast-sdk')}\n")
+            return 0
+        if arguments.verb in conversion.VERBS:
+            return conversion.run(arguments)
+        contract = PodContract.from_env()
+        run_options = options.options_from(
+            arguments,
+            command,
+            current_environment(),
+            is_command_line=is_command_line,
+            in_pod=contract is not None,
+        )
+        return launcher.run(run_options, contract)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
-
-
-def _split(text: list[str]) -> tuple[list[str], list[str]]:
-    if "--" not in text:
-        return text, []
-    at = text.index("--")
-    return text[:at], text[at + 1 :]
 
 
 if __name__ == "__main__":

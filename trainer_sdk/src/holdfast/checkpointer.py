@@ -10,23 +10,32 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
 from holdfast.base.arguments import require_state
 from holdfast.base.handle import SaveHandle
-from holdfast.base.options import OnSaveError, Options, WhenBusy
+from holdfast.base.options import IntervalRule, OnSaveError, Options, WhenBusy
+from holdfast.base.restore_point import RestorePoint
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import Decision, interval_of
 from holdfast.checkpoint.opened import Opened
+from holdfast.checkpoint.restoring import Fetched
 from holdfast.checkpoint.status import SaveStatus
 from holdfast.connection.progress import ProgressReporter
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement
 from holdfast.places.opening import place_for
 from holdfast.places.place import Place
+from holdfast.reading.checkpoint import SavedCheckpoint
+from holdfast.reading.opening import SavedStep
+from holdfast.state.loading.later_rng import LaterRng, Load, WhenRng
+from holdfast.state.loading.named_tensors import NamedTensors
+from holdfast.state.loading.restore_target import RestoreTarget
 from holdfast.state.rng import RNG
 from holdfast.training.lazy_loaders import LazyLoaderWatch
 from holdfast.training.loop import Position, TrainingLoop
@@ -34,6 +43,7 @@ from holdfast.training.signals import HandledSignal, interrupts_at_end, stop_sig
 from holdfast.training.steps import checked_step
 from holdfast_core.errors import ConfigError, CorruptionError, StateDictError
 from holdfast_core.ids import Step
+from holdfast_core.messages.schema import Interval
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +55,12 @@ class Checkpointer:
 
     dir: folder for checkpoints. Leave it out in a worker pod, where the sidecar writes them.
     interval_steps: optimizer steps between saves, 100 by default; 0 saves only on request. In a pod the
-      job's spec sets the interval, and this argument has no effect.
+      job's spec sets the interval, and the four arguments of the interval have no effect.
+    interval_seconds: seconds between saves, instead of `interval_steps`. Rank 0 measures the steps, and all
+      ranks save after the same step.
+    interval: "auto" computes the seconds between saves from the measured cost of a save and `mtbf_seconds`,
+      instead of `interval_steps`.
+    mtbf_seconds: the mean time between failures that you expect, for interval="auto"; 6 hours by default.
     keep_last: number of committed checkpoints to keep in `dir`, at least 1. A pod ignores it.
     slots: number of slots per rank. A slot holds a copy of the rank's state until that copy is written to
       `dir`. With 0 there is no copy: each save streams to `dir` through a ring of `ring_bytes`, and blocks
@@ -59,6 +74,10 @@ class Checkpointer:
     when_busy: what to do when a rank has no free slot for a save. With "skip" every rank leaves that save
       out; with "wait" the rank waits up to 10 minutes for a slot. Use the same value on every rank.
     ring_bytes: size of the ring for slots=0, 16 MiB to 64 GiB. A pod ignores it.
+    store: URL of an object store, such as "s3://bucket/prefix", to which each committed checkpoint of `dir`
+      is uploaded. A run whose `dir` lacks the newest checkpoint restores from it. Endpoint and keys come
+      from the environment, as for boto3. It needs the extra `holdfast-sdk[s3]`. A pod ignores it.
+    store_keep_last: number of checkpoints to keep in `store`, at least 1.
 
     Raises ConfigError for an invalid argument, and outside a worker pod when `dir` is missing.
     """
@@ -68,6 +87,9 @@ class Checkpointer:
         dir: str | os.PathLike[str] | None = None,
         *,
         interval_steps: int | None = None,
+        interval_seconds: float | None = None,
+        interval: IntervalRule | None = None,
+        mtbf_seconds: float | None = None,
         keep_last: int = 3,
         slots: int = 2,
         slots_dir: str | os.PathLike[str] | None = None,
@@ -75,6 +97,8 @@ class Checkpointer:
         on_save_error: OnSaveError = "warn",
         when_busy: WhenBusy = "skip",
         ring_bytes: int = 1 << 30,
+        store: str | None = None,
+        store_keep_last: int = 3,
     ) -> None:
         self._options = Options(
             dir,
@@ -86,6 +110,11 @@ class Checkpointer:
             on_save_error,
             when_busy,
             ring_bytes,
+            interval_seconds,
+            interval,
+            mtbf_seconds,
+            store,
+            store_keep_last,
         ).checked()
         self._settings = RankSettings.from_env()
         place = self._place = place_for(self._options, self._settings)
@@ -98,7 +127,7 @@ class Checkpointer:
             knows_what_is_durable=traits.knows_what_is_durable,
         )
         self._status = SaveStatus(
-            ProgressReporter(self._session, rank),
+            ProgressReporter(self._session, rank, time.monotonic),
             lambda: place.where_to_look,  # not `self`: see `_release_resources`
             raises=self._options.raises,
         )
@@ -109,6 +138,8 @@ class Checkpointer:
         self._dropped: weakref.finalize[..., Checkpointer] | None = None
         self._position = Position()
         self._lazy_loaders = LazyLoaderWatch()
+        self._later_rng = LaterRng()
+        self._restored_step: int | None = None
         self._loop: TrainingLoop | None = None
         self._was_interrupted = False
         """Ctrl-C ended a loop after it had saved its last step."""
@@ -132,6 +163,7 @@ class Checkpointer:
         waited_out = self._was_interrupted and isinstance(error, KeyboardInterrupt)
         deliberate = error is None or waited_out or _is_clean_exit(error)
         if not deliberate:
+            self._status.progress.loop_ended(is_error=True)
             self._forget_left("an exception left the loop: the state may be partly updated")
         self.close(wait=deliberate)
 
@@ -163,6 +195,8 @@ class Checkpointer:
             return
         if self._loop is not None:
             self._leave(self._loop)
+        if wait:
+            self._status.progress.loop_ended()
         raised = self._opened.close(wait=wait)
         self._is_open = False
         if self._dropped is not None:
@@ -178,12 +212,14 @@ class Checkpointer:
         state: MutableMapping[str, Any],
         *,
         before_rng: Callable[[], None] | None = None,
+        rng: WhenRng = "now",
     ) -> Generator[int, None, None]:
         """Restore, then yield the index of each step that remains, up to total - 1.
 
         total: number of optimizer steps of the whole training.
         state: dict of names and objects to save and restore.
         before_rng: see `restore`.
+        rng: see `restore`. With "later", call `restore_rng` in the body of the first index.
 
         The loop's body does one optimizer step: after the body of index i, i + 1 steps are done. The
         loop saves at the interval, on request, at a stop and after the last step. It ends early, with
@@ -208,7 +244,12 @@ class Checkpointer:
         parts.saves.hand_over_left()
         if self.stopping:
             return
-        start = self._first_index(parts, state, before_rng)
+        defer = None
+        # A loop that was left before `restore_rng` still has generators to load. They stay, if this loop
+        # continues it without a restore.
+        if not (self._later_rng.is_expected and self._position.continues(state)):
+            defer = self._later_rng.begin(state, rng, "Checkpointer.steps")
+        start = self._first_index(parts, state, before_rng, defer)
         if start >= total:
             parts.restorer.notify_user(
                 "all steps were done before (%d of %d): there is nothing left to do", start, total
@@ -238,6 +279,8 @@ class Checkpointer:
                     break
         finally:
             self._leave(loop)
+            if os.getpid() == self._pid:
+                self._status.progress.loop_ended()
         if loop.was_interrupted:
             self._was_interrupted = True
             if self._session.forget_interrupt() and self._settings.world_size == 1:
@@ -251,6 +294,16 @@ class Checkpointer:
         """
         self._status.progress.measured(metrics)
 
+    def paused(self, why: str) -> AbstractContextManager[None]:
+        """Announce that this rank finishes no steps while the context is open, such as in an evaluation.
+
+        Otherwise a job may count as hung: see `spec.failurePolicy.hangs`. It suffices that one rank
+        announces it. Use it in the main thread. Saves, restores and the end of `steps` announce themselves.
+
+        why: what the rank does, at most 512 characters.
+        """
+        return self._status.progress.paused(why)
+
     @property
     def stopping(self) -> bool:
         """Whether the gang was asked to stop, for example by a drain or a suspend.
@@ -262,8 +315,18 @@ class Checkpointer:
 
     @property
     def interval_steps(self) -> int:
-        """Optimizer steps between saves, the same on every rank. 0 means that ranks save only on request."""
-        return interval_of(self._place.traits, self._session)
+        """Optimizer steps between saves, the same on every rank. 0 means that ranks save only on request.
+
+        With `interval_seconds` or interval="auto" it is 0 until some steps were measured.
+        """
+        return self.interval.steps
+
+    @property
+    def interval(self) -> Interval:
+        """The interval between saves, and the measured durations that it follows from."""
+        if self._opened is None:
+            return Interval(interval_of(self._place.traits, self._session))
+        return self._opened.decisions.interval
 
     @property
     def blocked_seconds(self) -> float:
@@ -279,6 +342,26 @@ class Checkpointer:
     def saves_failed(self) -> int:
         """Number of saves of this rank that failed, including those that were too late for `close`."""
         return self._status.failed
+
+    @property
+    def restored_step(self) -> int | None:
+        """The step that the last restore has loaded, or None if there was nothing to restore.
+
+        Pass it to an experiment tracker, so that it drops what was logged after that step.
+        """
+        return self._restored_step
+
+    @property
+    def run_id(self) -> str:
+        """Identity of the training for experiment trackers: the same on all ranks and after each restart.
+
+        In a pod it is the UID of the job. A folder keeps it in the file `run-id`, which its first run
+        creates. Raises ConfigError where the folder has none and cannot be written, or where the file is
+        damaged.
+        """
+        if self._opened is None:
+            self.open()
+        return self._place.run_id
 
     @property
     def last_committed_step(self) -> int | None:
@@ -312,12 +395,34 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ restore and save
 
+    def peek(self) -> RestorePoint | None:
+        """Return what the restore point of this round holds, or None if there is nothing to restore.
+
+        It has the step, the names, dtypes and shapes of the tensors, and all values that are no tensors.
+        It reads no bytes of tensors, and it is the same on every rank: values that differ between ranks,
+        such as positions in the data, are those of rank 0.
+
+        Every rank must call it. A `restore` after it loads the same checkpoint, even if another process
+        commits a newer one meanwhile. If a tensor of that checkpoint turns out to be damaged, all ranks
+        restore an older one, and the step that `restore` returns differs. After a save of this process,
+        the ranks roll back first, as in `restore`.
+
+        Raises CorruptionError when no copy of it can be read, CapacityError when there is no room for the
+        values, and ConfigError for a rollback in a pod.
+        """
+        parts = self._parts()
+        if parts.saves.have_begun:
+            self._forget_left("the state is about to be restored")
+            parts.roll_back(None)
+        return parts.peeker.peek()
+
     def restore(
         self,
         state: MutableMapping[str, Any],
         *,
         step: int | None = None,
         before_rng: Callable[[], None] | None = None,
+        rng: WhenRng = "now",
     ) -> int | None:
         """Load the restore point of this round into `state` and return its number of optimizer steps.
 
@@ -327,6 +432,8 @@ class Checkpointer:
         step: load the checkpoint of this step instead, from a folder.
         before_rng: function to call before the random number generators are loaded. Make iterators of
           data loaders in it, because they may draw random numbers.
+        rng: with "later", `restore_rng` loads the random number generators, for a loop that draws numbers
+          after the restore and before its first step.
 
         Every rank must call it. After a save of this process, or with `step`, the ranks roll back to the
         newest committed checkpoint or to `step`. A rollback works only with a folder. Saves that follow
@@ -347,10 +454,57 @@ class Checkpointer:
         require_state(state, "restore")
         parts = self._parts()
         rolls_back = parts.saves.have_begun or wanted is not None
-        found = self._restore(parts, state, wanted, before_rng, rolls_back=rolls_back)
+        defer = self._later_rng.begin(state, rng, "Checkpointer.restore")
+        found = self._restore(parts, state, wanted, before_rng, defer, rolls_back=rolls_back)
         if found is None:
             self._notify_nothing_found(parts, 0)
         return found
+
+    def restore_tensors(
+        self, tensors: Mapping[str, Any], *, step: int | None = None
+    ) -> RestorePoint | None:
+        """Load only these tensors of the restore point, each by its name.
+
+        Returns the restore point as `peek` does, but with the objects of this rank, and with the arrays
+        and tensors that belong to this rank only. Returns None when there is nothing to restore.
+
+        tensors: names of tensors as a save has given them, such as "model.0.weight", with the tensors to
+          load into. A DTensor gets its part of the saved tensor. Values are cast to the tensor's dtype.
+        step: see `restore`.
+
+        Every rank must call it, and ranks may name different tensors. No other tensors are read. It rolls
+        back as `restore` does.
+
+        Raises StateMismatchError for a tensor that is missing or has another shape, before anything is
+        loaded. Also raises what `restore` raises.
+        """
+        wanted = None if step is None else checked_step(step, "Checkpointer.restore_tensors(step)")
+        parts = self._parts()
+        target = parts.restorer.named(tensors)
+        rolls_back = parts.saves.have_begun or wanted is not None
+        with self.paused("a restore"):
+            found = self._fetch(parts, target, wanted, rolls_back=rolls_back)
+            if found is None:
+                return None
+            self._position.restored(found.step, tensors)
+            self._restored_step = found.step
+            return parts.restorer.load_tensors(found, target)
+
+    def restore_rng(self) -> None:
+        """Load the random number generators that a `restore` with rng="later" has left.
+
+        Call it once after each such `restore` (or `steps`), on every rank, when all that draws random
+        numbers before the first step has drawn them: for example after the first batch was fetched. Call
+        it also if there was nothing to restore; it then has no effect.
+
+        Without this call, `should_save`, `save` and the loop over `steps` raise ConfigError. It raises
+        ConfigError itself if no call is expected, because a second one would repeat random numbers, and
+        StateMismatchError when the generators do not fit.
+        """
+        skipped = self._later_rng.load()
+        for line in skipped:
+            logger.warning("not restored: %s", line)
+        self.skipped += skipped
 
     def allocate(self, state: Mapping[str, Any]) -> None:
         """Allocate the slots for this state and write to their memory pages once, before the first step.
@@ -361,14 +515,15 @@ class Checkpointer:
         require_state(state, "allocate")
         parts = self._parts()
         self._place.take_for_training()
-        needed_bytes = parts.restorer.target(state).needed_bytes()
-        parts.saver.ensure_slots(needed_bytes, self._session.current_round)
+        parts.saver.allocate(state, self._session.current_round)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
+    def save(self, step: int, state: Mapping[str, Any], *, is_last: bool = False) -> SaveHandle:
         """Copy the state and return a handle of the save. Training may then change the state.
 
         step: number of optimizer steps done. Every rank must save the same steps.
         state: dict of names and objects.
+        is_last: whether the training ends after this step. Such a save, and one that was requested or
+          belongs to a stop, waits up to 10 minutes for a free slot, whatever `when_busy` says.
 
         Another process makes the copy durable. The handle has the level that the save has reached.
 
@@ -382,10 +537,13 @@ class Checkpointer:
         """
         checked = checked_step(step, "Checkpointer.save(step)")
         require_state(state, "save")
+        self._later_rng.expect_loaded(f"step {checked} is saved")
         if self._opened is not None and self._opened.saves.left_step == checked:
             self._forget_left("the script itself saved this step")
+        parts = self._parts()
+        waits = self._options.waits or is_last or parts.decisions.was_requested(checked)
         with interrupts_at_end():
-            return self._parts().saves.save(checked, state, waits=self._options.waits)
+            return parts.saves.save(checked, state, waits=waits)
 
     def wait_staged(self) -> None:
         """Make later work on the current CUDA stream wait for the copies of all saves so far.
@@ -395,6 +553,42 @@ class Checkpointer:
         """
         if self._opened is not None:
             self._opened.saver.wait_staged()
+
+    # ------------------------------------------------------------------ the folder's checkpoints
+
+    def list(self) -> tuple[SavedStep, ...]:
+        """Return the committed checkpoints of the folder, oldest first. A run that starts restores the last.
+
+        Any rank may call it at any time. In a worker pod it raises ConfigError.
+        """
+        return self._place.list()
+
+    def inspect(self, step: int | None = None) -> SavedCheckpoint:
+        """Open the checkpoint of a step, or the newest one, to look at what it holds.
+
+        Any rank may call it at any time. Close the result: it is not pruned before. Raises NotFoundError
+        where there is no such checkpoint, and ConfigError in a worker pod.
+        """
+        wanted = None if step is None else checked_step(step, "Checkpointer.inspect(step)")
+        return self._place.checkpoints().at(wanted)
+
+    def delete(self, step: int, *, even_last: bool = False) -> bool:
+        """Delete the checkpoint of a step from the folder. Return False if there is none.
+
+        step: number of optimizer steps.
+        even_last: delete it also if it is the newest one, which the next run would restore.
+
+        One rank calls it, at any time. A copy in the store (`store=`) stays.
+
+        If the process ends during the call, the checkpoint exists completely or not at all, and the next
+        save removes what is left of it.
+
+        Raises ConfigError for the newest checkpoint, except with `even_last` while no training runs in the
+        folder; for the one that a running training was restored from; for one that a process reads; and in
+        a worker pod.
+        """
+        wanted = checked_step(step, "Checkpointer.delete(step)")
+        return self._place.delete(wanted, even_last=even_last)
 
     # ------------------------------------------------------------------ inside
 
@@ -449,6 +643,7 @@ class Checkpointer:
         parts: Opened,
         state: MutableMapping[str, Any],
         before_rng: Callable[[], None] | None,
+        defer_rng: Callable[[Load], None] | None,
     ) -> int:
         """Return the index at which a loop over `state` begins. Restore, unless `state` was trained here."""
         if self._position.continues(state):
@@ -456,7 +651,7 @@ class Checkpointer:
         # Saves that this process made before its first restore are not a history to roll back to.
         rolls_back = parts.saves.have_begun and self._position.is_known
         by_hand = self._position.done_by_hand(state)
-        found = self._restore(parts, state, None, before_rng, rolls_back=rolls_back)
+        found = self._restore(parts, state, None, before_rng, defer_rng, rolls_back=rolls_back)
         if found is not None:
             return found
         self._notify_nothing_found(parts, by_hand)
@@ -470,36 +665,55 @@ class Checkpointer:
         state: MutableMapping[str, Any],
         step: Step | None,
         before_rng: Callable[[], None] | None,
+        defer_rng: Callable[[Load], None] | None,
         *,
         rolls_back: bool,
     ) -> int | None:
+        with self.paused("a restore"):
+            target = parts.restore_target(state)
+            found = self._fetch(parts, target, step, rolls_back=rolls_back)
+            if found is None:
+                if before_rng is not None:
+                    before_rng()
+                self._position.restored(0, state)
+                self._restored_step = None
+                return None
+            self.skipped = parts.restorer.load(found, state, target, before_rng, defer_rng)
+            self._position.restored(found.step, state)
+            self._restored_step = found.step
+            if (
+                before_rng is None
+                and defer_rng is None
+                and any(isinstance(part, RNG) for part in state.values())
+            ):
+                self._lazy_loaders.restored()
+            return found.step
+
+    def _fetch(
+        self,
+        parts: Opened,
+        target: RestoreTarget | NamedTensors,
+        step: Step | None,
+        *,
+        rolls_back: bool,
+    ) -> Fetched | None:
         self._forget_left("the state was restored")
         parts.saver.prepare()
         if rolls_back:
             parts.roll_back(step)
-        target = parts.restorer.target(state)
         try:
-            found = parts.restorer.fetch(target)
+            return parts.restorer.fetch(target)
         except CorruptionError:
             # For a requested step every rank raises this, so that the next call rolls back again.
             parts.saves.have_begun = parts.saves.have_begun or step is not None
             raise
-        if found is None:
-            if before_rng is not None:
-                before_rng()
-            self._position.restored(0, state)
-            return None
-        self.skipped = parts.restorer.load(found, state, target, before_rng)
-        self._position.restored(found.step, state)
-        if before_rng is None and any(isinstance(part, RNG) for part in state.values()):
-            self._lazy_loaders.restored()
-        return found.step
 
     def _notify_nothing_found(self, parts: Opened, done: int) -> None:
         start = f"continuing after step {done}" if done else "starting at step 0"
         parts.restorer.notify_user("nothing to restore from %s: %s", self._place.location, start)
 
     def _decide(self, step: Step) -> Decision:
+        self._later_rng.expect_loaded(f"step {step} is done")
         parts = self._parts()
         parts.saves.hand_over_left()
         self._position.trained(step)
@@ -528,6 +742,11 @@ class Checkpointer:
         if done is None or self._opened is None or not self._is_open:
             return
         self._position.trained(done)
+        if self._later_rng.is_expected:
+            logger.warning(
+                "step %d is not saved: the loop was left before restore_rng() was called", done
+            )
+            return
         if done > 0 and done != self._opened.saves.last:
             self._opened.saves.save_left(Step(done), loop.state)
 

@@ -1,19 +1,27 @@
 """What every API model shares: camelCase names in JSON, snake_case in Python, unknown fields ignored.
 
 The operator must be able to read objects of a newer version of the CRDs, so the models ignore fields that
-they do not know. `strict.py` is for those who write objects (tests, examples, the CLI).
+they do not know. `strict` is for those who write objects (tests, examples, the CLI).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic.alias_generators import to_camel
 
 from holdfast_core.clock import parse_stamp, stamp
+from holdfast_core.errors import ConfigError
 
 __all__ = [
     "API_VERSION",
@@ -24,6 +32,8 @@ __all__ = [
     "Timestamp",
     "changed",
     "merge_patch",
+    "stamp",
+    "strict",
 ]
 
 GROUP = "holdfast.dev"
@@ -112,3 +122,26 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
         return [_without_none(item) for item in value]
     return value  # also a list of numbers, such as the members of a large gang
+
+
+M = TypeVar("M", bound=ApiModel)
+
+
+def strict(model: type[M], data: Mapping[str, Any]) -> M:
+    """Parse `data`, refusing unknown fields at every depth (spec.template excepted).
+
+    Raises ConfigError that names each field, the value found and what was expected. Rules that span
+    fields are the API server's (CEL in the CRD).
+    """
+    try:
+        return model.model_validate(data, extra="forbid")
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}"
+            + ("" if e["type"] == "missing" else f", found {e['input']!r}")
+            for e in error.errors(include_url=False)
+        ]
+        raise ConfigError(
+            f"{model.__name__} is not valid: {'; '.join(lines)}. "
+            f"`kubectl explain {model.__name__.lower()} --recursive` lists the fields"
+        ) from error

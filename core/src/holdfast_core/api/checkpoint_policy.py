@@ -6,15 +6,22 @@ The rules beside the fields become validations of the CRD.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field
 
 from holdfast_core.api.base import ApiModel
-from holdfast_core.api.cel import cel_rules, remedy, rule
 from holdfast_core.api.meta import NameRef
-from holdfast_core.api.quantities import QUANTITY, parse_quantity_bytes, quantity_rule
-from holdfast_core.contract import MAX_RING_BYTES, MIN_RING_BYTES
+from holdfast_core.api.rules.cel import cel_rules, remedy, rule
+from holdfast_core.api.rules.quantities import (
+    DURATION,
+    QUANTITY,
+    duration_rule,
+    parse_duration,
+    parse_quantity_bytes,
+    quantity_rule,
+)
+from holdfast_core.contract import DEFAULT_MTBF_SECONDS, MAX_RING_BYTES, MIN_RING_BYTES
 
 
 class PeerEncryption(StrEnum):
@@ -31,18 +38,109 @@ class WhenDeleted(StrEnum):
     RETAIN = "Retain"
 
 
-class StepInterval(ApiModel):
-    """Every so many optimizer steps."""
+def _steps_field(what: str) -> Any:
+    return Field(
+        ge=1,
+        le=1_000_000_000,
+        description=f"Number of optimizer steps (whole gang) between two {what}.",
+        json_schema_extra=remedy(f"set the number of optimizer steps between two {what}"),
+    )
 
-    steps: Annotated[
-        int,
+
+def _seconds_field(what: str) -> Any:
+    return Field(
+        ge=1,
+        le=604_800,
+        description=f"Seconds between two {what}, at most a week.",
+        json_schema_extra=remedy(f"set the seconds between two {what}"),
+    )
+
+
+class SaveInterval(ApiModel):
+    """How often the gang saves: every so many steps, every so many seconds, or as often as it pays."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "[has(self.steps), has(self.seconds), has(self.auto)].filter(given, given).size() == 1",
+                message_expression=(
+                    "'checkpoint.interval has %d of steps, seconds and auto, expected exactly one: "
+                    'write for example {"steps": 100}\'.format([[has(self.steps), '
+                    "has(self.seconds), has(self.auto)].filter(given, given).size()])"
+                ),
+            ),
+            rule(
+                "!has(self.auto) || self.auto",
+                message=(
+                    "checkpoint.interval.auto is false, which names no interval: write auto: true, "
+                    "or steps or seconds instead"
+                ),
+                field_path=".auto",
+            ),
+            rule(
+                "!has(self.mtbf) || has(self.auto)",
+                message=(
+                    "checkpoint.interval.mtbf has an effect only with auto: true: remove it, or "
+                    "write auto: true instead of steps or seconds"
+                ),
+                field_path=".mtbf",
+            ),
+        )
+    )
+
+    steps: Annotated[int | None, _steps_field("saves")] = None
+    seconds: Annotated[
+        int | None,
+        _seconds_field("saves"),
+    ] = None
+    auto: Annotated[
+        bool | None,
         Field(
-            ge=1,
-            le=1_000_000_000,
-            description="Number of optimizer steps (whole gang).",
-            json_schema_extra=remedy("set the number of optimizer steps between two checkpoints"),
+            description=(
+                "true: rank 0 computes the seconds between saves at which saves and lost steps cost "
+                "the least in total (Daly), from the measured cost of a save and the mean time "
+                "between failures. status.interval shows the result and its inputs."
+            )
         ),
-    ]
+    ] = None
+    mtbf: Annotated[
+        Annotated[str, DURATION] | None,
+        Field(
+            max_length=32,
+            description=(
+                "Mean time between failures of the whole gang that you expect, a duration such as "
+                "6h, which is the default. Only with auto. Each round corrects it by the restarts "
+                "and the training time of the job."
+            ),
+            json_schema_extra=cel_rules(duration_rule("checkpoint.interval.mtbf", "6h")),
+        ),
+    ] = None
+
+    @property
+    def expected_mtbf_seconds(self) -> float:
+        """The mean time between failures before any failure of the job is known."""
+        if self.mtbf is None:
+            return DEFAULT_MTBF_SECONDS
+        return parse_duration(self.mtbf).total_seconds()
+
+
+class UploadInterval(ApiModel):
+    """How often a checkpoint is uploaded."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "has(self.steps) != has(self.seconds)",
+                message=(
+                    "checkpoint.object.every has both or none of steps and seconds, expected "
+                    'exactly one: write for example {"steps": 1000}'
+                ),
+            )
+        )
+    )
+
+    steps: Annotated[int | None, _steps_field("uploads")] = None
+    seconds: Annotated[int | None, _seconds_field("uploads")] = None
 
 
 def _ring_size(text: str) -> str:
@@ -195,8 +293,15 @@ class ObjectTierSpec(ApiModel):
         NameRef, Field(description="The CheckpointStore, in the same namespace. Immutable.")
     ]
     every: Annotated[
-        StepInterval,
-        Field(description="How often a checkpoint is uploaded: a multiple of interval.steps."),
+        UploadInterval,
+        Field(
+            description=(
+                "How often a checkpoint is uploaded. steps: the first save at or after each multiple "
+                "of it, which must be a multiple of interval.steps if both are given. seconds: the "
+                "first save so many seconds after the last upload began, and the first save of each "
+                "round."
+            )
+        ),
     ]
     compression: Annotated[
         Compression,
@@ -237,7 +342,8 @@ class CheckpointPolicySpec(ApiModel):
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
             rule(
-                "!has(self.object) || self.interval.steps < 1"
+                "!has(self.object) || !has(self.object.every.steps) || !has(self.interval.steps)"
+                " || self.interval.steps < 1"
                 " || self.object.every.steps % self.interval.steps == 0",
                 message_expression=(
                     "'checkpoint.object.every.steps is %d, not a multiple of "
@@ -260,7 +366,7 @@ class CheckpointPolicySpec(ApiModel):
     )
 
     interval: Annotated[
-        StepInterval,
+        SaveInterval,
         Field(description=("How often the gang saves to shared memory and to the node.")),
     ]
     memory: Annotated[MemorySpec, Field(description="The shared-memory ring.")] = MemorySpec()

@@ -11,7 +11,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from holdfast_core.api.base import ApiModel, Timestamp
-from holdfast_core.api.cel import cel_rules, remedy, rule
 from holdfast_core.api.meta import (
     ApiObject,
     Conditions,
@@ -19,6 +18,7 @@ from holdfast_core.api.meta import (
     NameRef,
     WithConditions,
 )
+from holdfast_core.api.rules.cel import cel_rules, remedy, rule
 
 
 class StoreCondition(StrEnum):

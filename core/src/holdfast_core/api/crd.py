@@ -6,13 +6,14 @@ from typing import Any
 
 from holdfast_core.api.base import CATEGORY, GROUP, VERSION
 from holdfast_core.api.checkpoint import Checkpoint
+from holdfast_core.api.checkpoint_adoption import CheckpointAdoption
 from holdfast_core.api.checkpoint_store import CheckpointStore
 from holdfast_core.api.schema import structural_schema
 from holdfast_core.api.training_job import TrainingJob
 
-Kind = type[TrainingJob] | type[Checkpoint] | type[CheckpointStore]
+Kind = type[TrainingJob] | type[Checkpoint] | type[CheckpointStore] | type[CheckpointAdoption]
 
-KINDS: tuple[Kind, ...] = (TrainingJob, Checkpoint, CheckpointStore)
+KINDS: tuple[Kind, ...] = (TrainingJob, Checkpoint, CheckpointStore, CheckpointAdoption)
 """Every kind of the API, in the order in which documents list them."""
 
 
@@ -30,26 +31,27 @@ def _column(
 
 _AGE = _column("Age", "date", ".metadata.creationTimestamp", "Time since it was created.")
 
-_COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
-    TrainingJob.KIND: (
-        _column("Phase", "string", ".status.phase", "Summary of the conditions."),
-        _column("Step", "integer", ".status.step", "Newest step that was trained."),
-        _column("Committed", "integer", ".status.lastCommittedStep", "Newest local commit."),
-        _column("Persisted", "integer", ".status.lastPersisted.step", "Newest step in the store."),
-        _column(
-            "Workers", "string", ".status.workers.summary", "Workers that train, of all workers."
-        ),
-        _column("Restarts", "integer", ".status.restarts", "Restarts of the gang."),
-        _column(
-            "Goodput",
-            "number",
-            ".status.goodput.ratio",
-            "Share of time spent on training that no failure undid.",
-        ),
-        _column("Replicated", "integer", ".status.lastReplicatedStep", "Newest copied.", wide=True),
-        _column("Round", "integer", ".status.restartRound", "Current restart round.", wide=True),
-        _AGE,
+_GANG_COLUMNS = (
+    _column("Phase", "string", ".status.phase", "Summary of the conditions."),
+    _column("Step", "integer", ".status.step", "Newest step that was trained."),
+    _column("Committed", "integer", ".status.lastCommittedStep", "Newest local commit."),
+    _column("Persisted", "integer", ".status.lastPersisted.step", "Newest step in the store."),
+    _column("Workers", "string", ".status.workers.summary", "Workers that train, of all workers."),
+    _column("Restarts", "integer", ".status.restarts", "Restarts of the gang."),
+    _column(
+        "Goodput",
+        "number",
+        ".status.goodput.ratio",
+        "Share of time spent on training that no failure undid.",
     ),
+    _column("Replicated", "integer", ".status.lastReplicatedStep", "Newest copied.", wide=True),
+    _column("Round", "integer", ".status.restartRound", "Current restart round.", wide=True),
+    _AGE,
+)
+
+_COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
+    TrainingJob.KIND: _GANG_COLUMNS,
+    CheckpointAdoption.KIND: _GANG_COLUMNS,
     Checkpoint.KIND: (
         _column("Job", "string", ".spec.jobRef.name", "The TrainingJob."),
         _column("Step", "integer", ".spec.step", "Optimizer step."),

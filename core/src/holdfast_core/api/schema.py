@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast_core.api.base import ApiModel
-from holdfast_core.api.cel import REMEDY, RULES, bounds
+from holdfast_core.api.rules.cel import REMEDY, RULES, bounds
 from holdfast_core.errors import ConfigError
 
 _ORDER = (

@@ -6,24 +6,18 @@ input is refused at `kubectl apply`. status is training_job_status.py.
 
 from __future__ import annotations
 
-from datetime import timedelta
-from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from holdfast_core.api.base import ApiModel
-from holdfast_core.api.cel import RULES, cel_rules, remedy, rule
 from holdfast_core.api.checkpoint_policy import CheckpointPolicySpec, PeerTierSpec
+from holdfast_core.api.failure_policy import FailurePolicySpec
 from holdfast_core.api.meta import ApiObject, NameRef
-from holdfast_core.api.quantities import DURATION, duration_rule, parse_duration
+from holdfast_core.api.rules.cel import RULES, cel_rules, remedy, rule
 from holdfast_core.api.template import PodTemplate
 from holdfast_core.api.training_job_status import TrainingJobStatus
 from holdfast_core.ids import JobUid
-
-
-class FailureAction(StrEnum):
-    FAIL_JOB = "FailJob"
 
 
 def _checkpoint_ref_by_rule(schema: dict[str, Any]) -> None:
@@ -51,65 +45,6 @@ class RestoreFromSpec(ApiModel):
     ]
 
 
-class FailureRule(ApiModel):
-    """What to do when a rank ends with one of these codes."""
-
-    on_exit_codes: Annotated[
-        tuple[int, ...],
-        Field(
-            min_length=1,
-            max_length=64,
-            description="Exit codes of a rank process, 1 to 255.",
-            json_schema_extra=cel_rules(
-                rule(
-                    "self.all(c, c >= 1 && c <= 255)",
-                    message=(
-                        "failurePolicy.rules.onExitCodes contains a code outside of 1 to 255: "
-                        "0 means success, and exit codes end at 255"
-                    ),
-                )
-            ),
-        ),
-    ]
-    action: Annotated[FailureAction, Field(description="FailJob: the job fails without a restart.")]
-
-
-class FailurePolicySpec(ApiModel):
-    """How often the gang may restart before the job is given up."""
-
-    max_restarts: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=1000,
-            description=(
-                "Number of restarts within the window after which one more restart fails the job."
-            ),
-            json_schema_extra=remedy("0 fails the job at the first failure"),
-        ),
-    ] = 10
-    window: Annotated[
-        str,
-        DURATION,
-        Field(
-            max_length=32,
-            description="Length of the window in which restarts count, a duration such as 1h or "
-            "90m30s.",
-            json_schema_extra=cel_rules(duration_rule("failurePolicy.window", "1h")),
-        ),
-    ] = "1h"
-    rules: Annotated[
-        tuple[FailureRule, ...],
-        Field(
-            max_length=16, description=("Exceptions by exit code; the first matching rule applies.")
-        ),
-    ] = ()
-
-    @property
-    def window_length(self) -> timedelta:
-        return parse_duration(self.window)
-
-
 class NodeLossSpec(ApiModel):
     """When a silent node counts as lost."""
 
@@ -125,8 +60,8 @@ class NodeLossSpec(ApiModel):
     ] = 20
 
 
-class TrainingJobSpec(ApiModel):
-    """What the job runs, how it is checkpointed and what it survives."""
+class GangSpec(ApiModel):
+    """How a gang is checkpointed and what it survives, whatever creates its pods."""
 
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
@@ -187,7 +122,6 @@ class TrainingJobSpec(ApiModel):
             },
         ),
     ] = 1
-    template: PodTemplate
     checkpoint: Annotated[
         CheckpointPolicySpec,
         Field(
@@ -202,36 +136,13 @@ class TrainingJobSpec(ApiModel):
     ] = None
     failure_policy: Annotated[
         FailurePolicySpec,
-        Field(description="How often the gang may restart before the job fails."),
+        Field(
+            description="What failures lead to, and how often the gang may restart before the job fails."
+        ),
     ] = FailurePolicySpec()
     node_loss: Annotated[
         NodeLossSpec, Field(description=("When a node without lease renewals counts as lost."))
     ] = NodeLossSpec()
-    suspend: Annotated[
-        bool,
-        Field(
-            description=("true: save, then delete all pods; false: continue from that checkpoint.")
-        ),
-    ] = False
-    active_deadline_seconds: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=315_360_000,
-            description="Seconds after its start, or after its last resumption, when the job is "
-            "failed. Default: never.",
-            json_schema_extra=remedy("omit it for no deadline"),
-        ),
-    ] = None
-    ttl_seconds_after_finished: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=315_360_000,
-            description="Seconds after its end when the job is deleted. Default: never.",
-            json_schema_extra=remedy("omit it to keep the job"),
-        ),
-    ] = None
 
     @property
     def world_size(self) -> int:
@@ -254,6 +165,71 @@ class TrainingJobSpec(ApiModel):
         return None if self.restore_from is None else self.restore_from.checkpoint_ref.name
 
 
+class TrainingJobSpec(GangSpec):
+    """What the job runs, how it is checkpointed and what it survives."""
+
+    template: PodTemplate
+    suspend: Annotated[
+        bool,
+        Field(
+            description=("true: save, then delete all pods; false: continue from that checkpoint.")
+        ),
+    ] = False
+    schedule_timeout_seconds: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=604_800,
+            description="Seconds after which the pods of a gang that cannot all be scheduled are "
+            "deleted, so that other jobs can use their nodes. They are created again after a back-off. 0: "
+            "never.",
+            json_schema_extra={
+                **remedy("0 lets pods wait for their nodes without a limit"),
+                **cel_rules(
+                    rule(
+                        "self == 0 || self >= 30",
+                        message_expression=(
+                            "'scheduleTimeoutSeconds is %d, expected 0 or at least 30: a scheduler "
+                            "needs some seconds for a large gang, and a new node some minutes; 0 "
+                            "lets pods wait without a limit'.format([self])"
+                        ),
+                    )
+                ),
+            },
+        ),
+    ] = 900
+    active_deadline_seconds: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=315_360_000,
+            description="Seconds after its start, or after its last resumption, when the job is "
+            "failed. Default: never.",
+            json_schema_extra=remedy("omit it for no deadline"),
+        ),
+    ] = None
+    ttl_seconds_after_finished: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=315_360_000,
+            description="Seconds after its end when the job is deleted. Default: never.",
+            json_schema_extra=remedy("omit it to keep the job"),
+        ),
+    ] = None
+
+
+NAME_OF_GANG = rule(
+    "self.metadata.name.size() <= 40 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+    message_expression=(
+        '\'metadata.name is "%s" (%d characters), expected at most 40 lower-case '
+        "letters, digits and hyphens, a letter first: names of pods and their DNS "
+        "records are derived from it; choose a shorter or simpler "
+        "name'.format([self.metadata.name, self.metadata.name.size()])"
+    ),
+)
+
+
 class TrainingJob(ApiObject):
     """A gang of worker pods that trains one model.
 
@@ -262,16 +238,7 @@ class TrainingJob(ApiObject):
 
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
-            rule(
-                "self.metadata.name.size() <= 40"
-                " && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-                message_expression=(
-                    '\'metadata.name is "%s" (%d characters), expected at most 40 lower-case '
-                    "letters, digits and hyphens, a letter first: names of pods and their DNS "
-                    "records are derived from it; choose a shorter or simpler "
-                    "name'.format([self.metadata.name, self.metadata.name.size()])"
-                ),
-            )
+            NAME_OF_GANG,
         )
     )
 

@@ -18,7 +18,10 @@ MAX_WORKERS = 4096
 MAX_LINEAGE = 256
 MAX_RECENT_RESTARTS = 1024
 """More than the largest maxRestarts, or the limit could never be reached."""
+MAX_NODE_FAILURES = 256
 MAX_RECOVERIES = 10
+MAX_QUARANTINED = 16
+"""Each of them takes room on the nodes. A job that would need more fails."""
 MAX_NAMED_WORKERS = 8
 """Largest number of workers that the record of a recovery names. Records must stay small."""
 
@@ -49,6 +52,20 @@ class JobCondition(StrEnum):
     READABLE = "Readable"
     """False while the operator cannot read the job or one of its pods; absent before that happens."""
     SIDECARS_UNREACHABLE = "SidecarsUnreachable"
+    QUARANTINED = "Quarantined"
+    """True while a checkpoint of the job is quarantined; absent before that happens."""
+    NODES_AVOIDED = "NodesAvoided"
+    """True while new pods avoid nodes on which workers failed; absent before that happens."""
+    NODES_LEAVING = "NodesLeaving"
+    """True while workers run on nodes that will be taken away soon; absent before that happens."""
+    ADOPTED = "Adopted"
+    """Of a CheckpointAdoption: whether its pods are workers, and what their controller's restart policy
+    costs. Absent until a pod exists."""
+    UNSCHEDULABLE = "Unschedulable"
+    """True after the pods of a gang could not all be scheduled in time, until all of them are; absent before
+    that happens."""
+    FAILURE_RULES_APPLY = "FailureRulesApply"
+    """False while a rule of failurePolicy.rules can never match; absent before that happens."""
 
 
 StepField = Annotated[Step, Field(ge=0)]
@@ -178,12 +195,17 @@ class RecoveryStatus(ApiModel):
         float | None,
         Field(
             ge=0,
-            description="Until the survivors had stopped and the restore point was chosen, seconds.",
+            description="Until the survivors had stopped and reported what they hold, seconds.",
         ),
     ] = None
     schedule_seconds: Annotated[
         float | None,
-        Field(ge=0, description="Until the sidecars of replacement pods ran, seconds."),
+        Field(
+            ge=0,
+            description=(
+                "Until the sidecars of replacement pods ran and the restore point was chosen, seconds."
+            ),
+        ),
     ] = None
     rehydrate_seconds: Annotated[
         float | None, Field(ge=0, description="Until the shards were on the nodes, seconds.")
@@ -251,6 +273,49 @@ class GoodputStatus(ApiModel):
     ] = 0
 
 
+class IntervalStatus(ApiModel):
+    """The interval between saves, if it is given as a time, and what it follows from."""
+
+    steps: Annotated[
+        int,
+        Field(
+            ge=0, description="Optimizer steps between saves; 0 before some steps were measured."
+        ),
+    ] = 0
+    seconds: Annotated[Seconds | None, Field(ge=0, description="Seconds between saves.")] = None
+    step_seconds: Annotated[
+        Seconds | None, Field(ge=0, description="Mean duration of a step without saves, seconds.")
+    ] = None
+    save_seconds: Annotated[
+        Seconds | None,
+        Field(ge=0, description="Time for which a save blocks training, seconds. Only with auto."),
+    ] = None
+    mtbf_seconds: Annotated[
+        Seconds | None,
+        Field(
+            ge=0,
+            description=(
+                "Mean time between failures that this round expects, seconds. It follows from "
+                "interval.mtbf, the restarts and the training time of the job. Only with auto."
+            ),
+        ),
+    ] = None
+
+
+class SchedulingStatus(ApiModel):
+    """Tries to schedule a gang that took longer than spec.scheduleTimeoutSeconds."""
+
+    timeouts: Annotated[
+        int, Field(ge=1, description="Tries in a row that ended with the time-out.")
+    ] = 1
+    retry_at: Annotated[
+        Timestamp | None,
+        Field(
+            description="When the pods are created again (UTC). Absent: they are created, or exist."
+        ),
+    ] = None
+
+
 class WorkersStatus(ApiModel):
     """How much of the gang is there."""
 
@@ -271,13 +336,20 @@ class WorkersStatus(ApiModel):
 
 
 class RestartRecord(ApiModel):
-    """One restart that counts towards failurePolicy.maxRestarts."""
+    """One restart after a failure of the gang itself, not after a disruption."""
 
     round: Annotated[RoundField, Field(description="Restart round that it began.")]
     at: Annotated[Timestamp, Field(description="When (UTC).")]
     reason: Annotated[
         str, Field(max_length=128, description="What was lost, as one CamelCase word.")
     ]
+    ignored: Annotated[
+        bool,
+        Field(
+            description="true: a rule with action Ignore applied, so the restart does not count "
+            "towards failurePolicy.maxRestarts."
+        ),
+    ] = False
     failed_step: Annotated[
         StepField | None,
         Field(
@@ -299,6 +371,37 @@ class RestartRecord(ApiModel):
         return CheckpointId(self.failed_step, self.failed_round)
 
 
+class QuarantinedCheckpoint(ApiModel):
+    """A checkpoint that the gang does not restore, because no gang trained from it."""
+
+    step: Annotated[StepField, Field(description="Optimizer step.")]
+    round: Annotated[RoundField, Field(description="Restart round that saved it.")]
+    manifest: Annotated[
+        DigestField | None, Field(description="BLAKE3 of the manifest, b3:<hex>.")
+    ] = None
+    at: Annotated[Timestamp, Field(description="When it was quarantined (UTC).")]
+    restarts: Annotated[
+        int, Field(ge=1, description="Restarts from it that failed before a step was finished.")
+    ]
+
+    @property
+    def id(self) -> CheckpointId:
+        return CheckpointId(self.step, self.round)
+
+
+class NodeFailure(ApiModel):
+    """A failure of a worker that may be the fault of its node."""
+
+    node: Annotated[str, Field(max_length=253, description="Name of the node.")]
+    round: Annotated[RoundField, Field(description="Restart round that the failure began.")]
+    at: Annotated[Timestamp, Field(description="When (UTC).")]
+    reason: Annotated[str, Field(max_length=128, description="What failed, as one CamelCase word.")]
+    by_rule: Annotated[
+        bool,
+        Field(description="true: a rule with action AvoidNode applied, so it alone suffices."),
+    ] = False
+
+
 class TrainingJobStatus(WithConditions):
     """What the operator decided and saw. Step, levels, goodput: at most every 10 s."""
 
@@ -312,13 +415,29 @@ class TrainingJobStatus(WithConditions):
     ] = None
     restarts: Annotated[int, Field(ge=0, description="All restarts of the gang.")] = 0
     restarts_count_towards_max: Annotated[
-        int, Field(ge=0, description="Restarts within failurePolicy.window.")
+        int,
+        Field(ge=0, description="Restarts within failurePolicy.window that count."),
     ] = 0
     recent_restarts: Annotated[
         tuple[RestartRecord, ...],
         Field(
             max_length=MAX_RECENT_RESTARTS,
-            description="Newest restarts that count towards failurePolicy.maxRestarts.",
+            description="Newest restarts within failurePolicy.window, oldest first, without those after "
+            "disruptions.",
+        ),
+    ] = ()
+    quarantined: Annotated[
+        tuple[QuarantinedCheckpoint, ...],
+        Field(
+            max_length=MAX_QUARANTINED,
+            description="Checkpoints that are kept and not restored, oldest quarantine first.",
+        ),
+    ] = ()
+    node_failures: Annotated[
+        tuple[NodeFailure, ...],
+        Field(
+            max_length=MAX_NODE_FAILURES,
+            description="Newest failures on nodes within failurePolicy.avoidNodes.window.",
         ),
     ] = ()
     step: Annotated[StepField | None, Field(description="Newest step that was trained.")] = None
@@ -345,6 +464,23 @@ class TrainingJobStatus(WithConditions):
                 "Steps of this round that newer steps replaced before nodes had written "
                 "or peers had copied them."
             ),
+        ),
+    ] = None
+    flush_seconds: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="Longest measured time from the local commit of a step until its peers had "
+            "durable copies of all shards, seconds rounded up.",
+        ),
+    ] = None
+    grace_period_seconds: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="terminationGracePeriodSeconds of new pods: that of the template, else an "
+            "upper bound computed from flushSeconds and the length of a step. Of adopted pods: the "
+            "shortest of theirs.",
         ),
     ] = None
     last_persisted: Annotated[
@@ -387,6 +523,16 @@ class TrainingJobStatus(WithConditions):
     goodput: Annotated[GoodputStatus | None, Field(description="How the job's time was spent.")] = (
         None
     )
+    interval: Annotated[
+        IntervalStatus | None,
+        Field(description="The interval between saves; absent if it is a number of steps."),
+    ] = None
+    scheduling: Annotated[
+        SchedulingStatus | None,
+        Field(
+            description="Tries that could not schedule all pods; absent once all of them have nodes."
+        ),
+    ] = None
     workers: Annotated[
         WorkersStatus | None, Field(description="How many workers of the gang train.")
     ] = None

@@ -18,6 +18,8 @@ SHARDS = "shards"
 LAYOUTS = "layouts"
 MANIFESTS = "manifests"
 REFERENCES = "references"
+RUNS = "runs"
+"""Markers of the runs that upload to a store without an operator (store.runs)."""
 
 MAX_STEP = 10**12 - 1
 MAX_ROUND = 10**6 - 1

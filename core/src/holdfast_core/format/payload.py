@@ -9,21 +9,17 @@ needs neither torch nor numpy.
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
+
+import msgspec
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import dumps_canonical, loads_strict
-from holdfast_core.format.checks import (
-    expect_list,
-    expect_map,
-    expect_object,
-    expect_range,
-    expect_text,
-)
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes, tensor_bytes
-from holdfast_core.format.rank_layout import check_fqn, expect_shape
+from holdfast_core.format.rank_layout import MAX_DIMENSION, MAX_DIMENSIONS, check_fqn
 from holdfast_core.ids import ByteRange
 
 OBJECTS_NAME = "__holdfast_objects__"
@@ -40,11 +36,23 @@ LENGTH_BYTES = 8
 _METADATA = {"format": "pt", "holdfast": "1"}
 """Readers of the safetensors ecosystem expect `format: pt`."""
 _LENGTH = struct.Struct("<Q")
-_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
-@dataclass(frozen=True, slots=True)
-class PayloadTensor:
+class _Entry(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A tensor as the header describes it. `data_offsets` counts from the start of the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: ByteRange
+
+
+_TEXTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY = msgspec.json.Decoder(_Entry)
+_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
+
+class PayloadTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor in a payload's header. `byte_range` counts from the payload's start."""
 
     fqn: str
@@ -101,23 +109,23 @@ def plan_payload(
     )
     if objects_capacity_bytes < 0:
         raise FormatError(f"payload: objects capacity of {objects_capacity_bytes} bytes")
-    header: dict[str, Any] = {METADATA_NAME: _METADATA}
+    entries: dict[str, _Entry] = {}
     position = 0
     for fqn, dtype, shape in ordered:
         path = f"tensor {fqn!r}"
-        if fqn in header or fqn == OBJECTS_NAME:
+        if fqn in entries or fqn in (OBJECTS_NAME, METADATA_NAME):
             raise FormatError(f"payload: {path}: the name is reserved or appears twice")
-        stop = position + tensor_bytes(dtype, expect_shape(list(shape), path), path)
-        header[check_fqn(fqn, path)] = _entry(dtype, shape, position, stop)
+        stop = position + _stored_bytes(dtype, shape, path)
+        entries[check_fqn(fqn, path)] = _Entry(dtype, shape, ByteRange(position, stop))
         position = stop
     stop = position + objects_capacity_bytes
-    header[OBJECTS_NAME] = _entry("U8", (objects_capacity_bytes,), position, stop)
-    text = dumps_canonical(header)
+    entries[OBJECTS_NAME] = _Entry("U8", (objects_capacity_bytes,), ByteRange(position, stop))
+    text = _encode(entries)
     text += b" " * (-(LENGTH_BYTES + len(text)) % _WRITTEN_ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(f"payload: header of {len(text)} bytes, at most {MAX_HEADER_BYTES}")
     head = _LENGTH.pack(len(text)) + text
-    return parse_payload(head, len(head) + stop)
+    return _plan(head, entries, len(head) + stop)
 
 
 def header_bytes(head: bytes | bytearray | memoryview, payload_bytes: int) -> int:
@@ -146,34 +154,18 @@ def parse_payload(head: bytes, payload_bytes: int) -> PayloadPlan:
         raise FormatError(f"payload: {len(head)} bytes of a header of {size}")
     if size % ALIGNMENT_BYTES:
         raise FormatError(f"payload: data starts at {size}, expected a multiple of 64")
-    root = expect_map(
-        loads_strict(head[LENGTH_BYTES:size], "payload header", limit_bytes=MAX_HEADER_BYTES),
-        "payload header",
-    )
-    if root.get(METADATA_NAME) != _METADATA:
+    try:
+        texts = _TEXTS.decode(head[LENGTH_BYTES:size])
+    except (UnicodeError, msgspec.MsgspecError, RecursionError) as error:
+        raise FormatError(f"payload header: {error}") from error
+    if bytes(texts.pop(METADATA_NAME, b"")) != _ENCODER.encode(_METADATA):
         raise FormatError(f"payload header.{METADATA_NAME}: expected {_METADATA}")
-    tensors = sorted(
-        (_tensor(fqn, value, size) for fqn, value in root.items() if fqn != METADATA_NAME),
-        key=lambda t: (t.byte_range.start, t.byte_range.stop, t.fqn == OBJECTS_NAME),
-    )
-    position = size
-    for tensor in tensors:
-        if tensor.byte_range.start != position:
-            raise FormatError(
-                f"payload header: {tensor.fqn[:200]!r} starts at {tensor.byte_range.start}, "
-                f"expected {position} (no gaps, no overlaps)"
-            )
-        position = tensor.byte_range.stop
-    if position != payload_bytes:
-        raise FormatError(f"payload: tensors end at {position} of {payload_bytes} bytes")
-    if not tensors or tensors[-1].fqn != OBJECTS_NAME or tensors[-1].dtype != "U8":
-        raise FormatError(f"payload header: the last tensor is not {OBJECTS_NAME} of U8")
-    return PayloadPlan(
-        header=bytes(head[:size]),
-        tensors=tuple(tensors[:-1]),
-        objects=tensors[-1].byte_range,
-        total_bytes=payload_bytes,
-    )
+    entries = _entries(texts)
+    if _encode(entries) != head[LENGTH_BYTES:size].rstrip(b" "):
+        raise FormatError(
+            "payload header: not in canonical form (sorted keys, no whitespace, no duplicate keys)"
+        )
+    return _plan(head[:size], entries, payload_bytes)
 
 
 def pack_objects(value: Any, capacity_bytes: int) -> bytes:
@@ -195,25 +187,78 @@ def unpack_objects(data: bytes) -> Any:
     return loads_strict(data, "objects", limit_bytes=max(len(data), 1))
 
 
-def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+def _entries(texts: Mapping[str, msgspec.Raw]) -> dict[str, _Entry]:
+    """Parse the entries of all tensors. Raises FormatError that names the tensor of a bad entry."""
+    try:
+        entries = _ENTRIES.decode(msgspec.json.encode(texts))
+    except (UnicodeError, msgspec.MsgspecError, RecursionError):
+        entries = {fqn: _entry(fqn, text) for fqn, text in texts.items()}
+    # Thousands of tensors have few different shapes.
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for fqn, entry in entries.items():
+        dtype, shape, (start, stop) = entry.dtype, entry.shape, entry.data_offsets
+        size = sizes.get((dtype, shape))
+        if size is None:
+            size = sizes[dtype, shape] = _stored_bytes(dtype, shape, _path(fqn))
+        if not 0 <= start <= stop <= MAX_TENSOR_BYTES or stop - start != size:
+            raise FormatError(
+                f"{_path(fqn)}.data_offsets: {[start, stop]} is not a byte range [start, stop) of "
+                f"{size} bytes for {dtype} {list(shape)}"
+            )
+        check_fqn(fqn, "payload header")
+    return entries
 
 
-def _tensor(fqn: str, value: Any, data_start: int) -> PayloadTensor:
-    path = f"payload header[{fqn[:200]!r}]"
-    entry = expect_object(value, path, _FIELDS)
-    dtype = expect_text(entry["dtype"], f"{path}.dtype", limit=40)
-    shape = expect_shape(expect_list(entry["shape"], path, limit=64), f"{path}.shape")
-    found = expect_range(entry["data_offsets"], f"{path}.data_offsets")
-    expected = tensor_bytes(dtype, shape, path)
-    if found.length_bytes != expected or found.stop > MAX_TENSOR_BYTES:
+def _entry(fqn: str, text: msgspec.Raw) -> _Entry:
+    try:
+        return _ENTRY.decode(text)
+    except (UnicodeError, msgspec.MsgspecError, RecursionError) as error:
+        raise FormatError(f"{_path(fqn)}: {error}") from error
+
+
+def _path(fqn: str) -> str:
+    return f"payload header[{fqn[:200]!r}]"
+
+
+def _encode(entries: Mapping[str, _Entry]) -> bytes:
+    # msgspec's own sort of very many names takes seconds for some orders.
+    items = sorted([*entries.items(), (METADATA_NAME, _METADATA)], key=itemgetter(0))
+    try:
+        return _ENCODER.encode(dict(items))
+    except (UnicodeError, msgspec.MsgspecError) as error:
+        raise FormatError(f"payload header: cannot be written: {error}") from error
+
+
+def _plan(head: bytes, entries: Mapping[str, _Entry], total_bytes: int) -> PayloadPlan:
+    """Return the plan of a header. Raises FormatError if its ranges do not fill the payload."""
+    base = len(head)
+    tensors = [
+        PayloadTensor(fqn, entry.dtype, entry.shape, ByteRange(base + start, base + stop))
+        for fqn, entry in sorted(entries.items(), key=itemgetter(0))
+        for start, stop in (entry.data_offsets,)
+    ]
+    # Empty tensors that start at the same byte stay in the order of their names, before the objects.
+    tensors.sort(key=lambda tensor: (tensor.byte_range, tensor.fqn == OBJECTS_NAME))
+    position = base
+    for tensor in tensors:
+        if tensor.byte_range.start != position:
+            raise FormatError(
+                f"payload header: {tensor.fqn[:200]!r} starts at {tensor.byte_range.start}, "
+                f"expected {position} (no gaps, no overlaps)"
+            )
+        position = tensor.byte_range.stop
+    if position != total_bytes:
+        raise FormatError(f"payload: tensors end at {position} of {total_bytes} bytes")
+    if not tensors or tensors[-1].fqn != OBJECTS_NAME or tensors[-1].dtype != "U8":
+        raise FormatError(f"payload header: the last tensor is not {OBJECTS_NAME} of U8")
+    return PayloadPlan(head, tuple(tensors[:-1]), tensors[-1].byte_range, total_bytes)
+
+
+def _stored_bytes(dtype: str, shape: Sequence[int], path: str) -> int:
+    """Return the bytes of a tensor. Raises FormatError if its shape or size is out of bounds."""
+    if len(shape) > MAX_DIMENSIONS or not all(0 <= length <= MAX_DIMENSION for length in shape):
         raise FormatError(
-            f"{path}.data_offsets: {found.length_bytes} bytes, expected {expected} for "
-            f"{dtype} {list(shape)}"
+            f"{path}: {list(shape)[:70]} has over {MAX_DIMENSIONS} dimensions, or one of them is not "
+            f"within 0..{MAX_DIMENSION}"
         )
-    return PayloadTensor(
-        check_fqn(fqn, path),
-        dtype,
-        shape,
-        ByteRange(data_start + found.start, data_start + found.stop),
-    )
+    return tensor_bytes(dtype, shape, path)

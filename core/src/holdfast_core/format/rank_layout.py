@@ -8,13 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import Versioned, decode_document, encode_document
-from holdfast_core.format.checks import expect_ints
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes
 from holdfast_core.format.keys import MAX_RANK
@@ -129,7 +127,7 @@ def layout_digests(document: bytes) -> LayoutDigests:
 
 def owner_of(fqn: str) -> Rank | None:
     """Return the rank that a tensor belongs to, by its name. None if it belongs to the gang."""
-    found = _RANK_LOCAL.search(fqn)
+    found = _RANK_LOCAL.search(fqn) if "@rank" in fqn else None
     return None if found is None else Rank(int(found[1]))
 
 
@@ -137,14 +135,6 @@ def check_fqn(fqn: str, path: str) -> str:
     if not 0 < len(fqn) <= MAX_FQN or "\0" in fqn:
         raise FormatError(f"{path}: a name has 1..{MAX_FQN} characters and no NUL")
     return fqn
-
-
-def expect_shape(value: Any, path: str) -> tuple[int, ...]:
-    numbers = expect_ints(value, path, limit=MAX_DIMENSIONS)
-    for number in numbers:
-        if number > MAX_DIMENSION:
-            raise FormatError(f"{path}: dimension {number}, at most {MAX_DIMENSION} is accepted")
-    return numbers
 
 
 def _check(layout: RankLayout) -> None:

@@ -62,6 +62,8 @@ Seconds = Annotated[float, Bounds(low=0, high=10**12)]
 """A finite duration in seconds."""
 ClippedText = Annotated[str, Bounds(characters=4096, clip=True)]
 """Text for people. Longer text is cut."""
+ShortText = Annotated[str, Bounds(characters=512, clip=True)]
+"""Text for people of which a message has one for each rank. Longer text is cut."""
 Reason = Annotated[str, Bounds(pattern=re.compile(r"[A-Za-z][A-Za-z0-9]{0,127}"))]
 """The reason of a condition: one CamelCase word of 1 to 128 characters, as the CRD requires."""
 Name = Annotated[str, Bounds(characters=253)]

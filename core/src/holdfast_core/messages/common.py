@@ -19,6 +19,8 @@ from holdfast_core.messages.bounds import (
     ClippedText,
     Natural,
     Reason,
+    Seconds,
+    ShortText,
 )
 
 
@@ -66,6 +68,35 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """An interval between saves that is given as a time and follows from measured durations."""
+
+    seconds: Seconds | None
+    """Seconds between saves. None: they follow from the cost of a save and from `mtbf_seconds`."""
+    mtbf_seconds: Seconds
+    """Expected mean time between failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The interval between saves, and what it follows from.
+
+    All ranks save at `steps`, which rank 0 has chosen. The durations are those that this rank has measured.
+    """
+
+    steps: Natural
+    """Optimizer steps between saves. 0: saves only on request, or not known yet."""
+    seconds: Seconds | None = None
+    """Seconds between saves. None if the interval is a number of steps."""
+    step_seconds: Seconds | None = None
+    """Mean duration of a step without saves. None: not measured yet, or not needed."""
+    save_seconds: Seconds | None = None
+    """Time for which a save blocks training. None: not measured yet, or not needed."""
+    mtbf_seconds: Seconds | None = None
+    """Expected mean time between failures. None if the interval does not follow from it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The checkpoint settings of the job's spec.
 
@@ -73,15 +104,26 @@ class Policy:
     """
 
     interval_steps: int
+    """Optimizer steps between saves. 0 with `timing`, and where ranks save only on request."""
     slots: int = 2
     keep_last: int = 3
     peer_copies: int = 1
     peer_encryption: str = "TLS"
     """"TLS", or "None" on a trusted network (the handshake is still mutual). Other values mean "TLS"."""
     object_every_steps: int | None = None
-    """Steps between two uploads. None means that the job has no object tier."""
+    """Steps between two uploads."""
+    object_every_seconds: int | None = None
+    """Seconds between two uploads. If both are None, the job has no object tier."""
     object_compression: str = "None"
     """"Zstd" compresses uploads. Every other value means "None"."""
+    timing: Timing | None = None
+    """The interval between saves as a time. None: it is `interval_steps`."""
+    hang_steps: Natural = 0
+    """The gang counts as hung after this many median step times without a step, but not within a minute.
+    0: not by this rule."""
+    hang_seconds: Seconds = 0.0
+    """The gang counts as hung after this time without a step, instead of `hang_steps`. 0: not by this
+    rule."""
 
     @property
     def memory_level_enabled(self) -> bool:
@@ -100,6 +142,31 @@ class Policy:
     @property
     def compresses_uploads(self) -> bool:
         return self.object_compression == "Zstd"
+
+
+@dataclass(frozen=True, slots=True)
+class RankStack:
+    """What one rank does while its gang finishes no step, as its launcher found it."""
+
+    rank: Rank
+    stack: ShortText
+    """The innermost frames of its main thread, or why they could not be read."""
+    is_known: bool
+    """Whether `stack` has frames."""
+    waits: bool = False
+    """The main thread waits in torch for other ranks."""
+    moves: bool = False
+    """The main thread was found in different places within a few seconds, so that the rank is at work."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Memory of a container when the kernel ended one of its processes because memory ran out."""
+
+    limit_bytes: Natural | None
+    """The container's limit. None: it has none, so the node ran out of memory."""
+    peak_bytes: Natural | None
+    """The most that the container has used. None: the kernel is older than 5.19 and does not record it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ class CopyReply:
     durable: bool
     """The receiver has a verified, durable copy. Where it is False, the receiver is still copying."""
     pieces: Natural = 0
-    """Pieces that the receiver has copied so far. The sender gives up a copy whose number stays the same."""
+    """Pieces that the receiver has copied so far. While the copy waits for others to end, the pieces of all
+    copies of the receiver. The sender gives up a copy whose number stays the same."""
     received_bytes: Natural = 0
     """Bytes that the receiver read from the sender for this copy."""
 

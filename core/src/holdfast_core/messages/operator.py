@@ -32,6 +32,7 @@ from holdfast_core.messages.bounds import (
 )
 from holdfast_core.messages.common import (
     Failure,
+    Interval,
     Policy,
     RestorePoint,
 )
@@ -70,6 +71,8 @@ class Round:
     policy: Policy
     pinned: tuple[Step, ...] = ()
     """Pinned steps, which must not be pruned."""
+    quarantined: tuple[RestorePoint, ...] = ()
+    """Checkpoints that must neither be pruned nor restored."""
     last_persisted: RestorePoint | None = None
     fan_in: Annotated[int, Bounds(low=1)] = 64
     """Number of consecutive workers that exchange messages with the coordinator through one relay."""
@@ -175,6 +178,15 @@ class GangProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Hang:
+    """The gang finishes no step, and no rank is at work."""
+
+    late: Annotated[tuple[Rank, ...], PerRank]
+    """The ranks that the others wait for. Empty if the stacks do not show it."""
+    message: ClippedText
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorState:
     """Reply of GET /v1/state?since=V&timeout=S: the whole current state and its version.
 
@@ -199,6 +211,9 @@ class CoordinatorState:
     """Every rank has finished a step of this round."""
     cannot_restore: ClippedText = ""
     """Set when a worker could not get its shards of the restore point: what it has tried."""
+    restore_may_succeed: bool = False
+    """Whether each of these workers lacks only what a silent or busy place may have. Then this is no evidence
+    against the checkpoint."""
     finished: bool = False
     """All ranks returned 0, and no step is being written, copied or uploaded any more."""
     saves_skipped: Natural = 0
@@ -207,6 +222,9 @@ class CoordinatorState:
     node tier. The loss of a pod may lose it."""
     steps_dropped: Natural = 0
     """Steps that newer ones replaced before they were written or copied, since this coordinator started."""
+    interval: Interval | None = None
+    """The interval between saves as rank 0 has reported it. None: it is a number of steps, or not known."""
+    hang: Hang | None = None
 
 
 @dataclass(frozen=True, slots=True)

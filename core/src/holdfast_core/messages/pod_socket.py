@@ -27,9 +27,13 @@ from holdfast_core.messages.bounds import (
     PerRank,
     Reported,
     Seconds,
+    ShortText,
 )
 from holdfast_core.messages.common import (
+    Interval,
+    MemoryUse,
     Policy,
+    RankStack,
     RestorePoint,
 )
 
@@ -172,6 +176,18 @@ class ShardFile:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeStore:
+    """Rank 0 -> persister of a folder with an object store: this run is about to save (ADR 0084).
+
+    The reply is sent when the store is this run's, or does not answer. It is refused if the store cannot be
+    used, or another run or training uses it.
+    """
+
+    round: RestartRound
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """Rank -> sidecar: hand over a slot in state FULL.
 
@@ -228,6 +244,14 @@ class Progress:
     """Seconds for which saves blocked training since the last Progress."""
     saves_skipped: Natural = 0
     """Saves that this rank skipped since the last Progress."""
+    interval: Interval | None = None
+    """The interval between saves, if it is given as a time."""
+    finished: Natural = 0
+    """Number of steps that this process has finished. Steps that it repeats after a rollback count again."""
+    step_seconds: Seconds | None = None
+    """Median time of its last steps without pauses. None until it has finished a few."""
+    paused: ShortText = ""
+    """What keeps the rank from finishing steps for now, such as an evaluation. "": it trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +351,26 @@ class Exited:
     """Exit code, or -N for signal N."""
     message: ClippedText = ""
     """The end of the traceback, at most 2 KiB."""
+    out_of_memory: MemoryUse | None = None
+    """Set if the kernel ended a process of the container in this round because memory ran out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStacks:
+    """Push to the launcher: the gang finishes no step. Find out where each rank is, and send Stacks."""
+
+    round: RestartRound
+    token: str
+    """Identifies the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Launcher -> sidecar, no reply: where the ranks of this pod are. The launcher's log has whole stacks."""
+
+    round: RestartRound
+    token: str
+    ranks: Annotated[tuple[RankStack, ...], PerRank]
 
 
 @dataclass(frozen=True, slots=True)

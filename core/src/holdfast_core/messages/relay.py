@@ -71,6 +71,11 @@ class _Head:
 
 def encode(message: Any) -> bytes:
     """Return the body of any message over HTTPS."""
+    return b"".join(pieces(message))
+
+
+def pieces(message: Any) -> tuple[bytes, ...]:
+    """Return the body of any message over HTTPS, without a copy of the letters or answers in it."""
     match message:
         case Relay():
             parts = tuple(_Part(len(x.body), x.path, x.workers) for x in message.letters)
@@ -79,8 +84,8 @@ def encode(message: Any) -> bytes:
             parts = tuple(_Part(len(x.body), status=x.status) for x in message.answers)
             bodies = [x.body for x in message.answers]
         case _:
-            return dumps(message)
-    return b"".join((dumps(_Head(message.round, parts)), b"\n", *bodies))
+            return (dumps(message),)
+    return (dumps(_Head(message.round, parts)), b"\n", *bodies)
 
 
 def decode(kind: type[T], data: bytes) -> T:

@@ -16,9 +16,13 @@ from holdfast_core.messages.bounds import (
     Natural,
     PerRank,
     Seconds,
+    ShortText,
 )
 from holdfast_core.messages.common import (
     Failure,
+    Interval,
+    MemoryUse,
+    RankStack,
 )
 
 
@@ -28,6 +32,8 @@ class DeadRank:
     worker: Worker
     code: int
     message: ClippedText = ""
+    out_of_memory: MemoryUse | None = None
+    """None: memory did not run out, or its launcher ended with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,12 @@ class RankProgress:
     step: Step
     blocked_seconds: Seconds = 0.0
     """Seconds for which saves blocked training in this round."""
+    finished: Natural = 0
+    """See Progress."""
+    step_seconds: Seconds | None = None
+    """See Progress."""
+    paused: ShortText = ""
+    """See Progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,8 @@ class WorkerReport:
     rehydrate_seconds: Seconds | None = None
     barrier_open: bool = False
     cannot_restore: ClippedText = ""
+    restore_may_succeed: bool = False
+    """Whether a place that may have what `cannot_restore` lacks is silent or busy."""
     done: bool = False
     """All ranks of the pod returned 0."""
     idle: bool = False
@@ -82,6 +96,11 @@ class WorkerReport:
     the steps that `saves` lists as under way."""
     instance: str = ""
     """Identifies the sender's process. When it changes, the coordinator sends all of its messages again."""
+    interval: Interval | None = None
+    """The interval between saves as rank 0 has reported it, if it is given as a time and rank 0 is here."""
+    stacks_token: str = ""
+    """`Ok.stacks_token` that `stacks` is the reply to. "": there was none in this round."""
+    stacks: Annotated[tuple[RankStack, ...], PerRank] = ()
 
     @property
     def urgent(self) -> tuple[object, ...]:
@@ -92,9 +111,11 @@ class WorkerReport:
             self.rehydrate_seconds,
             self.barrier_open,
             self.cannot_restore,
+            self.restore_may_succeed,
             self.done,
             self.idle and self.done,
             bool(self.progress),
+            self.stacks_token,
         )
 
 
@@ -104,3 +125,6 @@ class Ok:
     instance: str = ""
     """Identifies the coordinator's instance, in the reply to WorkerReport. When it changes, the member sends
     its PREPARED, REPLICATED and UPLOADED messages again, because the new instance has not received them."""
+    stacks_token: str = ""
+    """In the reply to WorkerReport: the coordinator requests the stacks of all ranks, because the gang
+    finishes no step. It identifies the request. "": there is none."""

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from holdfast_core.messages.common import (
     Failure,
+    Interval,
+    MemoryUse,
     Policy,
+    RankStack,
     Refusal,
     Refused,
     RestorePoint,
     ShardInfo,
+    Timing,
 )
 from holdfast_core.messages.gang import (
     Buffered,
@@ -47,6 +51,7 @@ from holdfast_core.messages.operator import (
     CopyAssignment,
     GangProgress,
     GangRequest,
+    Hang,
     Inventory,
     ListedManifest,
     ListedShard,
@@ -85,11 +90,14 @@ from holdfast_core.messages.pod_socket import (
     Segment,
     ShardFile,
     SlotOffer,
+    Stacks,
     Stage,
     Staged,
     StageSegment,
     StopRequested,
     StoreAddress,
+    TakeStacks,
+    TakeStore,
 )
 from holdfast_core.messages.report import (
     DeadRank,

@@ -37,6 +37,7 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
             schema.Fill,
             schema.Filled,
             schema.ShardFile,
+            schema.TakeStore,
             schema.Stage,
             schema.Staged,
             schema.StageSegment,
@@ -52,6 +53,8 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
             schema.End,
             schema.Ended,
             schema.Exited,
+            schema.TakeStacks,
+            schema.Stacks,
             schema.Finish,
             schema.FinishReply,
         )

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast_core.errors import CorruptionError, FormatError
-from holdfast_core.format.keys import ManifestKey, ShardKey, ShardObject, parse_key, shard_key
-from holdfast_core.ids import CheckpointId, JobUid
+from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
+from holdfast_core.format.keys import (
+    MANIFESTS,
+    ManifestKey,
+    ShardKey,
+    ShardObject,
+    parse_key,
+    shard_key,
+)
+from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.ids import CheckpointId, Digest, JobUid
+from holdfast_core.node.documents import read_document
 from holdfast_core.node.files import (
     TEMP_PREFIX,
     BufferPool,
@@ -109,6 +118,25 @@ def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUi
                 continue  # a temporary file
             if isinstance(key, ManifestKey):
                 yield JobUid(job.name), key.checkpoint
+
+
+def layouts_in_use(root: Path, reserved: Container[str], buffers: BufferPool) -> Iterator[Digest]:
+    """Yield the layouts that the shards and manifests on the disk name, also those of other processes.
+
+    Raises CorruptionError, FormatError and OSError where one of them cannot be read.
+    """
+    for path in _files(root):
+        relative = path.relative_to(root)
+        if relative.parts[0] in reserved or path.name.startswith(TEMP_PREFIX):
+            continue
+        try:
+            if path.suffix == ".shard":
+                yield read_shard(root, path, buffers).header.layout
+            elif relative.parts[1:2] == (MANIFESTS,):
+                for shard in parse_manifest(read_document(path)).shards:
+                    yield shard.layout
+        except (FileNotFoundError, NotFoundError):
+            continue  # another process has pruned it
 
 
 def read_shard(root: Path, path: Path, buffers: BufferPool) -> ShardRecord:

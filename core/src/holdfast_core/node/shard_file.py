@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.digest import crc32c
@@ -198,7 +198,7 @@ def _checked_head_bytes(first: bytes, size: int) -> int:
     return length
 
 
-class DiskShardReader:
+class DiskShardReader(Closing):
     """ShardReader of a shard file. The descriptor stays valid if the file is deleted meanwhile."""
 
     def __init__(self, fd: int, path: Path, trailer: Trailer, buffers: BufferPool) -> None:
@@ -330,14 +330,3 @@ class DiskShardReader:
         if not self._closed:
             self._closed = True
             os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -157,7 +157,8 @@ class SpareFiles:
     def _trim(self, most: int) -> None:
         try:
             found = sorted(self._files(), key=lambda file: file[1].st_mtime_ns)
-            for path, _ in found[: len(found) - most]:
+            too_many = max(0, len(found) - most)  # writes may have taken some meanwhile
+            for path, _ in found[:too_many]:
                 path.unlink(missing_ok=True)
             self.count()
         except OSError as error:

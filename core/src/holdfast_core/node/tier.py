@@ -26,7 +26,13 @@ from holdfast_core.errors import (
 )
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.keys import checked_job_uid, layout_key, manifest_key, shard_key
+from holdfast_core.format.keys import (
+    LAYOUTS,
+    checked_job_uid,
+    layout_key,
+    manifest_key,
+    shard_key,
+)
 from holdfast_core.format.manifest import misnamed
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef
 from holdfast_core.node.clone import Clone, CloningWriter, clone_range
@@ -49,6 +55,7 @@ from holdfast_core.node.files import (
 )
 from holdfast_core.node.index import VOLUME_ADVICE, Budget, IndexEntry, NodeIndex
 from holdfast_core.node.last_write import READ_BACK_EVERY, LastWrite, to_read_back
+from holdfast_core.node.layouts import LOCK_FILE, UnusedLayouts, locked, mark
 from holdfast_core.node.scan import list_manifests, read_shard, scan
 from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader, read_back, write_payload
 from holdfast_core.node.spares import SPARE, SpareFiles
@@ -58,11 +65,13 @@ from holdfast_core.shards.stream import PayloadDigester
 from holdfast_core.tiers.base import PayloadSource
 
 QUARANTINE = "quarantine"
-LAYOUTS = "layouts"
 ROUND_FILE = "round.json"
 QUARANTINE_KEPT = 8
 """Maximum number of quarantined files, which are kept for inspection. The oldest are removed first."""
-_RESERVED = frozenset({QUARANTINE, LAYOUTS, SPARE, ROUND_FILE})
+_RESERVED = frozenset({QUARANTINE, LAYOUTS, SPARE, ROUND_FILE, LOCK_FILE})
+_LOOK_EVERY = 16
+"""Unused layouts are looked for each time that so many checkpoints were deleted. A state whose structure
+changes at each save leaves a layout for each of them."""
 _WRITE_ATTEMPTS = 2
 _KEPT_BUFFERS = 6
 _BUFFER_LIMIT_BYTES = 512 << 20
@@ -130,6 +139,9 @@ class DiskNodeTier:
         self._round_lock = threading.Lock()
         self._write_locks = tuple(threading.Lock() for _ in range(_WRITE_LOCKS))
         self._chunks_copied = 0
+        self._deleted_checkpoints = 0
+        self._unused_layouts = UnusedLayouts(root, _RESERVED, self._buffers)
+        self._look_lock = threading.Lock()
         self._last: dict[Rank, LastWrite] = {}
         self._clone = clone
         self._can_clone = True
@@ -311,12 +323,19 @@ class DiskNodeTier:
     def put_layout(self, document: bytes) -> Digest:
         self._expect_open()
         digest = digest_of(document)
-        self._put(self._root / layout_key(digest), document)
+        path = self._root / layout_key(digest)
+        with disk_errors(f"writing {path}"), locked(self._root):
+            mark(path)
+            self._put(path, document)
         return digest
 
-    def has_layout(self, digest: Digest) -> bool:
-        """Return whether the file of the layout exists. It is not read."""
-        return (self._root / layout_key(digest)).exists()
+    def keep_layout(self, digest: Digest) -> bool:
+        """See NodeTier. The document is not read."""
+        path = self._root / layout_key(digest)
+        if not path.exists():
+            return False
+        with disk_errors(f"marking {path}"), locked(self._root):
+            return mark(path)
 
     def get_layout(self, digest: Digest) -> bytes:
         """Return the document. Raises NotFoundError; CorruptionError if it does not match its name."""
@@ -348,6 +367,10 @@ class DiskNodeTier:
                 self.delete_shard(entry.record.ref)
             if path.parent.is_dir():
                 self._directories.remove_if_empty(path.parent)
+        with self._look_lock:
+            self._deleted_checkpoints += 1
+            if self._deleted_checkpoints % _LOOK_EVERY == 0:
+                self._delete_unused_layouts()
 
     def read_round(self) -> tuple[RestartRound, int] | None:
         """Return the newest (round, version) that was written, or None if none was."""
@@ -521,6 +544,17 @@ class DiskNodeTier:
         temp.publish(path)
         if self._index.add(IndexEntry(record, path)):
             self._budget.add(record.file_bytes)
+
+    def _delete_unused_layouts(self) -> None:
+        """Delete the layouts that nothing names any more. A failure only costs their room."""
+        known = {record.header.layout for record in self._index.records()}
+        try:
+            with disk_errors(f"deleting unused layouts of {self._root}"):
+                freed = self._unused_layouts.look(known)
+        except HoldfastError as error:
+            _LOG.warning("unused layouts are kept for now: %s", error)
+            return
+        self._budget.add(-freed)
 
     def _put(self, path: Path, document: bytes) -> None:
         size = stored_bytes(document)

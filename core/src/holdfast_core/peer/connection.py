@@ -13,9 +13,8 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
+from holdfast_core.closing import Closing
 from holdfast_core.errors import FormatError
 from holdfast_core.net.tls import peer_name
 
@@ -23,7 +22,7 @@ Wrap = Callable[[socket.socket], ssl.SSLSocket]
 """Wraps a socket in TLS without the handshake."""
 
 
-class Line:
+class Line(Closing):
     """Connection that can leave TLS. Only `interrupt` is thread-safe. Call `secure` first."""
 
     def __init__(self, plain: socket.socket, wrap: Wrap) -> None:
@@ -68,14 +67,3 @@ class Line:
         for sock in (self._sock, self._plain):
             if sock is not None:
                 sock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

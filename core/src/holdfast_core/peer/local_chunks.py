@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
+from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, HoldfastError, UnavailableError
 from holdfast_core.ids import ShardRef
 from holdfast_core.messages.gang import MAX_SPANS
@@ -21,7 +20,7 @@ from holdfast_core.shards.file import Trailer
 from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 
 
-class LocalChunks:
+class LocalChunks(Closing):
     """Open shards of this node that may contain chunks of a shard. The owner must close it."""
 
     def __init__(self, tier: NodeTier, trailer: Trailer) -> None:
@@ -76,14 +75,3 @@ class LocalChunks:
 
     def close(self) -> None:
         self._open.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -7,14 +7,13 @@ a range, and a caller requests many ranges of one shard.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
+from holdfast_core.closing import Closing
 from holdfast_core.ids import ShardRef
 from holdfast_core.tiers.base import ShardReader
 
 
-class KeptReader:
+class KeptReader(Closing):
     """Reader of one connection that keeps the last shard open. Not thread-safe."""
 
     def __init__(self, open_shard: Callable[[ShardRef], ShardReader]) -> None:
@@ -34,14 +33,3 @@ class KeptReader:
         last, self._last = self._last, None
         if last is not None:
             last[1].close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

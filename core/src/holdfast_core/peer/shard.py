@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
+from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, FormatError, UnavailableError
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.messages.gang import MAX_SPANS
@@ -60,7 +60,7 @@ class Answer:
         receive_into(self, buffer)
 
 
-class PeerShard:
+class PeerShard(Closing):
     """A shard at a peer, as a tiers.base.ShardSource. Not thread-safe. The owner must close it."""
 
     def __init__(self, peer: Peer, ref: ShardRef) -> None:
@@ -249,14 +249,3 @@ class PeerShard:
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

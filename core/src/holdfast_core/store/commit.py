@@ -19,6 +19,9 @@ from collections.abc import Collection, Mapping
 from holdfast_core.errors import NotFoundError
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.ids import CheckpointId, JobUid
+from holdfast_core.messages.schema import Reference
+from holdfast_core.shards.pack import MAX_EARLIER
+from holdfast_core.store.prune import most_needed
 from holdfast_core.store.tier import ObjectTier
 
 
@@ -57,6 +60,18 @@ def commit(
             return False
     tier.put_manifest(namespace, job_uid, checkpoint, manifest.to_bytes())
     return True
+
+
+def references_beside(
+    tier: ObjectTier, namespace: str, job_uid: JobUid, base: CheckpointId
+) -> tuple[Reference, ...]:
+    """Return the checkpoints that store most of the bytes that `base` refers to.
+
+    An upload that is compared with `base` may refer to them, too.
+    """
+    needs = tier.get_references(namespace, job_uid, base)
+    found = most_needed(needs, MAX_EARLIER - 1)
+    return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
 
 
 def _exists(tier: ObjectTier, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bool:

@@ -6,8 +6,15 @@ Why no interleaving of a deletion with an upload loses a byte: ADR 0025.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from datetime import timedelta
 
 from holdfast_core.ids import CheckpointId, RestartRound
+
+STALE_UPLOADS = timedelta(hours=24)
+"""Age from which what an interrupted upload left is removed. An S3 store charges for it until then."""
+QUIET = timedelta(hours=1)
+"""Objects of a checkpoint are deleted only if none of them was written for this long.
+A coordinator that was replaced, without a record of it yet, has finished or given up its commit by then."""
 
 
 def dead(

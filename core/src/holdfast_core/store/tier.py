@@ -20,7 +20,7 @@ from holdfast_core.errors import (
 from holdfast_core.format import keys
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import misnamed
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef
 from holdfast_core.shards.chunks import payload_runs
 from holdfast_core.shards.file import head_bytes, pack_head, trailer_offset
 from holdfast_core.shards.pack import PackIndex
@@ -296,6 +296,47 @@ class ObjectTier:
             if not is_damaged(self._store.get(key)):
                 raise
             self._store.write(key, Document(document), replace=True)
+
+    def shards_stored(
+        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId
+    ) -> frozenset[tuple[Rank, str]]:
+        """Return the ranks whose shard or pack is stored, with the 16 hex characters of their digests."""
+        listed = self._list(namespace, job_uid, keys.shards_prefix(checkpoint))
+        return frozenset(
+            (key.rank, key.blake3_prefix)
+            for key in (_parsed(item.key) for item in listed)
+            if isinstance(key, keys.ShardKey) and key.kind is not keys.ShardObject.LAYOUT
+        )
+
+    # ------------------------------------------------------------------ markers of runs (store.runs)
+
+    def runs_prefix(self, namespace: str, job_uid: JobUid) -> str:
+        """Return the beginning of the keys of the markers of runs."""
+        return f"{self._prefix_of(namespace, job_uid)}{keys.RUNS}/"
+
+    def put_document(self, key: str, document: bytes) -> None:
+        """Put a document if absent. Raises AlreadyExistsError for another one."""
+        self._store.write(key, Document(document))
+
+    def get_document(self, key: str) -> bytes:
+        """Return a document. Raises NotFoundError."""
+        return self._store.get(key)
+
+    def delete_documents(self, names: Collection[str]) -> None:
+        """Delete documents. Absent ones are ignored."""
+        if names:
+            self._store.delete(tuple(names))
+
+    def list_documents(self, prefix: str) -> list[str]:
+        """Return the keys that begin with `prefix`, a whole folder, in ascending order."""
+        found: list[str] = []
+        token = ""
+        while True:
+            page = self._store.list(prefix, token)
+            found += (item.key for item in page.objects)
+            if not page.next:
+                return found
+            token = page.next
 
     # ------------------------------------------------------------------ deletion
 

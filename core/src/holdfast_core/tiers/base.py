@@ -9,9 +9,9 @@ the call.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
+from holdfast_core.closing import Closing
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import Trailer
@@ -42,7 +42,7 @@ class PayloadSource(Protocol):
         ...
 
 
-class ShardReader(Protocol):
+class ShardReader(Closing, Protocol):
     """An open shard. Payload reads are verified against the chunk table."""
 
     @property
@@ -98,19 +98,8 @@ class ShardReader(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-class ShardSource(Protocol):
+class ShardSource(Closing, Protocol):
     """A shard in any tier that is read in ranges of whole chunks. Not thread-safe."""
 
     @property
@@ -138,17 +127,6 @@ class ShardSource(Protocol):
             UnavailableError: The tier cannot be reached now.
         """
         ...
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
 
 
 class CopyWriter(Protocol):
@@ -244,7 +222,15 @@ class NodeTier(Protocol):
     def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]: ...
 
     def put_layout(self, document: bytes) -> Digest:
-        """Write the layout unless it exists, and return its digest."""
+        """Write the layout unless it exists, keep it, and return its digest."""
+        ...
+
+    def keep_layout(self, digest: Digest) -> bool:
+        """Return whether the tier has the layout, and keep it for a shard that is stored next.
+
+        A process calls this or `put_layout` before it stores a shard that names the layout. The tier may
+        delete a layout that no shard and no manifest names, and that was not kept for a long time.
+        """
         ...
 
     def get_layout(self, digest: Digest) -> bytes:

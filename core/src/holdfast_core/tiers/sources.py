@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from types import TracebackType
-from typing import Self
 
+from holdfast_core.closing import Closing
 from holdfast_core.shards.chunks import payload_span
 from holdfast_core.shards.file import Trailer
 from holdfast_core.tiers.base import ShardReader
 
 
-class ReaderSource:
+class ReaderSource(Closing):
     """ShardSource that reads from a ShardReader and owns it. Chunks are verified by CRC32C only."""
 
     def __init__(self, reader: ShardReader) -> None:
@@ -34,14 +33,3 @@ class ReaderSource:
 
     def close(self) -> None:
         self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from holdfast_core.api import TrainingJob
+from holdfast_core.api import Gang
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.model.actions import (
     Action,
@@ -46,6 +46,7 @@ from holdfast_operator.model.actions import (
 from holdfast_operator.model.effects import ConflictError, Effects
 from holdfast_operator.model.job import JobMemory, Observed
 from holdfast_operator.render.checkpoint import render_checkpoint
+from holdfast_operator.render.disruption_budget import render_disruption_budget
 from holdfast_operator.render.network_policy import render_network_policy
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
@@ -108,8 +109,8 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
     Times at which a state was first seen are kept even if a call failed: a seal that fails in each pass must
     not restart the wait for holders in each pass. Records of actions that were not carried out are dropped.
     """
-    refused = _refused_create(applied)
-    new, old = replace(decision.memory, create_refused=refused), observed.memory
+    refused, old = _refused_create(applied), observed.memory
+    new = replace(decision.memory, create_refused=refused, record_refused=_refused_record(applied))
     written = not (
         applied.conflict
         or applied.not_gone
@@ -122,6 +123,7 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
     return replace(
         new,
         create_refused=old.create_refused if same_round else "",
+        record_refused=old.record_refused if same_round else "",
         save_requests=old.save_requests,
         round_sent_at=old.round_sent_at if same_round else None,
         levels_written_at=old.levels_written_at,
@@ -140,6 +142,18 @@ def _refused_create(applied: Applied) -> str:
     name = first.action.name if isinstance(first.action, CreateService | CreatePod) else name
     others = f" (and {more} more)" if more else ""
     return f"{type(first.action).__name__} {name}{others} was refused: {first.error}"
+
+
+def _refused_record(applied: Applied) -> str:
+    for failed in applied.failed:
+        action = failed.action
+        if isinstance(failed.error, ConflictError):
+            continue
+        if isinstance(action, CreateCheckpointObject) or (
+            isinstance(action, UpdateCheckpoint) and action.step is not None
+        ):
+            return f"Checkpoint {action.name} cannot be written: {failed.error}"
+    return ""
 
 
 def _stages(
@@ -183,7 +197,7 @@ class _Interpreter:
         self._slots = asyncio.Semaphore(CONCURRENT_CALLS)
 
     @property
-    def _job(self) -> TrainingJob:
+    def _job(self) -> Gang:
         return self._observed.job
 
     async def write(self, action: StatusWrite) -> Applied:
@@ -223,10 +237,12 @@ class _Interpreter:
             case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
                 await effects.write_job_status(job, action.resource_version, action.status)
             case CreateService():
-                # The policy comes first: once the Service is recorded, this action is not repeated.
+                # The policies come first: once the Service is recorded, this action is not repeated.
                 if self._sidecar.network is not None:
-                    policy = render_network_policy(job, self._sidecar.network)
-                    await effects.create_network_policy(job, policy)
+                    await effects.create_policy(
+                        job, render_network_policy(job, self._sidecar.network)
+                    )
+                await effects.create_policy(job, render_disruption_budget(job))
                 await effects.create_service(job, render_service(job))
             case CreateCertificates():
                 await effects.create_certificates(job, action)
@@ -238,6 +254,7 @@ class _Interpreter:
                     self._observed.store,
                     self._sidecar,
                     action.avoided_nodes,
+                    action.failed_nodes,
                 )
                 await effects.create_pod(job, body)
             case DeletePod():

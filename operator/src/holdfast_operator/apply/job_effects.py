@@ -13,7 +13,7 @@ from holdfast_core.api import (
     API_VERSION,
     Checkpoint,
     CheckpointStatus,
-    TrainingJob,
+    Gang,
     TrainingJobStatus,
     merge_patch,
 )
@@ -43,6 +43,9 @@ from holdfast_operator.render.metadata import job_labels, owner_reference
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import ClusterCache
+
+_LOGGED = frozenset({Reason.RECOVERED, Reason.RECOVERY_INTERRUPTED})
+"""Reasons of the Events that are also logged: one line for each round."""
 
 SURE_SECONDS = 600.0
 """Time after which the create of a Service is repeated, in case it was deleted. Services are not watched."""
@@ -101,33 +104,33 @@ class JobEffects:
     # ------------------------------------------------------------------ the job
 
     async def write_job_status(
-        self, job: TrainingJob, resource_version: str, status: TrainingJobStatus
+        self, job: Gang, resource_version: str, status: TrainingJobStatus
     ) -> None:
         version, written = await write_status(self._cluster, job, resource_version, status)
         self._cache.expect_written(job, version)
         self._metrics.status_written(job, written)
 
-    async def delete_job(self, job: TrainingJob) -> None:
-        await self._cluster.delete_job(job.namespace, job.name, job.uid)
+    async def delete_job(self, job: Gang) -> None:
+        await self._cluster.delete_job(job)
 
     # ------------------------------------------------------------------ pods and what they need
 
-    async def pod_is_gone(self, job: TrainingJob, name: str) -> bool:
+    async def pod_is_gone(self, job: Gang, name: str) -> bool:
         return await self._cluster.pod_is_gone(job.namespace, name, job.uid)
 
-    async def create_pod(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
+    async def create_pod(self, job: Gang, body: Mapping[str, Any]) -> None:
         created = await self._cluster.create_pod(job.namespace, body)
         if not created.existed:
             self._cache.expect_created(job, created.uid)
 
-    async def delete_pod(self, job: TrainingJob, name: str, uid: str, *, force: bool) -> None:
+    async def delete_pod(self, job: Gang, name: str, uid: str, *, force: bool) -> None:
         await self._cluster.delete_pod(job.namespace, name, uid, force=force)
         self._cache.expect_deleted(job, uid)
 
-    async def create_network_policy(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
-        await self._cluster.create_network_policy(job.namespace, body)
+    async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
+        await self._cluster.create_policy(job.namespace, body)
 
-    async def create_service(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
+    async def create_service(self, job: Gang, body: Mapping[str, Any]) -> None:
         """Create the Service. If another owner has the name, only emit an Event.
 
         The job can run without the Service: its DNS names are for users, and the gang gets its addresses in
@@ -140,20 +143,20 @@ class JobEffects:
             await self._warn(job, Reason.NAME_TAKEN, str(error))
         self._services.setdefault(job.uid, {})[name] = self._clock.monotonic()
 
-    async def create_certificates(self, job: TrainingJob, action: CreateCertificates) -> None:
+    async def create_certificates(self, job: Gang, action: CreateCertificates) -> None:
         data = await self._certificates.round_data(job, action.pods)
         metadata = {"labels": job_labels(job), "ownerReferences": [owner_reference(job)]}
         await self._cluster.create_secret(job.namespace, action.secret, data, metadata)
         self._secrets.setdefault(job.uid, {})[action.secret] = self._clock.monotonic()
 
-    async def delete_certificates(self, job: TrainingJob, secret: str) -> None:
+    async def delete_certificates(self, job: Gang, secret: str) -> None:
         await self._cluster.delete_secret(job.namespace, secret)
         self._secrets.get(job.uid, {}).pop(secret, None)
 
     # ------------------------------------------------------------------ Checkpoint objects
 
     async def create_checkpoint(
-        self, job: TrainingJob, body: Mapping[str, Any], status: CheckpointStatus
+        self, job: Gang, body: Mapping[str, Any], status: CheckpointStatus
     ) -> None:
         """Create the object, then write its status.
 
@@ -184,7 +187,7 @@ class JobEffects:
             patch = merge_patch(status)
             await cluster.patch_checkpoint_status(job.namespace, name, version, patch)
 
-    async def update_checkpoint(self, job: TrainingJob, action: UpdateCheckpoint) -> None:
+    async def update_checkpoint(self, job: Gang, action: UpdateCheckpoint) -> None:
         version, patch = action.resource_version, dict[str, Any]()
         if action.step is not None:
             patch["spec"] = {"step": action.step}
@@ -198,7 +201,7 @@ class JobEffects:
             job.namespace, action.name, version, merge_patch(action.status)
         )
 
-    async def delete_checkpoint(self, job: TrainingJob, name: str, uid: str) -> None:
+    async def delete_checkpoint(self, job: Gang, name: str, uid: str) -> None:
         await self.release_checkpoint(job.namespace, name, uid)
 
     async def release_checkpoint(self, namespace: str, name: str, uid: str) -> None:
@@ -219,22 +222,22 @@ class JobEffects:
 
     # ------------------------------------------------------------------ sidecars
 
-    async def seal(self, job: TrainingJob, action: SealWorker) -> None:
+    async def seal(self, job: Gang, action: SealWorker) -> None:
         self._sidecars.seal(job.uid, action.pod_uid, action.round)
 
-    async def send_round(self, job: TrainingJob, action: SendRound) -> None:
+    async def send_round(self, job: Gang, action: SendRound) -> None:
         self._sidecars.send_round(job.uid, action.pod_uid, action.message, action.sidecar_restarts)
 
-    async def request_save(self, job: TrainingJob, action: RequestSave) -> None:
+    async def request_save(self, job: Gang, action: RequestSave) -> None:
         request = GangRequest(action.round, action.token)
         self._sidecars.request(job.uid, action.pod, "/v1/save-now", request)
 
-    async def request_stop(self, job: TrainingJob, action: RequestStop) -> None:
+    async def request_stop(self, job: Gang, action: RequestStop) -> None:
         self._sidecars.request(
             job.uid, action.pod, "/v1/stop", GangRequest(action.round, action.token)
         )
 
-    async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:
+    async def prune(self, job: Gang, action: PruneObject) -> PruneReply:
         """Start the delete in the object store, or return the reply of a delete that has ended.
 
         The reply is empty while the delete runs. Its end causes another pass, which calls this method again.
@@ -242,12 +245,12 @@ class JobEffects:
         message = Prune(action.round, (action.checkpoint,))
         return self._sidecars.prune(job.uid, action.pod, action.name, message)
 
-    async def _warn(self, job: TrainingJob, reason: Reason, message: str) -> None:
+    async def _warn(self, job: Gang, reason: Reason, message: str) -> None:
         await self.emit(job, EmitEvent(EventKind.WARNING, reason, message))
 
-    async def emit(self, job: TrainingJob, event: EmitEvent) -> None:
-        subject = Subject(API_VERSION, TrainingJob.KIND, job.namespace, job.name, job.uid)
-        if event.reason == Reason.RECOVERED:  # Events are limited, and every recovery is logged
+    async def emit(self, job: Gang, event: EmitEvent) -> None:
+        subject = Subject(API_VERSION, job.KIND, job.namespace, job.name, job.uid)
+        if event.reason in _LOGGED:  # Events are limited, and every recovery is logged
             logs.info(event.message, namespace=job.namespace, job=job.name)
         await self._events.emit(subject, event.kind, event.reason, event.message)
 

@@ -7,7 +7,7 @@ and the job would never recover.
 
 from __future__ import annotations
 
-from holdfast_core.api import JobCondition, TrainingJob, TrainingJobStatus, changed, merge_patch
+from holdfast_core.api import Gang, JobCondition, TrainingJobStatus, changed, merge_patch
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
@@ -17,7 +17,7 @@ _DETAILS = frozenset({JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOT
 
 
 async def write_status(
-    cluster: Cluster, job: TrainingJob, resource_version: str, status: TrainingJobStatus
+    cluster: Cluster, job: Gang, resource_version: str, status: TrainingJobStatus
 ) -> tuple[str, TrainingJobStatus]:
     """Write the status. If the API server refuses it as invalid, write it again with the present details.
 
@@ -30,9 +30,7 @@ async def write_status(
     """
 
     async def write(wanted: TrainingJobStatus) -> str:
-        return await cluster.patch_job_status(
-            job.namespace, job.name, resource_version, merge_patch(wanted)
-        )
+        return await cluster.patch_job_status(job, resource_version, merge_patch(wanted))
 
     try:
         return await write(status), status

@@ -1,4 +1,4 @@
-"""Report on an object that it cannot be parsed: by an Event, and on a TrainingJob by condition Readable.
+"""Report on an object that it cannot be parsed: by an Event, and on a gang by condition Readable.
 
 The condition is the only write to an object that cannot be parsed. It replaces one entry of the list of
 conditions, and writes all other entries back as they were read, with the resourceVersion of that read.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast_core.api import API_VERSION, JobCondition, TrainingJob
+from holdfast_core.api import API_VERSION, GANGS, JobCondition
 from holdfast_core.clock import Clock, stamp
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.base import logs
@@ -19,6 +19,7 @@ from holdfast_operator.model.effects import ConflictError
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.reasons import Reason
 
+_GANG_KINDS = {kind.KIND: kind.PLURAL for kind in GANGS}
 _MAX_REMEMBERED = 10_000
 REMEDY = (
     "Holdfast does not delete, write or start anything of it until it can be read. Correct the "
@@ -40,7 +41,7 @@ class UnreadableReports:
         self._reported.pop(uid, None)
 
     async def report(self, found: Unreadable) -> None:
-        """Report a TrainingJob or a CheckpointStore that cannot be parsed.
+        """Report a TrainingJob, CheckpointAdoption or CheckpointStore that cannot be parsed.
 
         Other HoldfastErrors are logged and not raised.
 
@@ -52,7 +53,7 @@ class UnreadableReports:
         text = f"{found.problem}; {REMEDY}"
         subject = Subject(API_VERSION, found.kind, found.namespace, found.name, found.uid)
         await self._events.emit(subject, "Warning", Reason.CANNOT_READ, text)
-        if found.kind == TrainingJob.KIND:
+        if found.kind in _GANG_KINDS:
             try:
                 await self._write_condition(found, text)
             except ConflictError:
@@ -64,14 +65,16 @@ class UnreadableReports:
         self._reported[found.uid] = found.problem
 
     async def _write_condition(self, job: Unreadable, text: str) -> None:
-        raw = await self._cluster.get_job(job.namespace, job.name)
+        plural = _GANG_KINDS[job.kind]
+        raw = await self._cluster.get_job(plural, job.namespace, job.name)
         if raw["metadata"]["uid"] != job.uid:
             return
         status = raw.get("status") or {}
         conditions = with_condition(status.get("conditions") or [], text, self._now(), raw)
         if conditions is None:
             return
-        await self._cluster.patch_job_status(
+        await self._cluster.patch_status(
+            plural,
             job.namespace,
             job.name,
             str(raw["metadata"]["resourceVersion"]),

@@ -10,7 +10,7 @@ import logging
 import sys
 from typing import Any
 
-from holdfast_core.clock import SystemClock, stamp
+from holdfast_core.clock import Clock, SystemClock, stamp
 from holdfast_core.net.bounded_logs import BoundedLogs
 
 LOGGER = logging.getLogger("holdfast_operator")
@@ -19,9 +19,9 @@ LOGGER = logging.getLogger("holdfast_operator")
 class JsonFormatter(logging.Formatter):
     """Formatter that writes each record as one JSON object."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self._clock = SystemClock()
+        self._clock = clock
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -36,15 +36,16 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def configure(level: str) -> None:
+def configure(level: str, clock: Clock | None = None) -> None:
     """Route all logs of this process through one handler on standard error.
 
     `level` applies to the operator's own logger. Libraries log warnings and errors only, and at most a few
     lines a minute of each message (BoundedLogs).
     """
+    clock = clock or SystemClock()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
-    handler.addFilter(BoundedLogs(LOGGER.name))
+    handler.setFormatter(JsonFormatter(clock))
+    handler.addFilter(BoundedLogs(LOGGER.name, clock))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJob, TrainingJobStatus
+from holdfast_core.api import Gang, JobCondition, RecoveryStatus, TrainingJobStatus
 from holdfast_operator.model.reasons import Reason
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 600)
@@ -35,6 +35,18 @@ class Metrics:
         self._lost_steps = Counter(
             "holdfast_lost_steps",
             "Steps that were trained before a failure and have to be trained again.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._quarantined = Counter(
+            "holdfast_checkpoints_quarantined",
+            "Checkpoints that were quarantined, because ranks that restored them failed repeatedly.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._timeouts = Counter(
+            "holdfast_schedule_timeouts",
+            "Times that the pods of a gang could not all be scheduled in time and were deleted.",
             _JOB,
             registry=self.registry,
         )
@@ -86,6 +98,11 @@ class Metrics:
             "Keys in the work queue that wait for a worker.",
             registry=self.registry,
         )
+        self._leads = Gauge(
+            "holdfast_operator_leads",
+            "1 while this operator process holds the lease and works on jobs, 0 while it is a standby.",
+            registry=self.registry,
+        )
         self._watch_age = Gauge(
             "holdfast_watch_age_seconds",
             "Seconds since the watch last delivered an event.",
@@ -128,10 +145,14 @@ class Metrics:
         """Set the function that returns the depth of the queue at each scrape."""
         self._depth.set_function(read)
 
+    def leads(self, read: Callable[[], bool]) -> None:
+        """Set the function that returns at each scrape whether this process leads."""
+        self._leads.set_function(read)
+
     def watch_age(self, watch: str, seconds: float) -> None:
         self._watch_age.labels(watch).set(seconds)
 
-    def status_written(self, job: TrainingJob, new: TrainingJobStatus) -> None:
+    def status_written(self, job: Gang, new: TrainingJobStatus) -> None:
         """Count what is new in a status that was written: a round, phases of a recovery, lost steps.
 
         Args:
@@ -143,9 +164,13 @@ class Metrics:
         if new.restart_round is not None and new.restart_round != old.restart_round:
             named = recovery is not None and recovery.round == new.restart_round
             reason = recovery.reason if named and recovery is not None else Reason.FIRST_ROUND
+            tries = new.scheduling
+            if tries is not None and tries.retry_at is not None and not named:
+                reason = Reason.NOT_SCHEDULED
+                self._timeouts.labels(job.namespace, job.name).inc()
             self._rounds.labels(reason).inc()
-        if recovery is not None:
-            self._count_recovery(job, recovery)
+        for record in new.recoveries:
+            self._count_recovery(job, record)
         if new.goodput is not None:
             self._goodput.labels(job.namespace, job.name).set(new.goodput.ratio)
 
@@ -163,16 +188,21 @@ class Metrics:
 
     def forget(self, namespace: str, job: str) -> None:
         """Remove the series of a job that is gone."""
-        for metric in (self._goodput, self._lost_steps, self._silent):
+        for metric in (
+            self._goodput,
+            self._lost_steps,
+            self._quarantined,
+            self._silent,
+            self._timeouts,
+        ):
             try:
                 metric.remove(namespace, job)
             except KeyError:
                 continue  # the job never had this series
 
-    def _count_recovery(self, job: TrainingJob, new: RecoveryStatus) -> None:
-        old = job.status.last_recovery
-        if old is None or old.round != new.round:
-            old = RecoveryStatus(round=new.round, reason=new.reason)
+    def _count_recovery(self, job: Gang, new: RecoveryStatus) -> None:
+        same = (r for r in job.status.recoveries if r.round == new.round)
+        old = next(same, RecoveryStatus(round=new.round, reason=new.reason))
         known = old.phases()
         for phase, seconds in new.phases().items():
             if phase not in known:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from holdfast_core.errors import ConfigError
+from holdfast_operator.model.job import LOST_NODE_TAINTS
 from holdfast_operator.render.network_policy import WorkerNetwork
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -27,7 +29,11 @@ class Settings:
     sidecar_image: str
     """Image of the sidecar container and of store probes."""
     operator_namespace: str
-    """Namespace of the operator, in which the jobs' certificate authorities are kept."""
+    """Namespace of the operator, in which the jobs' certificate authorities and the lease are kept."""
+    lease_name: str
+    """Lease by which the processes of one installation elect the one that writes."""
+    pod_name: str
+    """Name of this process in the lease. No other process that runs at the same time may have it."""
     sidecar_image_pull_policy: str = "IfNotPresent"
     watch_namespaces: tuple[str, ...] = ()
     """Namespaces that the operator watches; empty for all."""
@@ -36,6 +42,10 @@ class Settings:
     log_level: str = "info"
     worker_network: WorkerNetwork | None = None
     """Peers that a job's NetworkPolicy admits to its pods; None to create no NetworkPolicy."""
+    failing_conditions: frozenset[tuple[str, str]] = frozenset()
+    """Conditions (type and status) by which a node-problem detector reports that a node fails."""
+    leaving_taints: frozenset[str] = frozenset()
+    """Keys of taints that say that a node will be taken away soon."""
     workers: int = 8
     """Number of concurrent passes over jobs and stores."""
     kubeconfig: str | None = None
@@ -54,6 +64,8 @@ class Settings:
         return cls(
             sidecar_image=_required(source, "HOLDFAST_SIDECAR_IMAGE"),
             operator_namespace=_required(source, "HOLDFAST_OPERATOR_NAMESPACE"),
+            lease_name=_required(source, "HOLDFAST_LEASE_NAME"),
+            pod_name=_required(source, "HOLDFAST_POD_NAME"),
             sidecar_image_pull_policy=source.get(
                 "HOLDFAST_SIDECAR_IMAGE_PULL_POLICY", "IfNotPresent"
             ),
@@ -62,6 +74,8 @@ class Settings:
             health_port=_whole_number(source, "HOLDFAST_HEALTH_PORT", 8081),
             log_level=level,
             worker_network=_worker_network(source),
+            failing_conditions=_conditions(source, "HOLDFAST_FAILING_NODE_CONDITIONS"),
+            leaving_taints=_taints(source, "HOLDFAST_LEAVING_NODE_TAINTS"),
             workers=_whole_number(source, "HOLDFAST_WORKERS", 8),
             kubeconfig=source.get("KUBECONFIG") or None,
             api_server=_api_server(source),
@@ -92,6 +106,43 @@ def _worker_network(source: Mapping[str, str]) -> WorkerNetwork | None:
             f"HOLDFAST_WORKER_NETWORK_POLICY={raw!r}: expected a JSON object with `operator` (labels) "
             f"and `metricsFrom` (a list), as the chart sets it: {error!r}"
         ) from error
+
+
+_CONDITION = re.compile(r"([A-Za-z][A-Za-z0-9./_-]{0,315})(?:=(True|False|Unknown))?")
+
+
+def _conditions(source: Mapping[str, str], name: str) -> frozenset[tuple[str, str]]:
+    """Parse a list such as "KernelDeadlock,GpuHealthy=False". A type without a status means True."""
+    found = set()
+    for word in source.get(name, "").replace(",", " ").split():
+        match = _CONDITION.fullmatch(word)
+        if match is None or match[1] == "Ready":
+            raise ConfigError(
+                f"{name} contains {word!r}, expected the type of a condition that a node-problem detector "
+                "sets, such as KernelDeadlock or GpuHealthy=False: nodes that are not Ready are detected "
+                "in any case; correct operator.failingNodeConditions of the chart"
+            )
+        found.add((match[1], match[2] or "True"))
+    return frozenset(found)
+
+
+_TAINT = re.compile(
+    r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+)
+_LOST_NODE_KEYS = frozenset(taint.key for taint in LOST_NODE_TAINTS)
+
+
+def _taints(source: Mapping[str, str], name: str) -> frozenset[str]:
+    """Parse a list of keys of taints."""
+    keys = source.get(name, "").replace(",", " ").split()
+    for key in keys:
+        if _TAINT.fullmatch(key) is None or key in _LOST_NODE_KEYS:
+            raise ConfigError(
+                f"{name} contains {key!r}, expected the key of a taint, such as "
+                "aws-node-termination-handler/spot-itn, without value and effect: nodes that Kubernetes "
+                "taints as lost are detected in any case; correct operator.leavingNodeTaints of the chart"
+            )
+    return frozenset(keys)
 
 
 def _required(source: Mapping[str, str], name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase, CheckpointStore
+from holdfast_core.api import Checkpoint, CheckpointPhase, CheckpointStore
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.isolation import find_breach, items_of
@@ -24,13 +24,19 @@ def find_problem(world: World) -> Note | None:
     return (
         template_problem(world.observed.job.spec.template)
         or _refused_template(world)
+        or _name_problem(world)
         or _store_problem(world)
         or _restore_from_problem(world)
     )
 
 
-def template_problem(template: Mapping[str, Any]) -> Note | None:
-    """Return the first problem of spec.template that prevents a worker pod, or None."""
+def template_problem(template: Mapping[str, Any] | None) -> Note | None:
+    """Return the first problem of spec.template that prevents a worker pod, or None.
+
+    A gang without a template has no such problem, because another controller creates its pods.
+    """
+    if template is None:
+        return None
     containers = [c for _, c in items_of(template.get("spec"), "containers", "spec.template.spec")]
     trainers = [c for c in containers if c.get("name") == TRAINER_CONTAINER]
     if len(trainers) != 1:
@@ -68,6 +74,18 @@ def _refused_template(world: World) -> Note | None:
     if text is None:
         return None
     return _invalid(f"the API server refuses the pod of spec.template: {text}")
+
+
+def _name_problem(world: World) -> Note | None:
+    """Return the problem of a gang whose Checkpoints could be taken for those of another one of its name."""
+    other, job = world.observed.same_name, world.observed.job
+    if other is None:
+        return None
+    text = (
+        f"namespace {job.namespace} has a {other.kind} of the same name, {job.name}, and Checkpoints name "
+        f"their job by it: create this {job.KIND} under another name, or delete the {other.kind}"
+    )
+    return Note(Reason.NAME_TAKEN, text)
 
 
 def _store_problem(world: World) -> Note | None:
@@ -121,8 +139,6 @@ def _restore_from_problem(world: World) -> Note | None:
         problem = "this job has no checkpoint.object.storeRef to read it from"
     elif source.deleting:
         problem = "it is being deleted"
-    elif source.status.is_true(CheckpointCondition.QUARANTINED):
-        problem = "it is quarantined"
     elif (
         source.status.phase is not CheckpointPhase.COMMITTED
         or source.status.manifest is None

@@ -5,28 +5,38 @@ created in this time excludes the node by its node affinity, which cannot be cha
 not started is deleted, and created again in the same round under the same name, in two cases (ADR 0049,
 ADR 0059):
 1. It is bound to a lost node that it does not exclude, because it was created before the loss was noticed.
-2. No node has taken it, and it excludes a node that is back, tainted or deleted. A node that is back may be
-   the only one that fits, and Karpenter adds no node for a pod that excludes nodes by name.
+2. No node has taken it, and it excludes a node that is back, repaired, tainted, deleted or no longer
+   avoided because of failures. A node that is back may be the only one that fits, and Karpenter adds no node
+   for a pod that excludes nodes by name.
 This costs no round, because no container of the pod has run (World.awaits_start).
 """
 
 from __future__ import annotations
 
+from holdfast_operator.decide.facts.node_failures import failed_nodes
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.status import Note
 from holdfast_operator.model.actions import Action, DeletePod
 from holdfast_operator.model.job import PodView, tolerated_taints
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_of
 
 MAX_AVOIDED = 64
 """Largest number of nodes that a pod excludes. Each of them is a requirement in each term of the pod's
 affinity. The newest losses go first: Kubernetes taints the others sooner."""
-NAMED_NODES = 8
 
 
 def avoided_nodes(world: World) -> tuple[str, ...]:
-    """Return the sorted names of the nodes that a pod excludes if it is created now."""
-    return () if _names_its_node(world) else tuple(sorted(_open_nodes(world)[:MAX_AVOIDED]))
+    """Return the sorted names of the lost nodes that a pod excludes if it is created now."""
+    if world.nodes_are_fixed:
+        return ()
+    failed = avoided_for_failures(world)
+    return tuple(sorted([n for n in _open_nodes(world) if n not in failed][:MAX_AVOIDED]))
+
+
+def avoided_for_failures(world: World) -> tuple[str, ...]:
+    """Return the sorted names of the nodes that it excludes because workers failed there (ADR 0092)."""
+    return () if world.nodes_are_fixed else tuple(sorted(failed_nodes(world, world.status)))
 
 
 def replacements(world: World) -> list[Action]:
@@ -43,17 +53,22 @@ def waiting_note(world: World) -> Note | None:
     for member, pod in _waiting(world):
         if member.node_lost:
             text = (
-                f"pod {pod.name} has not started on node {pod.node}, whose lease has stopped: the "
-                "pod is created again, so that the scheduler can choose another node"
+                f"pod {pod.name} has not started on node {pod.node}, which is lost: the pod is created "
+                "again, so that the scheduler can choose another node"
             )
             return Note(Reason.WAITING_FOR_PODS, text)
         if pod.node is None and pod.avoided_nodes:
             nodes = sorted(pod.avoided_nodes)
-            more = f" and {len(nodes) - NAMED_NODES} more" if len(nodes) > NAMED_NODES else ""
             text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
             text += (
-                "; it avoids nodes whose leases have stopped, until Kubernetes taints them or their "
-                f"kubelets renew their leases: {', '.join(nodes[:NAMED_NODES])}{more}"
+                "; it avoids nodes that are lost or fail, until Kubernetes taints them, their kubelets "
+                f"renew their leases, or their failing conditions end: {first_of(nodes)}"
+            )
+            return Note(Reason.WAITING_FOR_PODS, text)
+        if pod.node is None and pod.failed_nodes:
+            text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+            text += (
+                f"; it avoids nodes on which workers failed: {', '.join(sorted(pod.failed_nodes))}"
             )
             return Note(Reason.WAITING_FOR_PODS, text)
     return None
@@ -66,14 +81,20 @@ def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
 
 def _is_misplaced(world: World, member: MemberState, pod: PodView) -> bool:
     if pod.node is None:
-        return not pod.terminating and not pod.avoided_nodes.issubset(_open_nodes(world))
+        needed = pod.avoided_nodes.issubset(_open_nodes(world)) and pod.failed_nodes.issubset(
+            avoided_for_failures(world)
+        )
+        return not pod.terminating and not needed
     if not member.node_lost:
         return False
     if pod.terminating:
         return True  # no kubelet will confirm the delete
-    if pod.node in pod.avoided_nodes or _names_its_node(world):
+    if pod.node in pod.avoided_nodes | pod.failed_nodes or world.nodes_are_fixed:
         return False  # a new pod would be bound to the same node
-    return pod.node not in _open_nodes(world) or pod.node in avoided_nodes(world)
+    return pod.node not in _open_nodes(world) or pod.node in (
+        *avoided_nodes(world),
+        *avoided_for_failures(world),
+    )
 
 
 def _open_nodes(world: World) -> list[str]:
@@ -82,16 +103,6 @@ def _open_nodes(world: World) -> list[str]:
     These are the nodes without a taint for lost nodes, and those whose taints the template or a pod of the
     job tolerates. An admission plug-in may add tolerations that the template does not have.
     """
-    spec = world.observed.job.spec.template.get("spec") or {}
+    spec = (world.observed.job.spec.template or {}).get("spec") or {}
     tolerated = tolerated_taints(spec).union(*(pod.tolerated for pod in world.observed.pods))
     return [node.name for node in world.observed.lost_nodes if node.taints <= tolerated]
-
-
-def _names_its_node(world: World) -> bool:
-    """Return whether the template sets spec.nodeName.
-
-    Then no scheduler reads the affinity, and the kubelet of that node would reject a pod whose affinity
-    excludes it.
-    """
-    spec = world.observed.job.spec.template.get("spec") or {}
-    return bool(spec.get("nodeName"))

@@ -27,8 +27,9 @@ from holdfast_core.format.manifest import FORMAT_VERSION
 from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.names import checkpoint_name
+from holdfast_operator.decide.facts.quarantine import quarantined
 from holdfast_operator.decide.facts.world import World, on_lineage
-from holdfast_operator.decide.report.checkpoint_status import with_phase
+from holdfast_operator.decide.report.checkpoint_status import marks, with_phase
 from holdfast_operator.model.actions import (
     Action,
     CreateCheckpointObject,
@@ -101,9 +102,17 @@ def plan(world: World, memory: JobMemory, now: Now) -> CheckpointPlan:
     """Return the actions on Checkpoint objects while the round starts or runs, and the new memory."""
     requests, memory = _requests(world, memory, now)
     actions = [*_projection(world, now, requests), *requests, *_finalizers(world, now)]
+    if not actions:  # an object is written once in a pass, or the second write would conflict
+        actions.extend(quarantine_marks(world, now))
     actions.extend(_deletes(world))
     actions.extend(_retention(world, now))
     return CheckpointPlan(tuple(actions), memory)
+
+
+def quarantine_marks(world: World, now: Now) -> list[Action]:
+    """Return the writes of condition Quarantined of the job's Checkpoint objects. It ends with the job."""
+    over = world.status.completion_time is not None
+    return marks(own_checkpoints(world), frozenset() if over else quarantined(world), now)
 
 
 def expire_requests(world: World, now: Now) -> tuple[Action, ...]:
@@ -218,7 +227,7 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
         actions.append(
             RequestSave(
                 coordinator.worker,
-                coordinator.pod.name,
+                coordinator.pod.peer_name,
                 coordinator.pod.ip,
                 world.round,
                 token=checkpoint.name,
@@ -306,9 +315,14 @@ def _with_phase_of_record(
 
 
 def _protected(world: World) -> set[CheckpointId]:
-    """Return the checkpoints whose data is never deleted: the newest commit and the restore point."""
+    """Return the checkpoints whose data is never deleted.
+
+    These are the newest commit, the restore point, and all of a quarantined step: the sidecars protect steps,
+    not rounds, and would refuse the delete.
+    """
     status = world.status
-    found: set[CheckpointId] = set()
+    apart = {c.step for c in quarantined(world)}
+    found = {i for c in own_checkpoints(world) if (i := c.id) is not None and i.step in apart}
     if status.last_persisted is not None:
         found.add(status.last_persisted.id)
     point = status.restore_point
@@ -380,7 +394,7 @@ def _prune(world: World, checkpoint: Checkpoint) -> list[Action]:
     return [
         PruneObject(
             worker=coordinator.worker,
-            pod=coordinator.pod.name,
+            pod=coordinator.pod.peer_name,
             address=coordinator.pod.ip,
             round=world.round,
             name=checkpoint.name,

@@ -1,7 +1,6 @@
-"""The gang of a round: its member list, pods, seals and ROUND messages. Pure.
+"""The gang of a round: its pods, seals and ROUND messages. Pure.
 
-1. CAS 1 makes the fence durable before the round has any other effect (first_round, next_round,
-   resumed_round).
+1. CAS 1 makes the fence durable before the round has any other effect (new_rounds.py).
 2. Survivors are sealed, missing pods are created, and obsolete pods are deleted (member_actions).
 3. After CAS 2, ROUND is sent to each member that has not acknowledged its present content (round_actions).
    Only the content is compared, so ROUND is repeated exactly when its content changes or a sidecar lost it.
@@ -11,34 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import (
-    Compression,
-    JobCondition,
-    PersistedStep,
-    RecoveryStatus,
-    RestartRecord,
-    RestorePointStatus,
-    TrainingJobStatus,
-    changed,
-)
-from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS, MAX_RECENT_RESTARTS
+from holdfast_core.api import Compression, PersistedStep, RestorePointStatus
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
-from holdfast_core.names import certificates_secret_name, pod_name, service_name
+from holdfast_core.names import service_name
 from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.checkpoints import own_checkpoints
-from holdfast_operator.decide.facts.failure import (
-    Failure,
-    counted_restarts,
-    failed_from_restore_point,
-    is_disruption,
-)
+from holdfast_operator.decide.facts.interval import timing
+from holdfast_operator.decide.facts.placement import place_copies
+from holdfast_operator.decide.facts.quarantine import with_released
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
-from holdfast_operator.decide.lifecycle import stop_requested
-from holdfast_operator.decide.placement import place_copies
-from holdfast_operator.decide.report.status import Note, set_condition, with_levels
 from holdfast_operator.model.actions import (
     Action,
     CreateCertificates,
@@ -51,113 +34,12 @@ from holdfast_operator.model.actions import (
     round_digest,
 )
 from holdfast_operator.model.job import JobMemory, Now
-from holdfast_operator.model.reasons import Reason
 
 COORDINATOR_SILENT_SECONDS = 10.0
 """Time without an answer after which another member becomes the coordinator."""
 ADDRESSES_EVERY_SECONDS = 1.0
 """Shortest interval between repetitions of ROUND while members have no address yet. Without it, 4,096 pods
 that start one after another would cause 4,096 times 4,096 calls."""
-
-
-# --------------------------------------------------------------------------- CAS 1
-
-
-def first_round(world: World, now: Now) -> TrainingJobStatus:
-    """Return the status that begins the first round: round 0, or a round above those of sidecars and pods."""
-    round_ = world.next_round
-    newer = world.pods_ahead
-    workers = range(world.observed.job.spec.workers)
-    return changed(
-        world.status,
-        restart_round=round_,
-        members=tuple(newer.get(Worker(w), round_) for w in workers),
-        restore_point=None,
-        coordinator=None,
-        start_time=world.status.start_time or now.utc,
-    )
-
-
-def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> TrainingJobStatus:
-    """Return the status that begins the next round after these failures, of which there is at least one."""
-    job = world.observed.job
-    status = with_levels(world.status, world)
-    round_ = world.next_round
-    gone = {f.worker for f in failures if f.replace_pod}
-    newer = world.pods_ahead
-    # A pod on a lost node stays a member unless a failure says that it may be replaced.
-    members = tuple(
-        newer.get(m.worker) or (m.birth_round if _stays(m) and m.worker not in gone else round_)
-        for m in world.members
-    )
-    cause = failures[0]
-    recent = counted_restarts(world, now)
-    if not is_disruption(failures):
-        failed_from = failed_from_restore_point(world, failures)
-        record = RestartRecord(
-            round=round_,
-            at=now.utc,
-            reason=cause.reason,
-            failed_step=None if failed_from is None else failed_from.step,
-            failed_round=None if failed_from is None else failed_from.round,
-        )
-        recent = (*recent, record)[-MAX_RECENT_RESTARTS:]
-    note = Note(cause.reason, f"round {round_}: {cause.message}")
-    if stop_requested(status):  # the gang of the new round was not asked
-        status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
-    status = changed(
-        status,
-        restart_round=round_,
-        members=members,
-        restore_point=None,
-        coordinator=None,
-        restarts=status.restarts + 1,
-        recent_restarts=recent,
-        restarts_count_towards_max=len(recent),
-    )
-    status = status.with_recovery(_recovery(world, round_, failures))
-    status = set_condition(status, JobCondition.RESTARTING, True, note, now, job.generation)
-    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
-
-
-def _recovery(world: World, round_: RestartRound, failures: tuple[Failure, ...]) -> RecoveryStatus:
-    """Return the record of the recovery from these failures, with the workers that caused it."""
-    cause = failures[0]
-    failed = {f.worker for f in failures if f.disruption == cause.disruption}
-    # A sidecar names the workers of dead ranks, and may name one that does not exist.
-    members = [m for m in world.members if m.worker in failed][:MAX_NAMED_WORKERS]
-    workers = tuple(m.worker for m in members)
-    pods = (m.pod for m in members)
-    nodes = {pod.node for pod in pods if pod is not None and pod.node is not None}
-    return RecoveryStatus(
-        round=round_, reason=cause.reason, workers=workers, nodes=tuple(sorted(nodes))
-    )
-
-
-def _stays(member: MemberState) -> bool:
-    """Return whether a member keeps its pod in the next round.
-
-    A pod that is not bound to a node is replaced: it holds nothing, and under its old name it could be
-    created again only in its own round.
-    """
-    return member.pod is not None and member.pod.alive and member.pod.node is not None
-
-
-def resumed_round(world: World, now: Now) -> TrainingJobStatus:
-    """Return the status that begins the round after a suspension. All of its pods are new."""
-    round_ = world.next_round
-    job = world.observed.job
-    note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
-    status = changed(
-        world.status,
-        restart_round=round_,
-        members=(round_,) * job.spec.workers,
-        restore_point=None,
-        coordinator=None,
-        start_time=now.utc,
-    ).with_recovery(RecoveryStatus(round=round_, reason=Reason.RESUMED, begun_at=now.utc))
-    status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
-    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
 
 
 # --------------------------------------------------------------------------- pods and seals
@@ -176,10 +58,10 @@ def member_actions(world: World) -> list[Action]:
     births: list[Action] = []
     unstarted = any(world.awaits_start(m) for m in world.members)
     # acceptance.birth_problem checks what else a new pod requires.
-    if unstarted and not job.spec.suspend and birth_problem(world) is None:
+    if unstarted and world.may_create_pods and birth_problem(world) is None:
         births = _births(world)
         actions.extend(avoidance.replacements(world))
-    actions.extend(_leaves(world, bool(births)))
+    actions.extend(_leaves(world, births))
     actions.extend(births)
     for member in world.members:
         pod = member.pod
@@ -196,32 +78,44 @@ def _births(world: World) -> list[Action]:
     Once the restore point is chosen, a missing pod that had started is lost and requires a new round: an
     empty pod must not take the name of one that may have held shards.
     """
-    job = world.observed.job
-    avoided = avoidance.avoided_nodes(world)
+    avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
     return [
         CreatePod(
-            pod_name(job.name, job.uid, m.worker, world.round), m.worker, world.round, avoided
+            world.source.identity(m.worker, world.round),
+            m.worker,
+            world.round,
+            avoided,
+            failed,
         )
         for m in _born(world)
         if m.pod is None and world.awaits_start(m)
     ]
 
 
-def _leaves(world: World, pods_are_created: bool) -> list[Action]:
-    """Return the create of the Secret with the leaf certificates of this round's pods, if it may be missing.
+def _leaves(world: World, births: list[Action]) -> list[Action]:
+    """Return the creates of Secrets with the leaf certificates of this round's pods that may be missing.
 
-    The create is repeated until every sidecar has started, because a pod would wait forever for a Secret that
-    was deleted.
+    A Secret has the leaves of a block of workers, also of those that have no pod of this round: a round may
+    take in more lost workers later (ADR 0096), and a Secret cannot be changed. The create is repeated until
+    every sidecar has started, because a pod would wait forever for a Secret that was deleted.
     """
-    job = world.observed.job
-    born = _born(world)
-    waiting = any(m.alive and m.pod is not None and not m.pod.sidecar_started for m in born)
-    secret = certificates_secret_name(job.name, job.uid, world.round)
+    creating = {a.worker for a in births if isinstance(a, CreatePod)}
     known = world.observed.secrets - world.observed.doubtful_secrets
-    if secret in known or not (pods_are_created or waiting):
+    needed: dict[str, list[str]] = {}
+    for member in world.members:
+        if member.birth_round != world.round:
+            continue
+        waits = member.alive and member.pod is not None and not member.pod.sidecar_started
+        secret = world.source.certificates(member.worker, world.round)
+        if secret not in known and (waits or member.worker in creating):
+            needed.setdefault(secret, [])
+    if not needed:
         return []
-    names = tuple(pod_name(job.name, job.uid, m.worker, world.round) for m in born)
-    return [CreateCertificates(secret, world.round, names)]
+    for member in world.members:
+        secret = world.source.certificates(member.worker, world.round)
+        if secret in needed:
+            needed[secret].append(world.source.identity(member.worker, world.round))
+    return [CreateCertificates(s, world.round, tuple(pods)) for s, pods in needed.items()]
 
 
 def _born(world: World) -> list[MemberState]:
@@ -239,13 +133,11 @@ def delete_obsolete(world: World) -> list[Action]:
 
 
 def delete_old_certificates(world: World) -> list[Action]:
-    """Return deletes of certificate Secrets of rounds in which no member's pod was created.
+    """Return deletes of certificate Secrets that no member's pod uses.
 
     Secrets of an earlier operator process are not known to this one. They are deleted with the job.
     """
-    job = world.observed.job
-    rounds = (*world.status.members, world.round)
-    wanted = {certificates_secret_name(job.name, job.uid, r) for r in rounds}
+    wanted = {world.source.certificates(m.worker, m.birth_round) for m in world.members}
     return [DeleteCertificates(s) for s in sorted(world.observed.secrets - wanted)]
 
 
@@ -369,8 +261,9 @@ def round_message(world: World) -> Round:
     members = tuple(
         Member(
             worker=m.worker,
-            pod=pod_name(job.name, job.uid, m.worker, m.birth_round),
-            address=m.pod.ip or "" if m.pod is not None and m.alive else "",
+            pod=world.source.identity(m.worker, m.birth_round),
+            # A leaving pod keeps its address: it still sends its shards.
+            address=m.pod.ip or "" if m.pod is not None and m.serves else "",
         )
         for m in world.members
     )
@@ -386,6 +279,10 @@ def round_message(world: World) -> Round:
         copies=place_copies(_domains(world), job.spec.peer.copies),
         policy=_policy(world),
         pinned=_pinned_steps(world),
+        quarantined=tuple(
+            RestorePoint(q.step, q.round, q.manifest)
+            for q in with_released(status, world).quarantined
+        ),
         last_persisted=_persisted_message(world.last_persisted),
     )
 
@@ -403,14 +300,19 @@ def _persisted_message(view: PersistedStep | None) -> RestorePoint | None:
 def _policy(world: World) -> Policy:
     spec = world.observed.job.spec
     checkpoint, object_ = spec.checkpoint, spec.checkpoint.object
+    hangs = spec.failure_policy.hangs
     return Policy(
-        interval_steps=checkpoint.interval.steps,
+        interval_steps=checkpoint.interval.steps or 0,
+        timing=timing(world),
         slots=checkpoint.memory.slots,
         keep_last=checkpoint.retention.keep_last,
         peer_copies=min(spec.peer.copies, len(world.members) - 1),
         peer_encryption=spec.peer.encryption.value,
         object_every_steps=None if object_ is None else object_.every.steps,
+        object_every_seconds=None if object_ is None else object_.every.seconds,
         object_compression=(Compression.NONE if object_ is None else object_.compression).value,
+        hang_steps=hangs.effective_step_times,
+        hang_seconds=hangs.effective_seconds,
     )
 
 

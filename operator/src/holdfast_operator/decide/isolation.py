@@ -20,7 +20,7 @@ RESERVED_PREFIX = "holdfast-"
 RESERVED_PATH = "/holdfast"
 """Directory below which the operator mounts all of its volumes."""
 
-_CERTIFICATES = re.compile(r"-certs-r[0-9]+$")
+_CERTIFICATES = re.compile(r"-certs-[0-9]+-r[0-9]+$")
 """End of the names of Secrets that hold the certificates of a gang (holdfast_core.names)."""
 _CONTAINER_LISTS = ("containers", "initContainers", "ephemeralContainers")
 

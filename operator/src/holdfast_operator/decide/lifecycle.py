@@ -8,10 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from holdfast_core.api import JobCondition, TrainingJobStatus, changed
+from holdfast_core.api import (
+    FailureAction,
+    JobCondition,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_operator.decide.checkpoints import has_object, pending_commit
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.failure import Failure, budget_spent, failing_rule
+from holdfast_operator.decide.facts.evidence import failed_from_restore_point
+from holdfast_operator.decide.facts.failure import Failure
+from holdfast_operator.decide.facts.quarantine import is_due, is_full
+from holdfast_operator.decide.facts.restarts import budget_spent, kept_restarts
+from holdfast_operator.decide.facts.rules import Ruling
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note, set_condition
 from holdfast_operator.model.actions import Action, DeleteJob, DeletePod, RequestStop
@@ -20,6 +29,9 @@ from holdfast_operator.model.reasons import Reason
 
 EXIT_GRACE = timedelta(seconds=60)
 """Time after the end of a complete job for its launchers to exit. Pods that still run then are deleted."""
+
+_UNTIL_THE_END = (JobCondition.RUNNING, JobCondition.RESTARTING, JobCondition.UNSCHEDULABLE)
+"""Conditions of a gang, which are false once the job is over or suspended."""
 
 
 def is_over(status: TrainingJobStatus) -> bool:
@@ -38,28 +50,43 @@ def accepted(world: World, now: Now, problem: Note | None) -> TrainingJobStatus:
 # --------------------------------------------------------------------------- the end
 
 
-def failed(world: World, now: Now, note: Note) -> TrainingJobStatus:
-    """Return the status that ends the job as failed."""
+def _ended(
+    status: TrainingJobStatus, world: World, now: Now, end: JobCondition, note: Note
+) -> TrainingJobStatus:
+    """Return the status with this end of the gang. The conditions of its work are false from now on."""
     generation = world.observed.job.generation
-    status = changed(world.status, completion_time=now.utc)
-    for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
+    for kind in _UNTIL_THE_END:
         if status.condition(kind) is not None:
             status = set_condition(status, kind, False, note, now, generation)
-    return set_condition(status, JobCondition.FAILED, True, note, now, generation)
+    return set_condition(status, end, True, note, now, generation)
 
 
-def failure_of_job(world: World, failures: tuple[Failure, ...], now: Now) -> Note | None:
+def failed(world: World, now: Now, note: Note) -> TrainingJobStatus:
+    """Return the status that ends the job as failed."""
+    status = changed(world.status, completion_time=now.utc)
+    return _ended(status, world, now, JobCondition.FAILED, note)
+
+
+def failure_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
     """Return why the job fails instead of restarting, or None if it restarts."""
-    rule = failing_rule(world, failures)
-    if rule is not None:
-        return Note(Reason.EXIT_CODE_RULE, f"failurePolicy.rules require FailJob: {rule.message}")
-    if budget_spent(world, failures, now):
+    if ruling.action is FailureAction.FAIL_JOB and ruling.matched is not None:
+        return Note(Reason.FAILURE_RULE, f"{ruling.note}: {ruling.matched.message}")
+    ignored = ruling.action is FailureAction.IGNORE
+    failed_from = None if ignored else failed_from_restore_point(world, ruling.failures)
+    due = failed_from is not None and is_due(world, kept_restarts(world, now), failed_from)
+    if due and is_full(world.status):
+        text = (
+            f"{len(world.status.quarantined)} checkpoints are quarantined, and ranks failed again before "
+            f"they had finished a step: {ruling.failures[0].message}"
+        )
+        return Note(Reason.NO_PROGRESS, text)
+    if budget_spent(world, ruling, now):
         policy = world.observed.job.spec.failure_policy
         window = int(policy.window_length.total_seconds())
         return Note(
             Reason.BACKOFF_LIMIT_EXCEEDED,
             f"more than {policy.max_restarts} restarts within {window} s; the newest: "
-            f"{failures[0].message}",
+            f"{ruling.failures[0].message}",
         )
     return None
 
@@ -82,7 +109,6 @@ def completed(world: World, now: Now) -> TrainingJobStatus | None:
     returns of the ranks do not count. A gang that was asked to stop does not complete the job either
     (stopped_for_nothing).
     """
-    job = world.observed.job
     status = world.status
     if stop_requested(status):
         return None
@@ -98,10 +124,7 @@ def completed(world: World, now: Now) -> TrainingJobStatus | None:
         return None
     note = Note(Reason.COMPLETED, "every rank returned 0")
     status = changed(status, completion_time=now.utc)
-    for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
-        if status.condition(kind) is not None:
-            status = set_condition(status, kind, False, note, now, job.generation)
-    return set_condition(status, JobCondition.COMPLETE, True, note, now, job.generation)
+    return _ended(status, world, now, JobCondition.COMPLETE, note)
 
 
 def everything_recorded(world: World) -> bool:
@@ -142,17 +165,13 @@ def after_the_end(world: World, now: Now) -> list[Action]:
 
 def suspended(world: World, now: Now) -> TrainingJobStatus:
     """Return the status of a suspended job."""
-    job = world.observed.job
     note = Note(
         Reason.SUSPENDED,
         ("spec.suspend is true, and no committed step would be lost with the pods"),
     )
     # As for a Job of batch/v1, activeDeadlineSeconds counts from zero again when the job resumes.
-    status = changed(world.status, start_time=None)
-    for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
-        if status.condition(kind) is not None:
-            status = set_condition(status, kind, False, note, now, job.generation)
-    return set_condition(status, JobCondition.SUSPENDED, True, note, now, job.generation)
+    status = changed(world.status, start_time=None, scheduling=None)
+    return _ended(status, world, now, JobCondition.SUSPENDED, note)
 
 
 def may_suspend_now(world: World) -> bool:
@@ -224,10 +243,9 @@ def suspend_note(world: World) -> Note:
     return Note(
         Reason.NOT_PERSISTED,
         (
-            f"suspending now would lose work: {lost}. A gang that trains would save to the store "
-            "first, but this gang does not train, and no pod is created while spec.suspend is true. "
-            "Set spec.suspend to false to let it recover, or delete its pods to give up the steps "
-            "that only they have"
+            f"suspending now would lose work: {lost}. The gang recovers first, and then saves to the "
+            "store and stops: condition Running says what it waits for. Delete its pods to give up "
+            "the steps that only they have"
         ),
     )
 
@@ -295,7 +313,7 @@ def request_stop(world: World) -> list[Action]:
     return [
         RequestStop(
             coordinator.worker,
-            coordinator.pod.name,
+            coordinator.pod.peer_name,
             coordinator.pod.ip,
             world.round,
             token=f"suspend-{world.observed.job.generation}",

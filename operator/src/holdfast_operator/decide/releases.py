@@ -65,8 +65,17 @@ def kept_data(checkpoint: Checkpoint, why: str) -> str | None:
 
 
 def _of_name(world: World) -> list[Checkpoint]:
-    name = world.observed.job.name
-    return [c for c in world.observed.checkpoints if c.job == name]
+    """Return the Checkpoints under the job's name.
+
+    Those of a living gang of the other kind are left out: its sidecars may still delete their data.
+    """
+    name, other = world.observed.job.name, world.observed.same_name
+    theirs = None if other is None else other.uid
+    return [
+        c
+        for c in world.observed.checkpoints
+        if c.job == name and (theirs is None or c.status.job_uid != theirs)
+    ]
 
 
 def _released(checkpoints: tuple[Checkpoint, ...], why: str) -> list[Action]:

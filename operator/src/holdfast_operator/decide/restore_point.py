@@ -8,31 +8,34 @@
    newest committed one is chosen, however long that takes: a lower choice would discard a step that this pod
    may still hold. A user who gives the step up deletes the pods that do not answer. For a newer step that
    was not committed everywhere, the choice waits for HOLDERS_SECONDS at most.
-4. A step from which gangs failed FAILURES_TO_REJECT times before they had finished a step is rejected, if an
-   older complete candidate exists. The message names the number of steps that this gives up.
-5. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
+4. A quarantined checkpoint is no candidate (facts/quarantine.py). The message names the number of steps that
+   this gives up. If no other checkpoint is left, the job fails.
+5. While new pods start, the choice waits for TAKE_IN_SECONDS after the newest loss: the round can replace
+   further pods only until its restore point is chosen.
+6. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
    over without a checkpoint by itself.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from holdfast_core.api import LineageEntry, RestorePointStatus, TierCounts, changed
-from holdfast_core.ids import Step, TierName, Worker, worker_of
+from holdfast_core.ids import CheckpointId, Step, TierName, worker_of
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.failure import counted_restarts
+from holdfast_operator.decide.facts.quarantine import quarantined
 from holdfast_operator.decide.facts.readable import Candidate, Holders
 from holdfast_operator.decide.facts.times import seconds_since
-from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
 from holdfast_operator.decide.report.status import Note
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_of
 
 HOLDERS_SECONDS = 60.0
 """Longest wait for survivors that may hold a newer step that was not committed everywhere."""
-FAILURES_TO_REJECT = 3
+TAKE_IN_SECONDS = 1.0
+"""Time after the newest loss for which the choice waits for further ones while new pods start."""
 MAX_LINEAGE = 64
 """Largest number of entries in status.lineage."""
 
@@ -49,19 +52,30 @@ class Wait:
     note: Note
 
 
-Choice = Chosen | Wait
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """Every checkpoint that can be read is quarantined, so the job fails."""
+
+    note: Note
+
+
+Choice = Chosen | Wait | Exhausted
 
 
 def choose(world: World, memory: JobMemory, now: Now) -> Choice:
     """Return the restore point of the round, or why the choice waits. It must not be chosen yet."""
     missing = [m.worker for m in world.members if m.pod is None]
     if missing:
-        return Wait(Note(Reason.STARTING, f"pods of workers {_some(missing)} do not exist yet"))
+        return Wait(Note(Reason.STARTING, f"pods of workers {first_of(missing)} do not exist yet"))
+    starting = [m.worker for m in world.members if _may_be_joined(m, world, memory, now)]
+    if starting:
+        text = (
+            f"the pods of workers {first_of(starting)} start; further pods may be lost with theirs"
+        )
+        return Wait(Note(Reason.STARTING, text))
     kept = [m.worker for m in world.members if _kept_on_lost_node(m, world)]
     if kept:
-        text = (
-            f"workers {_some(kept)} are on nodes that seem to be lost, and may have the only copies"
-        )
+        text = f"workers {first_of(kept)} are on nodes that seem to be lost, and may have the only copies"
         return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text} of the newest step"))
     answered = [m for m in world.members if readable.has_answered(m, world)]
     unknown = [m for m in world.members if readable.may_store_shards(m, world)]
@@ -73,12 +87,9 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
         reason = _reason_to_await_silent(world, answered, best)
         below = newest is not None and (best is None or best.id.step < newest)
         if reason is not None or (below and not _timed_out(memory, now)):
-            text = f"workers {_some([m.worker for m in unknown])} have not answered yet"
+            text = f"workers {first_of([m.worker for m in unknown])} have not answered yet"
             return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text}: {reason or _MAY_HAVE_NEWEST}"))
     if best is not None:
-        other = _instead_of_rejected(world, found, holders, now)
-        if other is not None:
-            return _rejected(world, best, other, holders)
         return _chosen(world, best, holders, newest, bool(unknown))
     committed = readable.recorded_commit(world)
     if committed is not None:
@@ -91,7 +102,31 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
                 ),
             )
         )
+    apart = _quarantined_above(world, None)
+    if apart and unknown:
+        text = f"workers {first_of([m.worker for m in unknown])} have not answered yet: {_MAY_HAVE_OLDER}"
+        return Wait(Note(Reason.WAITING_FOR_HOLDERS, text))
+    if apart:
+        text = (
+            f"step {apart[0].step} of round {apart[0].round} is quarantined, and no other checkpoint can be "
+            "read. Look at the errors of its ranks. To try this checkpoint again, create a new job; "
+            "if it is in the object store, the new job can name it in spec.restoreFrom"
+        )
+        return Exhausted(Note(Reason.NO_PROGRESS, text))
     return _from_spec(world, newest)
+
+
+def _may_be_joined(member: MemberState, world: World, memory: JobMemory, now: Now) -> bool:
+    """Return whether this new pod still starts, and further lost pods may join the round (ADR 0096).
+
+    The gang waits for the new pod in any case. So this wait delays no recovery.
+    """
+    newest = memory.round_seen_at if memory.taken_in_at is None else memory.taken_in_at
+    if newest is None or seconds_since(newest, now) >= TAKE_IN_SECONDS:
+        return False
+    started = member.reachable or (member.pod is not None and member.pod.sidecar_started)
+    others = any(m.alive and readable.is_survivor(m, world) for m in world.members)
+    return not readable.is_survivor(member, world) and not started and others
 
 
 def _kept_on_lost_node(member: MemberState, world: World) -> bool:
@@ -104,6 +139,7 @@ def _kept_on_lost_node(member: MemberState, world: World) -> bool:
 
 
 _MAY_HAVE_NEWEST = "they may have the newest step"
+_MAY_HAVE_OLDER = "they may have an older checkpoint than the quarantined one"
 
 
 def _reason_to_await_silent(
@@ -148,7 +184,15 @@ def _chosen(
     point = _point(world, best, holders)
     text = f"round {world.round} starts from step {best.id.step} of round {best.id.round}"
     if newest is None or best.id.step >= newest:
-        return Chosen(point, Reason.RESTORE_POINT_CHOSEN, text)
+        apart = _quarantined_above(world, best.id.step)
+        if not apart:
+            return Chosen(point, Reason.RESTORE_POINT_CHOSEN, text)
+        given_up = apart[0].step - best.id.step
+        text += (
+            f", and gives up {given_up} steps: step {apart[0].step} of round {apart[0].round} is "
+            "quarantined"
+        )
+        return Chosen(point, Reason.QUARANTINED, text)
     lower = f"{text}, not from {newest}:"
     if unknown:
         reason = Reason.HOLDER_UNREACHABLE
@@ -170,24 +214,16 @@ def _point(world: World, best: Candidate, holders: Holders) -> RestorePointStatu
     )
 
 
-def _instead_of_rejected(
-    world: World, found: list[Candidate], holders: Holders, now: Now
-) -> Candidate | None:
-    """Return the newest complete candidate that is not rejected, if the newest complete one is. Else None."""
-    failed = Counter(r.failed_from for r in counted_restarts(world, now))
-    complete = [c for c in found if readable.is_complete(c, holders)]
-    good = next((c for c in complete if failed[c.id] < FAILURES_TO_REJECT), None)
-    return None if good is None or good == complete[0] else good
-
-
-def _rejected(world: World, rejected: Candidate, chosen: Candidate, holders: Holders) -> Chosen:
-    text = (
-        f"round {world.round} starts from step {chosen.id.step} of round {chosen.id.round}, and gives "
-        f"up {rejected.id.step - chosen.id.step} steps: ranks that restored step {rejected.id.step} "
-        f"of round {rejected.id.round} failed {FAILURES_TO_REJECT} times before they had finished a "
-        "step"
+def _quarantined_above(world: World, step: Step | None) -> list[CheckpointId]:
+    """Return the quarantined checkpoints of the lineage above a step, newest first. None: all of them."""
+    return sorted(
+        (
+            c
+            for c in quarantined(world)
+            if on_lineage(c, world.status.lineage) and (step is None or c.step > step)
+        ),
+        reverse=True,
     )
-    return Chosen(_point(world, chosen, holders), Reason.RESTORE_POINT_REJECTED, text)
 
 
 def _sources(world: World, best: Candidate, holders: Holders) -> TierCounts:
@@ -272,8 +308,3 @@ def _implied(old: LineageEntry, new: LineageEntry) -> bool:
     if new.base_step is None:
         return True
     return old.base_step is not None and old.base_step >= new.base_step
-
-
-def _some(workers: list[Worker]) -> str:
-    text = ", ".join(str(w) for w in workers[:8])
-    return f"{text} and {len(workers) - 8} more" if len(workers) > 8 else text

@@ -7,7 +7,7 @@ do.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,14 +34,23 @@ class ApiError(HoldfastError):
         an answer; "" otherwise."""
 
 
+def _always() -> None:
+    """Permit each write."""
+
+
 class KubeApi:
     """Session to the API, usable between `start` and `close`.
 
     Requests raise ApiError, or ConfigError if the token file cannot be read.
+
+    Args:
+        check_write: Called immediately before each request that writes. What it raises is raised instead of
+            sending the request.
     """
 
-    def __init__(self, access: KubeAccess) -> None:
+    def __init__(self, access: KubeAccess, check_write: Callable[[], None] = _always) -> None:
         self._access = access
+        self._check_write = check_write
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -142,6 +151,8 @@ class KubeApi:
         timeout = aiohttp.ClientTimeout(
             total=total_seconds, sock_connect=CONNECT_SECONDS, sock_read=read_seconds
         )
+        if method != "GET":
+            self._check_write()
         try:
             async with self._session.request(
                 method,

@@ -15,11 +15,12 @@ from typing import Any
 
 from holdfast_core.api import (
     API_VERSION,
+    GANGS,
     GROUP,
     VERSION,
     Checkpoint,
     CheckpointStore,
-    TrainingJob,
+    Gang,
 )
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model import labels
@@ -40,6 +41,9 @@ class Created:
     """Whether the object existed before."""
 
 
+_POLICIES = {"NetworkPolicy": "networkpolicies", "PodDisruptionBudget": "poddisruptionbudgets"}
+
+
 class Cluster:
     """Typed requests to the Kubernetes API."""
 
@@ -56,10 +60,13 @@ class Cluster:
         """Create a Service. Raises NameTakenError and ApiError."""
         return await self._create_owned(f"/api/v1/namespaces/{namespace}/services", body)
 
-    async def create_network_policy(self, namespace: str, body: Mapping[str, Any]) -> Created:
-        """Create a NetworkPolicy. The owner of one that exists is not compared. Raises ApiError."""
-        path = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
-        return await self._create(path, body)
+    async def create_policy(self, namespace: str, body: Mapping[str, Any]) -> Created:
+        """Create a NetworkPolicy or a PodDisruptionBudget. Raises ApiError.
+
+        The owner of one that exists is not compared.
+        """
+        version, resource = body["apiVersion"], _POLICIES[str(body["kind"])]
+        return await self._create(f"/apis/{version}/namespaces/{namespace}/{resource}", body)
 
     async def refusal_of_pod(self, namespace: str, body: Mapping[str, Any]) -> str | None:
         """Return the server's message if it would refuse this pod, else None. Nothing is created.
@@ -104,10 +111,23 @@ class Cluster:
     # ------------------------------------------------------------------ our kinds
 
     async def patch_job_status(
-        self, namespace: str, name: str, resource_version: str, status: Mapping[str, Any]
+        self, job: Gang, resource_version: str, status: Mapping[str, Any]
     ) -> str:
         """Write the whole status as a merge patch. Return the new resourceVersion; raises ConflictError."""
-        path = _ours(namespace, TrainingJob.PLURAL, name)
+        return await self.patch_status(
+            job.PLURAL, job.namespace, job.name, resource_version, status
+        )
+
+    async def patch_status(
+        self,
+        plural: str,
+        namespace: str,
+        name: str,
+        resource_version: str,
+        status: Mapping[str, Any],
+    ) -> str:
+        """Write a part of the status of one of our kinds. Raises ConflictError."""
+        path = _ours(namespace, plural, name)
         return await self._patch_status(path, resource_version, status)
 
     async def patch_store_status(
@@ -131,18 +151,30 @@ class Cluster:
         return await self._patch(path, {**patch, "metadata": metadata})
 
     async def job_exists(self, namespace: str, name: str, uid: str) -> bool:
-        """Return, by a direct read, whether the job of this name exists and has this uid."""
+        """Return, by direct reads, whether a gang of this name, of either kind, exists and has this uid."""
+        for kind in GANGS:
+            try:
+                job = await self._api.get(_ours(namespace, kind.PLURAL, name))
+            except ApiError as error:
+                if error.status == NOT_FOUND:
+                    continue
+                raise
+            if str(job["metadata"]["uid"]) == uid:
+                return True
+        return False
+
+    async def get_job(self, plural: str, namespace: str, name: str) -> Any:
+        """Read a gang's object directly and return its JSON. Raises ApiError."""
+        return await self._api.get(_ours(namespace, plural, name))
+
+    async def get_batch_job(self, namespace: str, name: str) -> Any | None:
+        """Return the Job of batch/v1 of this name, or None if there is none. Raises ApiError."""
         try:
-            job = await self._api.get(_ours(namespace, TrainingJob.PLURAL, name))
+            return await self._api.get(f"/apis/batch/v1/namespaces/{namespace}/jobs/{name}")
         except ApiError as error:
             if error.status == NOT_FOUND:
-                return False
+                return None
             raise
-        return str(job["metadata"]["uid"]) == uid
-
-    async def get_job(self, namespace: str, name: str) -> Any:
-        """Read the job directly and return its JSON. Raises ApiError."""
-        return await self._api.get(_ours(namespace, TrainingJob.PLURAL, name))
 
     async def create_checkpoint(self, namespace: str, body: Mapping[str, Any]) -> Created:
         """Create a Checkpoint. If one exists, the caller must check which job it belongs to.
@@ -163,9 +195,10 @@ class Cluster:
         path = _ours(namespace, Checkpoint.PLURAL, name)
         await self._delete(path, {"preconditions": {"uid": uid}})
 
-    async def delete_job(self, namespace: str, name: str, uid: str) -> None:
-        path = _ours(namespace, TrainingJob.PLURAL, name)
-        await self._delete(path, {"preconditions": {"uid": uid}, "propagationPolicy": "Background"})
+    async def delete_job(self, job: Gang) -> None:
+        path = _ours(job.namespace, job.PLURAL, job.name)
+        options = {"preconditions": {"uid": job.uid}, "propagationPolicy": "Background"}
+        await self._delete(path, options)
 
     # ------------------------------------------------------------------ secrets
 

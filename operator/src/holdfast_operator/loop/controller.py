@@ -15,7 +15,14 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from holdfast_core.api import API_VERSION, Checkpoint, CheckpointStore, TrainingJob
+from holdfast_core.api import (
+    API_VERSION,
+    Checkpoint,
+    CheckpointAdoption,
+    CheckpointStore,
+    Gang,
+    TrainingJob,
+)
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, RestartRound, Worker
@@ -31,12 +38,14 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.kube.leadership import Leadership
 from holdfast_operator.loop.observe import Observer
+from holdfast_operator.loop.owners import Owners
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.workqueue import WorkQueue
 from holdfast_operator.model.actions import EventKind
 from holdfast_operator.model.job import JobMemory, Now, Unreadable
-from holdfast_operator.model.keys import Key, KeyKind, job_key, store_key
+from holdfast_operator.model.keys import Key, KeyKind, gang_key, store_key
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.sidecars.calls import Sidecars
@@ -45,6 +54,7 @@ from holdfast_operator.sidecars.client import SidecarClient
 from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
 from holdfast_operator.watch.expectations import Expectations
 
+_KINDS = {KeyKind.JOB: TrainingJob.KIND, KeyKind.ADOPTION: CheckpointAdoption.KIND}
 TICK_SECONDS = 1.0
 SWEEP_SECONDS = 3600.0
 REFUSAL_SECONDS = (1.0, 30.0)
@@ -87,8 +97,16 @@ class Controller:
     Call `enqueue` from the event loop's thread only.
     """
 
-    def __init__(self, settings: Settings, api: KubeApi, clock: Clock, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        api: KubeApi,
+        leadership: Leadership,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
         self._settings = settings
+        self._leadership = leadership
         self._clock = clock
         self._metrics = metrics
         self._sidecar = SidecarSettings(
@@ -104,7 +122,7 @@ class Controller:
             clock,
             settings.watch_namespaces,
             self._expectations,
-            self._queue.add,
+            self.enqueue,
             self._job_gone,
         )
         self._certificates = Certificates(self._cluster, settings.operator_namespace, clock)
@@ -122,8 +140,16 @@ class Controller:
             metrics,
             clock,
         )
+        self._owners = Owners(self._cluster)
         self._reports = UnreadableReports(self._cluster, events, clock)
-        self._observer = Observer(self._cache, self._sidecars, self._effects, clock)
+        self._observer = Observer(
+            self._cache,
+            self._sidecars,
+            self._effects,
+            clock,
+            settings.failing_conditions,
+            settings.leaving_taints,
+        )
         self._stores = Stores(self._cluster, self._cache, events, self._sidecar, clock)
         self._memory: dict[JobUid, JobMemory] = {}
         self._refusals: dict[JobUid, _Refusal] = {}
@@ -131,10 +157,12 @@ class Controller:
         self._log_changes = logs.Changed()
         self._tasks: set[asyncio.Task[None]] = set()
         metrics.depth(lambda: self._queue.depth)
+        metrics.leads(lambda: leadership.leads)
 
     def enqueue(self, key: Key) -> None:
-        """Request a pass over this object."""
-        self._queue.add(key)
+        """Request a pass over this object. Until this process leads, nothing is queued."""
+        if self._leadership.gained.is_set():
+            self._queue.add(key)
 
     def watch_age_seconds(self) -> float | None:
         """Return the seconds since the most silent watch delivered anything.
@@ -146,20 +174,35 @@ class Controller:
         known = [c for c in contacts if c is not None]
         return now - min(known) if len(known) == len(contacts) else None
 
+    def stalled_watches(self) -> list[str]:
+        """Return the names of watches whose loops stand still, so that only a restart helps."""
+        return self._cache.stalled_watches()
+
     async def run(self) -> None:
-        """Run until cancelled. Passes begin only when every reflector holds a complete copy."""
+        """Run until cancelled, or until another process has taken the lease (LeaseLostError in a group).
+
+        1. The reflectors run, in a standby too.
+        2. When every reflector holds a complete copy, this process competes for the lease.
+        3. When it holds the lease, it handles all objects, and then those that change.
+        4. At the end it gives the lease back.
+        """
         await self._client.start()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._cache.run())
+                group.create_task(self._report())
                 await self._cache.wait_synced()
                 logs.info("all watches are in sync", jobs=len(tuple(self._cache.jobs())))
+                group.create_task(self._leadership.run())
+                await self._leadership.gained.wait()
+                self._cache.enqueue_all()
                 group.create_task(self._queue.run(self._settings.workers, self._handle))
                 group.create_task(self._tick())
                 group.create_task(self._sweep())
         finally:
             for task in self._tasks:
                 task.cancel()
+            await self._leadership.release()
             await self._sidecars.close()
             await self._client.close()
 
@@ -168,7 +211,7 @@ class Controller:
     async def _handle(self, key: Key) -> None:
         begun = self._clock.monotonic()
         match key.kind:
-            case KeyKind.JOB:
+            case KeyKind.JOB | KeyKind.ADOPTION:
                 await self._job(key)
             case KeyKind.STORE:
                 hidden = self._cache.unreadable(CheckpointStore.KIND, key.namespace, key.name)
@@ -182,12 +225,12 @@ class Controller:
         self._metrics.passed(key.kind, self._clock.monotonic() - begun)
 
     async def _job(self, key: Key) -> None:
-        job = self._cache.job(key.namespace, key.name)
+        job = self._cache.job(key)
         if job is None:
-            hidden = self._cache.unreadable(TrainingJob.KIND, key.namespace, key.name)
+            hidden = self._cache.unreadable(_KINDS[key.kind], key.namespace, key.name)
             if hidden is not None:
                 await self._reports.report(hidden)
-            else:
+            elif not self._cache.name_is_used(key.namespace, key.name):
                 await self._release_checkpoints(key)
             self._queue.forget(key)
             return
@@ -196,7 +239,9 @@ class Controller:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
         refusal = await self._template_refusal(key, job)
-        observed = self._observer.observe(job, self._memory.get(job.uid, JobMemory()), refusal)
+        owner = await self._owners.of(job, self._observer.pods(job))
+        memory = self._memory.get(job.uid, JobMemory())
+        observed = self._observer.observe(job, memory, refusal, owner)
         decision = decide(observed, Now(self._clock.monotonic(), self._clock.utc_now()))
         self._log_changes.info(str(key), decision.reason, **_fields(job))
         applied = await apply(decision, observed, self._effects, self._sidecar)
@@ -225,7 +270,7 @@ class Controller:
                 await self._events.emit(subject, EventKind.WARNING, Reason.DATA_KEPT, text)
                 logs.warning(text, namespace=key.namespace)
 
-    def _incomplete(self, key: Key, job: TrainingJob, applied: Applied) -> IncompletePass:
+    def _incomplete(self, key: Key, job: Gang, applied: Applied) -> IncompletePass:
         """Log what was not carried out and return the error that the caller raises.
 
         The error makes the queue retry the key after a growing, jittered delay. A complete pass resets
@@ -243,13 +288,13 @@ class Controller:
             self._log_changes.warning(f"{key} {name}", text, **_fields(job))
         return IncompletePass(failed=bool(applied.failed))
 
-    async def _template_refusal(self, key: Key, job: TrainingJob) -> str | None:
+    async def _template_refusal(self, key: Key, job: Gang) -> str | None:
         """Return why the API server would refuse the job's pod, or None.
 
         The server is asked only before the first round: once for each generation of the job, and again
         after a wait (REFUSAL_SECONDS) while it refuses.
         """
-        if job.status.restart_round is not None or job.deleting:
+        if job.status.restart_round is not None or job.deleting or job.spec.template is None:
             self._refusals.pop(job.uid, None)
             return None
         now = self._clock.monotonic()
@@ -282,8 +327,8 @@ class Controller:
 
     # ------------------------------------------------------------------ without an event
 
-    async def _tick(self) -> None:
-        """Every TICK_SECONDS, update the gauges and look after each job between its passes."""
+    async def _report(self) -> None:
+        """Every TICK_SECONDS, update the gauges."""
         while True:
             await self._clock.sleep(TICK_SECONDS)
             now = self._clock.monotonic()
@@ -293,6 +338,11 @@ class Controller:
             self._metrics.foreign_pods(self._cache.foreign_pods())
             hidden = self._cache.unreadable_objects()
             self._metrics.unreadable(Counter(u.kind for u in hidden))
+
+    async def _tick(self) -> None:
+        """Every TICK_SECONDS, look after each job between its passes."""
+        while True:
+            await self._clock.sleep(TICK_SECONDS)
             silent: set[str] = set()
             unproven: set[str] = set()
             for job in self._cache.jobs():
@@ -308,7 +358,7 @@ class Controller:
             for node in sorted(unproven):
                 await self._confirm(node)
 
-    def _look_after(self, job: TrainingJob, silent: set[str], unproven: set[str]) -> None:
+    def _look_after(self, job: Gang, silent: set[str], unproven: set[str]) -> None:
         """Start the sidecar calls that no decision requests, and collect the job's late nodes.
 
         Adds the job's key to the queue where a node has become silent since the last tick.
@@ -317,13 +367,13 @@ class Controller:
             silent: Receives the job's nodes that are proven to be silent.
             unproven: Receives the nodes whose leases are stale but must be confirmed by a direct read.
         """
-        pods = self._cache.pods(job)
+        pods = self._observer.pods(job)
         if not pods:
             return
         self._observer.follow_sidecars(job, pods)
         quiet = self._observer.silent_nodes(job, pods)
         if quiet - self._silent:
-            self._queue.add(job_key(job.namespace, job.name))
+            self._queue.add(gang_key(job))
         silent |= quiet
         unproven |= self._observer.unproven_nodes(job, pods)
 
@@ -359,7 +409,7 @@ class Controller:
                 self._queue.add(store_key(store.namespace, store.name))
             await self._clock.sleep(SWEEP_SECONDS)
 
-    def _job_gone(self, job: TrainingJob | Unreadable) -> None:
+    def _job_gone(self, job: Gang | Unreadable) -> None:
         uid = JobUid(job.uid)
         for known in (self._memory, self._refusals):
             known.pop(uid, None)
@@ -367,9 +417,11 @@ class Controller:
         self._effects.forget(uid)
         self._sidecars.forget(uid)
         self._reports.forget(uid)
+        self._owners.forget(uid)
         self._metrics.forget(job.namespace, job.name)
-        self._log_changes.forget(str(job_key(job.namespace, job.name)))
-        self._spawn(self._forget_authority(uid))
+        self._log_changes.forget(str(gang_key(job)))
+        if self._leadership.leads:  # otherwise the leader does it, or the sweep of the next leader
+            self._spawn(self._forget_authority(uid))
 
     async def _forget_authority(self, uid: JobUid) -> None:
         try:
@@ -386,5 +438,5 @@ class Controller:
         task.add_done_callback(self._tasks.discard)
 
 
-def _fields(job: TrainingJob) -> dict[str, Any]:
+def _fields(job: Gang) -> dict[str, Any]:
     return {"namespace": job.namespace, "job": job.name, "round": job.status.restart_round}

@@ -15,10 +15,17 @@ from typing import Any
 
 import kopf
 
-from holdfast_core.api import GROUP, VERSION, Checkpoint, CheckpointStore, TrainingJob
+from holdfast_core.api import (
+    GROUP,
+    VERSION,
+    Checkpoint,
+    CheckpointAdoption,
+    CheckpointStore,
+    TrainingJob,
+)
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.access import KubeAccess
-from holdfast_operator.model.keys import Key, job_key, store_key
+from holdfast_operator.model.keys import Key, adoption_key, job_key, store_key
 
 
 class EndlessBackoff:
@@ -36,11 +43,12 @@ class EndlessBackoff:
 
 @dataclass(frozen=True, slots=True)
 class HandlerInputs:
-    """Inputs of the kopf handlers: settings, API access, and the function that queues a key."""
+    """Inputs of the kopf handlers: settings, API access, and functions that queue a key and end the work."""
 
     settings: Settings
     access: KubeAccess
     enqueue: Callable[[Key], None]
+    end_work: Callable[[], object]
 
 
 async def run_kopf(inputs: HandlerInputs, stop: asyncio.Event) -> None:
@@ -81,6 +89,9 @@ def _registry(inputs: HandlerInputs) -> kopf.OperatorRegistry:
     async def on_job(namespace: str | None, name: str | None, **_: Any) -> None:
         inputs.enqueue(job_key(namespace or "", name or ""))
 
+    async def on_adoption(namespace: str | None, name: str | None, **_: Any) -> None:
+        inputs.enqueue(adoption_key(namespace or "", name or ""))
+
     async def on_checkpoint(namespace: str | None, spec: kopf.Spec, **_: Any) -> None:
         job = (spec.get("jobRef") or {}).get("name")
         if job:
@@ -88,6 +99,11 @@ def _registry(inputs: HandlerInputs) -> kopf.OperatorRegistry:
 
     async def on_store(namespace: str | None, name: str | None, **_: Any) -> None:
         inputs.enqueue(store_key(namespace or "", name or ""))
+
+    async def on_cleanup(**_: Any) -> None:
+        # kopf waits for up to five seconds for all tasks of the event loop before it ends. The standby
+        # takes over as soon as the work has ended.
+        inputs.end_work()
 
     def login(**_: Any) -> kopf.ConnectionInfo:
         access = inputs.access
@@ -100,7 +116,9 @@ def _registry(inputs: HandlerInputs) -> kopf.OperatorRegistry:
         )
 
     kopf.on.event(GROUP, VERSION, TrainingJob.PLURAL, registry=registry)(on_job)
+    kopf.on.event(GROUP, VERSION, CheckpointAdoption.PLURAL, registry=registry)(on_adoption)
     kopf.on.event(GROUP, VERSION, Checkpoint.PLURAL, registry=registry)(on_checkpoint)
     kopf.on.event(GROUP, VERSION, CheckpointStore.PLURAL, registry=registry)(on_store)
     kopf.on.login(registry=registry)(login)
+    kopf.on.cleanup(registry=registry)(on_cleanup)
     return registry

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from holdfast_core.api import Checkpoint, CheckpointStore, StoreCondition, TrainingJob
+from holdfast_core.api import Checkpoint, CheckpointStore, Gang, StoreCondition
 from holdfast_core.clock import Clock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import Worker
@@ -19,11 +19,13 @@ from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
     Observed,
+    OwnerView,
     PodView,
     StoreView,
     Unreadable,
 )
-from holdfast_operator.model.keys import job_key
+from holdfast_operator.model.keys import gang_key
+from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.watch.cache import ClusterCache
 
@@ -32,22 +34,41 @@ SUSPECT_SHARE = 0.6
 directly. The two failed calls that a decision requires are then complete when the lease has been stale
 for the whole time."""
 
+NO_LEASE = "does not renew its lease"
+
 
 class Observer:
     """Source of the facts about one job, read from the caches."""
 
     def __init__(
-        self, cache: ClusterCache, sidecars: Sidecars, effects: JobEffects, clock: Clock
+        self,
+        cache: ClusterCache,
+        sidecars: Sidecars,
+        effects: JobEffects,
+        clock: Clock,
+        failing_conditions: frozenset[tuple[str, str]] = frozenset(),
+        leaving_taints: frozenset[str] = frozenset(),
     ) -> None:
         self._cache = cache
         self._sidecars = sidecars
         self._effects = effects
         self._clock = clock
+        self._failing_conditions = failing_conditions
+        self._leaving_taints = leaving_taints
+
+    def pods(self, job: Gang) -> tuple[PodView, ...]:
+        """Return the pods of the gang, each with its birth round."""
+        found = self._cache.pods(job)
+        return pod_source(job).members(found, self.silent_nodes(job, found))
 
     def observe(
-        self, job: TrainingJob, memory: JobMemory, template_refusal: str | None = None
+        self,
+        job: Gang,
+        memory: JobMemory,
+        template_refusal: str | None = None,
+        owner: OwnerView | None = None,
     ) -> Observed:
-        pods = self._cache.pods(job)
+        pods = self.pods(job)
         self.follow_sidecars(job, pods)
         return Observed(
             job=job,
@@ -64,9 +85,11 @@ class Observer:
             memory=memory,
             unreadable=self._unreadable(job),
             template_refusal=template_refusal,
+            owner=owner,
+            same_name=self._cache.same_name(job),
         )
 
-    def follow_sidecars(self, job: TrainingJob, pods: tuple[PodView, ...]) -> None:
+    def follow_sidecars(self, job: Gang, pods: tuple[PodView, ...]) -> None:
         """Pass the job's current pods and coordinator to `Sidecars`, which may start calls to them.
 
         The controller's tick calls this between passes as well.
@@ -79,7 +102,7 @@ class Observer:
         named = {p.uid for p in members if p.worker == coordinator}
         others = tuple(p for p in pods if p.worker != coordinator or p.uid in named)
         self._sidecars.follow(
-            job_key(job.namespace, job.name),
+            gang_key(job),
             job.uid,
             status.restart_round,
             others,
@@ -88,8 +111,8 @@ class Observer:
             ranks=job.spec.workers * job.spec.procs_per_worker,
         )
 
-    def suspects(self, job: TrainingJob, pods: tuple[PodView, ...]) -> frozenset[str]:
-        """Return the nodes of the job's pods whose leases are late or whose Node objects are gone.
+    def suspects(self, job: Gang, pods: tuple[PodView, ...]) -> frozenset[str]:
+        """Return the nodes of the job's pods that have late leases or no Node object, or that fail.
 
         Where ranks of the current round are dead, return all nodes: a node may be lost before its lease
         is late.
@@ -102,10 +125,22 @@ class Observer:
         limit = job.spec.node_loss.suspect_after_seconds * SUSPECT_SHARE
         found = set()
         for pod in pods:
-            stale = None if pod.node is None else self._cache.leases.stale_seconds(pod.node, now)
-            if pod.node is not None and stale is not None and stale >= limit:
+            if pod.node is None:
+                continue
+            stale = self._cache.leases.stale_seconds(pod.node, now)
+            if (stale is not None and stale >= limit) or self._problem(pod.node):
                 found.add(pod.node)
         return frozenset(found)
+
+    def _problem(self, name: str) -> str:
+        """Return by what Kubernetes or a node-problem detector shows that a node is lost or fails, or ""."""
+        node = self._cache.node(name)
+        if node is None:
+            return ""
+        if node.taints:
+            return f"has the taint {min(t.key for t in node.taints)}"
+        failing = sorted(node.conditions & self._failing_conditions)
+        return "has the condition {}={}".format(*failing[0]) if failing else ""
 
     def _note_missing_nodes(self, pods: tuple[PodView, ...], now: float) -> None:
         for node in {p.node for p in pods if p.node is not None}:
@@ -119,7 +154,7 @@ class Observer:
         missing = self._cache.leases.is_missing(node)
         return self._cache.node_contact if missing else self._cache.lease_contact
 
-    def silent_nodes(self, job: TrainingJob, pods: tuple[PodView, ...]) -> frozenset[str]:
+    def silent_nodes(self, job: Gang, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Return the nodes of the job's pods that are proven to be silent for suspect_after."""
         now = self._clock.monotonic()
         threshold = job.spec.node_loss.suspect_after_seconds
@@ -127,7 +162,7 @@ class Observer:
         leases = self._cache.leases
         return frozenset(n for n in nodes if leases.is_silent(n, threshold, now, self._contact(n)))
 
-    def unproven_nodes(self, job: TrainingJob, pods: tuple[PodView, ...]) -> frozenset[str]:
+    def unproven_nodes(self, job: Gang, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Return the nodes whose leases are stale but where the watch of leases may be late itself."""
         now = self._clock.monotonic()
         threshold = job.spec.node_loss.suspect_after_seconds
@@ -137,20 +172,29 @@ class Observer:
             n for n in nodes if leases.needs_confirmation(n, threshold, now, self._contact(n))
         )
 
-    def _nodes(self, job: TrainingJob, pods: tuple[PodView, ...]) -> dict[str, NodeView]:
+    def _nodes(self, job: Gang, pods: tuple[PodView, ...]) -> dict[str, NodeView]:
         silent = self.silent_nodes(job, pods)
         nodes: dict[str, NodeView] = {}
         for name in {p.node for p in pods if p.node is not None}:
             node = self._cache.node(name)
             if node is None and name in silent:
-                nodes[name] = NodeView(name, lost=True)
+                nodes[name] = NodeView(name, lost_because="no longer exists", is_silent=True)
             if node is not None:
                 renewed_at = self._cache.leases.changed_at(name)
-                nodes[name] = replace(node, lost=name in silent, renewed_at=renewed_at)
+                why = NO_LEASE if name in silent else self._problem(name)
+                nodes[name] = replace(
+                    node,
+                    leaving_taints=frozenset(
+                        t for t in node.other_taints if t.key in self._leaving_taints
+                    ),
+                    lost_because=why,
+                    is_silent=name in silent,
+                    renewed_at=renewed_at,
+                )
         return nodes
 
-    def _lost_nodes(self, job: TrainingJob, pods: tuple[PodView, ...]) -> tuple[NodeView, ...]:
-        """Return the lost nodes of the whole cluster, the newest loss first.
+    def _lost_nodes(self, job: Gang, pods: tuple[PodView, ...]) -> tuple[NodeView, ...]:
+        """Return the lost and failing nodes of the whole cluster, the newest loss first.
 
         The nodes of the job's own pods are not enough: the pod that ran on a lost node may be deleted by
         now. Lost nodes that an earlier operator process recorded are in the annotations of the job's
@@ -162,18 +206,19 @@ class Observer:
         cache, threshold = self._cache, job.spec.node_loss.suspect_after_seconds
         lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
         avoided = {n for p in pods for n in p.avoided_nodes if cache.leases.is_undated(n)}
+        failing = cache.nodes_with(self._failing_conditions)
         nodes = [
             replace(
                 cache.node(name) or NodeView(name),
-                lost=True,
+                lost_because=self._problem(name) or NO_LEASE,
                 renewed_at=cache.leases.changed_at(name),
             )
-            for name in sorted(lost | avoided)
+            for name in sorted(lost | avoided | failing)
             if cache.node_is_there(name)
         ]
         return tuple(sorted(nodes, key=lambda n: n.renewed_at or 0.0, reverse=True))
 
-    def _checkpoints(self, job: TrainingJob) -> tuple[Checkpoint, ...]:
+    def _checkpoints(self, job: Gang) -> tuple[Checkpoint, ...]:
         own = self._cache.checkpoints(job.namespace, job.name)
         source = job.spec.source_checkpoint
         if source is None or any(c.name == source for c in own):
@@ -181,7 +226,7 @@ class Observer:
         found = self._cache.checkpoint(job.namespace, source)
         return own if found is None else (*own, found)
 
-    def _unreadable(self, job: TrainingJob) -> tuple[Unreadable, ...]:
+    def _unreadable(self, job: Gang) -> tuple[Unreadable, ...]:
         """Return the objects that exist, concern this job and cannot be parsed."""
         found = list(self._cache.unreadable_pods(job.namespace, job.uid))
         prefix = f"{job_prefix(job.name, job.uid)}-"
@@ -196,7 +241,7 @@ class Observer:
             found.extend(() if store is None else (store,))
         return tuple(found)
 
-    def _store(self, job: TrainingJob) -> StoreView | None:
+    def _store(self, job: Gang) -> StoreView | None:
         if job.spec.store is None:
             return None
         store = self._cache.store(job.namespace, job.spec.store)
@@ -233,6 +278,6 @@ def store_view(store: CheckpointStore) -> StoreView:
     )
 
 
-def _is_member(job: TrainingJob, pod: PodView) -> bool:
+def _is_member(job: Gang, pod: PodView) -> bool:
     members = job.status.members
     return pod.worker < len(members) and members[pod.worker] == pod.birth_round

@@ -7,7 +7,7 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from aiohttp import web
@@ -36,11 +36,13 @@ class PlainPorts:
         self,
         metrics: Metrics,
         watch_age_seconds: Callable[[], float | None],
+        stalled_watches: Callable[[], Sequence[str]],
         clock: Clock,
         limits: ListenerLimits | None = None,
     ) -> None:
         self._metrics = metrics
         self._watch_age_seconds = watch_age_seconds
+        self._stalled_watches = stalled_watches
         self._clock = clock
         self._log_changes = logs.Changed()
         self._rendered: tuple[float, bytes] | None = None
@@ -65,7 +67,7 @@ class PlainPorts:
         metrics = web.Application(client_max_size=1024)
         metrics.router.add_get("/metrics", self._serve_metrics)
         health = web.Application(client_max_size=1024)
-        health.router.add_get("/healthz", _alive)
+        health.router.add_get("/healthz", self._alive)
         health.router.add_get("/readyz", self._ready)
         self.metrics_port = await self._ports["metrics"].start(metrics, host, metrics_port)
         self.health_port = await self._ports["health"].start(health, host, health_port)
@@ -88,7 +90,7 @@ class PlainPorts:
         )
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """Answer 503 while a watch is not in sync or has been silent for too long.
+        """Answer 503 while a watch is not in sync or has been silent for too long. A standby is ready, too.
 
         /healthz answers 200 all the same: the operator continues with the copies it has, and the kubelet
         must not restart it because an API server is silent.
@@ -100,7 +102,11 @@ class PlainPorts:
             return web.Response(status=503, text=f"a watch has been silent for {age:.0f} s\n")
         return web.Response(text=f"the newest event of a watch is {age:.0f} s old\n")
 
-
-async def _alive(request: web.Request) -> web.Response:
-    """Answer 200, which shows that the event loop runs."""
-    return web.Response(text="ok\n")
+    async def _alive(self, request: web.Request) -> web.Response:
+        """Answer 503 if a watch's loop stands still. Any answer shows that the event loop runs."""
+        stalled = self._stalled_watches()
+        if stalled:
+            return web.Response(
+                status=503, text=f"these watches neither receive nor fail: {', '.join(stalled)}\n"
+            )
+        return web.Response(text="ok\n")

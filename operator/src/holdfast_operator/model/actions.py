@@ -21,7 +21,10 @@ from holdfast_operator.model.job import JobMemory
 
 @dataclass(frozen=True, slots=True)
 class BeginRound:
-    """Compare-and-swap 1 (CAS 1), the fence of a new round. Only Events may accompany it in a decision."""
+    """Compare-and-swap 1 (CAS 1), the fence of a new round. Only Events may accompany it in a decision.
+
+    Until the round has a restore point, it can be repeated with more pods to replace (ADR 0096).
+    """
 
     resource_version: str
     status: TrainingJobStatus
@@ -61,7 +64,7 @@ class CreateService:
 
 @dataclass(frozen=True, slots=True)
 class CreateCertificates:
-    """Creation of one Secret with the leaf certificates of the pods that are created in `round`."""
+    """Creation of one Secret with the leaf certificates of pods that are or may be created in `round`."""
 
     secret: str
     round: RestartRound
@@ -74,7 +77,9 @@ class CreatePod:
     worker: Worker
     birth_round: RestartRound
     avoided_nodes: tuple[str, ...] = ()
-    """Names of nodes that the pod's node affinity excludes."""
+    """Names of lost nodes that the pod's node affinity excludes."""
+    failed_nodes: tuple[str, ...] = ()
+    """Names of nodes that it excludes because workers of the job failed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class DeleteCertificates:
-    """Deletion of the certificate Secret of a round in which no current member's pod was created."""
+    """Deletion of a certificate Secret that no current member's pod uses."""
 
     secret: str
 

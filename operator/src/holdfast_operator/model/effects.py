@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from holdfast_core.api import CheckpointStatus, TrainingJob, TrainingJobStatus
+from holdfast_core.api import CheckpointStatus, Gang, TrainingJobStatus
 from holdfast_core.errors import HoldfastError
 from holdfast_core.messages.schema import PruneReply
 from holdfast_operator.model.actions import (
@@ -41,7 +41,7 @@ class NameTakenError(HoldfastError):
 
 class Effects(Protocol):
     async def write_job_status(
-        self, job: TrainingJob, resource_version: str, status: TrainingJobStatus
+        self, job: Gang, resource_version: str, status: TrainingJobStatus
     ) -> None:
         """Replace the whole status (core.api.merge_patch).
 
@@ -50,36 +50,38 @@ class Effects(Protocol):
         """
         ...
 
-    async def delete_job(self, job: TrainingJob) -> None: ...
+    async def delete_job(self, job: Gang) -> None: ...
 
-    async def pod_is_gone(self, job: TrainingJob, name: str) -> bool:
+    async def pod_is_gone(self, job: Gang, name: str) -> bool:
         """Return whether the job has no pod of this name, or the pod is being deleted.
 
         The answer comes from a direct GET and not from the cache.
         """
         ...
 
-    async def create_pod(self, job: TrainingJob, body: Mapping[str, Any]) -> None: ...
+    async def create_pod(self, job: Gang, body: Mapping[str, Any]) -> None: ...
 
-    async def delete_pod(self, job: TrainingJob, name: str, uid: str, *, force: bool) -> None:
+    async def delete_pod(self, job: Gang, name: str, uid: str, *, force: bool) -> None:
         """Delete the pod if it has this uid. With `force`, the grace period is 0."""
         ...
 
-    async def create_network_policy(self, job: TrainingJob, body: Mapping[str, Any]) -> None: ...
+    async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
+        """Create the NetworkPolicy or the PodDisruptionBudget of the job's pods."""
+        ...
 
-    async def create_service(self, job: TrainingJob, body: Mapping[str, Any]) -> None: ...
+    async def create_service(self, job: Gang, body: Mapping[str, Any]) -> None: ...
 
-    async def create_certificates(self, job: TrainingJob, action: CreateCertificates) -> None:
+    async def create_certificates(self, job: Gang, action: CreateCertificates) -> None:
         """Issue one leaf certificate per pod, and create the Secret that holds them.
 
         `render.names.certificate_items` gives the keys of the Secret.
         """
         ...
 
-    async def delete_certificates(self, job: TrainingJob, secret: str) -> None: ...
+    async def delete_certificates(self, job: Gang, secret: str) -> None: ...
 
     async def create_checkpoint(
-        self, job: TrainingJob, body: Mapping[str, Any], status: CheckpointStatus
+        self, job: Gang, body: Mapping[str, Any], status: CheckpointStatus
     ) -> None:
         """Create the object if it does not exist, then write its status.
 
@@ -88,7 +90,7 @@ class Effects(Protocol):
         """
         ...
 
-    async def update_checkpoint(self, job: TrainingJob, action: UpdateCheckpoint) -> None:
+    async def update_checkpoint(self, job: Gang, action: UpdateCheckpoint) -> None:
         """Write spec.step and the finalizers if the action has them, then the status.
 
         Raises:
@@ -96,22 +98,22 @@ class Effects(Protocol):
         """
         ...
 
-    async def delete_checkpoint(self, job: TrainingJob, name: str, uid: str) -> None:
+    async def delete_checkpoint(self, job: Gang, name: str, uid: str) -> None:
         """Delete the object, and remove our finalizer if it has one. Do not delete its data."""
         ...
 
-    async def seal(self, job: TrainingJob, action: SealWorker) -> None: ...
+    async def seal(self, job: Gang, action: SealWorker) -> None: ...
 
-    async def send_round(self, job: TrainingJob, action: SendRound) -> None: ...
+    async def send_round(self, job: Gang, action: SendRound) -> None: ...
 
-    async def request_save(self, job: TrainingJob, action: RequestSave) -> None: ...
+    async def request_save(self, job: Gang, action: RequestSave) -> None: ...
 
-    async def request_stop(self, job: TrainingJob, action: RequestStop) -> None: ...
+    async def request_stop(self, job: Gang, action: RequestStop) -> None: ...
 
-    async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:
+    async def prune(self, job: Gang, action: PruneObject) -> PruneReply:
         """Return what the coordinator deleted in the object store, or an empty reply while it deletes."""
         ...
 
-    async def emit(self, job: TrainingJob, event: EmitEvent) -> None:
+    async def emit(self, job: Gang, event: EmitEvent) -> None:
         """Emit a Kubernetes Event about the job, best effort: it is rate-limited and never raises."""
         ...

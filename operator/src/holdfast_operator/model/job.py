@@ -15,7 +15,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from holdfast_core.api import Checkpoint, TrainingJob
+from holdfast_core.api import Checkpoint, Gang
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
@@ -40,6 +40,16 @@ class Owner:
     kind: str
     name: str
     uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerView:
+    """The controller that creates an adopted gang's pods, and what its restart policy costs."""
+
+    cost: str
+    """What happens to the copies in pods if a pod fails, as a sentence for the status."""
+    loses_all_copies: bool
+    """Whether one failed pod makes the controller delete all pods, and with them every local copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,7 @@ _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 
 @dataclass(frozen=True, slots=True)
 class Taint:
-    """Taint of a node that Kubernetes regards as lost. Only `out-of-service` may have a value."""
+    """Taint of a node, without its value."""
 
     key: str
     effect: str
@@ -124,12 +134,16 @@ class PodView:
     ip: str | None = None
     node: str | None = None
     terminating: bool = False
+    grace_seconds: float = 30.0
+    """Time between SIGTERM and SIGKILL: of the deletion, or of the spec if the pod is not deleted yet."""
     ready: bool = False
     trainer_exit_code: int | None = None
     """Exit code of a trainer container that is terminated now. None while it waits or runs."""
     trainer_finished_at: datetime | None = None
     """The kubelet's stamp of the newest end of the trainer container. It decides no order."""
     trainer_restarts: int = 0
+    memory_limit: str | None = None
+    """Memory limit of the trainer container, as the pod's spec has it. None: it has none."""
     waiting_reason: str | None = None
     """The kubelet's reason why a container waits (ErrImagePull, CreateContainerError, CrashLoopBackOff).
     None: no container waits for more than its normal start."""
@@ -141,11 +155,33 @@ class PodView:
     message: str = ""
     disrupted: bool = False
     """Whether condition DisruptionTarget is True. The rules check it before exit codes."""
+    conditions: frozenset[tuple[str, str]] = frozenset()
+    """Type and status of each condition of the pod."""
     avoided_nodes: frozenset[str] = frozenset()
     """Names of the nodes that its affinity excludes because they were lost, and not tainted yet, when it was
     created."""
+    failed_nodes: frozenset[str] = frozenset()
+    """Names of the nodes that its affinity excludes because workers of the job failed there."""
     tolerated: frozenset[Taint] = frozenset()
     """Taints of lost nodes that it tolerates, by its template or by an admission plug-in."""
+    tolerations: frozenset[tuple[str, str]] = frozenset()
+    """Key and effect of each of its tolerations, without values and times. "" matches all keys or effects."""
+    identity: str = ""
+    """Name in its certificate and in ROUND. "" means its own name."""
+    controller: Owner | None = None
+    """The object of another controller that created it. None: there is none, or the operator created it."""
+    created: str = ""
+    """Its creationTimestamp. It decides only between pods of other controllers that claim one worker."""
+
+    @property
+    def peer_name(self) -> str:
+        """Return the name by which sidecars and the operator address it."""
+        return self.identity or self.name
+
+    @property
+    def unscheduled(self) -> bool:
+        """Return whether the pod waits for a node, and no scheduling gate holds it back."""
+        return self.node is None and self.reason != "SchedulingGated"
 
     @property
     def started(self) -> bool:
@@ -158,7 +194,20 @@ class PodView:
     @property
     def alive(self) -> bool:
         """Return whether the pod is neither being deleted nor ended."""
-        return not self.terminating and self.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED)
+        return not self.terminating and not self.ended
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED)
+
+    @property
+    def leaving(self) -> bool:
+        """Return whether the pod is being deleted or evicted, and its containers may still run."""
+        return (self.terminating or self.disrupted) and not self.ended
+
+    def tolerates(self, taint: Taint) -> bool:
+        """Return whether a toleration matches the taint, whatever their values and for whatever time."""
+        return any(k in ("", taint.key) and e in ("", taint.effect) for k, e in self.tolerations)
 
 
 class Reachable(StrEnum):
@@ -226,14 +275,26 @@ class SidecarView:
 class NodeView:
     name: str
     taints: frozenset[Taint] = frozenset()
-    """Taints by which Kubernetes keeps new pods off a node that it regards as lost. Other taints are left
-    out."""
-    lost: bool = False
-    """Whether its lease did not change for suspect_after, while the watch of leases is known to work. A node
-    whose Node object is missing for as long counts as lost as well."""
+    """Taints by which Kubernetes keeps new pods off a node that it regards as lost."""
+    other_taints: frozenset[Taint] = frozenset()
+    """Other taints that keep new pods off the node. Those with effect PreferNoSchedule are left out."""
+    leaving_taints: frozenset[Taint] = frozenset()
+    """Those of `other_taints` that say that the node will be taken away soon."""
+    lost_because: str = ""
+    """Why the node counts as lost if the sidecar on it does not answer. "": it does not. Its lease did not
+    change for suspect_after while the watch of leases is known to work, its Node object is missing for as
+    long, Kubernetes regards it as lost (`taints`), or it has a failing condition."""
+    is_silent: bool = False
+    """Whether it is lost because of its lease or its missing Node object."""
+    conditions: frozenset[tuple[str, str]] = frozenset()
+    """Type and status of its conditions."""
     renewed_at: float | None = None
     """When this process last saw the lease change."""
     labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> bool:
+        return bool(self.lost_because)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +337,8 @@ class JobMemory:
     """When every member was first seen sealed for `round`."""
     scheduled_at: float | None = None
     """When the sidecar of every member was first seen started."""
+    taken_in_at: float | None = None
+    """When the round last took in further lost pods. None: it has taken in none."""
     chosen_seen_at: float | None = None
     """When the restore point of `round` was first seen in the status."""
     failure_seen_at: float | None = None
@@ -299,12 +362,22 @@ class JobMemory:
     """When this process decided to begin `round`. None: another process began it."""
     answering_since: float | None = None
     """Time since which every pass has found at least one member's sidecar reachable. None: none is."""
-    terminating_since: tuple[tuple[str, float], ...] = ()
-    """Pairs (pod uid, time at which the pod was first seen terminating)."""
+    copying: tuple[Step, float] | None = None
+    """A locally committed step that was not replicated yet, and the time at which it was first seen."""
+    flush_seconds: float = 0.0
+    """Longest time for which a step was seen to be copied in `round`."""
+    leaving_since: tuple[tuple[str, float], ...] = ()
+    """Pairs (pod uid, time at which the pod was first seen leaving)."""
+    avoiding_since: float | None = None
+    """Time since which a pod that excludes failed nodes waits for a node. None: no pod does."""
+    unscheduled_since: float | None = None
+    """Time since which not all pods of the gang that have not started have nodes. None: all have."""
     unstarted: frozenset[str] = frozenset()
     """Names of this round's pods that had not started when they were last seen."""
     create_refused: str = ""
     """Error of a create that was refused in the last pass of this round. "" if none was refused."""
+    record_refused: str = ""
+    """The same for the create or update of the Checkpoint object that records the newest commit."""
     checkpoints_deleting: tuple[tuple[str, float], ...] = ()
     """Pairs (uid of a deleted Checkpoint that our finalizer keeps, time at which it was first seen so)."""
     save_requests: tuple[RequestedSave, ...] = ()
@@ -323,7 +396,7 @@ class JobMemory:
 class Observed:
     """Input of a decision about one job."""
 
-    job: TrainingJob
+    job: Gang
     pods: tuple[PodView, ...] = ()
     """All worker pods that the job controls, including those of replaced workers."""
     sidecars: tuple[SidecarView, ...] = ()
@@ -331,7 +404,8 @@ class Observed:
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     """Nodes of the job's pods, by name. A missing entry means that the node's state is not known."""
     lost_nodes: tuple[NodeView, ...] = ()
-    """All nodes of the cluster whose leases have stopped, with a pod of the job or without, the newest loss
+    """All nodes of the cluster whose leases have stopped or that have a failing condition, with a pod of the
+    job or without, the newest loss
     first. Empty if every member's pod has started."""
     coordinator: CoordinatorState | None = None
     """The newest reply of the round's coordinator. None: this process has received none yet."""
@@ -350,6 +424,11 @@ class Observed:
     unreadable: tuple[Unreadable, ...] = ()
     """Objects that exist and cannot be parsed: pods of the job, its store, its Checkpoints and the one that
     spec.restoreFrom names."""
+    owner: OwnerView | None = None
+    """What created the pods of an adopted gang. None: it is not known yet, or the operator creates them."""
+    same_name: Gang | None = None
+    """Another object of this namespace with the job's name, whose Checkpoints could be taken for the job's.
+    None: there is none."""
     template_refusal: str | None = None
     """Error of the API server on a dry run of the job's first pod. None: the server accepted the pod, or the
     dry run was not made because the first round has begun or the template is invalid."""
@@ -363,9 +442,10 @@ class Observed:
         return next((s for s in self.sidecars if s.pod_uid == pod.uid), None)
 
     def node_lost(self, pod: PodView) -> bool:
-        """Return whether the pod's node counts as lost: its lease has stopped and the sidecar is unreachable.
+        """Return whether the pod's node counts as lost: see NodeView.lost_because.
 
-        A pod without an address has no sidecar to call, so the lease alone decides.
+        The sidecar must be unreachable as well. A pod without an address has no sidecar to call, so the lease
+        alone decides: its kubelet may be about to start it on a node that is not ready for a moment.
         """
         if pod.node is None:
             return False
@@ -374,5 +454,5 @@ class Observed:
             return False
         sidecar = self.sidecar_of(pod)
         if sidecar is None:
-            return pod.ip is None
+            return pod.ip is None and node.is_silent
         return sidecar.reachable is Reachable.NO

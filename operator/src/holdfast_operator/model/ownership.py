@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.api import GROUP, CheckpointStore, TrainingJob
+from holdfast_core.contract import SIDECAR_CONTAINER
 from holdfast_core.ids import JobUid, RestartRound, Worker
-from holdfast_core.names import parse_pod_name
+from holdfast_core.names import parse_pod_name, worker_name
+from holdfast_operator.model import labels
 from holdfast_operator.model.job import Owner
 
 PROBE_PREFIX = "holdfast-probe-"
@@ -28,6 +30,8 @@ class WorkerIdentity:
     job_uid: JobUid
     worker: Worker
     birth_round: RestartRound
+    identity: str = ""
+    """Name of an adopted pod in its certificate. "" means the pod's name."""
 
 
 def controller_of(raw: Mapping[str, Any]) -> Owner | None:
@@ -56,6 +60,35 @@ def worker_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
     if found is None:
         return None
     return WorkerIdentity(owner.name, uid, *found)
+
+
+def adopted_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
+    """Return the identity of a pod that a CheckpointAdoption adopted, or None for any other pod.
+
+    The admission policy writes these labels and adds the sidecar. Labels decide here, because another
+    controller owns the pod. A pod that only copies them has no certificate of the worker, so no sidecar and
+    no operator accepts it (ADR 0093).
+    """
+    meta, spec = raw.get("metadata") or {}, raw.get("spec") or {}
+    marks = meta.get("labels") or {}
+    name, uid, worker = (
+        str(marks.get(k) or "") for k in (labels.JOB_NAME, labels.JOB_UID, labels.WORKER)
+    )
+    injected = any(c.get("name") == SIDECAR_CONTAINER for c in spec.get("initContainers") or [])
+    if not (name and uid and injected and worker.isdecimal()):
+        return None
+    index = Worker(int(worker))
+    return WorkerIdentity(name, JobUid(uid), index, RestartRound(0), worker_name(index))
+
+
+def other_controller(raw: Mapping[str, Any]) -> Owner | None:
+    """Return the controller of an adopted pod, or None if it has none."""
+    for reference in (raw.get("metadata") or {}).get("ownerReferences") or []:
+        if reference.get("controller") is True:
+            return Owner(
+                str(reference.get("kind")), str(reference.get("name")), str(reference.get("uid"))
+            )
+    return None
 
 
 def probed_store(raw: Mapping[str, Any]) -> Owner | None:

@@ -26,7 +26,15 @@ class Reason(StrEnum):
     """spec.restoreFrom names a Checkpoint that does not exist."""
     CHECKPOINT_NOT_RESTORABLE = "CheckpointNotRestorable"
     """The Checkpoint of spec.restoreFrom exists but cannot be restored: it is not committed in a store, is
-    quarantined, is being deleted or cannot be parsed, or this job has no store to read it from."""
+    being deleted or cannot be parsed, or this job has no store to read it from."""
+
+    # --- Adopted
+    PODS_ADOPTED = "PodsAdopted"
+    """The pods of another controller are workers of the gang. The message says what its restart policy
+    costs."""
+    LOCAL_COPIES_WOULD_BE_LOST = "LocalCopiesWouldBeLost"
+    """The controller deletes all pods when one fails, and there is no object store: the gang is not
+    started."""
 
     # --- why a round begins (Restarting, recoveries, recentRestarts, Events)
     FIRST_ROUND = "FirstRound"
@@ -39,13 +47,16 @@ class Reason(StrEnum):
     POD_FAILED = "PodFailed"
     """The pod of a member is in phase Failed, and was not disrupted."""
     NODE_LOST = "NodeLost"
-    """The lease of a node has stopped, and the sidecar on it does not answer."""
+    """The lease of a node has stopped, or Kubernetes or a node-problem detector regards the node as lost or
+    failing, and the sidecar on it does not answer."""
     RANK_FAILED = "RankFailed"
     """A rank process ended with an error, or with the restart of its container."""
     OOM_KILLED = "OOMKilled"
     """The trainer container ran out of memory."""
     TRAINER_RESTARTING = "TrainerRestarting"
     """The trainer container restarted too often in its pod, so the pod is replaced."""
+    HUNG = "Hung"
+    """The gang finished no step for failurePolicy.hangs, and no rank was at work."""
     RESTORE_FAILED = "RestoreFailed"
     """A worker could not fetch its shards of the restore point."""
     SIDECAR_UNREACHABLE = "SidecarUnreachable"
@@ -62,13 +73,16 @@ class Reason(StrEnum):
     """Every rank has finished a step of this round."""
     RECOVERED = "Recovered"
     """The restart is over: every rank has finished a step of the new round."""
+    RECOVERY_INTERRUPTED = "RecoveryInterrupted"
+    """The restart ended before every rank had finished a step: another round began, or the job was suspended
+    or failed."""
     STARTING = "Starting"
     """The round starts: pods are created, survivors are sealed, or ranks restore and rendezvous."""
     WAITING_FOR_PODS = "WaitingForPods"
     """A pod is not scheduled or has not started. The message contains the scheduler's message."""
     CREATE_REFUSED = "CreateRefused"
-    """A pod, Secret or Service of the job could not be created (quota, admission, LimitRange). The message
-    contains the error. The operator retries the create."""
+    """A pod, Secret, Service or Checkpoint of the job could not be created (quota, admission, LimitRange).
+    The message contains the error. The operator retries the create."""
     CONTAINER_CANNOT_START = "ContainerCannotStart"
     """The kubelet cannot pull an image or create a container. The job waits without a restart."""
     WAITING_FOR_HOLDERS = "WaitingForHolders"
@@ -79,8 +93,6 @@ class Reason(StrEnum):
     """A lower step was chosen because a possible holder of the newest did not answer in time."""
     SHARDS_LOST = "ShardsLost"
     """A lower step, or none, was chosen because all copies of a shard of the newest step are gone."""
-    RESTORE_POINT_REJECTED = "RestorePointRejected"
-    """A lower step was chosen because ranks that restored the newest failed repeatedly."""
     RESTORE_POINT_CHOSEN = "RestorePointChosen"
     ROUND_BEGAN = "RoundBegan"
 
@@ -114,10 +126,52 @@ class Reason(StrEnum):
     since ranks failed."""
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     """The job needs more restarts within failurePolicy.window than failurePolicy.maxRestarts allows."""
-    EXIT_CODE_RULE = "ExitCodeRule"
-    """A rule of failurePolicy.rules demands FailJob for the exit code of a rank."""
+    FAILURE_RULE = "FailureRule"
+    """A rule of failurePolicy.rules with action FailJob matches a failure."""
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     """activeDeadlineSeconds has passed."""
+
+    NO_PROGRESS = "NoProgress"
+    """Ranks failed repeatedly before they had finished a step, and no checkpoint is left to restore."""
+
+    # --- Quarantined
+    QUARANTINED = "Quarantined"
+    """Ranks that restored a checkpoint failed repeatedly before they had finished a step. It is kept, and the
+    gang restores an older one."""
+    RELEASED = "Released"
+    """No checkpoint is quarantined any more: a user has released it, or the job has ended."""
+
+    # --- NodesAvoided
+    NODES_FAILED = "NodesFailed"
+    """Workers failed on nodes as often as failurePolicy.avoidNodes allows, or a rule with action AvoidNode
+    matched a failure there. New pods are created on other nodes."""
+    NO_NODE_LEFT = "NoNodeLeft"
+    """No node took a pod that avoids these nodes, so they are used again."""
+    NODES_USED = "NodesUsed"
+    """No node is avoided any more, because the failures are older than failurePolicy.avoidNodes.window."""
+
+    # --- NodesLeaving
+    NODE_LEAVING = "NodeLeaving"
+    """A taint says that the node of a worker will be taken away soon. The worker's pod is deleted while the
+    gang trains, so that the gang saves and the worker moves. Also the reason of the Event of this delete."""
+    NODE_LEAVING_POD_STAYS = "NodeLeavingPodStays"
+    """The same, but the pods on such nodes stay. The message says why."""
+    NODES_STAY = "NodesStay"
+    """No worker runs on such a node any more."""
+
+    # --- Unschedulable
+    NOT_SCHEDULED = "NotScheduled"
+    """The pods of the gang could not all be scheduled within scheduleTimeoutSeconds, so all of them were
+    deleted. A new round creates them again after a back-off."""
+    PODS_KEPT = "PodsKept"
+    """The same, but the pods stay: a committed step would be lost with them."""
+    SCHEDULED = "Scheduled"
+    """All pods of the gang have nodes."""
+
+    # --- FailureRulesApply
+    RULE_NEVER_MATCHES = "RuleNeverMatches"
+    """The rules before a rule of failurePolicy.rules match all of its values, so that it has no effect."""
+    RULES_APPLY = "RulesApply"
 
     # --- LastCheckpointSucceeded, RemoteTierHealthy, Checkpoint conditions and Events
     COMMITTED = "Committed"

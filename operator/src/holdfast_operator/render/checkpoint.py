@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast_core.api import API_VERSION, Checkpoint, DeletionPolicy, TrainingJob
+from holdfast_core.api import API_VERSION, Checkpoint, DeletionPolicy, Gang
 from holdfast_operator.model.actions import CreateCheckpointObject
 from holdfast_operator.render.metadata import job_labels
 
 
-def render_checkpoint(job: TrainingJob, action: CreateCheckpointObject) -> dict[str, Any]:
+def render_checkpoint(job: Gang, action: CreateCheckpointObject) -> dict[str, Any]:
     return {
         "apiVersion": API_VERSION,
         "kind": Checkpoint.KIND,

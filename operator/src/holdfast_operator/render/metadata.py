@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast_core.api import API_VERSION, TrainingJob
+from holdfast_core.api import API_VERSION, Gang
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.model import labels
 
 
-def job_labels(job: TrainingJob) -> dict[str, str]:
+def job_labels(job: Gang) -> dict[str, str]:
     return {
         labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
         labels.JOB_NAME: job.name,
@@ -17,7 +17,7 @@ def job_labels(job: TrainingJob) -> dict[str, str]:
     }
 
 
-def worker_labels(job: TrainingJob, worker: Worker, birth_round: RestartRound) -> dict[str, str]:
+def worker_labels(job: Gang, worker: Worker, birth_round: RestartRound) -> dict[str, str]:
     return {
         **job_labels(job),
         labels.COMPONENT: labels.COMPONENT_WORKER,
@@ -26,11 +26,11 @@ def worker_labels(job: TrainingJob, worker: Worker, birth_round: RestartRound) -
     }
 
 
-def owner_reference(job: TrainingJob) -> dict[str, Any]:
+def owner_reference(job: Gang) -> dict[str, Any]:
     """Return the controller reference by which the object is deleted with its job."""
     return {
         "apiVersion": API_VERSION,
-        "kind": TrainingJob.KIND,
+        "kind": job.KIND,
         "name": job.name,
         "uid": job.uid,
         "controller": True,

@@ -1,8 +1,8 @@
 """The NetworkPolicy of a gang, which limits access to its workers. Pure.
 
 Gloo and NCCL choose the ports of ranks, so workers of one job may reach each other on all ports. The operator
-may reach the control port, and other clients only the metrics port. The kubelet needs no rule, because its
-probes run inside the container. NetworkPolicies are additive, so a tenant can allow more with another policy.
+may reach the control port, and other clients only the metrics port. The kubelet needs no rule: a pod
+always admits its own node. NetworkPolicies are additive, so a tenant can allow more with another policy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast_core.api import TrainingJob
+from holdfast_core.api import Gang
 from holdfast_core.contract import CONTROL_PORT, METRICS_PORT
 from holdfast_core.names import service_name
 from holdfast_operator.model import labels
@@ -28,7 +28,7 @@ class WorkerNetwork:
     """NetworkPolicyPeers that may read metrics. Empty: any client may read them."""
 
 
-def render_network_policy(job: TrainingJob, network: WorkerNetwork) -> dict[str, Any]:
+def render_network_policy(job: Gang, network: WorkerNetwork) -> dict[str, Any]:
     workers = {"matchLabels": {labels.JOB_UID: job.uid}}
     operator = {
         "namespaceSelector": {

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast_core.api import TrainingJob, parse_quantity_bytes
+from holdfast_core.api import Gang, parse_quantity_bytes
 from holdfast_core.contract import (
     CERTS_DIR,
     CONTROL_PORT,
@@ -30,6 +30,7 @@ from holdfast_core.contract import (
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_operator.model import labels
+from holdfast_operator.model.grace import grace_of
 from holdfast_operator.model.job import StoreView
 from holdfast_operator.render.metadata import owner_reference, worker_labels
 from holdfast_operator.render.names import certificate_items
@@ -37,6 +38,9 @@ from holdfast_operator.render.network_policy import WorkerNetwork
 
 HOLDFAST_GROUP = 65532
 """User and group of the sidecar, and default fsGroup of the pod: both containers share files by group."""
+EXIT_SECONDS = 5
+"""Part of the grace period that the preStop hook leaves for the sidecar to exit. The admission policy for
+adopted pods leaves the same."""
 
 SHARED_VOLUME = "holdfast-shared"
 NODE_VOLUME = "holdfast-node"
@@ -68,12 +72,13 @@ class SidecarSettings:
 
 
 def render_pod(
-    job: TrainingJob,
+    job: Gang,
     worker: Worker,
     birth_round: RestartRound,
     store: StoreView | None,
     sidecar: SidecarSettings,
     avoided_nodes: Sequence[str] = (),
+    failed_nodes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the body of a worker's pod. The template must have passed `acceptance.template_problem`.
 
@@ -83,9 +88,10 @@ def render_pod(
         birth_round: Round in which the pod is created.
         store: Store of the job, or None.
         sidecar: Settings of the sidecar container.
-        avoided_nodes: Names of nodes that the pod's node affinity excludes.
+        avoided_nodes: Names of lost nodes that the pod's node affinity excludes.
+        failed_nodes: Names of nodes that it excludes because workers failed there.
     """
-    template = copy.deepcopy(dict(job.spec.template))
+    template = copy.deepcopy(dict(job.spec.template or {}))
     user_meta = template.get("metadata") or {}
     spec: dict[str, Any] = dict(template.get("spec") or {})
     name = pod_name(job.name, job.uid, worker, birth_round)
@@ -99,20 +105,24 @@ def render_pod(
     ]
     spec["volumes"] = [
         *(spec.get("volumes") or []),
-        *_volumes(job, name, birth_round, store, trainer),
+        *_volumes(job, worker, birth_round, store, trainer),
     ]
     spec["restartPolicy"] = "OnFailure"
+    spec["terminationGracePeriodSeconds"] = grace_of(job).total_seconds
     spec["hostname"] = name
     spec["subdomain"] = service_name(job.name, job.uid)
     spec["automountServiceAccountToken"] = False
     spec["securityContext"] = _pod_security(spec.get("securityContext") or {})
     spec["affinity"] = _spread(spec.get("affinity") or {}, job)
     annotations = dict(user_meta.get("annotations") or {})
-    annotations.pop(labels.AVOIDED_NODES, None)
-    if avoided_nodes:
-        affinity = spec["affinity"]
-        affinity["nodeAffinity"] = _avoiding(affinity.get("nodeAffinity") or {}, avoided_nodes)
-        annotations[labels.AVOIDED_NODES] = ",".join(avoided_nodes)
+    excluded = {labels.AVOIDED_NODES: avoided_nodes, labels.FAILED_NODES: failed_nodes}
+    for annotation, nodes in excluded.items():
+        annotations.pop(annotation, None)
+        if nodes:
+            annotations[annotation] = ",".join(nodes)
+    if avoided_nodes or failed_nodes:
+        affinity, nodes = spec["affinity"], sorted({*avoided_nodes, *failed_nodes})
+        affinity["nodeAffinity"] = _avoiding(affinity.get("nodeAffinity") or {}, nodes)
     metadata = {
         "name": name,
         "namespace": job.namespace,
@@ -127,10 +137,9 @@ def render_pod(
 # --------------------------------------------------------------------------- trainer
 
 
-def _complete_trainer(
-    trainer: dict[str, Any], job: TrainingJob, worker: Worker, birth_round: RestartRound
-) -> None:
-    contract = PodContract(
+def trainer_contract(job: Gang, worker: Worker, birth_round: RestartRound) -> PodContract:
+    """Return the environment of the trainer container, without the pod's time to stop."""
+    return PodContract(
         job_uid=job.uid,
         job=job.name,
         namespace=job.namespace,
@@ -141,7 +150,35 @@ def _complete_trainer(
         slots=job.spec.checkpoint.memory.slots,
         ring_bytes=job.spec.checkpoint.memory.ring_bytes,
     )
-    ours = contract.to_env()
+
+
+def sidecar_contract(
+    job: Gang, worker: Worker, birth_round: RestartRound, store: StoreView | None, name: str
+) -> SidecarContract:
+    """Return the environment of the sidecar container, without the pod's address."""
+    return SidecarContract(
+        job_uid=job.uid,
+        job=job.name,
+        namespace=job.namespace,
+        worker=worker,
+        birth_round=birth_round,
+        procs_per_worker=job.spec.procs_per_worker,
+        shared_dir=SHARED_DIR,
+        pod_name=name,
+        pod_ip="",
+        node_dir=NODE_DIR,
+        node_capacity_bytes=job.spec.checkpoint.node.size_limit_bytes,
+        certs_dir=CERTS_DIR,
+        store_dir=STORE_DIR,
+        store="" if store is None else store.config.to_json(),
+    )
+
+
+def _complete_trainer(
+    trainer: dict[str, Any], job: Gang, worker: Worker, birth_round: RestartRound
+) -> None:
+    contract = trainer_contract(job, worker, birth_round)
+    ours = replace(contract, stop_seconds=grace_of(job).stop_seconds).to_env()
     trainer["env"] = [
         *(e for e in trainer.get("env") or [] if e.get("name") not in ours),
         *_env(ours),
@@ -165,30 +202,14 @@ def _env(values: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _sidecar_container(
-    job: TrainingJob,
+    job: Gang,
     worker: Worker,
     birth_round: RestartRound,
     store: StoreView | None,
     settings: SidecarSettings,
     name: str,
 ) -> dict[str, Any]:
-    contract = SidecarContract(
-        job_uid=job.uid,
-        job=job.name,
-        namespace=job.namespace,
-        worker=worker,
-        birth_round=birth_round,
-        procs_per_worker=job.spec.procs_per_worker,
-        shared_dir=SHARED_DIR,
-        pod_name=name,
-        pod_ip="",
-        node_dir=NODE_DIR,
-        node_capacity_bytes=job.spec.checkpoint.node.size_limit_bytes,
-        certs_dir=CERTS_DIR,
-        store_dir=STORE_DIR,
-        store="" if store is None else store.config.to_json(),
-    )
-    values = contract.to_env()
+    values = sidecar_contract(job, worker, birth_round, store, name).to_env()
     values.pop(POD_IP_VARIABLE)
     mounts: list[dict[str, Any]] = [
         {"name": SHARED_VOLUME, "mountPath": SHARED_DIR},
@@ -220,7 +241,15 @@ def _sidecar_container(
             "timeoutSeconds": 5,
             "failureThreshold": 120,
         },
-        "lifecycle": {"preStop": {"exec": {"command": list(settings.drain_command)}}},
+        # The pod is ready while its ranks train, because the PodDisruptionBudget counts ready pods. A command
+        # every two seconds would take time from training.
+        "readinessProbe": {
+            "httpGet": {"path": "/readyz", "port": METRICS_PORT},
+            "periodSeconds": 2,
+            "timeoutSeconds": 2,
+            "failureThreshold": 1,
+        },
+        "lifecycle": {"preStop": {"exec": {"command": _drain_command(job, settings)}}},
         "resources": copy.deepcopy(dict(settings.resources)),
         "volumeMounts": mounts,
         "securityContext": {
@@ -235,12 +264,17 @@ def _sidecar_container(
     }
 
 
+def _drain_command(job: Gang, settings: SidecarSettings) -> list[str]:
+    seconds = max(1, grace_of(job).total_seconds - EXIT_SECONDS)
+    return [*settings.drain_command, "--timeout", str(seconds)]
+
+
 # --------------------------------------------------------------------------- volumes
 
 
 def _volumes(
-    job: TrainingJob,
-    name: str,
+    job: Gang,
+    worker: Worker,
     birth_round: RestartRound,
     store: StoreView | None,
     trainer: Mapping[str, Any],
@@ -249,6 +283,7 @@ def _volumes(
     limit = job.spec.checkpoint.memory.size_limit_bytes or _memory_limit_bytes(trainer)
     if limit is not None:
         shared["sizeLimit"] = str(limit)
+    name = pod_name(job.name, job.uid, worker, birth_round)
     items = [{"key": k, "path": path} for k, path in certificate_items(name)]
     volumes: list[dict[str, Any]] = [
         {"name": SHARED_VOLUME, "emptyDir": shared},
@@ -259,7 +294,7 @@ def _volumes(
         {
             "name": CERTS_VOLUME,
             "secret": {
-                "secretName": certificates_secret_name(job.name, job.uid, birth_round),
+                "secretName": certificates_secret_name(job.name, job.uid, worker, birth_round),
                 "defaultMode": 0o440,
                 "items": items,
             },
@@ -305,7 +340,7 @@ def _pod_security(user: Mapping[str, Any]) -> dict[str, Any]:
     return {**context, **copy.deepcopy(dict(user))}
 
 
-def _spread(user: Mapping[str, Any], job: TrainingJob) -> dict[str, Any]:
+def _spread(user: Mapping[str, Any], job: Gang) -> dict[str, Any]:
     """Return the affinity with a preference for nodes that run no other worker of the job.
 
     A lost node then costs only one worker, and every peer copy can be on another node.

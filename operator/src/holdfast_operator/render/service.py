@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast_core.api import TrainingJob
+from holdfast_core.api import Gang
 from holdfast_core.contract import CONTROL_PORT
 from holdfast_core.names import service_name
 from holdfast_operator.model import labels
 from holdfast_operator.render.metadata import job_labels, owner_reference
 
 
-def render_service(job: TrainingJob) -> dict[str, Any]:
+def render_service(job: Gang) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",

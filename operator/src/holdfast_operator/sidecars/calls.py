@@ -118,7 +118,7 @@ class Sidecars:
         for gone in [u for u in job.pods if u not in present]:
             del job.pods[gone]
         for pod_uid, pod in present.items():
-            target = Target(uid, pod.name, pod.ip or "", ranks)
+            target = Target(uid, pod.peer_name, pod.ip or "", ranks)
             known = job.pods.get(pod_uid)
             if known is None:
                 job.pods[pod_uid] = PodCalls(

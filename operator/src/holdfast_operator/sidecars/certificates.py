@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from holdfast_core.api import TrainingJob
+from holdfast_core.api import Gang
 from holdfast_core.clock import Clock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import HoldfastError
@@ -124,7 +124,7 @@ def new_leaf(authority: Authority, dns_name: str, now: datetime) -> Leaf:
 def secret_data(
     authority: Authority, job_uid: str, pods: Iterable[str], now: datetime
 ) -> dict[str, str]:
-    """Return the data of a round's Secret, with the keys of render.names.certificate_items."""
+    """Return the data of a Secret with these pods' leaves. render.names.certificate_items has its keys."""
     data: dict[str, str] = {}
     for pod in pods:
         leaf = new_leaf(authority, peer_dns_name(pod, job_uid), now)
@@ -182,7 +182,7 @@ class Certificates:
         self._clients: dict[str, _Client] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def round_data(self, job: TrainingJob, pods: Iterable[str]) -> dict[str, str]:
+    async def round_data(self, job: Gang, pods: Iterable[str]) -> dict[str, str]:
         """Return the data of the Secret with the leaves of these pods.
 
         The first call for a job creates its authority. Raises JobGoneError, ApiError or HoldfastError.
@@ -301,7 +301,7 @@ class Certificates:
             )
         return Authority(data["ca.crt"], data["ca.key"])
 
-    async def _create(self, job: TrainingJob) -> Authority:
+    async def _create(self, job: Gang) -> Authority:
         """Create the job's authority, if the job exists both before and after the creation.
 
         The end of the job is what causes the deletion of its authority. A Secret that is created after the
@@ -316,13 +316,13 @@ class Certificates:
             raise
         return authority
 
-    async def _require(self, job: TrainingJob) -> None:
+    async def _require(self, job: Gang) -> None:
         if not await self._cluster.job_exists(job.namespace, job.name, job.uid):
             raise JobGoneError(
                 f"job {job.namespace}/{job.name} (uid {job.uid}) was deleted: no authority is created"
             )
 
-    async def _create_secret(self, job: TrainingJob) -> Authority:
+    async def _create_secret(self, job: Gang) -> Authority:
         name = ca_secret_name(job.uid)
         fresh = await asyncio.to_thread(new_authority, job.uid)
         metadata = {

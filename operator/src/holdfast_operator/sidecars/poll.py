@@ -55,7 +55,9 @@ class CoordinatorPolls:
             present: The job's pods that have an address, by uid.
             coordinator: The worker.
         """
-        pod = next((p for p in present.values() if p.worker == coordinator and p.alive), None)
+        # A coordinator that leaves is polled until it has ended: it commits the last step of its gang.
+        serving = [p for p in present.values() if p.worker == coordinator and not p.ended]
+        pod = min(serving, key=lambda p: not p.alive, default=None)
         if coordinator is None or pod is None or job.round is None:
             wanted = None
         else:

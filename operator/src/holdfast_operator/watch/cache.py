@@ -10,13 +10,22 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from holdfast_core.api import GROUP, VERSION, Checkpoint, CheckpointStore, TrainingJob
+from holdfast_core.api import (
+    GANGS,
+    GROUP,
+    VERSION,
+    Checkpoint,
+    CheckpointAdoption,
+    CheckpointStore,
+    Gang,
+    TrainingJob,
+)
 from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import NodeView, PodView, Unreadable
-from holdfast_operator.model.keys import Key, job_key, store_key
+from holdfast_operator.model.keys import Key, adoption_key, gang_key, job_key, store_key
 from holdfast_operator.watch.expectations import (
     Expectations,
     created,
@@ -31,6 +40,7 @@ from holdfast_operator.watch.records import (
     ManagedPod,
     ProbePod,
     WorkerPod,
+    read_adopted_pod,
     read_lease,
     read_pod,
 )
@@ -38,8 +48,11 @@ from holdfast_operator.watch.reflector import Collection, Reflector
 from holdfast_operator.watch.views import node_view
 
 T = TypeVar("T")
-_NamedT = TypeVar("_NamedT", TrainingJob, Checkpoint, CheckpointStore)
+_NamedT = TypeVar("_NamedT", Checkpoint, CheckpointStore)
 
+STALLED_SECONDS = 180.0
+"""Time without a sign of life after which a reflector is stalled. Its longest wait for one request is the
+75 s of silence that it accepts from a watch."""
 LEASES_PATH = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
 
@@ -56,13 +69,13 @@ class ClusterCache:
         namespaces: tuple[str, ...],
         expectations: Expectations,
         enqueue: Callable[[Key], None],
-        on_job_gone: Callable[[TrainingJob | Unreadable], None],
+        on_job_gone: Callable[[Gang | Unreadable], None],
     ) -> None:
         self._clock = clock
         self._expectations = expectations
         self._enqueue = enqueue
         self._on_job_gone = on_job_gone
-        self._jobs: dict[tuple[str, str], TrainingJob] = {}
+        self._jobs: dict[Key, Gang] = {}
         self._written: dict[JobUid, str] = {}
         self._pods = PodCache()
         self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
@@ -79,19 +92,24 @@ class ClusterCache:
         watch = self._watch
         ours = f"/apis/{GROUP}/{VERSION}"
         mine = f"{labels.MANAGED_BY}={labels.MANAGED_BY_VALUE}"
+        adopted = f"{labels.ADOPT},{labels.MANAGED_BY}!={labels.MANAGED_BY_VALUE}"
         for scope in [f"/namespaces/{n}" for n in namespaces] or [""]:
-            jobs, checkpoints, stores = (
+            jobs, adoptions, checkpoints, stores = (
                 Collection(name, f"{ours}{scope}/{kind.PLURAL}", kind=kind.KIND)
                 for name, kind in (
                     ("jobs", TrainingJob),
+                    ("adoptions", CheckpointAdoption),
                     ("checkpoints", Checkpoint),
                     ("stores", CheckpointStore),
                 )
             )
             watch(api, jobs, TrainingJob.from_dict, self._job)
+            watch(api, adoptions, CheckpointAdoption.from_dict, self._job)
             watch(api, checkpoints, Checkpoint.from_dict, self._ckpt)
             watch(api, stores, CheckpointStore.from_dict, self._store)
             watch(api, Collection("pods", f"/api/v1{scope}/pods", mine, "Pod"), read_pod, self._pod)
+            theirs = Collection("adopted-pods", f"/api/v1{scope}/pods", adopted, "Pod")
+            watch(api, theirs, read_adopted_pod, self._pod)
         nodes = Collection("nodes", "/api/v1/nodes", kind="Node")
         self._node_watch = watch(api, nodes, node_view, self._node)
         leases = Collection("leases", LEASES_PATH, kind="Lease")
@@ -118,17 +136,52 @@ class ClusterCache:
         for reflector in self.reflectors:
             await reflector.synced.wait()
 
+    def stalled_watches(self) -> list[str]:
+        """Return the names of reflectors that neither receive anything nor fail any more.
+
+        An API server that is away or refuses requests stalls no reflector: its requests fail.
+        """
+        since = self._clock.monotonic() - STALLED_SECONDS
+        return [r.collection.name for r in self.reflectors if r.last_turn < since]
+
+    def enqueue_all(self) -> None:
+        """Add the keys of all objects, and of missing jobs that have Checkpoints."""
+        for key in self._jobs:
+            self._enqueue(key)
+        for hidden in self._unreadable.values():
+            if hidden.kind == CheckpointStore.KIND:
+                self._enqueue(store_key(hidden.namespace, hidden.name))
+            elif hidden.kind != Checkpoint.KIND:
+                self._enqueue(gang_key(hidden))
+        for name in self._stores:
+            self._enqueue(store_key(*name))
+        for namespace, job in self._checkpoints_of:
+            if not self.name_is_used(namespace, job):
+                self._enqueue(job_key(namespace, job))
+
     # ------------------------------------------------------------------ look-ups
 
-    def job(self, namespace: str, name: str) -> TrainingJob | None:
-        return self._jobs.get((namespace, name))
+    def job(self, key: Key) -> Gang | None:
+        return self._jobs.get(key)
 
-    def jobs(self) -> Iterable[TrainingJob]:
+    def same_name(self, job: Gang) -> Gang | None:
+        """Return another gang of the same name in the job's namespace, or None."""
+        keys = (job_key(job.namespace, job.name), adoption_key(job.namespace, job.name))
+        found = (self._jobs.get(key) for key in keys)
+        return next((j for j in found if j is not None and j.kind != job.kind), None)
+
+    def name_is_used(self, namespace: str, name: str) -> bool:
+        """Return whether a gang of either kind has this name."""
+        keys = (job_key(namespace, name), adoption_key(namespace, name))
+        return any(key in self._jobs for key in keys)
+
+    def jobs(self) -> Iterable[Gang]:
         return tuple(self._jobs.values())
 
     def job_uids(self) -> set[JobUid]:
         """Return the uids of all jobs that exist, including those that cannot be parsed."""
-        hidden = {JobUid(u.uid) for u in self._unreadable.values() if u.kind == TrainingJob.KIND}
+        kinds = [kind.KIND for kind in GANGS]
+        hidden = {JobUid(u.uid) for u in self._unreadable.values() if u.kind in kinds}
         return hidden | {j.uid for j in self._jobs.values()}
 
     def unreadable(self, kind: str, namespace: str, name: str) -> Unreadable | None:
@@ -146,7 +199,7 @@ class ClusterCache:
             if u.kind == Checkpoint.KIND and u.namespace == namespace
         )
 
-    def pods(self, job: TrainingJob) -> tuple[PodView, ...]:
+    def pods(self, job: Gang) -> tuple[PodView, ...]:
         """Return the worker pods whose controller is this job by uid, not another one of its name."""
         return self._pods.workers(job.namespace, job.uid)
 
@@ -158,9 +211,7 @@ class ClusterCache:
         return self._pods.foreign_count()
 
     def jobs_on_node(self, node: str) -> set[Key]:
-        return {
-            job_key(p.namespace, p.job) for p in self._pods.all_workers() if p.view.node == node
-        }
+        return {p.key for p in self._pods.all_workers() if p.view.node == node}
 
     def checkpoints(self, namespace: str, job: str) -> tuple[Checkpoint, ...]:
         return tuple(self._checkpoints_of.get((namespace, job), {}).values())
@@ -174,7 +225,7 @@ class ClusterCache:
     def stores(self) -> tuple[CheckpointStore, ...]:
         return tuple(self._stores.values())
 
-    def jobs_of_store(self, namespace: str, store: str) -> tuple[TrainingJob, ...]:
+    def jobs_of_store(self, namespace: str, store: str) -> tuple[Gang, ...]:
         return tuple(
             j for j in self._jobs.values() if j.namespace == namespace and j.spec.store == store
         )
@@ -185,6 +236,12 @@ class ClusterCache:
 
     def node(self, name: str) -> NodeView | None:
         return self._nodes.get(name)
+
+    def nodes_with(self, conditions: frozenset[tuple[str, str]]) -> set[str]:
+        """Return the names of the nodes that have one of these conditions."""
+        if not conditions:
+            return set()
+        return {name for name, node in self._nodes.items() if node.conditions & conditions}
 
     def node_is_there(self, name: str) -> bool:
         """Return whether a Node object of this name exists, whether or not it can be parsed."""
@@ -202,17 +259,17 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ our own writes
 
-    def expect_created(self, job: TrainingJob, uid: str) -> None:
+    def expect_created(self, job: Gang, uid: str) -> None:
         if self._pods.worker(job.namespace, job.uid, uid) is None:
             self._expectations.expect(job.uid, created(uid), self._clock.monotonic())
 
-    def expect_deleted(self, job: TrainingJob, uid: str) -> None:
+    def expect_deleted(self, job: Gang, uid: str) -> None:
         pod = self._pods.worker(job.namespace, job.uid, uid)
         if pod is not None and not pod.view.terminating:
             self._expectations.expect(job.uid, deleted(uid), self._clock.monotonic())
 
-    def expect_written(self, job: TrainingJob, resource_version: str) -> None:
-        seen = self._jobs.get((job.namespace, job.name))
+    def expect_written(self, job: Gang, resource_version: str) -> None:
+        seen = self._jobs.get(gang_key(job))
         if seen is None or is_at_least(seen.resource_version, resource_version):
             return
         self._written[job.uid] = resource_version
@@ -220,18 +277,17 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ changes
 
-    def _job(
-        self, old: TrainingJob | Unreadable | None, new: TrainingJob | Unreadable | None
-    ) -> None:
+    def _job(self, old: Gang | Unreadable | None, new: Gang | Unreadable | None) -> None:
         job = new or old
         if job is None:
             return
-        name = (job.namespace, job.name)
-        if isinstance(old, TrainingJob) and self._is_known(self._jobs, old):
-            del self._jobs[name]
+        key = gang_key(job)
+        known = self._jobs.get(key)
+        if known is not None and not isinstance(old, Unreadable | None) and known.uid == old.uid:
+            del self._jobs[key]
         self._note_unreadable(old, new)
-        if isinstance(new, TrainingJob):
-            self._jobs[name] = new
+        if isinstance(new, TrainingJob | CheckpointAdoption):
+            self._jobs[key] = new
             expected = self._written.get(new.uid)
             if expected is not None and is_at_least(new.resource_version, expected):
                 del self._written[new.uid]
@@ -239,19 +295,19 @@ class ClusterCache:
         if new is None:
             self._written.pop(JobUid(job.uid), None)
             self._on_job_gone(job)
-        self._enqueue(job_key(*name))
+        self._enqueue(key)
         self._enqueue_stores_of(old, new)
 
     def _enqueue_stores_of(
-        self, old: TrainingJob | Unreadable | None, new: TrainingJob | Unreadable | None
+        self, old: Gang | Unreadable | None, new: Gang | Unreadable | None
     ) -> None:
         """Queue the store of a job that appeared or was deleted: a new job makes a probe due."""
         stores = {
             (j.namespace, j.spec.store)
             for j in (old, new)
-            if isinstance(j, TrainingJob) and j.spec.store is not None
+            if not isinstance(j, Unreadable | None) and j.spec.store is not None
         }
-        if isinstance(old, TrainingJob) and isinstance(new, TrainingJob):
+        if not isinstance(old, Unreadable | None) and not isinstance(new, Unreadable | None):
             return
         for namespace, store in stores:
             self._enqueue(store_key(namespace, store))
@@ -286,11 +342,13 @@ class ClusterCache:
         if subject is None:
             return
         jobs = {item.job for item in (old, new) if item is not None and item.job is not None}
-        for job in self._jobs.values():
-            if (job.namespace, job.spec.source_checkpoint) == (subject.namespace, subject.name):
-                jobs.add(job.name)
+        for key, job in self._jobs.items():
+            reads = job.spec.source_checkpoint == subject.name or job.name in jobs
+            if job.namespace == subject.namespace and reads:
+                self._enqueue(key)
         for name in jobs:
-            self._enqueue(job_key(subject.namespace, name))
+            if not self.name_is_used(subject.namespace, name):
+                self._enqueue(job_key(subject.namespace, name))
 
     def _drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         del self._checkpoints[checkpoint.namespace, checkpoint.name]
@@ -313,7 +371,7 @@ class ClusterCache:
             self._stores[name] = new
         self._enqueue(store_key(*name))
         for job in self.jobs_of_store(*name):
-            self._enqueue(job_key(job.namespace, job.name))
+            self._enqueue(gang_key(job))
 
     def _node(self, old: NodeView | Unreadable | None, new: NodeView | Unreadable | None) -> None:
         if isinstance(new, Unreadable):
@@ -332,7 +390,8 @@ class ClusterCache:
         if (
             before is None
             or new is None
-            or (before.taints, before.labels) != (new.taints, new.labels)
+            or (before.taints, before.other_taints, before.conditions, before.labels)
+            != (new.taints, new.other_taints, new.conditions, new.labels)
         ):
             for key in self.jobs_on_node(changed):
                 self._enqueue(key)

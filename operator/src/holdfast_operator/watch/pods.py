@@ -98,7 +98,7 @@ def key_of(item: Item) -> Key | None:
     """Return the key of the job or store that needs a pass when this pod changes."""
     match item:
         case WorkerPod():
-            return job_key(item.namespace, item.job)
+            return item.key
         case ProbePod():
             return store_key(item.namespace, item.store)
         case Unreadable(owner=owner) if owner is not None and owner.kind == TrainingJob.KIND:

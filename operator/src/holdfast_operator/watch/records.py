@@ -12,7 +12,8 @@ from typing import Any
 
 from holdfast_core.ids import JobUid
 from holdfast_operator.model.job import Owner, PodView
-from holdfast_operator.model.ownership import probed_store, whose, worker_identity
+from holdfast_operator.model.keys import Key, adoption_key, job_key
+from holdfast_operator.model.ownership import adopted_identity, probed_store, whose, worker_identity
 from holdfast_operator.watch.views import (
     pod_view,
 )
@@ -39,7 +40,8 @@ class ForeignPod(ManagedPod):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPod(ManagedPod):
-    job: str
+    key: Key
+    """Key of the job or adoption to which it belongs."""
     job_uid: JobUid
     view: PodView
 
@@ -82,7 +84,17 @@ def read_pod(raw: Mapping[str, Any]) -> ManagedPod:
     identity = worker_identity(raw)
     if identity is None:
         return ForeignPod(namespace, str(meta["name"]), str(meta["uid"]), whose(raw))
-    return WorkerPod(namespace, identity.job, identity.job_uid, pod_view(raw, identity))
+    key = job_key(namespace, identity.job)
+    return WorkerPod(namespace, key, identity.job_uid, pod_view(raw, identity))
+
+
+def read_adopted_pod(raw: Mapping[str, Any]) -> ManagedPod | None:
+    """Return the record of a pod with the label of a CheckpointAdoption, or None if it has no sidecar."""
+    identity, namespace = adopted_identity(raw), str(raw["metadata"].get("namespace"))
+    if identity is None:
+        return None
+    key = adoption_key(namespace, identity.job)
+    return WorkerPod(namespace, key, identity.job_uid, pod_view(raw, identity))
 
 
 def _probe_pod(raw: Mapping[str, Any], store: Owner) -> ProbePod:

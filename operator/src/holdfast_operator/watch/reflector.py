@@ -96,6 +96,9 @@ class Reflector(Generic[T]):
         self.synced = asyncio.Event()
         self.last_contact: float | None = None
         """Monotonic time of the newest event, bookmark or LIST. The copy is at least as new as this."""
+        self.last_turn = clock.monotonic()
+        """Monotonic time of the newest sign of life of `run`: an event, a page of a LIST, or the end of a
+        request, whether it succeeded or failed."""
         self.errors = 0
         self.lists = 0
 
@@ -106,6 +109,7 @@ class Reflector(Generic[T]):
     async def run(self) -> None:
         """Watch until cancelled. Errors are logged and retried."""
         while True:
+            self.last_turn = self._clock.monotonic()
             try:
                 if self._version is None or self._clock.monotonic() >= self._list_due:
                     await self.relist()
@@ -157,6 +161,7 @@ class Reflector(Generic[T]):
                 if error.status == GONE:
                     raise WatchGone from error
                 raise
+            self.last_turn = self._clock.monotonic()
             for raw in page.get("items") or []:
                 item = self._read(raw)
                 if item is not None:
@@ -216,7 +221,7 @@ class Reflector(Generic[T]):
             else:
                 self._put(uid, item)
         self._version = raw["metadata"]["resourceVersion"]
-        self.last_contact = self._clock.monotonic()
+        self.last_contact = self.last_turn = self._clock.monotonic()
         self._reset_backoff()
 
     def _read(self, raw: Mapping[str, Any]) -> T | Unreadable | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from holdfast_core.clock import parse_stamp
@@ -21,7 +22,7 @@ from holdfast_operator.model.job import (
     Taint,
     tolerated_taints,
 )
-from holdfast_operator.model.ownership import WorkerIdentity
+from holdfast_operator.model.ownership import WorkerIdentity, other_controller
 
 
 def _never_started(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -54,7 +55,6 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
     reason, message = _text(status, trainer, conditions)
     ended = (trainer.get("state") or {}).get("terminated") or {}
-    avoided = str((meta.get("annotations") or {}).get(labels.AVOIDED_NODES) or "")
     return PodView(
         name=str(meta.get("name")),
         uid=str(meta.get("uid")),
@@ -64,10 +64,12 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
         ip=status.get("podIP") or None,
         node=(raw.get("spec") or {}).get("nodeName") or None,
         terminating=meta.get("deletionTimestamp") is not None,
+        grace_seconds=_grace_seconds(raw),
         ready=_is_true(conditions.get("Ready")),
         trainer_exit_code=ended.get("exitCode"),
         trainer_finished_at=_finished_at(trainer),
         trainer_restarts=int(trainer.get("restartCount") or 0),
+        memory_limit=_memory_limit(raw.get("spec") or {}),
         waiting_reason=waiting.get("reason"),
         waiting_message=str(waiting.get("message") or ""),
         sidecar_started=bool(sidecar.get("started")),
@@ -75,9 +77,43 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
         reason=reason,
         message=message,
         disrupted=_is_true(conditions.get("DisruptionTarget")),
-        avoided_nodes=frozenset(filter(None, avoided.split(","))),
+        conditions=_pairs(tuple((str(k), str(c.get("status"))) for k, c in conditions.items())),
+        avoided_nodes=_nodes(meta, labels.AVOIDED_NODES),
+        failed_nodes=_nodes(meta, labels.FAILED_NODES),
         tolerated=tolerated_taints(raw.get("spec") or {}),
+        tolerations=_pairs(_tolerations(raw.get("spec") or {})),
+        identity=identity.identity,
+        controller=other_controller(raw) if identity.identity else None,
+        created=str(meta.get("creationTimestamp") or ""),
     )
+
+
+@lru_cache(maxsize=1024)
+def _pairs(pairs: tuple[tuple[str, str], ...]) -> frozenset[tuple[str, str]]:
+    """Return the pairs as a set that all objects with the same ones share: there may be 100,000 pods."""
+    return frozenset(pairs)
+
+
+def _tolerations(spec: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    found = spec.get("tolerations") or []
+    return tuple((str(t.get("key") or ""), str(t.get("effect") or "")) for t in found)
+
+
+def _grace_seconds(raw: Mapping[str, Any]) -> float:
+    deletion = (raw.get("metadata") or {}).get("deletionGracePeriodSeconds")
+    spec = (raw.get("spec") or {}).get("terminationGracePeriodSeconds")
+    return float(next((s for s in (deletion, spec) if s is not None), 30))
+
+
+def _memory_limit(spec: Mapping[str, Any]) -> str | None:
+    trainer = _container(spec.get("containers"), TRAINER_CONTAINER)
+    limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
+    return None if limit is None else str(limit)
+
+
+def _nodes(meta: Mapping[str, Any], annotation: str) -> frozenset[str]:
+    names = str((meta.get("annotations") or {}).get(annotation) or "")
+    return frozenset(filter(None, names.split(",")))
 
 
 def _container(statuses: Any, name: str) -> Mapping[str, Any]:
@@ -134,8 +170,17 @@ def node_view(raw: Mapping[str, Any]) -> NodeView:
     meta = raw.get("metadata") or {}
     taints = (raw.get("spec") or {}).get("taints") or []
     found = {Taint(str(t.get("key")), str(t.get("effect"))) for t in taints}
+    # The scheduler may place a new pod on a node with PreferNoSchedule: it says nothing certain.
+    other = {t for t in found - LOST_NODE_TAINTS if t.effect != "PreferNoSchedule"}
     return NodeView(
         name=str(meta.get("name")),
         taints=frozenset(found & LOST_NODE_TAINTS),
+        other_taints=frozenset(other),
+        conditions=_pairs(
+            tuple(
+                (str(c.get("type")), str(c.get("status")))
+                for c in (raw.get("status") or {}).get("conditions") or []
+            )
+        ),
         labels=dict(meta.get("labels") or {}),
     )

@@ -19,10 +19,10 @@ _RATE_LIMIT_SECONDS = 60.0
 
 
 class _JsonFormatter(logging.Formatter):
-    def __init__(self, fixed: dict[str, Any]) -> None:
+    def __init__(self, fixed: dict[str, Any], clock: Clock) -> None:
         super().__init__()
         self._fixed = fixed
-        self._clock = SystemClock()
+        self._clock = clock
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -37,11 +37,12 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def configure(**fixed: Any) -> None:
+def configure(clock: Clock | None = None, **fixed: Any) -> None:
     """Route all logs of this process through one handler, and add the `fixed` fields to every line."""
+    clock = clock or SystemClock()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(fixed))
-    handler.addFilter(BoundedLogs(LOGGER.name))
+    handler.setFormatter(_JsonFormatter(fixed, clock))
+    handler.addFilter(BoundedLogs(LOGGER.name, clock))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

@@ -94,10 +94,9 @@ class Metrics:
             ["tier"],
             registry=self._registry,
         )
-        self._recovery = Histogram(
-            "holdfast_recovery_seconds",
-            "Time that a part of a recovery took in this pod",
-            ["phase"],
+        self._rehydrate = Histogram(
+            "holdfast_rehydrate_seconds",
+            "Time that this pod took to bring its shards of the restore point to its node",
             buckets=_SECONDS,
             registry=self._registry,
         )
@@ -284,8 +283,8 @@ class Metrics:
     def waited_for_copies(self, seconds: float) -> None:
         self._waited_for_copies.inc(seconds)
 
-    def recovered(self, phase: str, seconds: float) -> None:
-        self._recovery.labels(phase).observe(seconds)
+    def rehydrated(self, seconds: float) -> None:
+        self._rehydrate.observe(seconds)
 
     def scrubbed(self, length_bytes: int) -> None:
         self._scrubbed.inc(length_bytes)

@@ -11,12 +11,12 @@ from datetime import timedelta
 
 from holdfast_core.clock import Clock, stamp
 from holdfast_core.ids import Level, Rank, TierName
-from holdfast_core.messages.schema import Failure
+from holdfast_core.messages.schema import Failure, Policy
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
-from holdfast_sidecar.coordinator.watchdog import CommitWatch, Overdue
+from holdfast_sidecar.coordinator.reports.gathered import Gathered
+from holdfast_sidecar.coordinator.watchdog import CommitWatch, Overdue, interval_of
 
 NO_COMMIT = "NoCommitForTooLong"
 _SUBJECT = "commits"
@@ -48,18 +48,16 @@ class CommitAlarm:
     def failures(self) -> tuple[Failure, ...]:
         return self._failures.current
 
-    def look(self, interval_steps: int) -> None:
-        """Update the alarm from the current reports and commits. Call this after each report of a member.
-
-        Args:
-            interval_steps: Steps between two saves.
-        """
+    def look(self, policy: Policy) -> None:
+        """Update the alarm from the current reports and commits. Call this after each report of a member."""
         gathered, newest = self._gathered, self._ledger.newest(Level.LOCAL)
         overdue = None
         if gathered.running and not gathered.done:
             committed = None if newest is None else newest.step
             now = self._clock.monotonic()
-            overdue = self._watch.look(gathered.finished, committed, interval_steps, now)
+            overdue = self._watch.look(
+                gathered.finished, committed, interval_of(policy, gathered.interval), now
+            )
         if overdue is None:
             self.seconds = 0.0
             self._failures.healthy(_SUBJECT)

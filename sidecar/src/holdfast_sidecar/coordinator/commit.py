@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from holdfast_core.errors import FormatError, HoldfastError, RefusedError
-from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import (
     CheckpointId,
     Digest,
@@ -52,6 +51,7 @@ from holdfast_core.messages.schema import (
     Uploaded,
     WorkerReport,
 )
+from holdfast_core.store.stored_as import StoredAs
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
@@ -60,15 +60,15 @@ from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.alarm import CommitAlarm
 from holdfast_sidecar.coordinator.choice import choose
 from holdfast_sidecar.coordinator.documents import build_manifest, shard_infos
-from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.coordinator.rebuild import RebuildTarget, rebuild_from
+from holdfast_sidecar.coordinator.reports.gathered import Gathered
+from holdfast_sidecar.coordinator.reports.hangs import HangWatch
 from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune, uploading
 from holdfast_sidecar.coordinator.uploads import Uploads
-from holdfast_sidecar.save.plan import StoredAs
 from holdfast_sidecar.upkeep.leftovers import Leftovers
-from holdfast_sidecar.upkeep.prune import protected_steps
+from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.versioned import Versioned
 
@@ -76,6 +76,8 @@ _SHOWN_STEPS = 16
 _PRESSED_EVERY_SECONDS = 1.0
 """Interval of pruning while a node has no room. It gives the nodes time to delete what was pruned."""
 
+_LOOK_SECONDS = 1.0
+"""Interval in which the coordinator looks whether the gang hangs."""
 _WEIGH_AFTER_SECONDS = 0.01
 """Time for which BUFFERED messages are gathered before the step to write is chosen again. Each choice looks
 at all ranks."""
@@ -125,6 +127,7 @@ class Coordinator:
         self._weighing: asyncio.TimerHandle | None = None
         """Set while `_weigh_soon` has a call of `_weigh` scheduled."""
         self.instance = secrets.token_hex(8)
+        self._hangs = HangWatch(self._gathered, self.instance)
         self._dropped = 0
         self._outbox = Outbox(
             settings,
@@ -175,6 +178,7 @@ class Coordinator:
         self._tasks.spawn(self._leftovers.run(), "leftovers")
         self._tasks.spawn(self._make_room(), "room")
         self._tasks.spawn(self._finish_loop(), "finish")
+        self._tasks.spawn(self._look_for_hangs(), "hangs")
 
     def update(self, message: Round) -> None:
         """Take over a higher version of the same ROUND."""
@@ -270,7 +274,7 @@ class Coordinator:
         if before is not None and before.instance != message.instance:
             self._outbox.repeat(message.worker)
         urgent = self._gathered.receive(message, self._clock.monotonic())
-        self._alarm.look(self._message.policy.interval_steps)
+        self._alarm.look(self._message.policy)
         pressed = self._gathered.pressed
         if pressed:
             self._pressed.set()
@@ -278,7 +282,7 @@ class Coordinator:
         ranks = map(Rank, ranks_of(message.worker, self._contract.procs_per_worker))
         self._give_up(abandoned_steps(self._ledger, saves, ranks, pressed=pressed))
         self._versioned.bump(urgent=urgent)
-        return Ok(message.round, self.instance)
+        return Ok(message.round, self.instance, self._hangs.token)
 
     def request(self, path: str, message: GangRequest) -> Ok:
         """Queue a save-now or stop request for worker 0, which runs rank 0.
@@ -370,10 +374,13 @@ class Coordinator:
             times=gathered.times,
             running=gathered.running,
             cannot_restore=gathered.cannot_restore,
+            restore_may_succeed=gathered.restore_may_succeed,
             finished=self._finished_version is not None,
             saves_skipped=gathered.saves_skipped,
             last_memory=_point(self._ledger.newest(Level.MEMORY)),
             steps_dropped=self._dropped,
+            interval=gathered.interval,
+            hang=self._hangs.hang,
         )
 
     def _all_failures(self) -> tuple[Failure, ...]:
@@ -486,7 +493,6 @@ class Coordinator:
         if choice.dropped:
             logs.info("dropped from memory", steps=list(choice.dropped), chosen=choice.chosen)
             self._dropped += len(choice.dropped)
-            self._uploads.steps_dropped(choice.dropped)
             self._outbox.prune(choice.dropped)
 
     def _retain(self) -> None:
@@ -550,13 +556,20 @@ class Coordinator:
             self._changed()
 
     def _found(self, inventory: ManifestList) -> None:
-        """Record the checkpoints of older rounds that a member's inventory lists."""
-        base = self._message.restore_point.step
-        for found in inventory.manifests:
-            if found.round < self._message.round and base is not None and found.step <= base:
-                self._older.add(CheckpointId(found.step, found.round))
+        """Record the checkpoints of older rounds that a member's inventory lists.
 
-    def _adopt(self, step: Step, digest: Digest, document: ManifestDocument) -> None:
+        A quarantined one cannot be restored, so it must not count as one of those that retention keeps.
+        """
+        base = self._message.restore_point.step
+        if base is None:
+            return
+        apart = quarantined(self._message)
+        older = (CheckpointId(m.step, m.round) for m in inventory.manifests)
+        self._older |= {
+            c for c in older if c.round < self._message.round and c.step <= base and c not in apart
+        }
+
+    async def _adopt(self, step: Step, digest: Digest, document: ManifestDocument) -> None:
         """Take over a manifest of this round that an earlier coordinator wrote.
 
         Raises:
@@ -564,18 +577,34 @@ class Coordinator:
             CorruptionError: It is the manifest of another job or checkpoint.
             RefusedError: CONFLICT if another manifest of this step is known.
         """
-        if self._ledger.is_forgotten(step):
-            return
         manifest = document.manifest.encode()
         checkpoint = CheckpointId(step, self._message.round)
-        parse_manifest_of(manifest, self._contract.job_uid, checkpoint)
+        shards = await self._pools.read.run(
+            shard_infos, manifest, self._contract.job_uid, checkpoint
+        )
+        if self._ledger.is_forgotten(step):
+            return
         with _Conflicts():
-            self._ledger.committed(step, manifest, digest, shard_infos(manifest))
+            self._ledger.committed(step, manifest, digest, shards)
         self._changed()
 
     def _has_manifest(self, step: Step) -> bool:
         entry = self._ledger.steps.get(step)
         return self._ledger.is_forgotten(step) or (entry is not None and entry.manifest is not None)
+
+    async def _look_for_hangs(self) -> None:
+        changes = logs.Changed()
+        while True:
+            await self._clock.sleep(_LOOK_SECONDS)
+            changed = self._hangs.look(self._message.policy, self._clock.monotonic())
+            if changed and self._hangs.hang is not None:
+                logs.warning("the gang hangs", detail=self._hangs.hang.message)
+            if self._hangs.at_work:
+                changes.log("no step", self._hangs.at_work, round=self._message.round)
+            else:
+                changes.healthy("no step")
+            if changed:
+                self._versioned.bump(urgent=True)
 
     # ------------------------------------------------------------------ finish
 

@@ -16,8 +16,9 @@ from holdfast_core.format.manifest import (
     manifest_digest,
     manifest_shards,
     parse_manifest,
+    parse_manifest_of,
 )
-from holdfast_core.ids import Digest, Rank
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank
 from holdfast_core.messages.schema import ManifestPut, ShardInfo
 from holdfast_sidecar.coordinator.ledger import StepEntry
 
@@ -60,11 +61,13 @@ def build_manifest(contract: SidecarContract, parent: Digest | None, entry: Step
     return Built(manifest, manifest_digest(manifest), shards)
 
 
-def shard_infos(document: bytes) -> tuple[ShardInfo, ...]:
-    """Return the shards that a manifest names. Raises FormatError."""
+def shard_infos(
+    document: bytes, job_uid: JobUid, checkpoint: CheckpointId
+) -> tuple[ShardInfo, ...]:
+    """Return the shards that the checkpoint's manifest names. Raises what `parse_manifest_of` raises."""
     return tuple(
         ShardInfo(s.rank, s.payload_bytes, s.blake3, s.chunk_table)
-        for s in parse_manifest(document).shards
+        for s in parse_manifest_of(document, job_uid, checkpoint).shards
     )
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import RankBuffered, RestorePoint, ShardInfo, StepState
+from holdfast_core.store.stored_as import StoredAs
 from holdfast_sidecar.coordinator.forgotten import Forgotten
-from holdfast_sidecar.save.plan import StoredAs
 
 MAX_WAITING_UPLOADS = 2
 MAX_UNREPLICATED = 4

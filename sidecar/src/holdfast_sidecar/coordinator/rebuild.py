@@ -7,7 +7,7 @@ from it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from holdfast_core.clock import Clock
@@ -28,7 +28,7 @@ class RebuildTarget:
     """Called with the inventory of the member."""
     has_manifest: Callable[[Step], bool]
     """Returns whether the manifest of a step of this round need not be read."""
-    manifest: Callable[[Step, Digest, ManifestDocument], None]
+    manifest: Callable[[Step, Digest, ManifestDocument], Awaitable[None]]
     """Called with a manifest of this round. An error that it raises is logged."""
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a manifest is read. Members have the same ones, which have megabytes in a large gang."""
@@ -56,6 +56,6 @@ async def rebuild_from(
             try:
                 document = await peers.get(worker, "/v1/manifest", ManifestDocument, query=query)
                 if digest_of(document.manifest.encode()) == found.manifest:
-                    target.manifest(found.step, found.manifest, document)
+                    await target.manifest(found.step, found.manifest, document)
             except HoldfastError as error:
                 logs.warning("a manifest was not adopted", step=found.step, error=str(error))

@@ -12,7 +12,7 @@ from holdfast_core.ids import CheckpointId, Level, Rank, Step
 from holdfast_core.messages.schema import RankSaves, RestorePoint, Round
 from holdfast_core.policy.retention import Committed, RetentionState, plan_retention
 from holdfast_sidecar.coordinator.ledger import Ledger
-from holdfast_sidecar.upkeep.prune import protected_steps
+from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
 
 _KEPT_UNDER_PRESSURE = 4
 
@@ -50,7 +50,7 @@ def steps_to_prune(
             keep_last=message.policy.keep_last,
             protecting_level=Level.REPLICATED if ledger.expects_copies else Level.LOCAL,
             restore_point=message.restore_point.own_checkpoint,
-            pinned=frozenset(message.pinned),
+            pinned=frozenset(message.pinned) | {c.step for c in quarantined(message)},
             uploading=uploading(ledger),
             newest_persisted=None if persisted is None else persisted.own_checkpoint,
             pressed=pressed,

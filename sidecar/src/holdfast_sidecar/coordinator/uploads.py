@@ -7,17 +7,16 @@ absent. At most `ledger.MAX_WAITING_UPLOADS` steps wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import AlreadyExistsError
 from holdfast_core.format.manifest import parse_manifest
-from holdfast_core.ids import CheckpointId, Level, Step, TierName
+from holdfast_core.ids import CheckpointId, Step, TierName
 from holdfast_core.messages.schema import PersistRequest, Reference, RestorePoint, Round
-from holdfast_core.shards.pack import MAX_EARLIER
-from holdfast_core.store.commit import commit
-from holdfast_core.store.prune import most_needed
+from holdfast_core.store.commit import commit, references_beside
+from holdfast_core.store.stored_as import merged
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
@@ -25,7 +24,6 @@ from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
-from holdfast_sidecar.save.plan import StoredAs
 from holdfast_sidecar.wire.versioned import Versioned
 
 
@@ -55,12 +53,13 @@ class Uploads:
         self._failures = failures
         self._clock = clock
         self._on_change = on_change
-        self._every = message.policy.object_every_steps
-        self._compress = message.policy.compresses_uploads
+        self._policy = message.policy
         self._round = message.round
         self._after: Step | None = None
-        self._overdue: Step | None = None
-        """The oldest step that was due by the interval and was dropped before it was local."""
+        self._since = _uploaded_before(message)
+        """The step whose upload was requested last. Later multiples of the interval are due."""
+        self._requested_at: float | None = None
+        """Monotonic seconds of that request. None: this coordinator has requested none."""
         self._gave_up = False
         self._persist_request: PersistRequest | None = None
         """The request that members were sent for the step that is being uploaded."""
@@ -71,23 +70,11 @@ class Uploads:
     # ------------------------------------------------------------------ which steps
 
     def policy(self, message: Round) -> None:
-        self._every = message.policy.object_every_steps
-        self._compress = message.policy.compresses_uploads
+        self._policy = message.policy
 
     def ask_after(self, step: Step) -> None:
         """Persist the first step that is committed above this one, because a save was requested."""
         self._after = step
-
-    def steps_dropped(self, steps: tuple[Step, ...]) -> None:
-        """Note steps that were dropped before they were local.
-
-        If one of them was due, the next step that becomes local is stored in its place. Otherwise nothing
-        would be stored while the steps that become local are not those of the interval.
-        """
-        due = [s for s in steps if self._every is not None and s % self._every == 0]
-        self._overdue = min(
-            [*due, *([] if self._overdue is None else [self._overdue])], default=None
-        )
 
     def committed(self, step: Step) -> None:
         """Queue a step that has become local, if it is due."""
@@ -127,12 +114,16 @@ class Uploads:
         if self._after is not None and step > self._after:
             self._after = None
             return True
-        if self._overdue is not None and step > self._overdue:
-            self._overdue = None
-            return True
-        return self._every is not None and step % self._every == 0
+        every, seconds = self._policy.object_every_steps, self._policy.object_every_seconds
+        if every is not None:
+            return step // every > self._since // every
+        if seconds is None:
+            return False
+        at = self._requested_at
+        return at is None or self._clock.monotonic() - at >= seconds
 
     def _request(self, step: Step) -> None:
+        self._since, self._requested_at = step, self._clock.monotonic()
         dropped = self._ledger.request_upload(step)
         if dropped is not None:
             self._failures.note_text(
@@ -197,7 +188,13 @@ class Uploads:
                 base = None  # An earlier coordinator has put this step's manifest already.
             older: tuple[Reference, ...] = ()
             if base is not None:
-                older = await self._older(store, base)
+                older = await self._pools.store.run(
+                    references_beside,
+                    store,
+                    self._contract.namespace,
+                    self._contract.job_uid,
+                    base,
+                )
             request = PersistRequest(
                 self._round,
                 entry.step,
@@ -205,18 +202,10 @@ class Uploads:
                 None if base is None else self.last,
                 older,
                 whole=entry.whole,
-                compress=self._compress and not entry.whole,
+                compress=self._policy.compresses_uploads and not entry.whole,
             )
             self._persist_request = request
         return request
-
-    async def _older(self, store: ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
-        """Return the checkpoints that store most of the bytes that the base refers to."""
-        needs = await self._pools.store.run(
-            store.get_references, self._contract.namespace, self._contract.job_uid, base
-        )
-        found = most_needed(needs, MAX_EARLIER - 1)
-        return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
 
     async def _commit(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
         """Put references and manifest of a step whose shards are all in the store.
@@ -225,7 +214,7 @@ class Uploads:
             False if a checkpoint that vouches for references is gone, so that the shards that have any must
             be uploaded whole.
         """
-        needs, bases = _merged(entry.uploaded.values())
+        needs, bases = merged(entry.uploaded.values())
         return await self._pools.store.run(
             lambda: commit(store, self._contract.namespace, parse_manifest(manifest), needs, bases)
         )
@@ -237,19 +226,17 @@ class Uploads:
         if self.last is None or self.last.step is None or self.last.step < entry.step:
             self.last = RestorePoint(entry.step, entry.round, entry.manifest_digest)
             self.last_bytes = entry.payload_bytes
-        logs.info("persisted", step=entry.step, round=entry.round, level=Level.PERSISTED)
+        logs.info("persisted", step=entry.step, round=entry.round)
 
 
-def _merged(
-    stored: Iterable[StoredAs],
-) -> tuple[dict[CheckpointId, int], frozenset[CheckpointId]]:
-    """Return the bytes that earlier checkpoints store, and the checkpoints that vouch for these."""
-    bytes_in: dict[CheckpointId, int] = {}
-    bases: set[CheckpointId] = set()
-    for stored_as in stored:
-        for reference in stored_as.references:
-            earlier = CheckpointId(reference.step, reference.round)
-            bytes_in[earlier] = bytes_in.get(earlier, 0) + reference.payload_bytes
-        if stored_as.base is not None:
-            bases.add(CheckpointId(stored_as.base.step, stored_as.base.round))
-    return bytes_in, frozenset(bases)
+def _uploaded_before(message: Round) -> int:
+    """Return the step from which on multiples of the interval are due for upload in this round.
+
+    It is the newest step in the store that the round continues from. Steps between it and the restore point
+    may have been due and lost their upload with the last coordinator.
+    """
+    last = message.last_persisted
+    persisted = 0 if last is None or last.step is None else last.step
+    if last is not None and last.round == message.round:
+        return persisted
+    return min(persisted, message.restore_point.step or 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast_core.ids import Step
+from holdfast_core.messages.schema import Interval, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,40 @@ class Overdue:
     steps: int
     """Steps that every rank has finished since then."""
     intervals: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitInterval:
+    """Steps or seconds between two saves."""
+
+    steps: int = 1
+    """Steps between two saves at least."""
+    seconds: float | None = None
+    """Seconds between two saves. None: the interval is a number of steps."""
+
+    def passed(self, steps: int, seconds: float) -> int:
+        """Return how many intervals are over after so many steps and seconds."""
+        by_steps = steps // max(1, self.steps)
+        return by_steps if self.seconds is None else min(by_steps, int(seconds / self.seconds))
+
+
+def interval_of(policy: Policy, reported: Interval | None) -> CommitInterval:
+    """Return the interval between the gang's saves.
+
+    Seconds become steps only on rank 0, which reports them after its first steps. An automatic interval that
+    is not reported counts as the mean time between failures, because it is never longer.
+
+    Args:
+        policy: Policy of the round.
+        reported: What rank 0 has reported.
+    """
+    timing = policy.timing
+    if timing is None:
+        return CommitInterval(policy.interval_steps)
+    if timing.seconds is not None:
+        return CommitInterval(seconds=timing.seconds)
+    known = None if reported is None else reported.seconds
+    return CommitInterval(seconds=max(1.0, timing.mtbf_seconds if known is None else known))
 
 
 class CommitWatch:
@@ -39,14 +74,14 @@ class CommitWatch:
         self._committed: Step | None = None
 
     def look(
-        self, finished: Step | None, committed: Step | None, interval_steps: int, now: float
+        self, finished: Step | None, committed: Step | None, interval: CommitInterval, now: float
     ) -> Overdue | None:
         """Return by how much commits are overdue now, or None if they are not.
 
         Args:
             finished: The newest step that every rank has finished; None before the first.
             committed: The newest step of the round at level local.
-            interval_steps: Steps between two saves.
+            interval: The interval between saves.
             now: Monotonic seconds.
         """
         if finished is None:
@@ -54,7 +89,7 @@ class CommitWatch:
         if self._step is None or committed != self._committed or finished < self._step:
             self._step, self._since, self._committed = finished, now, committed
         steps, seconds = finished - self._step, now - self._since
-        intervals = steps // max(1, interval_steps)
+        intervals = interval.passed(steps, seconds)
         if intervals < self._intervals or seconds < self._seconds:
             return None
         return Overdue(self._since, seconds, steps, intervals)

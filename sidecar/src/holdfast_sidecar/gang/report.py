@@ -64,12 +64,16 @@ def compose(
         rehydrate_seconds=rehydrator.seconds,
         barrier_open=sources.starter.barrier_open,
         cannot_restore=rehydrator.cannot_restore,
+        restore_may_succeed=rehydrator.restore_may_succeed,
         done=gang.done,
         idle=sources.stager.idle and sources.flow.idle,
         saves_skipped=gang.saves_skipped,
         saves=tuple(_saves(state, sources)),
+        stacks_token=gang.stacks_token,
+        stacks=gang.stacks,
         reported_to=reported_to,
         instance=instance,
+        interval=gang.intervals.get(Rank(0)),
     )
 
 
@@ -207,6 +211,7 @@ class Reporter:
             changes.healthy("report")
             self._last = report
             self._note_coordinator(state.accepted.coordinator, reply)
+            self._sources.starter.take_stacks(reply.round, reply.stacks_token)
             await _wait(self._urgent, self._interval_seconds())
 
     def _note_coordinator(self, coordinator: Worker, reply: Ok) -> None:

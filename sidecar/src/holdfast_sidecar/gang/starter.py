@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import RestartRound
+from holdfast_core.ids import Rank, RestartRound
 from holdfast_core.messages.schema import (
     End,
     Hello,
@@ -19,6 +19,7 @@ from holdfast_core.messages.schema import (
     Rendezvous,
     Run,
     StoreAddress,
+    TakeStacks,
 )
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
@@ -146,7 +147,8 @@ class Starter:
         if hello.round == state.round:
             self.barrier_open = True
         elif hello.round is None and hello.last_round == state.round:
-            self._gang.lost(state.own_ranks, "trainer container restarted")
+            # Ranks that returned are lost as well: nothing else makes them run again.
+            self._gang.lost(map(Rank, state.own_ranks), "trainer container restarted")
         self.evaluate()
         self._on_change()
 
@@ -167,13 +169,12 @@ class Starter:
         await self._clock.sleep(self._settings.launcher_grace_seconds)
         if self._connections.launcher is not None or self._current().round != running:
             return
-        if not self._gang.done:
-            self._gang.running_round = None
-            self._gang.lost(
-                self._current().own_ranks,
-                ("the launcher ended together with the trainer container"),
-            )
-            self._on_change()
+        if self._gang.done:
+            return
+        self._gang.running_round = None
+        ranks = map(Rank, self._current().own_ranks)
+        self._gang.launcher_lost(ranks, "the launcher ended together with the trainer container")
+        self._on_change()
 
     def ended(self, round_: RestartRound) -> None:
         """Handle Ended: the launcher has ended all ranks of rounds below `round_`."""
@@ -181,6 +182,18 @@ class Starter:
             self._gang.running_round = None
             self._ended.set()
             self._on_change()
+
+    def take_stacks(self, round_: RestartRound, token: str) -> None:
+        """Request the stacks of this pod's ranks from the launcher, unless it has sent those of `token`.
+
+        A report is sent every few seconds, and each reply repeats the request: a launcher that was not
+        connected, or is slow, receives it again and answers each token once. Without a token, the stacks are
+        not needed any longer.
+        """
+        if not token:
+            self._gang.stacks_token, self._gang.stacks = "", ()
+        if token and round_ == self._current().round and token != self._gang.stacks_token:
+            self._connections.push_launcher(TakeStacks(round_, token))
 
     def store_address(self, message: StoreAddress) -> None:
         """Handle the launcher's StoreAddress: it has opened the TCPStore of this round in this pod."""

@@ -5,10 +5,19 @@ The reporter sends it to the coordinator, and the starter bases its decisions on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from holdfast_core.ids import Rank, RestartRound, Worker
-from holdfast_core.messages.schema import DeadRank, Exited, Progress, RankProgress
+from holdfast_core.messages.schema import (
+    DeadRank,
+    Exited,
+    Interval,
+    Progress,
+    RankProgress,
+    RankStack,
+    Stacks,
+)
 
 KILLED = -9
 
@@ -24,42 +33,79 @@ class LocalGang:
         self.metrics: dict[Rank, dict[str, float]] = {}
         """What each rank's script has reported with its newest step."""
         self.dead: dict[Rank, DeadRank] = {}
+        self.returned: set[Rank] = set()
+        """Ranks that have exited with code 0."""
         self.done = False
-        """Whether all ranks of the pod have exited with code 0."""
+        """Whether the launcher has sent Finish. It does not if the ranks stopped because the pod leaves."""
+        self.intervals: dict[Rank, Interval] = {}
+        """The interval between saves as each rank has reported it, if it is given as a time."""
         self.saves_skipped = 0
         """Saves that ranks skipped in this round because no slot was free."""
+        self.stacks_token = ""
+        """The request of the coordinator that `stacks` is the reply to."""
+        self.stacks: tuple[RankStack, ...] = ()
 
     def reset(self) -> None:
         self.progress = {}
         self.metrics = {}
         self.dead = {}
+        self.returned = set()
         self.done = False
+        self.intervals = {}
         self.saves_skipped = 0
+        self.stacks_token, self.stacks = "", ()
+
+    def stacked(self, message: Stacks) -> None:
+        """Record where the launcher has found the pod's ranks."""
+        self.stacks_token, self.stacks = message.token, message.ranks
+
+    def trains(self, round_: RestartRound, ranks: range) -> bool:
+        """Return whether all these ranks run in this round and have finished a step of it."""
+        running = self.running_round == round_ and not self.dead and not self.returned
+        return running and set(self.progress) == set(ranks)
 
     def progressed(self, message: Progress) -> None:
         """Record a rank's progress: its newest step and metrics, and the sum of its save costs."""
         before = self.progress.get(message.rank)
         blocked = message.blocked_seconds + (before.blocked_seconds if before else 0.0)
-        now = RankProgress(message.rank, message.step, blocked)
+        now = RankProgress(
+            message.rank,
+            message.step,
+            blocked,
+            message.finished,
+            message.step_seconds,
+            message.paused,
+        )
         if before is not None and before.step > message.step:
-            now = replace(before, blocked_seconds=blocked)
+            now = replace(now, step=before.step)
         else:
             self.metrics[message.rank] = message.metrics
+            if message.interval is not None:
+                self.intervals[message.rank] = message.interval
         self.progress[message.rank] = now
         self.saves_skipped += message.saves_skipped
 
     def exited(self, message: Exited) -> None:
-        """Record a rank that exited with an error.
-
-        Exit code 0 is not recorded: Finish follows when all ranks of the pod have exited with 0.
-        """
-        if message.code != 0:
+        """Record the end of a rank."""
+        if message.code == 0:
+            self.returned.add(message.rank)
+        else:
             self.dead[message.rank] = DeadRank(
-                message.rank, self._worker, message.code, message.message[:2048]
+                message.rank,
+                self._worker,
+                message.code,
+                message.message[:2048],
+                message.out_of_memory,
             )
 
-    def lost(self, ranks: range, why: str) -> None:
+    def launcher_lost(self, ranks: Iterable[Rank], why: str) -> None:
+        """Record the ranks as killed that had not returned when their launcher ended.
+
+        Ranks that had returned saved and stopped, because their pod leaves.
+        """
+        self.lost((rank for rank in ranks if rank not in self.returned), why)
+
+    def lost(self, ranks: Iterable[Rank], why: str) -> None:
         """Record ranks as killed that ended together with the launcher, without reporting an exit code."""
-        for number in ranks:
-            rank = Rank(number)
+        for rank in ranks:
             self.dead.setdefault(rank, DeadRank(rank, self._worker, KILLED, why))

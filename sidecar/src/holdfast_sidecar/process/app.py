@@ -87,9 +87,9 @@ class Sidecar:
         notices = RankNotices(current, connections)
         local = Local(journeys, connections, notices, background, metrics)
         self._lifecycle = Lifecycle(pod, resources.disk, tiers, journeys, background, telemetry)
-        self._pruner = Pruner(pod, tiers, saves, notices, telemetry.failures)
-        self._verifier = Verifier(tiers, telemetry)
         self._incoming = IncomingCopies(pod, tiers, members.bulk)
+        self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)
+        self._verifier = Verifier(tiers, telemetry)
         receivers = Receivers(
             Manifests(pod, tiers, saves, peers, telemetry.failures),
             self._incoming,
@@ -119,8 +119,10 @@ class Sidecar:
             dropped=dropped,
         )
         page = MetricsPage(metrics, journeys, sources, resources.disk)
-        self._plain_server = PlainServer(page.render, dropped=dropped)
-        self._hooks = HookServer(pod.settings.node_dir, self._flushed)
+        self._plain_server = PlainServer(page.render, lambda: journeys.trains, dropped=dropped)
+        self._hooks = HookServer(
+            pod.settings.node_dir, self._flushed, lambda: journeys.stuck, pod.clock
+        )
         self._scrubber = Scrubber(
             pod,
             tiers,
@@ -185,13 +187,14 @@ class Sidecar:
     async def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until everything that was handed over is durable, copied and uploaded as required.
 
-        The limit on background bytes is lifted. Return False after the time-out.
+        The limit on background bytes is lifted. Return False after the time-out, and immediately if the
+        preStop hook has given up the flush.
         """
         self._background.remove_limit()
         clock = self._pod.clock
         deadline = clock.monotonic() + timeout_seconds
         while not self._journeys.saves.idle:
-            if clock.monotonic() >= deadline:
+            if self._hooks.gave_up or clock.monotonic() >= deadline:
                 return False
             await clock.sleep(_IDLE_POLL_SECONDS)
         return True

@@ -34,7 +34,21 @@ class Journeys:
         return self.current.state.accepted is None or restores or saves
 
     @property
+    def trains(self) -> bool:
+        """Whether every rank of this pod runs and has finished a step of the current round."""
+        state = self.current()
+        return self.gang.trains(state.round, state.own_ranks)
+
+    @property
     def flushed(self) -> bool:
         """Whether preStop may end: all is idle, and no rank of this pod can hand over another save."""
-        running = self.gang.running_round is not None and not self.gang.done
-        return self.saves.idle and not running and self.role.idle
+        return self.saves.idle and not self._may_save and self.role.idle
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing that preStop waits for makes progress now, as when other pods are gone."""
+        return self.saves.stager.idle and self.saves.flow.stuck and not self._may_save
+
+    @property
+    def _may_save(self) -> bool:
+        return self.gang.running_round is not None and not self.gang.done

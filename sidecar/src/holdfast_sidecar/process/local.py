@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from holdfast_core.errors import FormatError, RefusedError
@@ -15,9 +16,11 @@ from holdfast_core.messages.schema import (
     FinishReply,
     HelloReply,
     LocalRole,
+    Policy,
     Progress,
     Refusal,
     Restore,
+    Stacks,
     Stage,
     StageSegment,
     StoreAddress,
@@ -142,6 +145,10 @@ class Local:
                 self._progressed(message)
             case Exited() if message.round == self.state.round and self._own(message.rank):
                 self._gang.exited(message)
+            case Stacks() if message.round == self.state.round:
+                self._gang.stacked(
+                    replace(message, ranks=tuple(s for s in message.ranks if self._own(s.rank)))
+                )
             case DropSegments():
                 self._saves.stager.streams.drop(connection)
             case Ended():
@@ -149,7 +156,7 @@ class Local:
                 self._starter.evaluate()
             case StoreAddress():
                 self._starter.store_address(message)
-            case Progress() | Exited():
+            case Progress() | Exited() | Stacks():
                 return  # These are of another round or pod: ranks of an older round are being ended.
             case _:
                 raise FormatError(f"{type(message).__name__} is not a push message of this socket")
@@ -167,6 +174,20 @@ class Local:
             self._metrics.limited(self._background.limit)
         self._metrics.stalled(message.blocked_seconds, message.saves_skipped)
 
+    def _interval_steps(self, policy: Policy) -> int:
+        """Return the steps between two saves. 0: they are not known yet."""
+        reported = self._gang.intervals.get(Rank(self.state.own_ranks[0]))
+        return policy.interval_steps if reported is None else reported.steps
+
+    def _upload_steps(self, policy: Policy) -> int | None:
+        """Return the steps between two uploads. None: nothing is uploaded.
+
+        If they are given as a time, it is at most every save.
+        """
+        if policy.object_every_seconds is None:
+            return policy.object_every_steps
+        return self._interval_steps(policy)
+
     # ------------------------------------------------------------------ slots
 
     def _written(self, outcome: Outcome) -> None:
@@ -183,9 +204,9 @@ class Local:
             self._background.expect(
                 bytes_each_step(
                     outcome.record.header.payload_bytes * len(self.state.own_ranks),
-                    policy.interval_steps,
+                    self._interval_steps(policy),
                     len(self.state.copy_targets()),
-                    policy.object_every_steps,
+                    self._upload_steps(policy),
                 )
             )
             self._saves.flow.add(own_shard(outcome.record))

@@ -71,7 +71,10 @@ class Manifests:
         """
         try:
             await self.layout(message.layout)
+            is_kept = await self._pools.meta.run(self._node.keep_layout, message.layout)
         except (NotFoundError, CorruptionError):
+            is_kept = False
+        if not is_kept:
             document = await self._peers.layout(message.worker, message.layout)
             try:
                 await self._pools.meta.run(self._node.put_layout, document)

@@ -12,6 +12,7 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.notices import RankNotices
+from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.upkeep.prune import (
     delete_manifests,
@@ -29,6 +30,7 @@ class Pruner:
         pod: Pod,
         tiers: Tiers,
         saves: SaveJourney,
+        copies: IncomingCopies,
         notices: RankNotices,
         failures: Failures,
     ) -> None:
@@ -36,6 +38,7 @@ class Pruner:
         self._pod = pod
         self._tiers = tiers
         self._saves = saves
+        self._copies = copies
         self._notices = notices
         self._failures = failures
         self._tasks = Tasks()
@@ -125,6 +128,7 @@ class Pruner:
         finally:
             stager.release(steps)
         if going and not self._is_over(accepted):
+            self._copies.forget(going)
             await pools.shard.run(delete_steps, node, self._pod.job_uid, going)
             stager.room.made()
 

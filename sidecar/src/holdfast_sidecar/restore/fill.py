@@ -325,7 +325,7 @@ class Filler:
                 wanted,
                 self._pod.state.world_size,
                 target,
-                lambda text: self._failed(rank, text, target),
+                lambda text: self._failed(rank, text, target, is_final=False),
             )
         except NotFoundError as error:
             self._failed(rank, str(error), target)
@@ -364,13 +364,13 @@ class Filler:
             self.changed()
         raise NotFoundError(f"rank {rank}: {_MAX_TRIES} copies in a row were bad")
 
-    def _failed(self, rank: Rank, text: str, target: FillTarget) -> None:
+    def _failed(self, rank: Rank, text: str, target: FillTarget, *, is_final: bool = True) -> None:
         """Report why the rank cannot be restored, unless the fill was stopped.
 
         The error of a stopped fill would be attributed to the next round. Raises RefusedError then.
         """
         target.check()
-        self._rehydrator.failed(rank, f"rank {rank}: {text}")
+        self._rehydrator.failed(rank, f"rank {rank}: {text}", is_final=is_final)
 
     # ------------------------------------------------------------------ in a thread
 

@@ -75,13 +75,22 @@ class Rehydrator:
         """How long it took to bring the restore point here."""
         self._last_failure = ""
         """Why the restore point is not on this node."""
+        self._is_final = False
+        """Whether every place replied that it has nothing."""
         self._failed: dict[Rank, str] = {}
         """Why a rank cannot be restored, by rank. An empty text: it can."""
+        self._final: set[Rank] = set()
+        """The ranks of which no place has a good copy."""
 
     @property
     def cannot_restore(self) -> str:
         """The reasons that are reported to the operator; empty if there are none."""
         return "; ".join(text for text in (self._last_failure, *self._failed.values()) if text)
+
+    @property
+    def restore_may_succeed(self) -> bool:
+        """Whether a place that may have what is missing is unreachable or busy."""
+        return bool(self.cannot_restore) and not (self._is_final or self._final)
 
     async def reset(self) -> None:
         """Cancel everything of the round that ended."""
@@ -90,7 +99,9 @@ class Rehydrator:
         self.restored = None
         self.seconds = None
         self._last_failure = ""
+        self._is_final = False
         self._failed = {}
+        self._final = set()
 
     def begin(self, message: Round) -> None:
         """Start to bring the restore point here. Call it once a round."""
@@ -123,7 +134,7 @@ class Rehydrator:
             if not source_errors.retryable:
                 raise NotFoundError(f"cannot be restored: {source_errors}")
             if patience.over:
-                self.failed(rank, str(source_errors))
+                self.failed(rank, str(source_errors), is_final=False)
             await patience.pause()
             if self.restored is not restored:
                 raise RefusedError(
@@ -147,11 +158,18 @@ class Rehydrator:
             self._pod.namespace_of(restored.point),
         )
 
-    def failed(self, rank: Rank, text: str) -> None:
-        """Set the reason why the rank cannot be restored. An empty `text` removes it."""
+    def failed(self, rank: Rank, text: str, *, is_final: bool = True) -> None:
+        """Set the reason why the rank cannot be restored, and whether no place has a good copy.
+
+        An empty `text` removes it.
+        """
         if text == self._failed.get(rank, ""):
             return
         self._failed[rank] = text
+        if text and is_final:
+            self._final.add(rank)
+        else:
+            self._final.discard(rank)
         self._on_change()
 
     async def _until_done(self, point: RestorePoint) -> None:
@@ -169,8 +187,9 @@ class Rehydrator:
             if restored is not None:
                 self.restored = restored
                 self._last_failure = ""
+                self._is_final = False
                 self.seconds = self._pod.clock.monotonic() - started
-                self._metrics.recovered("rehydrate", self.seconds)
+                self._metrics.rehydrated(self.seconds)
                 logs.info(
                     "all shards of the restore point are on the node",
                     step=point.step,
@@ -185,6 +204,7 @@ class Rehydrator:
                 )
             if text != self._last_failure and (patience.over or not source_errors.retryable):
                 self._last_failure = text
+                self._is_final = not source_errors.retryable
                 self._on_change()
             try:
                 await asyncio.wait_for(self._retry.wait(), patience.next_seconds())

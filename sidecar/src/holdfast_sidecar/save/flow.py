@@ -31,6 +31,8 @@ from holdfast_core.messages.schema import (
     Uploaded,
 )
 from holdfast_core.shards.record import ShardRecord
+from holdfast_core.store.sharing import ShardUploader
+from holdfast_core.store.stored_as import StoredAs
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.pod import Pod
@@ -38,21 +40,22 @@ from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.other_tables import OtherTables
 from holdfast_sidecar.save.owned_slots import info_of
 from holdfast_sidecar.save.plan import (
     Action,
     OwnShard,
     ShardKey,
-    StoredAs,
     Verb,
     expects_commit,
     idle,
     next_actions,
     startable,
 )
-from holdfast_sidecar.save.sharing import ShardUploader
 from holdfast_sidecar.wire.members import Members
 
+_KEEP_LAYOUT_SECONDS = 900.0
+"""Less than the time after which a node tier deletes a layout that nothing names."""
 _PASSING = frozenset(
     {
         Refusal.SEALED,
@@ -90,16 +93,21 @@ class Flow:
         self._pod = pod
         self._current = pod.current
         self._tiers = tiers
+        tables = OtherTables(
+            pod.current,
+            members.bulk,
+            pod.clock,
+            procs_per_worker=pod.contract.procs_per_worker,
+        )
         self._uploader = (
             None
             if tiers.store is None
             else ShardUploader(
-                pod.contract,
-                pod.current,
+                pod.contract.namespace,
                 tiers.node,
                 tiers.store,
-                bulk=members.bulk,
-                clock=pod.clock,
+                own_ranks=pod.contract.procs_per_worker,
+                other_tables=tables.fetch,
             )
         )
         self._members = members
@@ -113,8 +121,8 @@ class Flow:
         self._backoffs: dict[Action, Backoff] = {}
         self._tasks = Tasks()
         self._upload_requests: dict[tuple[Step, RestartRound], PersistRequest] = {}
-        self._layouts_at: set[tuple[Worker, Digest]] = set()
-        """Workers that have stored a layout in this round, with its digest."""
+        self._layouts_at: dict[tuple[Worker, Digest], float] = {}
+        """When a worker was last asked in this round to keep a layout."""
         self._coordinator_epoch = 0
         """Number of coordinator changes. A message that was sent before a change is not recorded as
         acknowledged after it."""
@@ -194,6 +202,12 @@ class Flow:
         return idle(self._shards.values(), self._current().copy_targets())
 
     @property
+    def stuck(self) -> bool:
+        """Whether each action that is missing has failed at least once, as when a peer is gone."""
+        actions = next_actions(self._shards.values(), self._current().copy_targets())
+        return all(a in self._backoffs for a in actions)
+
+    @property
     def expects_commit(self) -> bool:
         return expects_commit(self._shards.values())
 
@@ -237,7 +251,10 @@ class Flow:
         except NotFoundError as error:
             if action.verb in (Verb.COPY, Verb.UPLOAD) and self._gone(action):
                 return
-            self._failed(action, error)
+            if action.verb is Verb.COPY and action not in self._backoffs:
+                self._pause(action)  # The target has pruned the step, and this node is about to.
+            else:
+                self._failed(action, error)
         except CorruptionError as error:
             await self._handle_corruption(action, error)
         except Exception as error:  # noqa: BLE001 - without a retry the shard would silently stay here
@@ -389,15 +406,19 @@ class Flow:
         self._update(shard, copied=target)
 
     async def _keep_layout(self, shard: OwnShard, target: Worker) -> None:
-        """Have the target store the shard's layout, once for all shards of the round that name it.
+        """Have the target keep the shard's layout, at times for all shards that name it.
 
-        Ranks of another number or with other placements can then read the copy, too.
+        Ranks of another number or with other placements can then read the copy, too. The target deletes a
+        layout that none of its shards has named for long.
         """
-        if (target, shard.layout) in self._layouts_at or await self._layout(shard) is None:
+        asked, now = self._layouts_at.get((target, shard.layout)), self._pod.clock.monotonic()
+        if asked is not None and now - asked < _KEEP_LAYOUT_SECONDS:
+            return
+        if await self._layout(shard) is None:
             return
         message = KeepLayout(self._current().round, self._pod.contract.worker, shard.layout)
         await self._members.control.call(target, message, Ok)
-        self._layouts_at.add((target, shard.layout))
+        self._layouts_at[target, shard.layout] = now
 
     async def _layout(self, shard: OwnShard) -> bytes | None:
         """Return the shard's layout. None if it is lost.

@@ -12,7 +12,7 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
-from holdfast_core.ids import ShardRef
+from holdfast_core.ids import ShardRef, Step
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import Caller, fence
@@ -33,6 +33,10 @@ class IncomingCopies:
         self._running: dict[ShardRef, asyncio.Task[int]] = {}
         self._pieces: dict[ShardRef, int] = {}
         """Pieces that each running copy has reached. The threads of the copies count them."""
+        self._pruned: set[ShardRef] = set()
+        """Running copies of steps that are pruned."""
+        self._all_pieces = 0
+        """Pieces of all copies. A copy that waits for a thread progresses as the copies before it do."""
 
     async def take(self, caller: Caller, request: CopyRequest) -> CopyReply:
         """Copy the shard from the caller, and reply when it is durable or when it takes long.
@@ -44,7 +48,7 @@ class IncomingCopies:
             RefusedError: The shard is of another job (NotAssigned), this node has no room (NoSpace), or
                 the copy failed and may succeed later (Busy).
             CorruptionError: The bytes of the caller did not verify.
-            NotFoundError: The caller does not have the shard.
+            NotFoundError: The caller does not have the shard, or its step was pruned meanwhile.
             StaleRoundError: The round was sealed meanwhile.
         """
         ref = request.shard
@@ -63,7 +67,7 @@ class IncomingCopies:
         task = self._running[ref]
         done, _ = await asyncio.wait((task,), timeout=self._reply_seconds)
         if not done:
-            return CopyReply(durable=False, pieces=self._pieces[ref])
+            return CopyReply(durable=False, pieces=self._pieces[ref] or self._all_pieces)
         try:
             return CopyReply(durable=True, received_bytes=task.result())
         except CapacityError as error:
@@ -72,6 +76,10 @@ class IncomingCopies:
             raise
         except TierError as error:
             raise RefusedError(Refusal.BUSY, str(error)) from error
+
+    def forget(self, steps: frozenset[Step]) -> None:
+        """End the running copies of steps that are to be deleted from this node, and keep none of them."""
+        self._pruned |= {ref for ref in self._running if ref.step in steps}
 
     async def _holds(self, ref: ShardRef) -> bool:
         return await self._tiers.pools.read.run(self._tiers.node.find, ref) is not None
@@ -87,21 +95,29 @@ class IncomingCopies:
             background=True,
             may_go_on=partial(self._expect_round, request),
         )
+        if request.shard in self._pruned:  # the steps were deleted before the copy was there
+            await self._tiers.pools.shard.run(self._tiers.node.delete_shard, request.shard)
+            raise _was_pruned(request.shard)
         return copied.received_bytes
 
     def _expect_round(self, request: CopyRequest) -> None:
         """Count a piece of the copy. Called in its thread.
 
-        Raises StaleRoundError or RefusedError if the round of the request is over.
+        Raises StaleRoundError or RefusedError if the round of the request is over, and NotFoundError if the
+        step was pruned.
         """
+        if request.shard in self._pruned:
+            raise _was_pruned(request.shard)
         refused = fence(self._pod.state, request.round)
         if refused is not None:
             raise_refused(refused)
         self._pieces[request.shard] += 1
+        self._all_pieces += 1
 
     def _ended(self, ref: ShardRef, task: asyncio.Task[int]) -> None:
         self._running.pop(ref)
         self._pieces.pop(ref)
+        self._pruned.discard(ref)
         if not task.cancelled():
             task.exception()  # a caller that still waits receives it, and another one starts again
 
@@ -109,3 +125,7 @@ class IncomingCopies:
         for task in tuple(self._running.values()):
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+
+def _was_pruned(ref: ShardRef) -> NotFoundError:
+    return NotFoundError(f"{ref}: step {ref.step} was pruned while the shard was copied")

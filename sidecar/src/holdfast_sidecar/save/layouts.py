@@ -42,7 +42,7 @@ class RankLayouts:
         self._known: dict[Digest, LayoutDigests] = {}
 
     async def ensure(self, digest: Digest) -> None:
-        """Make the document durable on the node tier. A known one costs nothing.
+        """Make the document durable on the node tier. One that is there is only marked as used.
 
         Raises:
             NotFoundError: The document is not in the shared volume.
@@ -50,7 +50,9 @@ class RankLayouts:
             CorruptionError: The document has another digest.
             UnavailableError: The document cannot be read.
         """
-        if digest not in self._known:
+        if digest not in self._known or not await self._pools.meta.run(
+            self._node.keep_layout, digest
+        ):
             self._known[digest] = await self._pools.meta.run(self._store, digest)
 
     async def digests(self, digest: Digest) -> LayoutDigests:

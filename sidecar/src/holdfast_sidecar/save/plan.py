@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from holdfast_core.ids import Digest, Rank, RestartRound, ShardRef, Step, Worker
-from holdfast_core.messages.schema import Reference, ShardInfo
+from holdfast_core.messages.schema import ShardInfo
+from holdfast_core.store.stored_as import SELF_CONTAINED, StoredAs
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,16 +26,6 @@ class ShardKey:
     step: Step
     round: RestartRound
     rank: Rank
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAs:
-    """How the object store holds a shard, as UPLOADED reports it. Without references: self-contained."""
-
-    base: Reference | None = None
-    """The checkpoint whose existence guarantees that of `references`. None if there are none."""
-    references: tuple[Reference, ...] = ()
-    """Earlier checkpoints that store chunks of this shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ class OwnShard:
     upload_requested: bool = False
     """Whether the coordinator has requested the upload."""
     uploaded: bool = False
-    stored_as: StoredAs = StoredAs()
+    stored_as: StoredAs = SELF_CONTAINED
     """How the object store holds the shard. Valid if `uploaded` is set."""
     uploaded_acknowledged: bool = False
     """Whether the current coordinator has acknowledged UPLOADED."""

@@ -7,7 +7,6 @@ therefore not written but compared, and Stage is replied to after that.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 
 from holdfast_core.ids import CheckpointId
@@ -28,37 +27,18 @@ class RepeatedSaves:
         self._pod = pod
         self._tiers = tiers
         self._owned = owned
-        self._comparing: dict[Stage, asyncio.Future[bool]] = {}
 
     async def compare(self, check: Callable[[], object], message: Stage) -> bool:
         """Return whether the rank has saved the step before. The slot is then FREE again.
 
-        A Stage that is sent again after a reconnect has the result of the first one.
-
         Args:
             check: Raises RefusedError if the round of the message has ended. Called after each wait.
-            message: The Stage of a slot that the sidecar does not own.
+            message: The Stage of a slot that the sidecar does not own. There is one call for it at a time.
 
         Raises:
             RefusedError: The earlier save has other bytes (CONFLICT), or `check` raised.
             FormatError: The slot's header contradicts the message.
         """
-        comparing = self._comparing.get(message)
-        if comparing is None:
-            if self._earlier(message) is None:
-                return False
-            comparing = asyncio.ensure_future(self._compare(check, message))
-            self._comparing[message] = comparing
-            comparing.add_done_callback(lambda done: self._ended(message, done))
-        # The comparison frees the slot, so that it must not end with the connection.
-        return await asyncio.shield(comparing)
-
-    def _ended(self, message: Stage, done: asyncio.Future[bool]) -> None:
-        del self._comparing[message]
-        if not done.cancelled():
-            done.exception()  # if no request waits any more, asyncio would warn
-
-    async def _compare(self, check: Callable[[], object], message: Stage) -> bool:
         while isinstance(earlier := self._earlier(message), OwnedSlot):
             await earlier.digested.wait()
             check()

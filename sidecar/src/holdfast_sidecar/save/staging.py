@@ -17,6 +17,7 @@ it and finishes the save.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -81,6 +82,8 @@ class Stager:
         """Called when `buffered` may have changed."""
         self._notes = SlotNotes(pod.settings.staged_dir)
         self._owned: dict[str, OwnedSlot] = {}
+        self._staging: dict[Stage, asyncio.Future[Staged]] = {}
+        """Requests that are being served."""
         self._repeated = RepeatedSaves(pod, tiers, self._owned)
         self.streams = Streams(pod, layouts, self._owned, self._own)
         """The saves that stream through a ring of slots."""
@@ -171,8 +174,9 @@ class Stager:
     async def stage(self, current: Callable[[], RoundState], message: Stage) -> Staged:
         """Take ownership of a full slot and begin to write or digest it. If it raises, the slot is unchanged.
 
-        Sending the same message again has no effect while the slot is owned. If the rank has saved the step
-        before in this round, the slot's bytes are compared with those of that save, and the slot is freed.
+        A rank sends the message again after a reconnect. While the first request is being served, both have
+        its result. While the slot is owned, the message has no effect. If the rank has saved the step before
+        in this round, the slot's bytes are compared with those of that save, and the slot is freed.
 
         Args:
             current: Returns the present round. It is called again after each wait.
@@ -185,16 +189,27 @@ class Stager:
             HoldfastError: The layout cannot be stored, the slot not opened, or its note not written.
         """
         expect_of_round(current(), message)
-        if self._is_owned(message):
-            return Staged(message.step)
+        staging = self._staging.get(message)
+        if staging is None:
+            if self._is_owned(message):
+                return Staged(message.step)
+            staging = asyncio.ensure_future(self._stage(current, message))
+            self._staging[message] = staging
+            staging.add_done_callback(lambda done: self._staging_ended(message, done))
+        # A comparison frees the slot, so that it must not end with the connection.
+        return await asyncio.shield(staging)
+
+    def _staging_ended(self, message: Stage, done: asyncio.Future[Staged]) -> None:
+        del self._staging[message]
+        if not done.cancelled():
+            done.exception()  # if no request waits any more, asyncio would warn
+
+    async def _stage(self, current: Callable[[], RoundState], message: Stage) -> Staged:
         await self._layouts.ensure(message.layout)
         expect_of_round(current(), message)  # a SEAL may have arrived while the layout was read
         if await self._repeated.compare(lambda: expect_of_round(current(), message), message):
             return Staged(message.step)
         state = expect_of_round(current(), message)
-        if self._is_owned(message):
-            # The rank sent this Stage again after a reconnect, and the other request was served first.
-            return Staged(message.step)
         slot = SlotFile.open(self._settings.slots_dir, message.slot)
         try:
             check_slot(slot.header(), message, SlotState.FULL)

@@ -8,21 +8,16 @@ is deleted until the next period.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound
+from holdfast_core.store.prune import QUIET, STALE_UPLOADS
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pools import Pools
 
-_STALE_UPLOADS = timedelta(hours=24)
-"""Age from which what an interrupted upload left is removed. An S3 store charges for it until then."""
-_QUIET = timedelta(hours=1)
-"""Objects of a checkpoint are deleted only if none of them was written for this long.
-A coordinator that was replaced, without a record of it yet, has finished or given up its commit by then."""
 _SWEEP_SECONDS = 900.0
 _SWEEPS_A_REAP = 24
 """Number of sweeps between two searches for unfinished uploads."""
@@ -73,7 +68,7 @@ class Leftovers:
         contract = self._contract
         try:
             await self._pools.store.run(
-                store.abort_stale, contract.namespace, contract.job_uid, _STALE_UPLOADS
+                store.abort_stale, contract.namespace, contract.job_uid, STALE_UPLOADS
             )
         except HoldfastError as error:
             logs.warning("listing unfinished uploads failed", error=str(error))
@@ -86,7 +81,7 @@ class Leftovers:
                 contract.namespace,
                 contract.job_uid,
                 self._round,
-                _QUIET,
+                QUIET,
                 self._uploading,
             )
         except HoldfastError as error:

@@ -16,14 +16,19 @@ from holdfast_core.tiers.base import NodeTier
 def protected_steps(message: Round, committed: Iterable[CheckpointId] = ()) -> frozenset[Step]:
     """Return the steps that a sidecar does not delete in this round, even if the coordinator requests it.
 
-    These are the pinned steps, and the step of the restore point until a newer step of this round is among
-    the `committed` ones.
+    These are the pinned and the quarantined steps, and the step of the restore point until a newer step of
+    this round is among the `committed` ones.
     """
-    steps = set(message.pinned)
+    steps = set(message.pinned) | {c.step for c in quarantined(message)}
     base = message.restore_point.step
     if base is not None and not any(c.round == message.round and c.step > base for c in committed):
         steps.add(base)
     return frozenset(steps)
+
+
+def quarantined(message: Round) -> frozenset[CheckpointId]:
+    """Return the checkpoints that the operator has quarantined."""
+    return frozenset(c for p in message.quarantined if (c := p.own_checkpoint) is not None)
 
 
 def delete_steps(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> int:
@@ -62,7 +67,7 @@ def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
 
     Their steps are trained again in this round, and the old ones must never be restored. Without a restore
     point of this job nothing is deleted, because a user may still need the checkpoints of a job that starts
-    from the beginning.
+    from the beginning. Quarantined checkpoints stay for the user to look at or to release.
 
     Returns:
         The number of checkpoints that were deleted.
@@ -70,6 +75,7 @@ def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
     base = message.restore_point.step
     if base is None or message.restore_point.job_uid not in (None, job_uid):
         return 0
+    kept = quarantined(message)
     found = {
         checkpoint
         for uid, checkpoint in node.list_manifests()
@@ -79,9 +85,9 @@ def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
         for record in node.list_shards()
         if record.header.job_uid == job_uid and _off_lineage(record.checkpoint, base, message.round)
     }
-    for checkpoint in sorted(found):
+    for checkpoint in sorted(found - kept):
         node.delete_checkpoint(job_uid, checkpoint)
-    return len(found)
+    return len(found - kept)
 
 
 def delete_orphans(

@@ -1,4 +1,4 @@
-"""Bounded reading of the bodies of HTTP requests.
+"""Bodies of HTTP requests and replies: bounded reading, and sending in pieces.
 
 The control server reads a body only after it has admitted the caller.
 """
@@ -6,7 +6,7 @@ The control server reads a body only after it has admitted the caller.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -16,6 +16,15 @@ from holdfast_sidecar.wire.budget import ByteBudget
 
 _BODY_SECONDS = 30.0
 """Seconds from the head of a request to the end of its body, including the wait for memory."""
+_PIECE_BYTES = 256 << 10
+"""Bytes that are sent at once. TLS encrypts what it is given on the event loop and buffers it for a slow
+receiver, and the manifest of thousands of ranks goes to a hundred of them at the same time."""
+
+
+def in_pieces(body: bytes) -> Iterator[memoryview]:
+    """Yield a body in the pieces in which it is sent."""
+    for start in range(0, len(body), _PIECE_BYTES):
+        yield memoryview(body)[start : start + _PIECE_BYTES]
 
 
 class Bodies:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -30,7 +29,15 @@ from holdfast_core.errors import (
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES, loads
-from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
+from holdfast_core.messages.relay import (
+    Answer,
+    Letter,
+    Relay,
+    RelayReply,
+    decode,
+    encode,
+    pieces,
+)
 from holdfast_core.messages.schema import (
     BufferNotice,
     LevelNotice,
@@ -43,7 +50,7 @@ from holdfast_core.messages.schema import (
 from holdfast_sidecar.base.rounds import Caller, RoundState, is_of_coordinator
 from holdfast_sidecar.base.tree import next_hop
 from holdfast_sidecar.wire.addresses import Endpoint, parse_address
-from holdfast_sidecar.wire.budget import ByteBudget
+from holdfast_sidecar.wire.bodies import in_pieces
 from holdfast_sidecar.wire.mail import Mail
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
 
@@ -55,11 +62,6 @@ jobs, and is less than the time that the server keeps it. A relay has some hundr
 _MAX_CONNECTIONS = 512
 """Connections at the same time. The neighbours of a relay must not wait for one another."""
 _CONNECT_SECONDS = 5.0
-_SENDING_BYTES = 64 << 20
-"""Limit on the large bodies that are being sent together. TLS buffers a whole body for a slow receiver, and
-the manifest of thousands of ranks goes to a hundred of them at the same time."""
-_LARGE_BYTES = 128 << 10
-"""Bodies of at least this size count against `_SENDING_BYTES`."""
 
 Dispatch = Callable[[Caller, str, Any], Awaitable[Any]]
 """Handler of a message from (caller, path, message), which returns the reply or raises a HoldfastError."""
@@ -101,7 +103,6 @@ class Peers:
         self._call_seconds = call_seconds
         self._session: aiohttp.ClientSession | None = None
         self._dispatch: Dispatch | None = None
-        self._sending = ByteBudget(_SENDING_BYTES)
         self._mail: dict[tuple[RestartRound, str], Mail] = {}
         """Letters to each pod in the current round."""
 
@@ -169,24 +170,24 @@ class Peers:
         # What members send one another must not stop at a relay, which would take it for its own.
         send = self._relayed if is_of_coordinator(type(message)) else self.exchange
         what = f"POST {target} to worker {worker}"
-        return decode(reply, body_of(await send(worker, target, body, round_), what))
+        return decode(reply, body_of(await send(worker, target, round_, body), what))
 
     async def _relayed(
-        self, worker: Worker, path: str, body: bytes, round_: RestartRound | None
+        self, worker: Worker, path: str, round_: RestartRound | None, body: bytes
     ) -> Answer:
         """Send a message of or to the coordinator on its way, and return the member's answer."""
         hop = self._next_hop(worker)
         if hop == worker:
-            return await self.exchange(worker, path, body, round_)
+            return await self.exchange(worker, path, round_, body)
         if self._current().is_coordinator:
             return await self.mail(hop).deliver(path, worker, body)
         try:
-            return await self.exchange(hop, path, body, round_)
+            return await self.exchange(hop, path, round_, body)
         except NotConnectedError:
             # The relay has failed. What its group reports must not wait until the operator has noticed. A
             # relay that is only slow is not passed over: the coordinator is busy, and thousands of new
             # connections would not help it.
-            return await self.exchange(worker, path, body, round_)
+            return await self.exchange(worker, path, round_, body)
 
     def _next_hop(self, worker: Worker) -> Worker:
         accepted = self._current().accepted
@@ -210,8 +211,7 @@ class Peers:
 
             async def send(letters: tuple[Letter, ...]) -> tuple[Answer, ...]:
                 message = Relay(self._current().round, letters)
-                body = await asyncio.to_thread(encode, message)
-                answer = await self.exchange(worker, PATHS[Relay], body, message.round)
+                answer = await self.exchange(worker, PATHS[Relay], message.round, *pieces(message))
                 found = body_of(answer, f"POST {PATHS[Relay]} to worker {worker}")
                 return decode(RelayReply, found).answers
 
@@ -238,14 +238,15 @@ class Peers:
         if seconds is None and hop != worker and self._current().is_coordinator:
             answer = await self.mail(hop).deliver(target, worker, b"")
         else:
-            answer = await self.exchange(worker, target, b"", None, seconds=seconds)
+            answer = await self.exchange(worker, target, None, seconds=seconds)
         return decode(reply, body_of(answer, f"GET {path} to worker {worker}"))
 
     async def layout(self, worker: Worker, digest: Digest) -> bytes:
         """Request a layout from a member. Raises what `call` raises, and CorruptionError."""
-        answer = await self.exchange(worker, f"/v1/layout?digest={hex_of(digest)}", b"", None)
+        answer = await self.exchange(worker, f"/v1/layout?digest={hex_of(digest)}", None)
         data = body_of(answer, f"GET /v1/layout to worker {worker}")
-        if (found := digest_of(data)) != digest:
+        # The digest of a layout of the greatest size takes 20 ms.
+        if (found := await asyncio.to_thread(digest_of, data)) != digest:
             raise CorruptionError(f"layout from worker {worker}: digest {found}, expected {digest}")
         return data
 
@@ -253,19 +254,19 @@ class Peers:
         self,
         worker: Worker,
         path: str,
-        body: bytes,
         round_: RestartRound | None,
-        *,
+        *body: bytes,
         seconds: float | None = None,
     ) -> Answer:
-        """Make one request to a member itself: POST, or GET without a body.
+        """Make one request to a member itself: POST of the pieces of a body, or GET without any.
 
         Raises:
             NotConnectedError: There is no connection to the member, or it ended.
             UnavailableError: There is no reply, or the worker is not a member.
             FormatError: The reply is too large.
         """
-        method = "POST" if body else "GET"
+        body_bytes = sum(map(len, body))
+        method = "POST" if body_bytes else "GET"
         member = self._current().member(worker)
         if member is None:
             raise UnavailableError(f"worker {worker} is not a member of the current round")
@@ -273,23 +274,23 @@ class Peers:
         if self._session is None:
             raise UnavailableError("the client has not been started")
         what = f"{method} {path} to worker {worker} ({member.pod} at {endpoint.url})"
-        large = len(body) >= _LARGE_BYTES
-        sending = self._sending.take(min(len(body), _SENDING_BYTES)) if large else nullcontext()
+        headers = {"Content-Length": str(body_bytes)} if body_bytes else {}
+        if round_ is not None:
+            headers[ROUND_HEADER] = str(round_)
         try:
             async with (
                 asyncio.timeout(seconds or self._call_seconds),
-                sending,
                 self._session.request(
                     method,
                     endpoint.url + path,
-                    data=body or None,
-                    headers=None if round_ is None else {ROUND_HEADER: str(round_)},
+                    data=_written(body) if body_bytes else None,
+                    headers=headers,
                     server_hostname=self.server_name(member),
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
                     allow_redirects=False,
                 ) as response,
             ):
-                data = await response.content.read(MAX_CONTROL_BYTES + 1)
+                data = bytearray(await response.content.read(MAX_CONTROL_BYTES + 1))
                 while not response.content.at_eof() and len(data) <= MAX_CONTROL_BYTES:
                     data += await response.content.read(MAX_CONTROL_BYTES + 1 - len(data))
                 status = response.status
@@ -299,7 +300,14 @@ class Peers:
             raise UnavailableError(f"{what}: {error or type(error).__name__}") from error
         if len(data) > MAX_CONTROL_BYTES:
             raise FormatError(f"{what}: more than {MAX_CONTROL_BYTES} bytes")
-        return Answer(status, data)
+        return Answer(status, bytes(data))
+
+
+async def _written(body: tuple[bytes, ...]) -> AsyncIterator[memoryview]:
+    """Yield a body in pieces, each of which is written when the receiver has read enough of the others."""
+    for piece in body:
+        for part in in_pieces(piece):
+            yield part
 
 
 @lru_cache(maxsize=8)

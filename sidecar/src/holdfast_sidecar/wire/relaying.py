@@ -101,7 +101,7 @@ class Relaying:
         round_ = message.round if letter.body else None
         try:
             return await self._peers.exchange(
-                worker, letter.path, letter.body, round_, seconds=_MEMBER_SECONDS
+                worker, letter.path, round_, letter.body, seconds=_MEMBER_SECONDS
             )
         except HoldfastError as error:
             return Answer(503, str(error).encode())

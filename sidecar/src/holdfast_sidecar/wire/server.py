@@ -39,7 +39,7 @@ from holdfast_core.net.listener import ListenerLimits
 from holdfast_core.net.port import Port
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
-from holdfast_sidecar.wire.bodies import Bodies
+from holdfast_sidecar.wire.bodies import Bodies, in_pieces
 from holdfast_sidecar.wire.client import raise_refused
 from holdfast_sidecar.wire.closed import ClosedConnections
 from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Endpoint
@@ -47,6 +47,10 @@ from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Endpoint
 MAX_POLL_SECONDS = 60.0
 _BODIES_BYTES = 2 * MAX_CONTROL_BYTES
 """Limit on the bodies of all requests together. A sidecar has a memory limit, and a gang has many members."""
+_LAYOUTS_AT_ONCE = 4
+"""Number of layouts, of up to 64 MiB each, that are read and sent at the same time."""
+_LAYOUT_SECONDS = 60.0
+"""Time-out for a caller to receive a layout."""
 _OFF_LOOP_BYTES = 256 << 10
 """Bodies of at least this size are parsed in a thread."""
 _IDLE_SECONDS = 330.0
@@ -133,6 +137,7 @@ class ControlServer:
         self._handler = handler
         self._job_uid = job_uid
         self._bodies = Bodies(_BODIES_BYTES)
+        self._layouts = asyncio.Semaphore(_LAYOUTS_AT_ONCE)
         self._port = Port(
             context=context,
             limits=limits or ListenerLimits(),
@@ -163,7 +168,7 @@ class ControlServer:
     async def close(self) -> None:
         await self._port.close()
 
-    def _post(self, endpoint: Endpoint) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _post(self, endpoint: Endpoint) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request, caller: Caller) -> Any:
             refused = refuse_caller(
                 self._handler.state, caller, endpoint.request, _round_of_header(request)
@@ -181,12 +186,12 @@ class ControlServer:
 
     def _guarded(
         self, handle: Callable[[web.Request, Caller], Awaitable[Any]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def respond(request: web.Request) -> web.Response:
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def respond(request: web.Request) -> web.StreamResponse:
             with self._port.working(request):
                 return await respond_to(request)
 
-        async def respond_to(request: web.Request) -> web.Response:
+        async def respond_to(request: web.Request) -> web.StreamResponse:
             caller = caller_of(_dns_names(request), self._job_uid)
             state = self._handler.state
             if caller is None:
@@ -209,9 +214,7 @@ class ControlServer:
                     return _json(503, state.refused(code, str(error)))
                 status = 400 if code is Refusal.BAD_REQUEST else 409
                 return _json(status, state.refused(code, str(error)))
-            if isinstance(answer, bytes):
-                return web.Response(body=answer, content_type="application/octet-stream")
-            return _json(200, answer)
+            return answer if isinstance(answer, web.StreamResponse) else _json(200, answer)
 
         return respond
 
@@ -238,28 +241,55 @@ class ControlServer:
             ),
         )
 
-    async def _layout(self, request: web.Request, caller: Caller) -> bytes:
-        """Return a layout as it is stored. As a part of a message it would be twice as long."""
+    async def _layout(self, request: web.Request, caller: Caller) -> web.StreamResponse:
+        """Send a layout as it is stored. As a part of a message it would be twice as long."""
         digest = parse_digest(f"{PREFIX}{request.query.get('digest', '')}", request.path)
-        return await self._handler.layout(caller, digest)
+        async with self._layouts:
+            document = await self._handler.layout(caller, digest)
+            response = web.StreamResponse()
+            response.content_length = len(document)
+            try:
+                async with asyncio.timeout(_LAYOUT_SECONDS):
+                    await response.prepare(request)
+                    for piece in in_pieces(document):
+                        await response.write(piece)
+                        await asyncio.sleep(0)  # the event loop encrypts 13 MB in 44 ms
+                    await response.write_eof()
+            except TimeoutError:
+                logs.warning("a layout was not received in time", caller=caller.pod)
+                if request.transport is not None:
+                    request.transport.abort()
+            except ConnectionError:
+                pass  # The caller has left. aiohttp would log this as an error of the server.
+        return response
 
 
 class PlainServer:
-    """Server of /healthz and /metrics without TLS, since the kubelet and Prometheus have no certificate.
+    """Server of /healthz, /readyz and /metrics without TLS: kubelet and Prometheus have no certificate.
 
-    Neither path changes any state.
+    No path changes any state.
     """
 
     def __init__(
         self,
         render: Callable[[], bytes],
+        ready: Callable[[], bool],
         *,
         limits: ListenerLimits | None = None,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
         clock: Clock | None = None,
     ) -> None:
-        """Create the server; `start` begins to serve. `render` returns the page /metrics."""
+        """Create the server; `start` begins to serve.
+
+        Args:
+            render: Returns the page /metrics.
+            ready: Whether /readyz answers 200, and not 503.
+            limits: Limits of the listener.
+            dropped: Called with port and reason for each connection that is dropped.
+            clock: Measures the pause between two renderings.
+        """
         self._render_page = render
+        self._ready = ready
         self._clock = clock or SystemClock()
         self._rendering: asyncio.Task[bytes] | None = None
         self._not_before = 0.0
@@ -274,6 +304,11 @@ class PlainServer:
         async def healthz(request: web.Request) -> web.Response:
             return web.Response(text="ok\n")
 
+        async def readyz(request: web.Request) -> web.Response:
+            if self._ready():
+                return web.Response(text="ok\n")
+            return web.Response(status=503, text="the ranks of this pod do not train\n")
+
         async def metrics(request: web.Request) -> web.Response:
             return web.Response(
                 body=await self._metrics(),
@@ -282,6 +317,7 @@ class PlainServer:
 
         app = web.Application(client_max_size=1024)
         app.router.add_get("/healthz", healthz)
+        app.router.add_get("/readyz", readyz)
         app.router.add_get("/metrics", metrics)
         return await self._port.start(app, host, port)
 

@@ -6,6 +6,7 @@ Without these checks a wrong value would fail far from its cause, or not at all:
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +32,13 @@ def require_one_of(value: Any, what: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         expected = " or ".join(repr(one) for one in choices)
         raise ConfigError(f"Checkpointer({what}={value!r}): expected {expected}")
+
+
+def require_seconds(value: Any, what: str) -> None:
+    """Raise ConfigError that names the argument `what`, unless `value` is a positive finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"Checkpointer({what}={value!r}): expected a number of seconds above 0")
 
 
 def require_state(state: Any, call: str) -> None:

@@ -27,6 +27,7 @@ def folder_path(dir: str | os.PathLike[str]) -> Path:
         return Path(unquote(url.path)).absolute()
     raise ConfigError(
         f"Checkpointer(dir={text!r}): {scheme}:// is not supported here. dir is a folder of a mounted file "
-        "system: a path, or file:///path. Checkpoints go to an object store in a TrainingJob, whose "
-        "spec.checkpoint.object names one; without a cluster, mount the store or copy the folder to it"
+        "system: a path, or file:///path. To keep checkpoints in an S3-compatible store as well, set dir to "
+        'a folder and add store="s3://bucket/prefix". In a TrainingJob leave both out: its '
+        "spec.checkpoint.object names the store"
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from holdfast_core.errors import SaveFailedError
 from holdfast_core.ids import Level, RestartRound, Step
@@ -18,12 +20,26 @@ class SaveHandle:
     The level of a save only rises. All methods are thread-safe.
     """
 
-    def __init__(self, step: Step, round_: RestartRound) -> None:
+    def __init__(
+        self,
+        step: Step,
+        round_: RestartRound,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Create the handle of a save that has reached no level.
+
+        Args:
+            step: The step.
+            round_: The round of the save.
+            waiting: Returns a context that is open while the main thread waits for a level.
+        """
         self.step = step
         self.round = round_
+        self._waiting = waiting
         self._condition = threading.Condition()
         self._level: Level | None = None
         self._failures: dict[Level, str] = {}
+        self._unreported: dict[Level, str] = {}
         self.overtaken = False
         """Whether a newer save replaced this one, or it was dropped before it was handed over. It reaches no
         further level, but does not count as failed."""
@@ -60,7 +76,8 @@ class SaveHandle:
         TimeoutError) at the time-out, and ValueError for an unknown level.
         """
         wanted = Level(level)
-        with self._condition:
+        is_main = threading.current_thread() is threading.main_thread()
+        with self._waiting() if is_main else nullcontext(), self._condition:
             done = self._condition.wait_for(lambda: self._decided(wanted), timeout)
             if not done:
                 raise SaveTimeoutError(
@@ -91,6 +108,16 @@ class SaveHandle:
             self._failures.setdefault(level, why)
             self._condition.notify_all()
 
+    def report_no_more(self, level: Level, why: str) -> None:
+        """For the connection: record that no report of `level` and the levels above it arrives any more.
+
+        Waits for these levels end with SaveFailedError. The save may still reach them, so that this is no
+        failure of it, and a report that arrives all the same counts.
+        """
+        with self._condition:
+            self._unreported.setdefault(level, why)
+            self._condition.notify_all()
+
     def adopt(self, other: SaveHandle) -> None:
         """For the connection: take over the levels of another save of the same step and the same bytes."""
         if other is self:
@@ -111,4 +138,5 @@ class SaveHandle:
 
     def _why(self, level: Level) -> str:
         needed = [lv for lv in Level if level.includes(lv)]
-        return next((self._failures[lv] for lv in needed if lv in self._failures), "")
+        reasons = {**self._unreported, **self._failures}
+        return next((reasons[lv] for lv in needed if lv in reasons), "")

@@ -6,12 +6,14 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
 
-from holdfast.base.arguments import checked_count, require_one_of
-from holdfast_core.contract import MAX_RING_BYTES, MIN_RING_BYTES
+from holdfast.base.arguments import checked_count, require_one_of, require_seconds
+from holdfast_core.contract import DEFAULT_MTBF_SECONDS, MAX_RING_BYTES, MIN_RING_BYTES
 from holdfast_core.errors import ConfigError
+from holdfast_core.messages.schema import Timing
 
 OnSaveError = Literal["warn", "raise"]
 WhenBusy = Literal["skip", "wait"]
+IntervalRule = Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,17 @@ class Options:
     on_save_error: OnSaveError
     when_busy: WhenBusy
     ring_bytes: int
+    interval_seconds: float | None = None
+    interval: IntervalRule | None = None
+    mtbf_seconds: float | None = None
+    store: str | None = None
+    store_keep_last: int = 3
 
     def checked(self) -> Self:
         """Return the options with counts as plain integers. Raises ConfigError for an invalid one."""
         keep_last = checked_count(self.keep_last, "keep_last", 1)
         slots = checked_count(self.slots, "slots", 0)
+        store_keep_last = checked_count(self.store_keep_last, "store_keep_last", 1)
         ring_bytes = checked_count(self.ring_bytes, "ring_bytes", MIN_RING_BYTES)
         if ring_bytes > MAX_RING_BYTES:
             raise ConfigError(
@@ -40,6 +48,7 @@ class Options:
         interval = self.interval_steps
         if interval is not None:
             interval = checked_count(interval, "interval_steps", 0)
+        self._expect_one_interval()
         require_one_of(self.on_save_error, "on_save_error", get_args(OnSaveError))
         require_one_of(self.when_busy, "when_busy", get_args(WhenBusy))
         return replace(
@@ -48,7 +57,46 @@ class Options:
             slots=slots,
             interval_steps=interval,
             ring_bytes=ring_bytes,
+            store_keep_last=store_keep_last,
         )
+
+    @property
+    def timing(self) -> Timing | None:
+        """The interval as a time, or None if it is a number of steps."""
+        if self.interval_seconds is None and self.interval is None:
+            return None
+        mtbf_seconds = DEFAULT_MTBF_SECONDS if self.mtbf_seconds is None else self.mtbf_seconds
+        return Timing(self.interval_seconds, mtbf_seconds)
+
+    def _expect_one_interval(self) -> None:
+        """Raise ConfigError unless at most one form of the interval is given, and it is valid."""
+        given = [
+            f"{name}={value!r}"
+            for name, value in (
+                ("interval_steps", self.interval_steps),
+                ("interval_seconds", self.interval_seconds),
+                ("interval", self.interval),
+            )
+            if value is not None
+        ]
+        if len(given) > 1:
+            raise ConfigError(
+                f"Checkpointer({', '.join(given)}): expected at most one of interval_steps, "
+                "interval_seconds and interval"
+            )
+        if self.interval is not None:
+            require_one_of(self.interval, "interval", get_args(IntervalRule))
+        for name, value in (
+            ("interval_seconds", self.interval_seconds),
+            ("mtbf_seconds", self.mtbf_seconds),
+        ):
+            if value is not None:
+                require_seconds(value, name)
+        if self.mtbf_seconds is not None and self.interval is None:
+            raise ConfigError(
+                f"Checkpointer(mtbf_seconds={self.mtbf_seconds!r}): it has an effect only with "
+                'interval="auto"'
+            )
 
     @property
     def raises(self) -> bool:

@@ -7,17 +7,24 @@ torchrun work unchanged. Other parts of the SDK read these settings only through
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast_core.contract import DEFAULT_MTBF_SECONDS
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import Rank, RestartRound, Step
+from holdfast_core.messages.schema import Timing
 
 ENV_ROUND = "HOLDFAST_ROUND"
 """Restart round of this rank process. The round in which the pod was created may be older."""
 ENV_INTERVAL_STEPS = "HOLDFAST_INTERVAL_STEPS"
 """Save interval of the round, in optimizer steps. Every rank of the round has the same value."""
+ENV_INTERVAL_SECONDS = "HOLDFAST_INTERVAL_SECONDS"
+"""Save interval of the round in seconds, or "auto". The interval in steps is then 0."""
+ENV_MTBF_SECONDS = "HOLDFAST_MTBF_SECONDS"
+"""Mean time between failures that an automatic interval expects."""
 ENV_RESTORE_STEP = "HOLDFAST_RESTORE_STEP"
 """Step that this round starts from; "" where there is nothing to restore."""
 ENV_STORE_SECRET = "HOLDFAST_STORE_SECRET"
@@ -30,6 +37,7 @@ SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_T
 
 
 _FIRST_RANK = Rank(0)
+_AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,8 @@ class RankSettings:
     """Restart round. With torchrun it is torchrun's restart count. None: neither `holdfast run` nor
     torchrun started this process."""
     interval_steps: int | None = None
+    timing: Timing | None = None
+    """The interval as a time. None: it is a number of steps."""
     restore_step: Step | None = None
     """Step to restore. None: there is nothing to restore, or the launcher did not say; see
     `restore_known`."""
@@ -77,6 +87,7 @@ class RankSettings:
             master_port=_int(source, "MASTER_PORT") or 0,
             round=None if round_ is None else RestartRound(round_),
             interval_steps=_int(source, ENV_INTERVAL_STEPS),
+            timing=_timing(source),
             restore_step=Step(int(restore)) if restore else None,
             restore_known=restore is not None,
             scratch_dir=source.get(ENV_SCRATCH_DIR) or None,
@@ -135,6 +146,10 @@ def rank_environment(
         env[ENV_ROUND] = str(settings.round)
     if settings.interval_steps is not None:
         env[ENV_INTERVAL_STEPS] = str(settings.interval_steps)
+    if settings.timing is not None:
+        seconds = settings.timing.seconds
+        env[ENV_INTERVAL_SECONDS] = _AUTO if seconds is None else str(seconds)
+        env[ENV_MTBF_SECONDS] = str(settings.timing.mtbf_seconds)
     if settings.restore_known:
         env[ENV_RESTORE_STEP] = "" if settings.restore_step is None else str(settings.restore_step)
     if settings.store_secret is not None:
@@ -157,6 +172,28 @@ def apply_environment(env: Mapping[str, str]) -> None:
 def single_thread_defaults(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` with one thread for each maths library whose variable is not set in it."""
     return {**SINGLE_THREAD, **env}
+
+
+def _timing(source: Mapping[str, str]) -> Timing | None:
+    seconds = source.get(ENV_INTERVAL_SECONDS)
+    if not seconds:
+        return None
+    mtbf_seconds = _seconds(source, ENV_MTBF_SECONDS) if source.get(ENV_MTBF_SECONDS) else None
+    return Timing(
+        None if seconds == _AUTO else _seconds(source, ENV_INTERVAL_SECONDS),
+        DEFAULT_MTBF_SECONDS if mtbf_seconds is None else mtbf_seconds,
+    )
+
+
+def _seconds(source: Mapping[str, str], name: str) -> float:
+    raw = source[name]
+    try:
+        seconds = float(raw)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{name}={raw!r}: expected a number of seconds above 0")
+    return seconds
 
 
 def _int(source: Mapping[str, str], name: str) -> int | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from holdfast.base.layouts import LayoutFiles
 from holdfast.base.options import Options
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import SaveDecisions
+from holdfast.checkpoint.peeking import Peeker
 from holdfast.checkpoint.restoring import Restorer
 from holdfast.checkpoint.saves import Saves
 from holdfast.checkpoint.saving import Saver
@@ -19,6 +22,8 @@ from holdfast.gang.proposals import Proposals
 from holdfast.gang.store import connect_store
 from holdfast.places.place import Place
 from holdfast.slots.staging import SlotRing
+from holdfast.state.loading.restore_target import RestoreTarget
+from holdfast.state.snapshot import Snapshots
 from holdfast.training.loop import Position
 from holdfast_core.ids import Step
 
@@ -60,10 +65,13 @@ class Opened:
             directories.spare_slots,
             place.holds_slots,
         )
+        self._snapshots = Snapshots(rank)
+        """A restore in a running process needs no second look at the structure that saves have recorded."""
+        self._strict = options.strict
         self.saver = (
-            StreamingSaver(session, self.ring, layouts, rank, traits.ring_bytes)
+            StreamingSaver(session, self.ring, layouts, self._snapshots, traits.ring_bytes)
             if traits.streams
-            else Saver(session, self.ring, layouts, rank)
+            else Saver(session, self.ring, layouts, self._snapshots)
         )
         self.agreement = StepAgreement(
             session, store, None if store is None else Proposals(store, settings.world_size)
@@ -77,9 +85,12 @@ class Opened:
             waits=options.waits,
         )
         self.saves = Saves(place, session, self.saver, self.decisions, status, position)
-        self.restorer = Restorer(
-            settings, place, session, self.ring, layouts, strict=options.strict
-        )
+        self.restorer = Restorer(settings, place, session, self.ring, layouts)
+        self.peeker = Peeker(settings, session, self.ring, layouts, self.restorer, store)
+
+    def restore_target(self, state: Mapping[str, Any]) -> RestoreTarget:
+        """Return what this rank needs from a checkpoint for `state`."""
+        return RestoreTarget(state, self._snapshots, strict=self._strict)
 
     def roll_back(self, step: Step | None) -> None:
         """Make `step`, or the newest committed step, the restore point. Every rank must call it.
@@ -87,6 +98,10 @@ class Opened:
         The next restore request is then answered with that checkpoint.
         """
         self.restorer.roll_back(step)
+        self._status.progress.rolled_back()
+        self._session.report_no_more_uploads(
+            "the ranks went back to a checkpoint before this one was in the object store"
+        )
         self.saves.roll_back()
         self.decisions.roll_back()
 
@@ -104,6 +119,9 @@ class Opened:
             lambda handle: self._place.is_safe(self._session, handle, waited=wait)
         )
         self._session.close()
+        self._session.report_no_more_uploads(
+            "the Checkpointer was closed before this was reported: wait for it before close()"
+        )
         self.saver.close()
         if copied:
             self.ring.close()

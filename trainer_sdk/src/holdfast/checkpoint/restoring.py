@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from holdfast.base.layouts import LayoutFiles
 from holdfast.base.notices import show_notice
+from holdfast.base.restore_point import RestorePoint, TensorInfo
 from holdfast.base.settings import RankSettings
 from holdfast.connection.link import OpenedFile
 from holdfast.connection.session import Session
@@ -21,9 +22,11 @@ from holdfast.directory.in_place import InPlace, read_in_place
 from holdfast.places.place import NextFetch, Place
 from holdfast.places.waiting import wait_connected
 from holdfast.slots.staging import SlotRing
-from holdfast.state.load import load_state
-from holdfast.state.restore_target import RestoreTarget
-from holdfast.state.snapshot import read_payload
+from holdfast.state.loading.later_rng import Load
+from holdfast.state.loading.load import load_state
+from holdfast.state.loading.named_tensors import NamedTensors
+from holdfast.state.loading.restore_target import RestoreTarget
+from holdfast.state.snapshot import paused_collector
 from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError, RefusedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
@@ -32,6 +35,14 @@ from holdfast_core.messages.schema import Fill, Filled, Restore, RestoreReply, S
 from holdfast_core.reshard.saved import saved_state
 
 logger = logging.getLogger(__name__)
+
+
+class _OfStep(Protocol):
+    @property
+    def step(self) -> int: ...
+
+
+_Found = TypeVar("_Found", bound=_OfStep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +71,18 @@ class Restorer:
         session: Session,
         ring: SlotRing,
         layouts: LayoutFiles,
-        *,
-        strict: bool,
     ) -> None:
         self._settings = settings
         self._place = place
         self._session = session
         self._ring = ring
         self._layouts = layouts
-        self._strict = strict
         self._left_parts: CheckpointId | None = None
         """The last checkpoint that was read into the state in place, completely or in part."""
+        self.agreements = 0
+        """Number of fetches after which the ranks have agreed. The same on every rank."""
 
-    def target(self, state: Mapping[str, Any]) -> RestoreTarget:
-        """Return what this rank needs from a checkpoint for `state`."""
-        return RestoreTarget(state, self._settings.rank, strict=self._strict)
-
-    def fetch(self, target: RestoreTarget) -> Fetched | None:
+    def fetch(self, target: RestoreTarget | NamedTensors) -> Fetched | None:
         """Fetch the checkpoint that all ranks can read. Return None when there is nothing to restore.
 
         Raises:
@@ -86,18 +92,29 @@ class Restorer:
             UnavailableError: A persister does not answer.
         """
         self._left_parts = None
+        return self.agreed(lambda round_: self._fetch(target, round_))
+
+    def agreed(self, fetch: Callable[[RestartRound], _Found | None]) -> _Found | None:
+        """Call `fetch` for checkpoints until all ranks have succeeded with the same one.
+
+        Returns what it has returned. None: there is nothing to restore. Raises its errors, and what
+        `Place.after_fetch` raises.
+        """
         if self._place.traits.has_nothing:
             return None
         while True:
-            found: Fetched | None = None
+            found: _Found | None = None
             failed: HoldfastError | None = None
             try:
-                found = self._fetch(target)
+                found = fetch(wait_connected(self._session, self._place))
             except HoldfastError as error:
                 failed = error
             try:
-                step = None if found is None else found.step
-                match self._place.after_fetch(step, failed):
+                step = None if found is None else Step(found.step)
+                next_ = self._place.after_fetch(step, failed)
+                if next_ is not NextFetch.REPEAT:
+                    self.agreements += 1
+                match next_:
                     case NextFetch.FAIL if failed is not None:
                         raise failed
                     case NextFetch.NONE | NextFetch.FAIL:
@@ -117,6 +134,7 @@ class Restorer:
         state: MutableMapping[str, Any],
         target: RestoreTarget,
         before_rng: Callable[[], None] | None,
+        defer_rng: Callable[[Load], None] | None,
     ) -> tuple[str, ...]:
         """Load what was fetched into `state`. Return one line for each entry that was skipped.
 
@@ -131,7 +149,12 @@ class Restorer:
                 "state again and restore again"
             )
         skipped = load_state(
-            state, saved, strict=self._strict, before_rng=before_rng, is_ours=found.is_ours
+            state,
+            saved,
+            strict=target.strict,
+            before_rng=before_rng,
+            is_ours=found.is_ours,
+            defer=defer_rng,
         )
         self._ring.touch_meanwhile()
         for line in skipped:
@@ -142,6 +165,23 @@ class Restorer:
             "restored step %d from %s", found.step, self._place.describe(found.step, found.tier)
         )
         return skipped
+
+    def named(self, tensors: Mapping[str, Any]) -> NamedTensors:
+        """Return what this rank needs from a checkpoint for these tensors."""
+        return NamedTensors(tensors, self._settings.rank, TensorInfo)
+
+    def load_tensors(self, found: Fetched, target: NamedTensors) -> RestorePoint:
+        """Load what was fetched into the named tensors."""
+        objects = found.saved()
+        self._ring.touch_meanwhile()
+        logger.info(
+            "rank %d restored %d tensors of step %d from %s",
+            self._settings.rank,
+            target.count,
+            found.step,
+            found.tier,
+        )
+        return RestorePoint(found.step, target.found, objects)
 
     def roll_back(self, step: Step | None) -> None:
         """Make `step`, or the newest committed step, the restore point. Every rank must call it.
@@ -163,9 +203,10 @@ class Restorer:
         self._ring.close()
         self._place.start(self._session)
 
-    def _fetch(self, target: RestoreTarget) -> Fetched | None:
+    # The collector would visit the objects of a large state again and again, at each step of the way.
+    @paused_collector()
+    def _fetch(self, target: RestoreTarget | NamedTensors, round_: RestartRound) -> Fetched | None:
         """Fetch and verify this rank's part once. Return None when there is nothing to restore."""
-        round_ = wait_connected(self._session, self._place)
         rank = self._settings.rank
         reply = self._session.request(Restore(round_, rank), RestoreReply)
         step = reply.restore_point.step
@@ -180,19 +221,21 @@ class Restorer:
             self._layouts.ensure(document, digest)
         traits = self._place.traits
         is_local = traits.shares_container
-        in_place = wanted is None and target.is_read_in_place()
+        in_place = target if wanted is None and isinstance(target, RestoreTarget) else None
+        if in_place is not None and not in_place.is_read_in_place():
+            in_place = None
         if traits.streams:
-            found = self._fetch_file(step, target, ()) if in_place else None
+            found = None if in_place is None else self._fetch_file(step, in_place, ())
             if found is not None:
                 return found
             # One slot for the whole payload, until the first save.
             self._ring.use(1, is_bounded=False)
-            in_place = False
+            in_place = None
         slot_bytes = max(target.needed_bytes(), payload_bytes)
-        self._ring.ensure(slot_bytes, round_, to_fill=is_local or in_place)
+        self._ring.ensure(slot_bytes, round_, to_fill=is_local or in_place is not None)
         offers = tuple(slot.offer() for slot in self._ring.slots)
-        if in_place:
-            found = self._fetch_file(step, target, offers)
+        if in_place is not None:
+            found = self._fetch_file(step, in_place, offers)
             if found is not None:
                 return found
             # From here on the slots are filled: by another container, unless it is local.
@@ -202,7 +245,7 @@ class Restorer:
         return Fetched(
             step,
             filled.tier,
-            partial(read_payload, payload),
+            partial(target.read, payload),
             is_ours=False,
             lies_over=self._left_parts,
         )
@@ -238,19 +281,17 @@ class Restorer:
             self._left_parts = file.shard.checkpoint
 
         try:
-            return read_in_place(file, target.leaves, target.fits, held, begins, fd)
+            return read_in_place(file, target, held, begins, fd)
         except HoldfastError as error:
             logger.warning("%s; it is read again", error)
             return None
 
     def _wanted(
-        self, target: RestoreTarget, reply: RestoreReply, round_: RestartRound
+        self, target: RestoreTarget | NamedTensors, reply: RestoreReply, round_: RestartRound
     ) -> RankLayout | None:
         """Return the layout to assemble for this rank, or None if its shard fits as it was saved."""
         if reply.world_size in (0, self._settings.world_size):
-            if reply.rank_layout is None:
-                return None
-            if target.is_as_saved(parse_rank_layout(self._layouts.read(reply.rank_layout))):
+            if isinstance(target, RestoreTarget) and self._is_as_saved(target, reply):
                 return None
             again = Restore(round_, self._settings.rank, with_layouts=True)
             reply = self._session.request(again, RestoreReply)
@@ -266,3 +307,9 @@ class Restorer:
         )
         home = parse_rank_layout(self._layouts.read(reply.home))
         return target.layout(saved_state(home, groups, reply.world_size))
+
+    def _is_as_saved(self, target: RestoreTarget, reply: RestoreReply) -> bool:
+        """Return whether this rank's shard fits as it was saved, or its layout is not known."""
+        if reply.rank_layout is None:
+            return True
+        return target.is_as_saved(parse_rank_layout(self._layouts.read(reply.rank_layout)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from holdfast.base.handle import SaveHandle
@@ -18,6 +19,7 @@ from holdfast.checkpoint.saving import Saver
 from holdfast.checkpoint.status import SaveStatus
 from holdfast.connection.session import Session
 from holdfast.places.place import Place
+from holdfast.training.inexact_data import inexact_data
 from holdfast.training.loop import Position
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.ids import Level, Step
@@ -55,6 +57,7 @@ class Saves:
         self._left: SaveHandle | None = None
         """The held save of a loop that was left early."""
         self._left_error: Exception | None = None
+        self._has_looked_at_data = False
 
     def save(self, step: Step, state: Mapping[str, Any], *, waits: bool) -> SaveHandle:
         """Save `step`. With `waits`, wait for a free slot. A failure raises only if the script asked for it.
@@ -63,8 +66,12 @@ class Saves:
         """
         self._place.take_for_training()
         self.hand_over_left()
-        handle = SaveHandle(step, self._session.current_round)
+        handle = SaveHandle(step, self._session.current_round, self._saving)
         self._start(handle, state, _BUSY_WAIT_SECONDS if waits else 0.0)
+        if not self._has_looked_at_data:
+            self._has_looked_at_data = True
+            for line in inexact_data(state) if self._session.rank == 0 else ():
+                logger.warning(line)
         return handle
 
     def save_left(self, step: Step, state: Mapping[str, Any]) -> None:
@@ -80,7 +87,7 @@ class Saves:
                 step,
             )
             return
-        self._left = SaveHandle(step, self._session.current_round)
+        self._left = SaveHandle(step, self._session.current_round, self._saving)
         self._session.defer(self._left)
         try:
             self._place.take_for_training()
@@ -118,7 +125,16 @@ class Saves:
         self.have_begun = False
         self.last = None
 
+    def _saving(self) -> AbstractContextManager[None]:
+        return self._status.progress.paused("a save")
+
     def _start(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
+        with self._saving():  # the end of the pause reports the step and the time of the save
+            self._make(handle, state, wait_seconds)
+        self._decisions.slot_was_filled()
+        self._decisions.foresee(Step(handle.step + 1))
+
+    def _make(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
         step = handle.step
         started = time.monotonic()
         self.have_begun = True
@@ -137,8 +153,6 @@ class Saves:
             self._status.count_failure(error, step)
         finally:
             self._status.ended(step, time.monotonic() - started)
-        self._decisions.slot_was_filled()
-        self._decisions.foresee(Step(step + 1))
 
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
         if self._saver.save(handle, state, wait_seconds):

@@ -21,16 +21,11 @@ from holdfast.connection.session import Session
 from holdfast.slots.device import find_device
 from holdfast.slots.device_copies import DeviceCopies, PendingCopies
 from holdfast.slots.staging import Copier, Slot, SlotRing
-from holdfast.state.snapshot import (
-    PayloadTarget,
-    SavePlan,
-    Snapshot,
-    Snapshots,
-    device_copies,
-    plan_save,
-)
+from holdfast.state.copying.target import PayloadTarget, device_copies
+from holdfast.state.sizing import estimated_bytes, slot_bytes
+from holdfast.state.snapshot import SavePlan, Snapshot, Snapshots, paused_collector, plan_save
 from holdfast_core.errors import DeviceError, UnavailableError
-from holdfast_core.ids import Level, Rank, RestartRound
+from holdfast_core.ids import Level, RestartRound
 from holdfast_core.messages.schema import Stage
 
 logger = logging.getLogger(__name__)
@@ -39,13 +34,15 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Saves states into the ring's slots. Not thread-safe, except for `wait_staged`."""
 
-    def __init__(self, session: Session, ring: SlotRing, layouts: LayoutFiles, rank: Rank) -> None:
+    def __init__(
+        self, session: Session, ring: SlotRing, layouts: LayoutFiles, snapshots: Snapshots
+    ) -> None:
         self._session = session
         self._ring = ring
         self._layouts = layouts
-        self._rank = rank
+        self._rank = snapshots.rank
         self._copier = Copier()
-        self._snapshots = Snapshots(rank)
+        self._snapshots = snapshots
         self._plan: SavePlan | None = None
         self._copies: DeviceCopies | None = None
 
@@ -75,6 +72,19 @@ class Saver:
             self.prepare()
         self._ring.ensure(payload_bytes, round_)
 
+    def allocate(self, state: Mapping[str, Any], round_: RestartRound) -> None:
+        """Make sure that the slots hold `state`, with the tensors that its optimizers will create.
+
+        Raises what `save` raises.
+        """
+        snapshot, plan = self._read(state)
+        # A restore estimates the size. In the process that follows a killed one, it keeps the slots, and what
+        # they hold, only if they are as large.
+        size = max(plan.payload_bytes, estimated_bytes(snapshot))
+        self.ensure_slots(slot_bytes(state, size), round_)
+
+    # The collector would start after the state is read, and visit all objects that were made for it.
+    @paused_collector()
     def save(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> bool:
         """Copy the state as it is now. Return False when no slot became free within `wait_seconds`.
 
@@ -84,10 +94,7 @@ class Saver:
         """
         if not self._session.is_connected:
             raise UnavailableError(f"there is no connection to {self._session.peer}")
-        snapshot = self._snapshots.take(state)
-        if self._plan is None or not self._plan.fits(snapshot):
-            self._plan = plan_save(snapshot, self._rank)
-        plan = self._plan
+        snapshot, plan = self._read(state)
         self._layouts.ensure(plan.layout, plan.layout_digest)
         self.ensure_slots(plan.payload_bytes, handle.round)
         return self._copy(handle, snapshot, plan, wait_seconds)
@@ -150,6 +157,13 @@ class Saver:
             self._copies = None
 
     # ------------------------------------------------------------------ inside
+
+    def _read(self, state: Mapping[str, Any]) -> tuple[Snapshot, SavePlan]:
+        """Read the state, and plan its payload if the last plan does not fit any more."""
+        snapshot = self._snapshots.take(state)
+        if self._plan is None or not self._plan.fits(snapshot):
+            self._plan = plan_save(snapshot, self._rank)
+        return snapshot, self._plan
 
     def _start(
         self, copies: DeviceCopies, plan: SavePlan, snapshot: Snapshot, slot: Slot

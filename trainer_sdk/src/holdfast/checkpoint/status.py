@@ -66,11 +66,10 @@ class SaveStatus:
         handle.fail(Level.LOCAL, f"skipped: {reason}")
 
     def ended(self, step: Step, blocked_seconds: float) -> None:
-        """Report that a save has returned to training, after `blocked_seconds`."""
+        """Record that a save returns to training, after `blocked_seconds`."""
         self.blocked_seconds += blocked_seconds
         self.progress.blocked(blocked_seconds)
         self.progress.finished(step)
-        self.progress.send()
         self._watch_commits()
 
     def count_failure(self, error: Exception, step: Step) -> None:

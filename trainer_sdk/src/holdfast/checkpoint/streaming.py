@@ -11,11 +11,11 @@ from holdfast.checkpoint.saving import Saver
 from holdfast.connection.session import Session
 from holdfast.slots.segments import SEGMENT_SLOTS, segment_bytes, segments_of
 from holdfast.slots.staging import Slot, SlotRing, run_all
-from holdfast.state.segments import SegmentWriter
-from holdfast.state.snapshot import SavePlan, Snapshot
+from holdfast.state.copying.segments import SegmentWriter
+from holdfast.state.snapshot import SavePlan, Snapshot, Snapshots
 from holdfast_core.errors import UnavailableError
 from holdfast_core.failpoint import failpoint
-from holdfast_core.ids import Rank, RestartRound
+from holdfast_core.ids import RestartRound
 from holdfast_core.messages.schema import Segment, Stage, StageSegment
 
 _LONGEST_WAIT_SECONDS = 600.0
@@ -30,9 +30,14 @@ class StreamingSaver(Saver):
     """Saves states through the ring's slots. `save` returns when the shard is durable on the node tier."""
 
     def __init__(
-        self, session: Session, ring: SlotRing, layouts: LayoutFiles, rank: Rank, ring_bytes: int
+        self,
+        session: Session,
+        ring: SlotRing,
+        layouts: LayoutFiles,
+        snapshots: Snapshots,
+        ring_bytes: int,
     ) -> None:
-        super().__init__(session, ring, layouts, rank)
+        super().__init__(session, ring, layouts, snapshots)
         self._ring_bytes = ring_bytes
 
     def ensure_slots(self, payload_bytes: int, round_: RestartRound) -> None:

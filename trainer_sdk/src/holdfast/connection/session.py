@@ -93,7 +93,7 @@ class Session:
         self._job_uid = job_uid
         self.peer = peer
         self._knows_what_is_durable = knows_what_is_durable
-        self._rank = rank
+        self.rank = rank
         self._lock = threading.Condition()
         self._saves: dict[tuple[int, int], list[_Staged]] = {}
         """The saves of each step and round, oldest first. A step may be saved more than once."""
@@ -123,6 +123,7 @@ class Session:
         """Start `link`, whose callbacks are this session's. It connects again until `close`."""
         self._link = link
         self._is_open = True
+        self.hello_error = None  # of an earlier link
         link.start()
 
     def close(self) -> None:
@@ -166,7 +167,7 @@ class Session:
             PROTOCOL_VERSION,
             self._job_uid,
             LocalRole.RANK,
-            self._rank,
+            self.rank,
             self.round,
         )
 
@@ -381,6 +382,14 @@ class Session:
                 lambda: self.losses >= _LOSSES_AT_THE_END or self._all_settled(), timeout_seconds
             )
             return self._all_settled()
+
+    def report_no_more_uploads(self, why: str) -> None:
+        """Record that no report arrives any more that a save so far is in the object store.
+
+        Otherwise `wait("persisted")` would wait for ever.
+        """
+        for save in self._all():
+            save.handle.report_no_more(Level.PERSISTED, why)
 
     def was_acknowledged(self, handle: SaveHandle) -> bool:
         """Return whether the other side has acknowledged this save."""

@@ -7,18 +7,29 @@ its manifest can be read and every shard that it names exists.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnavailableError
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef, Step, age_of
 from holdfast_core.node.tier import DiskNodeTier, manifests_in
 
+if TYPE_CHECKING:
+    from holdfast_core.store.tier import ObjectTier
+    from holdfast_core.store_url import StoreUrl
+
+T = TypeVar("T")
+
+NAMESPACE = "standalone"
+"""Namespace of every training without a cluster in the keys of a store."""
 JOB_UID = JobUid("standalone")
 """Job UID in every directory. A directory holds one job's checkpoints, and no cluster assigns a UID."""
 
+_NAME = re.compile(r"s(\d{1,18})-r(\d{1,9})", re.ASCII)
 _MAX_ATTEMPTS = 100
 """Number of attempts to choose while another run changes the directory."""
 
@@ -27,6 +38,63 @@ _MAX_ATTEMPTS = 100
 class Choice:
     manifest: Manifest
     digest: Digest
+
+
+class RemoteStore(Protocol):
+    """The object store of a folder, as a start and a restore use it. Calls block.
+
+    Its implementation is in `persister.folder_store`, which only a process with a store imports.
+    """
+
+    @property
+    def url(self) -> StoreUrl: ...
+
+    @property
+    def tier(self) -> ObjectTier:
+        """The tier for restores. An operation that the store does not answer fails within seconds."""
+        ...
+
+    def checkpoints(self) -> frozenset[CheckpointId]:
+        """Return the checkpoints that have a manifest in the store."""
+        ...
+
+    def rounds(self) -> list[RestartRound]:
+        """Return the rounds in which runs have uploaded."""
+        ...
+
+    def load(self, checkpoint: CheckpointId, has: Callable[[ShardRef], bool]) -> Choice:
+        """Load a manifest, and check that each of its shards is in the store or, by `has`, in the folder.
+
+        Raises NotFoundError, CorruptionError or FormatError if the checkpoint cannot be restored.
+        """
+        ...
+
+    def keep(self, choice: Choice) -> None:
+        """Write the manifest of the restore point where `kept` finds it, for the gang's other persisters."""
+        ...
+
+    def kept(self, checkpoint: CheckpointId) -> Choice | None:
+        """Return what `keep` has written for this checkpoint, or None."""
+        ...
+
+    def adopt(self, *, has_checkpoints: bool, is_writable: bool) -> None:
+        """Find out which training the store belongs to, and record it in the folder.
+
+        Raises ConfigError if the folder has checkpoints of another one.
+        """
+        ...
+
+    def patiently(self, why: str, call: Callable[[], T]) -> T:
+        """Return the result of `call`, which is repeated while the store does not answer.
+
+        `why` tells the log why this cannot go on without the store. Raises UnavailableError when nothing
+        needs the result any more.
+        """
+        ...
+
+    def usable(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`. A refusal is raised as ConfigError with the store's URL."""
+        ...
 
 
 def next_round(tier: DiskNodeTier, others: Iterable[RestartRound]) -> RestartRound:
@@ -42,7 +110,7 @@ def next_round(tier: DiskNodeTier, others: Iterable[RestartRound]) -> RestartRou
 
 def candidates(tier: DiskNodeTier) -> list[CheckpointId]:
     """Return the committed checkpoints of the tier, in the order in which `choose` tries them."""
-    return _newest_first(tier.list_manifests())
+    return _of_training(tier.list_manifests())
 
 
 def committed(root: Path) -> list[CheckpointId]:
@@ -50,7 +118,7 @@ def committed(root: Path) -> list[CheckpointId]:
 
     This reads only the names of files, so that another process may write to the folder.
     """
-    return _newest_first(manifests_in(root / "tier"))
+    return _of_training(manifests_in(root / "tier"))
 
 
 def older_than(root: Path, step: Step) -> int:
@@ -71,20 +139,36 @@ def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
     return Choice(manifest, manifest_digest(document))
 
 
-def choose(tier: DiskNodeTier, rejected: Collection[CheckpointId] = ()) -> Choice | None:
-    """Return the newest complete checkpoint, or None in a directory without checkpoints.
+def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: RemoteStore) -> Choice:
+    """Load a checkpoint as `load_choice` does, or from the store where the folder lacks a part of it."""
+    try:
+        return load_choice(tier, checkpoint)
+    except (NotFoundError, CorruptionError, FormatError):
+        return store.load(checkpoint, lambda ref: _has(tier, ref))
 
-    It may have been saved by any number of ranks. Another run may commit newer checkpoints and prune older
-    ones during the search. If a checkpoint cannot be loaded and the list has changed, the search begins
-    again, so that a pruned checkpoint leads neither to an older step nor to an error.
+
+def choose(
+    tier: DiskNodeTier,
+    rejected: Collection[CheckpointId] = (),
+    store: RemoteStore | None = None,
+    step: Step | None = None,
+) -> Choice | None:
+    """Return the newest complete checkpoint of the directory and its store, or None where there is none.
+
+    It may have been saved by any number of ranks. With `step` only checkpoints of this step count. Another
+    run may commit newer checkpoints and prune older ones during the search. If a checkpoint cannot be loaded
+    and the list has changed, the search begins again, so that a pruned checkpoint leads neither to an older
+    step nor to an error.
 
     Raises CorruptionError when there are checkpoints and none can be read, so that a run never silently
     starts from the beginning. Raises UnavailableError when the list changes in every attempt.
     """
     for _ in range(_MAX_ATTEMPTS):
         listed = candidates(tier)
-        choice, reasons = _first_that_loads(tier, listed, rejected)
-        if not reasons or candidates(tier) == listed:
+        stored = _stored(store)
+        known = {c for c in (*listed, *stored) if step is None or c.step == step}
+        choice, reasons = _first_that_loads(tier, known, rejected, store)
+        if not reasons or (candidates(tier) == listed and _stored(store) == stored):
             break
     else:
         raise UnavailableError(
@@ -100,22 +184,49 @@ def choose(tier: DiskNodeTier, rejected: Collection[CheckpointId] = ()) -> Choic
     return choice
 
 
+def checkpoint_of_name(name: str) -> CheckpointId | None:
+    """Return the checkpoint whose text is `name`, or None if there is none."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    return CheckpointId(Step(int(match[1])), RestartRound(int(match[2])))
+
+
 def _first_that_loads(
-    tier: DiskNodeTier, listed: Iterable[CheckpointId], rejected: Collection[CheckpointId]
+    tier: DiskNodeTier,
+    known: Collection[CheckpointId],
+    rejected: Collection[CheckpointId],
+    store: RemoteStore | None,
 ) -> tuple[Choice | None, list[str]]:
-    """Return the first checkpoint that loads, and the reasons why those before it do not."""
+    """Return the newest checkpoint that loads, and the reasons why newer ones do not."""
     reasons: list[str] = []
-    for checkpoint in listed:
+    for checkpoint in _newest_first(known):
         if checkpoint in rejected:
             reasons.append(f"{checkpoint}: a shard did not verify")
             continue
         try:
-            return load_choice(tier, checkpoint), reasons
+            if store is None:
+                return load_choice(tier, checkpoint), reasons
+            return load_from(tier, checkpoint, store), reasons
         except (NotFoundError, CorruptionError, FormatError) as error:
             reasons.append(str(error))
     return None, reasons
 
 
-def _newest_first(manifests: Iterable[tuple[JobUid, CheckpointId]]) -> list[CheckpointId]:
-    found = [checkpoint for uid, checkpoint in manifests if uid == JOB_UID]
-    return sorted(found, key=lambda c: (c.round, c.step), reverse=True)
+def _stored(store: RemoteStore | None) -> frozenset[CheckpointId]:
+    return frozenset() if store is None else store.checkpoints()
+
+
+def _has(tier: DiskNodeTier, ref: ShardRef) -> bool:
+    try:
+        return tier.look_up(ref) is not None
+    except FormatError:
+        return False
+
+
+def _newest_first(checkpoints: Iterable[CheckpointId]) -> list[CheckpointId]:
+    return sorted(checkpoints, key=age_of, reverse=True)
+
+
+def _of_training(manifests: Iterable[tuple[JobUid, CheckpointId]]) -> list[CheckpointId]:
+    return _newest_first(checkpoint for uid, checkpoint in manifests if uid == JOB_UID)

@@ -15,17 +15,18 @@ import contextlib
 import fcntl
 import logging
 import os
-import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.directory.choice import JOB_UID, candidates
-from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
+from holdfast.directory.choice import JOB_UID, candidates, checkpoint_of_name, committed
+from holdfast.directory.claims import holder
+from holdfast.directory.processes import held
+from holdfast_core.errors import ConfigError, FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
+from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step, age_of
 from holdfast_core.messages import codec
 from holdfast_core.node.files import disk_errors
 from holdfast_core.node.tier import DiskNodeTier
@@ -33,9 +34,6 @@ from holdfast_core.shards.record import ShardRecord
 from holdfast_core.tiers.local_commit import build_manifest
 
 logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"s(\d{1,18})-r(\d{1,9})", re.ASCII)
-"""Name of a directory of records: str(CheckpointId)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,9 @@ class Committer:
 
         Raises FormatError for an invalid record, and NotFoundError where a record or a shard is missing.
         """
-        with self._one_at_a_time():  # another rank may delete its shard where the folder is full
+        with one_at_a_time(
+            self.prepared_dir.parent
+        ):  # another rank may delete its shard where the folder is full
             try:
                 prepared = self._prepared(checkpoint)
             except FileNotFoundError as error:
@@ -111,10 +111,10 @@ class Committer:
         if not self._left():
             return
         # The lock prevents a commit of what that run's rank 0 prunes at the same time.
-        with self._one_at_a_time():
-            newest = max(((c.round, c.step) for c in candidates(self.tier)), default=(-1, -1))
+        with one_at_a_time(self.prepared_dir.parent):
+            newest = max(map(age_of, candidates(self.tier)), default=(-1, -1))
             for checkpoint in self._left():
-                if (checkpoint.round, checkpoint.step) > newest:
+                if age_of(checkpoint) > newest:
                     self._commit_if_whole(checkpoint)
 
     @property
@@ -122,18 +122,21 @@ class Committer:
         """Rounds of the existing records."""
         return [checkpoint.round for checkpoint in self._left()]
 
-    def prune(self, newest: CheckpointId, protected: CheckpointId | None, *, leader: bool) -> None:
+    def prune(
+        self, newest: CheckpointId, protected: Collection[CheckpointId], *, leader: bool
+    ) -> None:
         """Delete old checkpoints and shards after `newest` was committed.
 
-        Only the leader deletes checkpoints. It keeps the last `keep_last` and `protected`. Every process
-        deletes those shards of its own ranks that no manifest names and that are older than `newest`.
+        Only the leader deletes checkpoints. It keeps the last `keep_last`, `protected`, and those that a
+        process reads. Every process deletes those shards of its own ranks that no manifest names and that
+        are older than `newest`.
 
         Args:
             newest: The checkpoint that was just committed.
-            protected: The restore point of this run.
+            protected: The restore point of this run, and what waits for its upload.
             leader: Whether this process serves rank 0.
         """
-        with self._one_at_a_time():
+        with one_at_a_time(self.prepared_dir.parent):
             self._prune(newest, protected, leader)
 
     def make_room(
@@ -150,17 +153,17 @@ class Committer:
         3. a shard of this process's ranks of an older save that other ranks have not completed. They
            cannot complete it while the disk is full for them, too.
         """
-        with self._one_at_a_time():
+        with one_at_a_time(self.prepared_dir.parent):
             committed = self._committed()
             orphans = [
                 record
                 for record in self.tier.list_shards()
                 if self._is_own(record, leader=0 in self.own_ranks)
                 and record.checkpoint not in committed
-                and _order(record.checkpoint) < _order(wanted)
+                and age_of(record.checkpoint) < age_of(wanted)
             ]
-            orphans.sort(key=lambda record: _order(record.checkpoint))
-            if committed and orphans and _order(orphans[0].checkpoint) < _order(committed[-1]):
+            orphans.sort(key=lambda record: age_of(record.checkpoint))
+            if committed and orphans and age_of(orphans[0].checkpoint) < age_of(committed[-1]):
                 return self._drop(orphans[0])
             has_own = any(checkpoint.round == wanted.round for checkpoint in committed)
             for checkpoint in committed[:-1]:
@@ -177,7 +180,7 @@ class Committer:
 
     def _committed(self) -> list[CheckpointId]:
         """Return the committed checkpoints, oldest first."""
-        return sorted((c for uid, c in self.tier.list_manifests() if uid == JOB_UID), key=_order)
+        return sorted((c for uid, c in self.tier.list_manifests() if uid == JOB_UID), key=age_of)
 
     def _is_own(self, record: ShardRecord, *, leader: bool) -> bool:
         """Return whether this process may delete the shard.
@@ -187,35 +190,24 @@ class Committer:
         rank = record.header.rank
         return rank in self.own_ranks or (leader and rank >= self.world_size)
 
-    @contextlib.contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        """Hold the lock under which processes commit and delete.
-
-        Otherwise a process could remove an empty directory into which another one is about to write.
-        """
-        path = self.prepared_dir.with_name(".prune")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o660)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _prune(self, newest: CheckpointId, protected: CheckpointId | None, leader: bool) -> None:
+    def _prune(
+        self, newest: CheckpointId, protected: Collection[CheckpointId], leader: bool
+    ) -> None:
         committed = self._committed()
         if leader:
             extra = committed[: -self.keep_last] if self.keep_last else []
+            being_read = held(self.prepared_dir.parent) if extra else frozenset()
             for checkpoint in extra:
                 # The restore point of this run stays, to which a restart can return.
-                if checkpoint not in (newest, protected):
+                is_kept = checkpoint == newest or checkpoint in protected
+                if not is_kept and checkpoint not in being_read:
                     self.tier.delete_checkpoint(JOB_UID, checkpoint)
                     committed.remove(checkpoint)
             self._drop_old_records(newest)
         known = set(committed)
         for record in self.tier.list_shards():
             checkpoint = record.checkpoint
-            older = _order(checkpoint) < _order(newest)
+            older = age_of(checkpoint) < age_of(newest)
             if self._is_own(record, leader=leader) and older and checkpoint not in known:
                 self._delete(record)
 
@@ -227,7 +219,7 @@ class Committer:
 
     def _drop_old_records(self, newest: CheckpointId) -> None:
         for checkpoint in self._left():
-            if (checkpoint.round, checkpoint.step) < (newest.round, newest.step):
+            if age_of(checkpoint) < age_of(newest):
                 shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
 
     def _left(self) -> list[CheckpointId]:
@@ -235,11 +227,10 @@ class Committer:
         found: list[CheckpointId] = []
         with contextlib.suppress(FileNotFoundError):
             for path in self.prepared_dir.iterdir():
-                match = _NAME.fullmatch(path.name)
-                if match is not None:
-                    step, round_ = map(int, match.groups())
-                    found.append(CheckpointId(Step(step), RestartRound(round_)))
-        return sorted(found, key=lambda c: (c.round, c.step))
+                checkpoint = checkpoint_of_name(path.name)
+                if checkpoint is not None:
+                    found.append(checkpoint)
+        return sorted(found, key=age_of)
 
     def _commit_if_whole(self, checkpoint: CheckpointId) -> None:
         try:
@@ -269,7 +260,7 @@ class Committer:
         records = [one.record for one in prepared]
         for record in records:
             self._expect_shard(record)
-            if not self.tier.has_layout(record.header.layout):
+            if not self.tier.keep_layout(record.header.layout):
                 raise NotFoundError(
                     f"checkpoint {checkpoint}: the folder has no layout {record.header.layout} of "
                     f"rank {record.header.rank}"
@@ -299,8 +290,71 @@ class Committer:
         return self.prepared_dir / str(checkpoint)
 
 
-def _order(checkpoint: CheckpointId) -> tuple[int, int]:
-    return checkpoint.round, checkpoint.step
+@contextlib.contextmanager
+def one_at_a_time(root: Path) -> Iterator[None]:
+    """Hold the lock of the folder `root` under which processes commit and delete.
+
+    Otherwise a process could remove an empty directory into which another one is about to write.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(root / ".prune", flags, 0o660)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def delete_step(root: Path, step: Step, *, even_last: bool) -> bool:
+    """Delete the checkpoints of a step, of all rounds, from a folder that trainings and readers may use.
+
+    1. The records of its shards are removed, so that no run commits it again.
+    2. The manifests are removed durably. From here on it does not exist.
+    3. The shards are removed. After a kill before or during this, the next save in the folder removes them.
+
+    Return False if the folder has no such step. Raises ConfigError for a checkpoint in use, for the newest
+    one while a training runs, and for the newest one without `even_last`.
+    """
+    if not _of_step(root, step):
+        return False  # before the folder's directories are created
+    tier = DiskNodeTier(root / "tier", fill_limit=1.0, name="folder")
+    tier.open()  # reads the heads of all shards, for which no commit should wait
+    with one_at_a_time(root):
+        wanted = _of_step(root, step)
+        if not wanted:
+            return False
+        if not held(root).isdisjoint(wanted):
+            raise ConfigError(
+                f"step {step} in {root} is in use: a training was restored from it and still runs, or a "
+                "process reads or uploads it. Delete it when that process has ended"
+            )
+        if committed(root)[0] in wanted:
+            _expect_not_needed(root, step, even_last=even_last)
+        for checkpoint in reversed(wanted):  # the newest one last: it is the restore point
+            shutil.rmtree(root / "prepared" / str(checkpoint), ignore_errors=True)
+            tier.delete_checkpoint(JOB_UID, checkpoint)
+        tier.remove_spare_files()
+        return True
+
+
+def _of_step(root: Path, step: Step) -> list[CheckpointId]:
+    """Return the committed checkpoints of a step, the newest first."""
+    return [checkpoint for checkpoint in committed(root) if checkpoint.step == step]
+
+
+def _expect_not_needed(root: Path, step: Step, *, even_last: bool) -> None:
+    """Raise ConfigError if the newest checkpoint must stay."""
+    training = holder(root / "training.lock")
+    if training is not None:
+        raise ConfigError(
+            f"step {step} in {root} is the newest checkpoint of a running training ({training}), which "
+            "continues from it after a failure: delete an older one, or end the training before"
+        )
+    if not even_last:
+        raise ConfigError(
+            f"step {step} in {root} is the newest checkpoint, which the next run restores: to delete it all "
+            "the same, use delete(step, even_last=True)"
+        )
 
 
 def _file(directory: Path, rank: int) -> Path:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.state.destinations import Destinations
-from holdfast.state.tensors import Leaf
+from holdfast.state.loading.destinations import Destinations
+from holdfast.state.loading.restore_target import RestoreTarget
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.format.payload import LENGTH_BYTES, header_bytes, parse_payload
@@ -46,24 +46,23 @@ class InPlace:
 
 def read_in_place(
     file: ShardFile,
-    leaves: tuple[Leaf, ...],
-    fits: Callable[[dict[str, Any]], bool],
+    target: RestoreTarget,
     held: memoryview | None = None,
     begins: Callable[[], None] = lambda: None,
     fd: int | None = None,
 ) -> InPlace | None:
-    """Read the shard into the tensors `leaves`. Return None, without writing, if the state does not fit.
+    """Read the shard into the state's tensors. Return None, without writing, if the state does not fit.
 
     Args:
         file: The shard's file.
-        leaves: Tensors of the current state.
-        fits: Whether a saved state fits the current one.
+        target: The current state.
         held: Payload of `file.slot`, which may still hold the shard.
         begins: Called before the first byte is written.
         fd: The file, if it is open already. This function closes it.
 
     Raises:
         CorruptionError, FormatError, NotFoundError, UnavailableError: The shard cannot be read.
+        StateMismatchError: A value does not fit its class any more.
     """
     path = Path(file.path)
     with disk_errors(f"opening shard {path}"):
@@ -76,8 +75,9 @@ def read_in_place(
         size = reader.record.header.payload_bytes
         head_stop = header_bytes(_read(reader, ByteRange(0, LENGTH_BYTES)), size)
         plan = parse_payload(_read(reader, ByteRange(0, head_stop)), size)
-        destinations = Destinations(plan, _read(reader, plan.objects), leaves)
-        if not fits(destinations.saved):
+        objects = _read(reader, plan.objects)
+        destinations = Destinations(plan, objects, target.leaves, target.classes)
+        if not target.fits(destinations.saved):
             return None
         begins()
         if held is not None and _put_held(reader, destinations, held[:size]):

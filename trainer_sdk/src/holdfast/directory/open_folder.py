@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-from holdfast.directory.choice import Choice, choose, load_choice, next_round
+from holdfast.directory.choice import (
+    JOB_UID,
+    Choice,
+    RemoteStore,
+    candidates,
+    choose,
+    load_choice,
+    load_from,
+    next_round,
+)
 from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.presence import Presence, expect_not_unmounted, is_directory_gone
@@ -45,12 +55,17 @@ class OpenFolder:
     choice_error: HoldfastError | None
     """Why the restore point that rank 0 chose cannot be loaded. Restores raise it, so that all ranks choose
     again."""
+    store: RemoteStore | None = None
+    """The object store that the folder uploads to."""
 
     @classmethod
-    def open(cls, options: ServiceOptions) -> Self:
+    def open(cls, options: ServiceOptions, store: RemoteStore | None = None) -> Self:
         """Open the directory and determine the round and the restore point.
 
-        Raises CorruptionError or UnavailableError (see `choose`), and TierError.
+        With a store this waits for its answer if the folder has nothing that can be restored.
+
+        Raises CorruptionError or UnavailableError (see `choose`), TierError, and ConfigError for a store
+        that cannot be used.
         """
         if options.round is not None and not has_rounds(options.root / "rounds"):
             expect_not_unmounted(options.root, options.device)
@@ -71,25 +86,49 @@ class OpenFolder:
             options.policy.keep_last,
             options.run_id,
         )
-        round_ = _take_round(options, tier, committer)
         choice, choice_error = None, None
+        used: list[RestartRound] = []
+        """Rounds of the store."""
         if options.choose_restore:
             if not options.read_only:
                 committer.commit_left()
-            choice = choose(tier, options.rejected)
+            if store is None:
+                choice = choose(tier, options.rejected, step=options.step)
+            else:
+                choice, used = _choose_with_store(options, tier, store)
         elif options.restore is not None:
             try:
-                choice = load_choice(tier, options.restore)
+                choice = _load(tier, options.restore, store)
             except (NotFoundError, CorruptionError) as error:
                 choice_error = error  # another run pruned it after rank 0 had chosen it
+        round_ = _take_round(options, tier, [*committer.rounds, *used])
         parent = None if choice is None else choice.digest
         committer = dataclasses.replace(committer, parent=parent)
-        return cls(options, tier, committer, round_, presence, choice, choice_error)
+        return cls(options, tier, committer, round_, presence, choice, choice_error, store)
 
     @property
     def protected(self) -> CheckpointId | None:
         """The restore point of this run, which pruning keeps."""
         return None if self.choice is None else self.choice.manifest.checkpoint
+
+    @property
+    def has_checkpoints(self) -> bool:
+        return bool(candidates(self.tier))
+
+    def keep_restored(self) -> None:
+        """Make the restore point a checkpoint of the folder, if all of it was brought from the store."""
+        if self.choice is None or self.store is None or self.options.read_only:
+            return
+        manifest = self.choice.manifest
+        checkpoint = manifest.checkpoint
+        try:
+            with contextlib.suppress(CorruptionError):  # a damaged manifest is replaced
+                if self.committer.is_committed(checkpoint):
+                    return
+            if all(self.tier.look_up(manifest.ref(s.rank)) is not None for s in manifest.shards):
+                self.tier.put_manifest(JOB_UID, checkpoint, manifest.to_bytes())
+        except HoldfastError as error:
+            logger.warning("%s; the restore point %s stays in the store only", error, checkpoint)
 
     def remove_spare_files(self) -> None:
         """Remove the files that no further save overwrites, so that a folder at rest has no more of them."""
@@ -171,10 +210,73 @@ class OpenFolder:
         return self.presence is not None and self.presence.is_lost()
 
 
-def _take_round(options: ServiceOptions, tier: DiskNodeTier, committer: Committer) -> RestartRound:
+def _choose_with_store(
+    options: ServiceOptions, tier: DiskNodeTier, store: RemoteStore
+) -> tuple[Choice | None, list[RestartRound]]:
+    """Return the restore point, and the rounds that the store has.
+
+    If the store does not answer, the folder's newest checkpoint is the restore point. If it has none, this
+    waits: the run would otherwise start from the beginning although the store has a checkpoint.
+    """
+
+    def ask() -> tuple[Choice | None, list[RestartRound]]:
+        store.adopt(
+            has_checkpoints=bool(candidates(tier)),
+            is_writable=not options.read_only,
+        )
+        return choose(tier, options.rejected, store, options.step), store.rounds()
+
+    try:
+        choice, rounds = store.usable(ask)
+    except UnavailableError as error:
+        found = _newest_in_folder(options, tier)
+        if found is not None:
+            logger.warning(
+                "%s does not answer (%s): this run starts from step %d of the folder %s, and uploads are "
+                "tried again during the training",
+                store.url,
+                error,
+                found.manifest.step,
+                options.root,
+            )
+            return found, []
+        why = (
+            f"the folder {options.root} has no checkpoint, and this run must not start from the beginning "
+            "if the store has one"
+        )
+        choice, rounds = store.usable(lambda: store.patiently(why, ask))
+    if choice is not None and not options.read_only:
+        store.keep(choice)
+    return choice, rounds
+
+
+def _newest_in_folder(options: ServiceOptions, tier: DiskNodeTier) -> Choice | None:
+    try:
+        return choose(tier, options.rejected, step=options.step)
+    except CorruptionError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _load(tier: DiskNodeTier, checkpoint: CheckpointId, store: RemoteStore | None) -> Choice:
+    """Load the checkpoint that rank 0 has chosen."""
+    if store is None:
+        return load_choice(tier, checkpoint)
+    kept = store.kept(checkpoint)
+    if kept is not None:
+        return kept
+    return store.patiently(
+        f"it has the manifest of {checkpoint}, which this run restores",
+        lambda: load_from(tier, checkpoint, store),
+    )
+
+
+def _take_round(
+    options: ServiceOptions, tier: DiskNodeTier, used: list[RestartRound]
+) -> RestartRound:
     directory = options.root / "rounds"
     if options.round is None:
-        lowest = next_round(tier, committer.rounds)
+        lowest = next_round(tier, used)
         if options.read_only:
             return lowest
         with disk_errors(f"claiming a round in {directory}"):

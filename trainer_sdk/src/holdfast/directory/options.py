@@ -11,6 +11,9 @@ from typing import Any
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Policy
 
+UPLOAD_SECONDS = 600.0
+"""Time that the last checkpoint may wait for its upload. A sidecar waits as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
@@ -28,6 +31,8 @@ class ServiceOptions:
     """Whether to choose the restore point. If False, it is `restore`, which may be None."""
     rejected: tuple[CheckpointId, ...] = ()
     """Checkpoints that must not be chosen."""
+    step: Step | None = None
+    """The only step that may be chosen. None: the newest one is chosen."""
     run_id: str = "standalone"
     """Identity of the run, which is written into records and manifests. All ranks have the same."""
     device: int | None = None
@@ -36,6 +41,10 @@ class ServiceOptions:
     """Directory for slots that do not fit into `slots_dir`."""
     read_only: bool = False
     """Whether the folder cannot be written, so that it serves restores only."""
+    store: str | None = None
+    """URL of the object store that the folder uploads to, or None."""
+    store_keep_last: int = 3
+    """Number of checkpoints to keep in the store."""
     writer: Path | None = None
     """File to claim until all that was staged is durable, see holdfast.directory.processes."""
 
@@ -56,10 +65,13 @@ def format_options(
     round_: RestartRound | None,
     restore: CheckpointId | None,
     rejected: Sequence[CheckpointId],
+    step: Step | None,
     run_id: str,
     device: int | None,
     spare_slots_dir: Path | None,
     read_only: bool,
+    store: str | None,
+    store_keep_last: int,
     writer: Path,
 ) -> str:
     """Encode the options as the persister's argument, which `parse_options` decodes."""
@@ -76,10 +88,13 @@ def format_options(
             "round": round_,
             "restore": None if restore is None else [restore.step, restore.round],
             "rejected": [[c.step, c.round] for c in rejected],
+            "step": step,
             "runId": run_id,
             "device": device,
             "spareSlotsDir": None if spare_slots_dir is None else str(spare_slots_dir),
             "readOnly": read_only,
+            "store": store,
+            "storeKeepLast": store_keep_last,
             "writer": str(writer),
         }
     )
@@ -106,10 +121,13 @@ def parse_options(text: str) -> ServiceOptions:
         restore=_checkpoint(value["restore"]),
         choose_restore=round_ is None,
         rejected=tuple(c for c in map(_checkpoint, value["rejected"]) if c is not None),
+        step=None if value["step"] is None else Step(value["step"]),
         run_id=str(value["runId"]),
         device=value["device"],
         spare_slots_dir=None if value["spareSlotsDir"] is None else Path(value["spareSlotsDir"]),
         read_only=bool(value["readOnly"]),
+        store=value["store"],
+        store_keep_last=int(value["storeKeepLast"]),
         writer=Path(value["writer"]),
     )
 

@@ -7,8 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from holdfast.base.layouts import LayoutFiles
+from holdfast.directory.choice import NAMESPACE
 from holdfast.directory.open_folder import OpenFolder
-from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, RefusedError
+from holdfast_core.errors import (
+    CapacityError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    RefusedError,
+)
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import Digest, Rank, ShardRef, TierName
@@ -38,9 +45,117 @@ from holdfast_core.shm.slot_fill import (
     names_shard,
 )
 from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
 
 logger = logging.getLogger(__name__)
+
+
+class Bringer:
+    """Reads shards and layouts of the restore point from the folder, or else from its store.
+
+    A call waits while the store does not answer.
+
+    Args:
+        tier: The folder's tier.
+        folder: The folder, with its store. None: nothing is read from a store.
+    """
+
+    def __init__(self, tier: DiskNodeTier, folder: OpenFolder | None = None) -> None:
+        self.tier = tier
+        self.has_read_store = False
+        """Whether a shard, or a part of one, was read from the store."""
+        self._folder = folder
+        self._store = None if folder is None else folder.store
+
+    def bring(self, ref: ShardRef) -> None:
+        """Make sure that the folder has the shard.
+
+        Raises:
+            NotFoundError: Neither the folder nor the store has it.
+            CorruptionError: The copy of the store is damaged.
+            CapacityError: The folder has no room for it.
+            RefusedError: The folder cannot be written.
+        """
+        store, folder = self._store, self._folder
+        if store is None or folder is None or self._is_here(ref):
+            return
+        if folder.options.read_only:
+            raise RefusedError(
+                Refusal.BAD_REQUEST,
+                f"step {ref.step} is only in {store.url}, and the folder {folder.options.root}, to "
+                "which it would be downloaded, cannot be written: choose a folder that can be written",
+            )
+        logger.info("reading %s from %s", ref, store.url)
+        store.patiently(
+            f"it has the shard of rank {ref.rank} of step {ref.step}, which this run restores",
+            lambda: folder.write(
+                ref.checkpoint,
+                lambda: store.tier.download_shard(NAMESPACE, ref, self.tier.begin_copy),
+                lambda gone: None,
+            ),
+        )
+        self.has_read_store = True
+
+    def layout(self, ref: ShardRef, digest: Digest) -> bytes:
+        """Return the layout of a shard. Raises NotFoundError, CorruptionError."""
+        store, folder = self._store, self._folder
+        try:
+            return self.tier.get_layout(digest)
+        except (NotFoundError, CorruptionError):
+            if store is None or folder is None:
+                raise
+        document: bytes = store.patiently(
+            f"it has the layout of rank {ref.rank} of step {ref.step}, which this run restores",
+            lambda: store.tier.get_layout(NAMESPACE, ref, digest),
+        )
+        if not folder.options.read_only:
+            try:
+                self.tier.put_layout(document)
+            except CapacityError as error:
+                logger.warning(
+                    "%s; the layout is read from the store again when it is needed", error
+                )
+        return document
+
+    def copy(self, manifest: Manifest, rank: Rank, copying: Copying, slot: SlotFile) -> None:
+        """Copy parts of a rank's shard to the slot, from where the shard is.
+
+        A damaged shard of the folder is quarantined, and its copy in the store is read instead.
+
+        Raises:
+            NotFoundError: Neither the folder nor the store has it.
+            CorruptionError: Every copy is damaged. That of the folder is quarantined.
+        """
+        store, ref = self._store, manifest.ref(rank)
+
+        def take(source: ShardSource) -> None:
+            with source:
+                check_source(source.trailer.record, manifest.shards[rank])
+                copying.take(source, slot)
+
+        if store is None or self._is_here(ref):
+            try:
+                take(ReaderSource(self.tier.open_shard(ref)))
+                return
+            except (NotFoundError, CorruptionError) as error:
+                if isinstance(error, CorruptionError):
+                    self.tier.quarantine(ref, str(error))
+                if store is None:
+                    raise
+                logger.warning("%s; the copy in the object store is read instead", error)
+        store.patiently(
+            f"it has the shard of rank {rank} of step {ref.step}, which this run restores",
+            lambda: take(store.tier.open_shard(NAMESPACE, ref)),
+        )
+        self.has_read_store = True
+
+    def _is_here(self, ref: ShardRef) -> bool:
+        try:
+            return self.tier.look_up(ref) is not None
+        except FormatError as error:
+            logger.warning("%s; it is read from the store", error)
+            return False
 
 
 class FolderRestore:
@@ -51,6 +166,7 @@ class FolderRestore:
         self._tier = folder.tier
         self._world_size = folder.options.world_size
         self._layouts = layouts
+        self._bringer = Bringer(folder.tier, folder)
 
     @property
     def point(self) -> RestorePoint:
@@ -83,7 +199,7 @@ class FolderRestore:
             self.point,
             payload_bytes=manifest.shards[message.rank].payload_bytes if same else 0,
             world_size=manifest.world_size,
-            rank_layout=self._publish_rank_layout(manifest.ref(message.rank)) if same else None,
+            rank_layout=self._publish_rank_layout(manifest, message.rank) if same else None,
             home=home,
             layouts=layouts,
         )
@@ -108,16 +224,32 @@ class FolderRestore:
             )
         ref = manifest.ref(message.rank)
         size = manifest.shards[message.rank].payload_bytes
+        self._bringer.bring(ref)
         named = [offer.name for offer in message.slots if self._names(offer.name, ref, size)]
         if message.reads_files:
             path = str(self._tier.shard_path(ref))
-            return ShardFile(path, ref, TierName.NODE, named[0] if named else None)
+            return ShardFile(path, ref, self._tier_name, named[0] if named else None)
         for name in named:
             if self._holds(name, ref, size):
                 return Filled(name, size, TierName.MEMORY)
-        with closing(self._fitting(message.slots, size)) as slot, self._reading(ref) as reader:
+        with closing(self._fitting(message.slots, size)) as slot:
+            try:
+                self._copy(ref, slot)
+            except CorruptionError as error:
+                if self._folder.store is None:
+                    raise
+                logger.warning("%s; the copy in the object store is read instead", error)
+                self._bringer.bring(ref)
+                self._copy(ref, slot)
+        return Filled(slot.name, size, self._tier_name)
+
+    @property
+    def _tier_name(self) -> TierName:
+        return TierName.OBJECT if self._bringer.has_read_store else TierName.NODE
+
+    def _copy(self, ref: ShardRef, slot: SlotFile) -> None:
+        with self._reading(ref) as reader:
             copy_shard(reader, ref, slot)
-        return Filled(slot.name, size, TierName.NODE)
 
     @contextmanager
     def _reading(self, ref: ShardRef) -> Iterator[DiskShardReader]:
@@ -134,11 +266,11 @@ class FolderRestore:
         if wanted.rank != message.rank:
             raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
         with closing(self._fitting(message.slots, wanted.payload_bytes)) as slot:
-            read = assemble_payload(self._tier, manifest, wanted, self._world_size, slot)
+            read = assemble_payload(self._bringer, manifest, wanted, self._world_size, slot)
         logger.info(
             "rank %d: read %d bytes for a payload of %d", wanted.rank, read, wanted.payload_bytes
         )
-        return Filled(slot.name, wanted.payload_bytes, TierName.NODE)
+        return Filled(slot.name, wanted.payload_bytes, self._tier_name)
 
     def _publish_one(self, manifest: Manifest, ranks: Sequence[Rank]) -> Digest:
         """Publish the layout of the first of these ranks that is good.
@@ -147,22 +279,22 @@ class FolderRestore:
         """
         for rank in ranks[:-1]:
             try:
-                return self._publish_layout(manifest.shards[rank].layout)
+                return self._publish_layout(manifest, rank)
             except (NotFoundError, CorruptionError) as error:
                 logger.warning("the layout of rank %d: %s", rank, error)
-        return self._publish_layout(manifest.shards[ranks[-1]].layout)
+        return self._publish_layout(manifest, ranks[-1])
 
-    def _publish_layout(self, digest: Digest) -> Digest:
-        self._layouts.ensure(self._tier.get_layout(digest), digest)
+    def _publish_layout(self, manifest: Manifest, rank: Rank) -> Digest:
+        digest = manifest.shards[rank].layout
+        self._layouts.ensure(self._bringer.layout(manifest.ref(rank), digest), digest)
         return digest
 
-    def _publish_rank_layout(self, ref: ShardRef) -> Digest | None:
-        record = self._tier.find(ref)
+    def _publish_rank_layout(self, manifest: Manifest, rank: Rank) -> Digest | None:
         try:
-            return None if record is None else self._publish_layout(record.header.layout)
+            return self._publish_layout(manifest, rank)
         except (NotFoundError, CorruptionError) as error:
             # The rank can do without it: it fetches its shard as saved and compares shapes as it loads.
-            logger.warning("the layout of %s: %s", ref, error)
+            logger.warning("the layout of %s: %s", manifest.ref(rank), error)
             return None
 
     def _fitting(self, offers: tuple[SlotOffer, ...], payload_bytes: int) -> SlotFile:
@@ -189,7 +321,11 @@ class FolderRestore:
 
 
 def assemble_payload(
-    tier: DiskNodeTier, manifest: Manifest, wanted: RankLayout, world_size: int, slot: SlotFile
+    bringer: Bringer,
+    manifest: Manifest,
+    wanted: RankLayout,
+    world_size: int,
+    slot: SlotFile,
 ) -> int:
     """Assemble the payload of the layout `wanted` in the slot from verified ranges of several shards.
 
@@ -208,21 +344,16 @@ def assemble_payload(
     bad: dict[Rank, str] = {}
     total = 0
     while True:
-        moves = _planned(tier, manifest, wanted, world_size, bad)
+        moves = _planned(bringer, manifest, wanted, world_size, bad)
         try:
             for rank, group in by_source(moves).items():
-                ref = manifest.ref(rank)
-                with ReaderSource(tier.open_shard(ref)) as shard:
-                    record = shard.trailer.record
-                    check_source(record, manifest.shards[rank])
-                    copying = Copying(group)
-                    copying.take(shard, slot)
-                    total += copying.read_bytes
+                copying = Copying(group)
+                bringer.copy(manifest, rank, copying, slot)
+                total += copying.read_bytes
             slot.write_header(free)
             return total
         except CorruptionError as error:
             bad[rank] = str(error)
-            tier.quarantine(ref, str(error))
         except NotFoundError as error:
             bad[rank] = str(error)  # another rank's process has quarantined it in the meantime
         logger.warning(
@@ -231,7 +362,7 @@ def assemble_payload(
 
 
 def _planned(
-    tier: DiskNodeTier,
+    bringer: Bringer,
     manifest: Manifest,
     wanted: RankLayout,
     world_size: int,
@@ -245,7 +376,7 @@ def _planned(
     while (rank := search.next()) is not None:
         digest = manifest.shards[rank].layout
         try:
-            document = tier.get_layout(digest)
+            document = bringer.layout(manifest.ref(rank), digest)
         except (NotFoundError, CorruptionError) as error:
             bad[rank] = f"layout of rank {rank}: {error}"
             logger.warning("%s: its slices are read from other shards", bad[rank])

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import JOB_UID
@@ -34,7 +34,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.rank_layout import LayoutDigests, layout_digests
-from holdfast_core.ids import CheckpointId, Digest, Level, Rank
+from holdfast_core.ids import CheckpointId, Digest, Level, Rank, Step, age_of
 from holdfast_core.messages.schema import (
     LevelReached,
     Refusal,
@@ -54,6 +54,35 @@ logger = logging.getLogger(__name__)
 Push = Callable[[Any], None]
 
 _POLL_SECONDS = 0.01
+
+
+class Uploads(Protocol):
+    """Uploads of committed checkpoints to an object store."""
+
+    @property
+    def wanted(self) -> frozenset[CheckpointId]:
+        """Checkpoints that the folder must keep until they are in the store."""
+        ...
+
+    def committed(self, checkpoint: CheckpointId) -> None:
+        """Queue a checkpoint that has become local."""
+        ...
+
+    def listen(self, push: Push) -> None:
+        """Send outcomes to this connection from now on, and those that are known now."""
+        ...
+
+    def take(self) -> None:
+        """Take the store for this run. Raises HoldfastError if it cannot be used, or another run uses it."""
+        ...
+
+    def finish(self, longest_seconds: float) -> bool:
+        """Upload what is committed, then stop. Return whether all of it is in the store."""
+        ...
+
+    def abort(self) -> None:
+        """Stop without uploading what waits."""
+        ...
 
 
 @dataclass(slots=True)
@@ -98,10 +127,13 @@ class SaveWorker:
         background: BackgroundLimit,
         on_end: Callable[[BaseException], None],
         on_folder_lost: Callable[[], None],
+        uploads: Uploads | None = None,
     ) -> None:
         self._folder = folder
+        self._uploads = uploads
         self._layouts = layouts
         self._background = background
+        self._last_steps: dict[Rank, Step] = {}
         self._digests: dict[Digest, LayoutDigests] = {}
         """Digests of the layouts that this process has put into the folder."""
         self._on_end = on_end
@@ -268,7 +300,7 @@ class SaveWorker:
 
     def _put_layout(self, job: _Job) -> None:
         digest = job.stage.layout
-        if digest in self._digests and self._folder.tier.has_layout(digest):
+        if digest in self._digests and self._folder.tier.keep_layout(digest):
             return
         # Outside the `try` below: a missing layout does not mean that the folder is lost.
         layout = self._layouts.read(digest)
@@ -371,7 +403,7 @@ class SaveWorker:
         if isinstance(job.slot, SlotFile):  # training waits for a save that streams
             job.slot.throttle = self._background.take
         self._background.expect(
-            bytes_each_step(stage.payload_bytes, folder.options.policy.interval_steps, 0, None)
+            bytes_each_step(stage.payload_bytes, self._interval_steps(stage), 0, None)
         )
         failpoint("directory.write_shard")
         deleted = self._deleted_for(job)
@@ -383,10 +415,17 @@ class SaveWorker:
             raise saved_before(stage, error) from error
         folder.write(job.checkpoint, lambda: folder.committer.prepare(record, layout), deleted)
 
+    def _interval_steps(self, stage: Stage) -> int:
+        """Return the steps between saves: those of the policy, or since the last save of this rank."""
+        last = self._last_steps.get(stage.rank)
+        self._last_steps[stage.rank] = stage.step
+        since_last = 0 if last is None else max(0, stage.step - last)
+        return self._folder.options.policy.interval_steps or since_last
+
     def _commit_pending(self) -> None:
         """Commit complete checkpoints (on rank 0), report committed ones, prune, and fail older saves."""
         folder = self._folder
-        for checkpoint in sorted(self._pending, key=_age):
+        for checkpoint in sorted(self._pending, key=age_of):
             try:
                 if not self._commit(checkpoint):
                     continue
@@ -399,7 +438,7 @@ class SaveWorker:
             try:
                 folder.expect_present()
                 leader = folder.options.leads
-                folder.committer.prune(checkpoint, folder.protected, leader=leader)
+                folder.committer.prune(checkpoint, self._protected, leader=leader)
             except BaseException as error:  # noqa: BLE001 - it is logged
                 _warn(
                     error,
@@ -426,11 +465,20 @@ class SaveWorker:
         """Report the checkpoint's levels, and fail older saves that not all ranks have finished."""
         pending = self._take_pending(checkpoint)
         if pending is not None:
-            _push_all(pending, _levels(checkpoint))
+            _push_all(pending, _levels(checkpoint, has_store=self._uploads is not None))
+        if self._uploads is not None:
+            self._uploads.committed(checkpoint)
         text = f"step {checkpoint.step} was committed before all ranks had saved this one"
         for other in list(self._pending):
-            if _age(other) < _age(checkpoint):
+            if age_of(other) < age_of(checkpoint):
                 self._give_up(other, "Superseded", text)
+
+    @property
+    def _protected(self) -> frozenset[CheckpointId]:
+        """The checkpoints that pruning keeps: the restore point, and what waits for its upload."""
+        protected = self._folder.protected
+        waiting = frozenset[CheckpointId]() if self._uploads is None else self._uploads.wanted
+        return waiting if protected is None else waiting | {protected}
 
     def _deleted_for(self, job: _Job) -> Callable[[CheckpointId], None]:
         return lambda gone: self._give_up_for_room(gone, job.checkpoint)
@@ -499,22 +547,21 @@ def _warn(error: BaseException, text: str, what: object) -> None:
     logger.warning(text, what, describe(error), exc_info=unexpected)
 
 
-def _age(checkpoint: CheckpointId) -> tuple[int, int]:
-    return checkpoint.round, checkpoint.step
-
-
-def _levels(checkpoint: CheckpointId) -> list[Any]:
+def _levels(checkpoint: CheckpointId, *, has_store: bool) -> list[Any]:
     """Return the messages for a committed checkpoint.
 
-    A directory holds one copy and has no object tier. A local checkpoint therefore counts as replicated
-    and is never persisted.
+    A directory holds one copy. A local checkpoint therefore counts as replicated. Without a store it is
+    never persisted.
     """
     step, round_ = checkpoint.step, checkpoint.round
-    return [
+    reached = [
         LevelReached(step, round_, Level.LOCAL),
         LevelReached(step, round_, Level.REPLICATED),
-        _failed(checkpoint, Level.PERSISTED, "NoObjectTier", "a folder has no object tier"),
     ]
+    if has_store:
+        return reached
+    text = "a folder has no object tier; set Checkpointer(store=...)"
+    return [*reached, _failed(checkpoint, Level.PERSISTED, "NoObjectTier", text)]
 
 
 def _failed(checkpoint: CheckpointId, level: Level, reason: str, text: str) -> SaveFailed:

@@ -10,23 +10,29 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from holdfast.base.layouts import LayoutFiles
+from holdfast.directory.choice import RemoteStore
 from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.restore import FolderRestore
-from holdfast.directory.save_worker import Push, SaveWorker
-from holdfast_core.errors import RefusedError, StaleRoundError
+from holdfast.directory.save_worker import Push, SaveWorker, Uploads
+from holdfast_core.errors import HoldfastError, RefusedError, StaleRoundError
 from holdfast_core.ids import RestartRound
 from holdfast_core.messages.schema import (
     Fill,
     HelloReply,
+    Ok,
     Progress,
     Refusal,
     Restore,
     RestorePoint,
     Stage,
     StageSegment,
+    TakeStore,
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit
+
+MakeUploads = Callable[[OpenFolder, BackgroundLimit], Uploads]
+"""Starts the uploads of a folder that has an object store."""
 
 
 class DirectoryService:
@@ -38,12 +44,15 @@ class DirectoryService:
         folder: OpenFolder,
         worker: SaveWorker,
         background: BackgroundLimit,
+        uploads: Uploads | None,
     ) -> None:
+        self._uploads = uploads
         self._options = options
         self._folder = folder
         self._restores = FolderRestore(folder, LayoutFiles(options.layouts_dir))
         self._worker = worker
         self._background = background
+        self._is_restored = False
         self.round = folder.round
 
     @classmethod
@@ -52,6 +61,8 @@ class DirectoryService:
         options: ServiceOptions,
         on_worker_end: Callable[[BaseException], None] = lambda error: None,
         on_folder_lost: Callable[[], None] = lambda: None,
+        store: RemoteStore | None = None,
+        make_uploads: MakeUploads | None = None,
     ) -> Self:
         """Open the directory, determine the round and the restore point, and start the worker thread.
 
@@ -60,18 +71,22 @@ class DirectoryService:
             on_worker_end: Called in the worker thread when an exception has ended it.
             on_folder_lost: Called when the folder was deleted or unmounted. A new service must be started,
                 which opens the folder again.
+            store: The object store of the folder, for restores.
+            make_uploads: Starts uploads to it.
 
         Raises:
             CorruptionError, UnavailableError: No restore point can be chosen, see `choose`.
             TierError: The directory cannot be opened.
         """
-        folder = OpenFolder.open(options)
+        folder = OpenFolder.open(options, store)
         background = BackgroundLimit(options.slots_dir)
         background.begin()
         layouts = LayoutFiles(options.layouts_dir)
-        worker = SaveWorker(folder, layouts, background, on_worker_end, on_folder_lost)
+        has_uploads = make_uploads is not None and not options.read_only
+        uploads = make_uploads(folder, background) if make_uploads and has_uploads else None
+        worker = SaveWorker(folder, layouts, background, on_worker_end, on_folder_lost, uploads)
         worker.start()
-        return cls(options, folder, worker, background)
+        return cls(options, folder, worker, background, uploads)
 
     @property
     def current_round(self) -> RestartRound:
@@ -85,18 +100,32 @@ class DirectoryService:
         """Wait until every staged save is durable on this rank or has failed."""
         self._worker.write_out()
 
-    def finish(self, commit_seconds: float) -> bool:
-        """Write what is staged, wait up to `commit_seconds` for the other ranks' shards, then stop.
+    def finish(self, commit_seconds: float, upload_seconds: float = 0.0) -> bool:
+        """Write what is staged, wait for the other ranks' shards and for uploads, then stop.
 
-        Returns whether every save of this service was committed.
+        Args:
+            commit_seconds: Longest wait for the other ranks' shards.
+            upload_seconds: Longest wait for uploads to the store.
+
+        Returns:
+            Whether every save of this service was committed, and persisted if there is a store.
         """
         committed = self._worker.finish(commit_seconds)
         self._folder.remove_spare_files()
+        if self._uploads is not None:
+            committed = self._uploads.finish(upload_seconds) and committed
         return committed
 
     def abort(self) -> None:
         """Stop as a kill would, without writing what is staged."""
         self._worker.abort()
+        if self._uploads is not None:
+            self._uploads.abort()
+
+    def listen(self, push: Push) -> None:
+        """Send a connection, by its `push`, what became of uploads."""
+        if self._uploads is not None:
+            self._uploads.listen(push)
 
     def handle(self, message: Any, push: Push) -> Any:
         """Answer a request and return the reply.
@@ -116,11 +145,16 @@ class DirectoryService:
             case Fill():
                 self._fence(message.round)
                 return self._restores.fill(message)
+            case TakeStore():
+                self._fence(message.round)
+                return self._take_store()
             case Stage():
                 self._fence(message.round)
+                self._keep_restored()
                 return self._worker.stage(message, push)
             case StageSegment():
                 self._fence(message.stage.round)
+                self._keep_restored()
                 return self._worker.stage_segment(message, push)
             case _:
                 raise RefusedError(
@@ -143,6 +177,20 @@ class DirectoryService:
 
     def hello_reply(self) -> HelloReply:
         return HelloReply(self.round, self._options.policy)
+
+    def _take_store(self) -> Ok:
+        if self._uploads is not None:
+            try:
+                self._uploads.take()
+            except HoldfastError as error:
+                raise RefusedError(Refusal.BAD_REQUEST, str(error)) from error
+        return Ok(self.round)
+
+    def _keep_restored(self) -> None:
+        """Before the first save all ranks have restored. Record what they brought from the store."""
+        if self._options.leads and not self._is_restored:
+            self._is_restored = True
+            self._folder.keep_restored()
 
     def _fence(self, round_: RestartRound) -> None:
         if round_ < self.round:

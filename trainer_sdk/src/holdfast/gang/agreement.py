@@ -1,6 +1,7 @@
 """Agreement of all ranks on the steps to save and on the last step, without an additional collective.
 
- * Saves at the interval follow from the step number and need no agreement.
+ * Saves at the interval follow from the step number and need no agreement. If rank 0 measures the interval,
+   it proposes the number of steps when that changes, and all ranks use it after the same step.
  * For a request (save now, stop) a rank proposes a step ahead; see `gang.proposals`. Rank 0 receives the
    requests of the operator, and every rank may have received a signal to stop.
  * A step is committed only if every rank saved it, and ranks that decided alone would seldom skip the same
@@ -35,6 +36,8 @@ class Verdict:
 
     save: bool = False
     stop: bool = False
+    interval_steps: int | None = None
+    """The interval from the next step on. None: it stays as it is."""
 
 
 class StepAgreement:
@@ -58,6 +61,8 @@ class StepAgreement:
         """Number of rollbacks so far. It keeps the keys apart when the ranks repeat steps."""
         self._save_requested = False
         self._has_stopped = False
+        self._interval_steps: int | None = None
+        """The interval that a gang of one rank uses from the next step on, if it changes."""
         self._vetoes: tuple[int, int] | None = None
         """Vetoes of saves after the first of these steps are read, up to the second one."""
 
@@ -70,6 +75,7 @@ class StepAgreement:
         """Forget what was agreed for the steps that the ranks repeat. Every rank must call it."""
         self._lap += 1
         self._has_stopped = False
+        self._interval_steps = None
         self._vetoes = None
         if self._proposals is not None:
             self._proposals.roll_back()
@@ -88,7 +94,8 @@ class StepAgreement:
         """Return the verdict for `step`, which is the same on every rank."""
         if self._proposals is None:
             save = self._session.take_save_request()
-            return Verdict(save, self._session.stop_requested)
+            interval_steps, self._interval_steps = self._interval_steps, None
+            return Verdict(save, self._session.stop_requested, interval_steps)
         # A request that has arrived by now is met by a save after this step.
         self._save_requested |= self._session.take_save_request()
         accepted = self._proposals.reach(step)
@@ -102,9 +109,20 @@ class StepAgreement:
                     verdict = Verdict(stop=True)
                     self._has_stopped = True
                 case Purpose.VETO:
-                    self._extend_vetoes(accepted.step, accepted.until)
+                    self._extend_vetoes(accepted.step, accepted.argument)
+                case Purpose.INTERVAL:
+                    steps = max(1, accepted.argument)
+                    verdict = Verdict(interval_steps=steps)
+                    self._extend_vetoes(accepted.step, _VETOED_SAVES * steps)
         self._propose_requests(self._proposals)
         return verdict
+
+    def propose_interval(self, steps: int) -> None:
+        """Let all ranks save every `steps` steps. Call it after each step until the verdict says so."""
+        if self._proposals is None:
+            self._interval_steps = steps
+        elif not self._has_stopped:
+            self._proposals.propose(Purpose.INTERVAL, steps)
 
     def veto(self, due: int, next_step: int, interval_steps: int) -> None:
         """Before `next_step` starts, make the gang leave out the save of step `due`, if it is that step.
@@ -143,10 +161,11 @@ class StepAgreement:
     def _may_veto(self, step: int) -> bool:
         return self._vetoes is not None and self._vetoes[0] < step <= self._vetoes[1]
 
-    def _extend_vetoes(self, step: int, until: int) -> None:
-        first = step
+    def _extend_vetoes(self, step: int, steps: int) -> None:
+        """Read vetoes for `steps` steps after `step`."""
+        first, until = step, step + steps
         if self._vetoes is not None and step <= self._vetoes[1]:
-            first = self._vetoes[0]
+            first, until = self._vetoes[0], max(until, self._vetoes[1])
         self._vetoes = first, until
 
     def _full(self, step: int) -> str:

@@ -49,7 +49,9 @@ class Purpose(StrEnum):
     SAVE = "save"
     STOP = "stop"
     VETO = "veto"
-    """From the next step on, ranks can veto saves at the interval, until `Proposal.until`."""
+    """From the next step on, ranks can veto saves at the interval, for `Proposal.argument` steps."""
+    INTERVAL = "interval"
+    """From the next step on, the interval between saves is `Proposal.argument` steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +62,17 @@ class Proposal:
     """Number of rollbacks before. Steps that are repeated after a rollback are other steps."""
     step: int
     purpose: Purpose
-    until: int
+    argument: int
 
     def encode(self) -> str:
-        return json.dumps([self.lap, self.step, self.purpose, self.until])
+        return json.dumps([self.lap, self.step, self.purpose, self.argument])
 
     @classmethod
     def decode(cls, text: str) -> Proposal | None:
         """Parse what `encode` returns. Return None for other text, which only a foreign process writes."""
         try:
-            lap, step, purpose, until = json.loads(text)
-            return cls(int(lap), int(step), Purpose(purpose), int(until))
+            lap, step, purpose, argument = json.loads(text)
+            return cls(int(lap), int(step), Purpose(purpose), int(argument))
         except (ValueError, TypeError, RecursionError):
             return None
 
@@ -161,12 +163,12 @@ class Proposals:
                 self._settle(is_late=not accepted)
         return voted if accepted else None
 
-    def propose(self, purpose: Purpose, lasts_steps: int = 0) -> None:
+    def propose(self, purpose: Purpose, argument: int = 0) -> None:
         """Propose a step for `purpose`, unless a proposal is under way. Call it again until it succeeds.
 
         Args:
             purpose: What to do after the step.
-            lasts_steps: Steps after the named one for which the proposal has an effect.
+            argument: A number of steps, see `Purpose`.
         """
         with self._lock:
             number = self._number
@@ -174,7 +176,7 @@ class Proposals:
                 return
             self._proposed = number
             step = self._done + self._steps_ahead
-            proposal = Proposal(self._lap, step, purpose, step + lasts_steps)
+            proposal = Proposal(self._lap, step, purpose, argument)
         self._store.decide(_proposal(number), proposal.encode())
 
     # ------------------------------------------------------------------ the polling thread

@@ -1,95 +1,49 @@
-"""`holdfast run`: options, signals and exit codes. Starts the pod's launcher or a standalone one.
+"""`holdfast run`: signals and exit codes. Starts the launcher of a pod, of node 0 or of another node.
 
-The exit code is 0 if all ranks returned 0. It is the failed rank's code (128 + N for signal N) when a
-standalone run has no restarts left, 143 after SIGTERM, 130 after SIGINT, 2 for a wrong command line, and
-1 otherwise.
+The exit code is 0 if all ranks returned 0. Without a TrainingJob it is the failed rank's code (128 + N for
+signal N) when no restarts are left. It is 143 after SIGTERM, 130 after SIGINT, 2 for a wrong command line,
+and 1 otherwise.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from holdfast.base.settings import current_environment
 from holdfast.launcher.channel import SidecarChannel
-from holdfast.launcher.command import Command, parse_command
+from holdfast.launcher.command_line.device_count import count_ranks
+from holdfast.launcher.command_line.options import DEFAULT_GRACE_SECONDS, RunOptions
+from holdfast.launcher.command_line.slurm import unused_nodes
+from holdfast.launcher.memory import ContainerMemory
+from holdfast.launcher.nodes.leader import EXIT_STOPPED, GangOptions, Leader
+from holdfast.launcher.nodes.member import NodeMember
+from holdfast.launcher.nodes.members import Members
 from holdfast.launcher.pod import PodLauncher
-from holdfast.launcher.processes import ForkServerError, Processes
+from holdfast.launcher.ranks.log_files import LogFiles
+from holdfast.launcher.ranks.processes import ForkServerError, Processes
+from holdfast.launcher.ranks.scratch import ScratchDirectory
 from holdfast.launcher.record import RoundRecord
-from holdfast.launcher.scratch import ScratchDirectory
-from holdfast.launcher.standalone import StandaloneLauncher, StandaloneOptions
 from holdfast_core.contract import LAUNCHER_ROUND_FILE, SOCKET_NAME, PodContract
 from holdfast_core.errors import ConfigError, HoldfastError
 
 logger = logging.getLogger(__name__)
 
-_SIGNAL_EXIT = {signal.SIGTERM: 143, signal.SIGINT: 130}
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    command: Command
-    procs: int | None
-    preload: tuple[str, ...] = ()
-    max_restarts: int = 0
-    grace_seconds: float = 10.0
+_SIGNAL_EXIT = {signal.SIGTERM: EXIT_STOPPED, signal.SIGINT: 130}
 
 
 class Supervisor(Protocol):
     def stop(self) -> None:
         """Start no more ranks, because the launcher is about to exit."""
         ...
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nproc",
-        type=int,
-        help=(
-            "number of ranks in this pod (default: spec.procsPerWorker in a TrainingJob, else 1)"
-        ),
-    )
-    parser.add_argument(
-        "--preload",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="MODULE",
-        help="modules, in addition to torch, that the fork server imports before it forks ranks",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        help="without a TrainingJob: how often all ranks may be restarted in place (default 0)",
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="time from SIGTERM to SIGKILL for the ranks (default 10)",
-    )
-
-
-def options_from(arguments: argparse.Namespace, command: Sequence[str]) -> RunOptions:
-    """Return the options of a command line. Raises ConfigError for invalid values."""
-    if arguments.nproc is not None and arguments.nproc < 1:
-        raise ConfigError(f"holdfast run: --nproc {arguments.nproc}: expected at least 1")
-    return RunOptions(
-        parse_command(command),
-        arguments.nproc,
-        tuple(arguments.preload),
-        arguments.max_restarts,
-        arguments.grace,
-    )
 
 
 def run(options: RunOptions, contract: PodContract | None) -> int:
@@ -109,7 +63,14 @@ def run(options: RunOptions, contract: PodContract | None) -> int:
 
 
 async def _run(options: RunOptions, contract: PodContract | None) -> int:
-    processes = Processes(options.command, options.preload)
+    if contract is not None:
+        _expect_fit(options, contract)
+    options = _with_run_id(options, contract)
+    logs = LogFiles(options.logs, options.nodes.run_id)
+    log_root = logs.prepare()
+    if log_root is not None:
+        logger.info("the output of the ranks is in %s", log_root)
+    processes = Processes(options.command, options.preload, logs)
     scratch = ScratchDirectory()
     stop = _StopSignals()
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -117,7 +78,10 @@ async def _run(options: RunOptions, contract: PodContract | None) -> int:
     try:
         stop.install()
         processes.start()
-        supervisor, work = _supervisor(options, contract, processes, scratch)
+        if contract is not None:
+            supervisor, work = _in_pod(contract, processes)
+        else:
+            supervisor, work = await _on_nodes(options, processes, scratch, stop)
         task = asyncio.ensure_future(work)
         waiting: set[asyncio.Future[Any]] = {task, stop.first, lost}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +90,7 @@ async def _run(options: RunOptions, contract: PodContract | None) -> int:
                 return task.result()
             if lost.done():
                 raise ForkServerError(f"holdfast run: {lost.result()}")
-            return await _leave(options, processes, supervisor, stop)
+            return await _leave(_grace_seconds(options, contract), processes, supervisor, stop)
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, HoldfastError):
@@ -136,33 +100,59 @@ async def _run(options: RunOptions, contract: PodContract | None) -> int:
         scratch.close()
 
 
-def _supervisor(
-    options: RunOptions,
-    contract: PodContract | None,
-    processes: Processes,
-    scratch: ScratchDirectory,
-) -> tuple[Supervisor, Coroutine[None, None, int]]:
-    if contract is None:
-        path = scratch.open()
-        standalone = StandaloneLauncher(
-            processes,
-            StandaloneOptions(
-                options.procs or 1, options.max_restarts, None if path is None else str(path)
-            ),
-        )
-        return standalone, standalone.run()
-    if options.procs not in (None, contract.procs_per_worker):
+def _expect_fit(options: RunOptions, contract: PodContract) -> None:
+    """Raise ConfigError for another number of ranks than that of the TrainingJob."""
+    if options.nproc not in (None, str(contract.procs_per_worker)):
         raise ConfigError(
-            f"holdfast run: --nproc {options.procs}, but spec.procsPerWorker is "
-            f"{contract.procs_per_worker}: omit --nproc in a TrainingJob"
+            f"holdfast run: --nproc-per-node {options.nproc}, but spec.procsPerWorker is "
+            f"{contract.procs_per_worker}: omit --nproc-per-node in a TrainingJob"
         )
+
+
+def _with_run_id(options: RunOptions, contract: PodContract | None) -> RunOptions:
+    given = options.nodes.run_id if contract is None else contract.job_uid
+    run_id = given or f"holdfast-{uuid.uuid4().hex[:12]}"
+    return replace(options, nodes=replace(options.nodes, run_id=run_id))
+
+
+def _in_pod(
+    contract: PodContract, processes: Processes
+) -> tuple[Supervisor, Coroutine[None, None, int]]:
     shared = Path(contract.shared_dir)
-    pod = PodLauncher(processes, contract, RoundRecord(shared / LAUNCHER_ROUND_FILE))
+    record = RoundRecord(shared / LAUNCHER_ROUND_FILE)
+    pod = PodLauncher(processes, contract, record, ContainerMemory())
     return pod, pod.run(SidecarChannel(shared / SOCKET_NAME, pod))
 
 
+async def _on_nodes(
+    options: RunOptions, processes: Processes, scratch: ScratchDirectory, stop: _StopSignals
+) -> tuple[Supervisor, Coroutine[None, None, int]]:
+    nodes = options.nodes
+    unused = unused_nodes(current_environment())
+    if nodes.count == 1 and unused:
+        logger.warning(
+            "this slurm job has %d more nodes, which this run does not use: start it by "
+            "srun --ntasks-per-node=1 holdfast run ...",
+            unused,
+        )
+    procs = await count_ranks(options.nproc or "1")
+    path = scratch.open()
+    gang = GangOptions(procs, options.max_restarts, nodes, None if path is None else str(path))
+    if nodes.rank == 0:
+        leader = Leader(processes, gang, Members(nodes, procs, stop.request))
+        return leader, leader.run()
+    member = NodeMember(processes, gang, stop.request)
+    return member, member.run()
+
+
+def _grace_seconds(options: RunOptions, contract: PodContract | None) -> float:
+    if options.grace_seconds is not None:
+        return options.grace_seconds
+    return DEFAULT_GRACE_SECONDS if contract is None else float(contract.stop_seconds)
+
+
 async def _leave(
-    options: RunOptions, processes: Processes, supervisor: Supervisor, stop: _StopSignals
+    grace_seconds: float, processes: Processes, supervisor: Supervisor, stop: _StopSignals
 ) -> int:
     """Ask the ranks to save and stop. Kill them after the grace period or at a second signal."""
     number = stop.first.result()
@@ -170,14 +160,14 @@ async def _leave(
     logger.info(
         "received %s: the ranks are requested to save and stop, and are killed after %g s",
         number.name,
-        options.grace_seconds,
+        grace_seconds,
     )
     processes.signal_ranks(signal.SIGTERM)
-    ended = asyncio.gather(*(process.ended.wait() for process in processes.ranks))
+    ended = asyncio.ensure_future(_all_ended(processes))
     waiting: set[asyncio.Future[Any]] = {ended, stop.second}
     await asyncio.wait(
         waiting,
-        timeout=options.grace_seconds,
+        timeout=grace_seconds,
         return_when=asyncio.FIRST_COMPLETED,
     )
     ended.cancel()
@@ -185,21 +175,36 @@ async def _leave(
     return _SIGNAL_EXIT[number]
 
 
+async def _all_ended(processes: Processes) -> None:
+    for process in processes.ranks:
+        await process.ended.wait()
+
+
 class _StopSignals:
-    """SIGTERM and SIGINT as futures. The first signal asks the ranks to stop, the second kills them."""
+    """SIGTERM and SIGINT as futures. The first signal asks the ranks to stop, the second kills them.
+
+    The request of another node is no first signal: slurm sends the signal to all nodes, and that request may
+    arrive before it.
+    """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[signal.Signals] = loop.create_future()
         self.second: asyncio.Future[signal.Signals] = loop.create_future()
+        self._has_signal = False
 
     def install(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNAL_EXIT:
             loop.add_signal_handler(number, self._on_signal, number)
 
+    def request(self) -> None:
+        """Behave as after SIGTERM, because another node has received a signal."""
+        if not self.first.done():
+            self.first.set_result(signal.SIGTERM)
+
     def _on_signal(self, number: signal.Signals) -> None:
-        for future in (self.first, self.second):
-            if not future.done():
-                future.set_result(number)
-                return
+        future = self.second if self._has_signal else self.first
+        self._has_signal = True
+        if not future.done():
+            future.set_result(number)

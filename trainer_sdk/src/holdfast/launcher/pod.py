@@ -5,7 +5,8 @@
  3. On Run it records the round durably and forks the round's ranks. It never runs a round twice.
  4. When a rank ends, it sends Exited. When all ranks have returned 0, it sends Finish and exits as soon as
     the sidecar releases it.
- 5. On End it sends SIGKILL to all ranks, reaps them and sends Ended. Then it waits for the next Run.
+ 5. On TakeStacks it finds out where its ranks are, writes their stacks to its log and sends Stacks.
+ 6. On End it sends SIGKILL to all ranks, reaps them and sends Ended. Then it waits for the next Run.
 
 This also works when the sidecar starts late, restarts, or repeats a message.
 """
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.launcher.channel import SidecarChannel
-from holdfast.launcher.gang import STORE_SECRET_BYTES, Gang, RoundPlan
-from holdfast.launcher.processes import Processes, RankProcess
+from holdfast.launcher.memory import ContainerMemory
+from holdfast.launcher.ranks.gang import STORE_SECRET_BYTES, Gang, RoundPlan
+from holdfast.launcher.ranks.processes import Processes, RankProcess
 from holdfast.launcher.record import RoundRecord
 from holdfast_core.contract import PodContract
 from holdfast_core.ids import Rank, RestartRound
@@ -36,7 +38,9 @@ from holdfast_core.messages.schema import (
     HostStore,
     LocalRole,
     Run,
+    Stacks,
     StoreAddress,
+    TakeStacks,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,14 +59,23 @@ class _Store:
 class PodLauncher:
     """Launcher of one pod's ranks. `run` returns when the gang has finished."""
 
-    def __init__(self, processes: Processes, contract: PodContract, record: RoundRecord) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        contract: PodContract,
+        record: RoundRecord,
+        memory: ContainerMemory,
+    ) -> None:
         self._processes = processes
+        self._memory = memory
         self._contract = contract
         self._record = record
         self._last_round: RestartRound | None = None
         self._gang: Gang | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._exited: dict[Rank, RankProcess] = {}
+        self._stacks: asyncio.Task[None] | None = None
+        self._stacks_token = ""
+        self._exited: dict[Rank, Exited] = {}
         self._ended_round: RestartRound | None = None
         self._store: _Store | None = None
         self._succeeded = asyncio.Event()
@@ -86,8 +99,7 @@ class PodLauncher:
             return finishing.result()
         finally:
             connection.cancel()
-            if self._watch is not None:
-                self._watch.cancel()
+            self._cancel_tasks()
 
     def stop(self) -> None:
         """Fork no more ranks and send no Finish, because the pod is about to end."""
@@ -111,8 +123,8 @@ class PodLauncher:
             self._notify(Ended(self._ended_round))
         if self._store is not None:
             self._notify(self._store.address)
-        for process in self._exited.values():
-            self._report_exit(process)
+        for message in self._exited.values():
+            self._notify(message)
 
     async def push(self, message: Any) -> None:
         match message:
@@ -120,6 +132,8 @@ class PodLauncher:
                 await self._host_store(message.round)
             case Run():
                 await self._start(message)
+            case TakeStacks():
+                self._take_stacks(message)
             case End():
                 await self._end(message.round)
             case _:
@@ -163,6 +177,7 @@ class PodLauncher:
             run.world_size,
             run.restore_point.step,
         )
+        self._memory.begin()
         await self._gang.start()
         self._watch = asyncio.ensure_future(self._watch_ranks(self._gang))
 
@@ -179,10 +194,36 @@ class PodLauncher:
             self._ended_round = round_
             self._notify(Ended(round_))
 
+    def _take_stacks(self, message: TakeStacks) -> None:
+        """Find the stacks of the ranks in a task, because End must not wait for them."""
+        gang = self._gang
+        if gang is None or gang.plan.round != message.round:
+            return
+        if self._stacks is not None and not self._stacks.done():
+            if self._stacks_token == message.token:
+                return  # the sidecar repeats the request until it has the stacks
+            self._stacks.cancel()
+        self._stacks_token = message.token
+        self._stacks = asyncio.ensure_future(self._send_stacks(gang, message))
+
+    async def _send_stacks(self, gang: Gang, message: TakeStacks) -> None:
+        found = await gang.find_stacks()
+        for one in found:
+            logger.warning(
+                "no rank of the gang has finished a step for long; rank %d: %s",
+                one.stack.rank,
+                one.log,
+            )
+        self._notify(Stacks(message.round, message.token, tuple(one.stack for one in found)))
+
+    def _cancel_tasks(self) -> None:
+        for task in (self._watch, self._stacks):
+            if task is not None:
+                task.cancel()
+        self._watch = self._stacks = None
+
     async def _stop_gang(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        self._cancel_tasks()
         if self._gang is not None:
             await self._gang.end()
             self._gang = None
@@ -191,22 +232,24 @@ class PodLauncher:
         seen: set[Rank] = set()
         while (process := await gang.next_end(seen)) is not None:
             seen.add(process.rank)
-            self._exited[process.rank] = process
-            if process.code != 0:
+            code = 1 if process.code is None else process.code
+            self._exited[process.rank] = self._end_of(process, code, gang.plan.round)
+            if code != 0:
                 logger.error(
                     "rank %d ended with code %s in round %d; waiting for the next round",
                     process.rank,
-                    process.code,
+                    code,
                     gang.plan.round,
                 )
-            self._report_exit(process)
-        if all(process.code == 0 for process in self._exited.values()):
+            self._notify(self._exited[process.rank])
+        if all(message.code == 0 for message in self._exited.values()):
             self._succeeded.set()
 
-    def _report_exit(self, process: RankProcess) -> None:
-        if self._last_round is not None and process.code is not None:
-            text = "" if process.code == 0 else process.last_output()
-            self._notify(Exited(self._last_round, process.rank, process.code, text))
+    def _end_of(self, process: RankProcess, code: int, round_: RestartRound) -> Exited:
+        if code == 0:
+            return Exited(round_, process.rank, code)
+        memory = self._memory.exceeded()
+        return Exited(round_, process.rank, code, process.last_output(), memory)
 
     async def _finish(self) -> int:
         """After all ranks have succeeded, send Finish until the sidecar releases the launcher. Return 0."""
@@ -237,6 +280,7 @@ def _plan(run: Run, contract: PodContract) -> RoundPlan:
         master_port=run.master_port,
         run_id=contract.job_uid,
         interval_steps=run.policy.interval_steps,
+        timing=run.policy.timing,
         restore_step=run.restore_point.step,
         restore_known=True,
         store_secret=run.store_secret,

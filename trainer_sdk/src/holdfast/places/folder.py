@@ -10,22 +10,26 @@ import socket
 from pathlib import Path
 
 from holdfast.base.handle import SaveHandle
+from holdfast.base.object_store import required_store
 from holdfast.base.options import Options
 from holdfast.base.settings import RankSettings
 from holdfast.connection.link import Link
 from holdfast.connection.session import Session
-from holdfast.directory.choice import JOB_UID, older_than
+from holdfast.directory.choice import JOB_UID, committed, older_than
 from holdfast.directory.claims import Claim, claim
-from holdfast.directory.options import format_options
+from holdfast.directory.commit import delete_step
+from holdfast.directory.options import UPLOAD_SECONDS, format_options
 from holdfast.directory.presence import device_of
-from holdfast.directory.processes import Process, wait_for_writers
+from holdfast.directory.processes import Process, hold, wait_for_writers
 from holdfast.gang.store import GangStore
 from holdfast.places.folder_start import FolderStart
 from holdfast.places.persister_process import PersisterProcess
 from holdfast.places.place import Directories, NextFetch, Traits
+from holdfast.places.shared_folder import expect_shared
 from holdfast.places.slot_directory import SlotDirectory
 from holdfast.places.training_lock import TrainingLock
 from holdfast.places.waiting import wait_connected
+from holdfast.reading.opening import Checkpoints, SavedStep, open_checkpoints
 from holdfast.slots.capacity import IN_A_FOLDER
 from holdfast_core.errors import (
     ConfigError,
@@ -34,8 +38,16 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.ids import RestartRound, Step
-from holdfast_core.messages.schema import Policy, Refusal, Restore, RestorePoint, RestoreReply
+from holdfast_core.ids import RestartRound, Step, TierName
+from holdfast_core.messages.schema import (
+    Ok,
+    Policy,
+    Refusal,
+    Restore,
+    RestorePoint,
+    RestoreReply,
+    TakeStore,
+)
 from holdfast_core.node.files import make_directories
 
 logger = logging.getLogger(__name__)
@@ -43,6 +55,7 @@ logger = logging.getLogger(__name__)
 _DEFAULT_INTERVAL_STEPS = 100
 _SETTLE_SECONDS = 120.0
 _LEAVE_SECONDS = 120.0
+_LEAVE_STORE_SECONDS = UPLOAD_SECONDS + 60.0
 _LEAVE_AFTER_ERROR_SECONDS = 5.0
 _STARTS = 5
 """Starts of a persister that end before it answers, after which the restore fails."""
@@ -71,7 +84,7 @@ class FolderPlace:
             # If the folder exists, only the fsync of its parent failed, which is harmless.
             if not root.is_dir():
                 raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
-        asked = options.interval_steps
+        asked = options.interval_steps if options.timing is None else 0
         interval = _DEFAULT_INTERVAL_STEPS if asked is None else asked
         self._policy = Policy(interval, options.slots, options.keep_last, peer_copies=0)
         self.traits = Traits(
@@ -86,6 +99,7 @@ class FolderPlace:
             knows_what_is_durable=True,
             frees_older_steps=False,
             shares_container=True,
+            timing=options.timing,
         )
         self._root = root
         self._name = str(options.dir)
@@ -96,12 +110,16 @@ class FolderPlace:
         self._memory = SlotDirectory.of_folder(
             root, settings, options.slots_dir, is_read_only=self._is_read_only
         )
-        self._start = FolderStart(root, settings)
+        self._start = FolderStart(root, settings, is_read_only=self._is_read_only)
         self._training = TrainingLock(root, self._start.expect_nothing_newer)
         self._may_save = False
+        self._object_store = None if options.store is None else required_store(options.store)
+        self._store_keep_last = options.store_keep_last
+        self._session: Session | None = None
         self._persister = PersisterProcess()
         self._processes = root / "processes"
         self._store: GangStore | None = None
+        self._restore_point: Claim | None = None
         self._device: int | None = None
         """Device number of the folder's file system when the folder was opened."""
         self._claim: Claim | None = None
@@ -118,9 +136,17 @@ class FolderPlace:
     def location(self) -> str:
         return self._name
 
+    @property
+    def run_id(self) -> str:
+        return self._start.kept_run_id
+
     def open(self, store: GangStore | None) -> Directories:
-        """Wait for the writers of an ended run (rank 0 only), and acquire a directory for slots."""
+        """Wait for the writers of an ended run (rank 0 only), and acquire a directory for slots.
+
+        Raises ConfigError on every rank if the nodes of the gang do not share the folder.
+        """
         self._store = store
+        expect_shared(self._root, self._settings, store)
         self._device = device_of(self._root)
         if self._settings.rank == 0:
             wait_for_writers(self._processes)
@@ -132,7 +158,8 @@ class FolderPlace:
         return self._memory.is_held()
 
     def close(self, *, wait: bool) -> None:
-        ended = self._persister.wait(_LEAVE_SECONDS if wait else _LEAVE_AFTER_ERROR_SECONDS)
+        longest = _LEAVE_SECONDS if self._object_store is None else _LEAVE_STORE_SECONDS
+        ended = self._persister.wait(longest if wait else _LEAVE_AFTER_ERROR_SECONDS)
         if not ended:
             logger.warning(
                 "%s: the last saves are still being written; the next run waits for them",
@@ -141,10 +168,15 @@ class FolderPlace:
         self._give_up_claim()
         self._memory.close(has_readers=not ended)
         self._training.release()
+        if self._restore_point is not None:
+            self._restore_point.release()
+            self._restore_point = None
 
     # ------------------------------------------------------------------ restore
 
     def start(self, session: Session) -> None:
+        self._session = session
+
         def join(round_: RestartRound) -> None:
             session.round = round_
             self._open_link(session)
@@ -158,12 +190,15 @@ class FolderPlace:
             return round_, reply.restore_point
 
         self._start.agree(self._store, join, choose)
+        self._hold_restore_point()
 
     def reason_to_give_up(self, session: Session, waited_seconds: float) -> HoldfastError | None:
         """Return why the persister cannot be expected to answer. A folder's disk may be slow."""
         refusal = session.hello_error
         if isinstance(refusal, RefusedError) and refusal.code == Refusal.BUSY:
             return UnavailableError(f"{self._root}: {refusal}")
+        if isinstance(refusal, RefusedError) and refusal.code == Refusal.BAD_REQUEST:
+            return ConfigError(f"{self._root}: {refusal}")
         if refusal is not None:
             return CorruptionError(f"{self._root}: {refusal}")
         if waited_seconds < _STARTING_SECONDS or session.losses < _STARTS:
@@ -187,7 +222,9 @@ class FolderPlace:
         self._start.roll_back(self._store, step)
 
     def describe(self, step: Step, tier: str) -> str:
-        """Name the folder. Rank 0, which tells the user, adds the number of older checkpoints."""
+        """Name the folder or its store. Rank 0, which tells the user, adds how many older ones there are."""
+        if tier == TierName.OBJECT and self._object_store is not None:
+            return str(self._object_store)
         if self._settings.rank != 0:
             return self.location
         try:
@@ -195,6 +232,22 @@ class FolderPlace:
         except OSError:  # the folder was removed meanwhile; the state was already read from it
             return self.location
         return f"{self._name} ({older} older {'exists' if older == 1 else 'exist'})"
+
+    # ------------------------------------------------------------------ its checkpoints
+
+    def list(self) -> tuple[SavedStep, ...]:
+        return tuple(SavedStep(c.step, c.round) for c in reversed(committed(self._root)))
+
+    def checkpoints(self) -> Checkpoints:
+        return open_checkpoints(self._root)
+
+    def delete(self, step: Step, *, even_last: bool) -> bool:
+        if self._is_read_only:
+            raise ConfigError(
+                f"Checkpointer.delete({step}): {self._root} cannot be written by this process (user "
+                f"{os.getuid()})"
+            )
+        return delete_step(self._root, step, even_last=even_last)
 
     # ------------------------------------------------------------------ save
 
@@ -214,6 +267,7 @@ class FolderPlace:
                         "restored from; to save, make it writable or choose another folder"
                     )
                 self._training.take()
+                self._take_object_store()
             except ConfigError as refused:
                 error = str(refused)
             if store is not None:
@@ -221,6 +275,27 @@ class FolderPlace:
         if error is not None:
             raise ConfigError(error)
         self._may_save = True
+
+    def _take_object_store(self) -> None:
+        """Take the object store for this run. Raises ConfigError where that is refused.
+
+        If the persister ends meanwhile, the next one is asked: a save needs a connection, too.
+        """
+        if self._object_store is None or self._session is None:
+            return
+        for _ in range(_STARTS):
+            message = TakeStore(wait_connected(self._session, self), self._settings.rank)
+            try:
+                self._session.request(message, Ok)
+                return
+            except RefusedError as error:
+                text = str(error).removeprefix(f"{error.code}: ")
+                raise ConfigError(
+                    f"Checkpointer(store={str(self._object_store)!r}): {text}"
+                ) from error
+            except UnavailableError as error:
+                lost = error
+        logger.warning("%s; the next process takes the store before its first upload", lost)
 
     def keep_for_training(self) -> None:
         if self._is_mounted():
@@ -264,13 +339,25 @@ class FolderPlace:
                 round_=self._start.round,
                 restore=self._start.restore,
                 rejected=self._start.excluded,
+                step=self._start.asked,
                 run_id=self._start.run_id,
                 device=self._device,
                 spare_slots_dir=directories.spare_slots,
                 read_only=self._is_read_only,
+                store=None if self._object_store is None else str(self._object_store),
+                store_keep_last=self._store_keep_last,
                 writer=process.writer,
             )
         )
+
+    def _hold_restore_point(self) -> None:
+        """Keep other processes from deleting the checkpoint that this run was restored from."""
+        if self._settings.rank != 0 or not self._is_mounted():
+            return
+        before, restore = self._restore_point, self._start.restore
+        self._restore_point = None if restore is None else hold(self._root, restore)
+        if before is not None:
+            before.release()
 
     def _is_mounted(self) -> bool:
         """Return whether a lock file would be created in the folder.

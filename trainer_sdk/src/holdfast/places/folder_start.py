@@ -17,12 +17,13 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.base.kept_run import kept_run_id
 from holdfast.base.settings import RankSettings
 from holdfast.directory.choice import committed
 from holdfast.gang.store import GangStore
 from holdfast.places.place import NextFetch
 from holdfast_core.errors import ConfigError, CorruptionError, HoldfastError
-from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.ids import CheckpointId, RestartRound, Step, age_of
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.node.tier import manifests_in
 
@@ -35,13 +36,16 @@ _BAD = "bad"
 class FolderStart:
     """The start of this rank's run, or of a new round after a rollback or a checkpoint that is bad."""
 
-    def __init__(self, root: Path, settings: RankSettings) -> None:
+    def __init__(self, root: Path, settings: RankSettings, *, is_read_only: bool = False) -> None:
         self.round: RestartRound | None = None
         self.restore: CheckpointId | None = None
         self.run_id = secrets.token_hex(8)
-        """Identity of the run. Rank 0 creates it, and all ranks use the same."""
+        """Identity of this start of the training. Rank 0 creates it, and all ranks use the same."""
+        self._kept: tuple[str | None, str] | None = None
+        """The identity that the folder keeps, or None and the reason."""
         self._root = root
         self._settings = settings
+        self._is_read_only = is_read_only
         self._rejected: list[CheckpointId] = []
         self._newer: list[CheckpointId] = []
         """Checkpoints that the choice skips once, because the script asked for an older one."""
@@ -50,8 +54,16 @@ class FolderStart:
         self._starts = itertools.count()
         self._start = 0
         self._lookups = itertools.count(1)
+        self._fetches = itertools.count()
+        """Numbers of the verdicts. A restore may be called twice in one start, and ranks must not read the
+        verdict of the first one."""
         self._seen: frozenset[CheckpointId] = frozenset()
         """Checkpoints that the folder held before this run chose its restore point."""
+
+    @property
+    def asked(self) -> Step | None:
+        """The step that the script asked for, or None."""
+        return self._asked
 
     @property
     def excluded(self) -> list[CheckpointId]:
@@ -73,6 +85,7 @@ class FolderStart:
 
         Raises:
             CorruptionError: The folder cannot be read, or rank 0 could not open it.
+            ConfigError: The object store cannot be used.
         """
         self._start = next(self._starts)
         key = f"start/{self._start}"
@@ -86,19 +99,53 @@ class FolderStart:
             self._seen = self._checkpoints()
             try:
                 self.round, point = choose()
-            except (HoldfastError, OSError) as error:
-                if store is not None:
-                    store.publish(key, json.dumps({"error": str(error)}))
-                raise
+            except (HoldfastError, OSError) as found:
+                unreadable = self._asked is not None and isinstance(found, CorruptionError)
+                error = self._no_copy(f" ({found})") if unreadable else found
+                try:
+                    if store is not None:
+                        is_config = isinstance(error, ConfigError)
+                        store.publish(key, json.dumps({"error": str(error), "config": is_config}))
+                    raise error from found.__cause__
+                finally:
+                    # The error refers to this frame by its traceback. If the frame referred to the error,
+                    # the state would stay in memory until the next garbage collection.
+                    del error
+            if self._kept is None:
+                self._kept = self._read_kept()
             self.restore = None
             if point.step is not None and point.round is not None:
                 self.restore = CheckpointId(point.step, point.round)
             if store is not None:
                 pair = None if self.restore is None else [self.restore.step, self.restore.round]
-                value = {"round": self.round, "restore": pair, "run": self.run_id}
+                value = {
+                    "round": self.round,
+                    "restore": pair,
+                    "run": self.run_id,
+                    "kept": self._kept,
+                }
                 store.publish(key, json.dumps(value))
         finally:
             self._newer = []
+
+    @property
+    def kept_run_id(self) -> str:
+        """The identity that the folder keeps for all its runs. Raises ConfigError if it has none."""
+        found, reason = self._kept or (None, f"{self._root} was not opened")
+        if found is None:
+            raise ConfigError(f"Checkpointer.run_id: {reason}")
+        return found
+
+    def _read_kept(self) -> tuple[str | None, str]:
+        """Read or create the identity. A failure must not end a training that does not use it."""
+        try:
+            found = kept_run_id(self._root, read_only=self._is_read_only)
+        except HoldfastError as error:
+            return None, str(error)
+        return (
+            found,
+            f"{self._root} cannot be written by this process, and no run has trained in it",
+        )
 
     def after_fetch(
         self, store: GangStore | None, step: Step | None, error: HoldfastError | None
@@ -108,17 +155,15 @@ class FolderStart:
         Raises CorruptionError where the script asked for this step.
         """
         if self.restore is None:
+            if self._asked is not None:  # it was deleted after it had been looked up
+                raise self._no_copy("")
             return NextFetch.NONE
         is_asked_for = self._asked is None or step == self._asked
         if self._all_succeeded(store, succeeded=error is None) and is_asked_for:
             return NextFetch.NONE
         because = "" if error is None else f" ({error})"
         if self._asked is not None:
-            asked, self._asked = self._asked, None
-            raise CorruptionError(
-                f"Checkpointer.restore(step={asked}): no copy of it in {self._root} can be read by "
-                f"all ranks{because}; call restore() without a step to restore another checkpoint"
-            ) from error
+            raise self._no_copy(because) from error
         logger.warning(
             "checkpoint %s cannot be restored by all ranks%s: trying an older one",
             self.restore,
@@ -126,6 +171,14 @@ class FolderStart:
         )
         self._rejected.append(self.restore)
         return NextFetch.OLDER
+
+    def _no_copy(self, because: str) -> CorruptionError:
+        """Return the error about the step that the script asked for, and no longer ask for it."""
+        asked, self._asked = self._asked, None
+        return CorruptionError(
+            f"Checkpointer.restore(step={asked}): no copy of it in {self._root} can be read by "
+            f"all ranks{because}; call restore() without a step to restore another checkpoint"
+        )
 
     def roll_back(self, store: GangStore | None, step: Step | None) -> None:
         """Let the next `agree` choose `step`, or the newest committed step.
@@ -154,9 +207,13 @@ class FolderStart:
     def _take(self, value: dict[str, object]) -> None:
         """Take over what rank 0 has chosen."""
         if "error" in value:
-            raise CorruptionError(f"rank 0 could not open {self._root}: {value['error']}")
+            kind = ConfigError if value.get("config") else CorruptionError
+            raise kind(f"rank 0 could not open {self._root}: {value['error']}")
         self.round = RestartRound(int(str(value["round"])))
         self.run_id = str(value["run"])
+        kept = value["kept"]
+        if isinstance(kept, list):
+            self._kept = kept[0], kept[1]
         pair = value["restore"]
         self.restore = None
         if isinstance(pair, list):
@@ -165,7 +222,7 @@ class FolderStart:
     def _all_succeeded(self, store: GangStore | None, *, succeeded: bool) -> bool:
         if store is None:
             return succeeded
-        prefix = f"fetched/{self._start}"
+        prefix = f"fetched/{next(self._fetches)}"
         store.publish(f"{prefix}/{self._settings.rank}", _GOOD if succeeded else _BAD)
         if self._settings.rank == 0:
             results = [store.wait(f"{prefix}/{r}") for r in range(self._settings.world_size)]
@@ -203,7 +260,7 @@ class FolderStart:
         if checkpoint.round == self.round:
             return False
         start = self.restore
-        return start is None or (checkpoint.round, checkpoint.step) > (start.round, start.step)
+        return start is None or age_of(checkpoint) > age_of(start)
 
     def _checkpoints(self) -> frozenset[CheckpointId]:
         try:

@@ -16,9 +16,11 @@ from typing import Protocol
 from holdfast.base.handle import SaveHandle
 from holdfast.connection.session import Session
 from holdfast.gang.store import GangStore
+from holdfast.reading.opening import Checkpoints, SavedStep
 from holdfast.slots.capacity import SlotAdvice
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, RestartRound, Step
+from holdfast_core.messages.schema import Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Traits:
     """Size of that ring."""
     advice: SlotAdvice
     interval_steps: int | None
-    """Optimizer steps between saves. None: the policy of the connection has them."""
+    """Optimizer steps between saves. None: the policy of the connection has them. 0 with `timing`."""
     round: RestartRound | None
     """Restart round. None: it is known when the place has started."""
     has_nothing: bool
@@ -47,6 +49,9 @@ class Traits:
     shares_container: bool
     """Whether the other process runs in this process's container. It may then fill slots that this process
     has not touched, and this process can open its files."""
+
+    timing: Timing | None = None
+    """The interval as a time. None: it is a number of steps."""
 
     @property
     def streams(self) -> bool:
@@ -145,6 +150,28 @@ class Place(Protocol):
     @property
     def location(self) -> str:
         """Name of the place in messages for the user."""
+        ...
+
+    @property
+    def run_id(self) -> str:
+        """Identity of the training, the same on all ranks and in all its restarts.
+
+        Call it after `start`. Raises ConfigError where there is none.
+        """
+        ...
+
+    # ------------------------------------------------------------------ its checkpoints
+
+    def list(self) -> tuple[SavedStep, ...]:
+        """Return the committed checkpoints, oldest first. Raises ConfigError where a script has no list."""
+        ...
+
+    def checkpoints(self) -> Checkpoints:
+        """Open the checkpoints of this place for reading. Raises ConfigError where that is not possible."""
+        ...
+
+    def delete(self, step: Step, *, even_last: bool) -> bool:
+        """Delete the checkpoint of a step. Return False if there is none. Raises ConfigError."""
         ...
 
     # ------------------------------------------------------------------ save

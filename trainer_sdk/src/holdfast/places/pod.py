@@ -12,6 +12,7 @@ from holdfast.connection.own_socket import OwnSocket
 from holdfast.connection.session import Session
 from holdfast.gang.store import GangStore
 from holdfast.places.place import Directories, NextFetch, Traits
+from holdfast.reading.opening import Checkpoints, SavedStep
 from holdfast.slots.capacity import IN_A_POD
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import ConfigError, HoldfastError, UnavailableError
@@ -36,6 +37,7 @@ class PodPlace:
             ring_bytes=contract.ring_bytes,
             advice=IN_A_POD,
             interval_steps=settings.interval_steps,
+            timing=settings.timing,
             round=settings.round,
             has_nothing=settings.restore_known and settings.restore_step is None,
             knows_what_is_durable=False,
@@ -89,6 +91,19 @@ class PodPlace:
     def location(self) -> str:
         return "the job's checkpoints"
 
+    @property
+    def run_id(self) -> str:
+        return self.traits.job_uid
+
+    def list(self) -> tuple[SavedStep, ...]:
+        raise _managed_by_the_operator("list")
+
+    def checkpoints(self) -> Checkpoints:
+        raise _managed_by_the_operator("read")
+
+    def delete(self, step: Step, *, even_last: bool) -> bool:
+        raise _managed_by_the_operator("delete")
+
     def take_for_training(self) -> None:
         """Do nothing: the operator lets one round at a time write."""
 
@@ -110,3 +125,10 @@ class PodPlace:
             connection.close()
             raise
         return OwnSocket.of(connection)
+
+
+def _managed_by_the_operator(what: str) -> ConfigError:
+    return ConfigError(
+        f"Checkpointer: a script cannot {what} single checkpoints in a worker pod, where the operator "
+        "chooses and prunes them for the whole gang: use the Checkpoint objects (kubectl get checkpoints)"
+    )

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.slots.device import Device, Mark
-from holdfast.state.snapshot import DeviceCopy
+from holdfast.state.copying.target import DeviceCopy
 from holdfast.state.writers import Writers
 from holdfast_core.errors import DeviceError
 

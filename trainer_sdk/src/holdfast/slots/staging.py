@@ -11,8 +11,9 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +44,7 @@ _PAGE_BYTES = 4096
 _TWO_THREADS_FROM_BYTES = 16 << 20
 _POLL_SECONDS = 0.002
 _SPARE_INDEX = 100
+_LENT_INDEX = 999
 
 logger = logging.getLogger(__name__)
 
@@ -303,13 +305,45 @@ class SlotRing:
                         self._count * (HEADER_BYTES + capacity_bytes),
                         left,
                     )
-                descriptors = {index: self._create(index, capacity_bytes) for index in missing}
+                descriptors = {i: _create(self._path(i), capacity_bytes) for i in missing}
             for index, descriptor in descriptors.items():
-                kept[index] = self._open(index, descriptor)
+                kept[index] = self._open(self._path(index), index, descriptor)
         finally:
             self._slots = [kept[index] for index in sorted(kept)]
         if not to_fill:
             self._join()
+
+    @contextmanager
+    def lent(self, capacity_bytes: int) -> Iterator[Slot]:
+        """Lend a slot that does not belong to the ring and is removed afterwards.
+
+        The slots of the ring keep what they hold. Raises CapacityError if there is no room for it.
+        """
+        name, capacity_bytes = slot_name(self._rank, _LENT_INDEX), _whole_pages(capacity_bytes)
+        directories = [self.directory]
+        if self._spare is not None and self._spare not in directories:
+            directories.append(self._spare)
+        for directory in directories:  # a reader looks for the name in both
+            (directory / name).unlink(missing_ok=True)
+        for directory in directories:
+            directory.mkdir(mode=0o2770, parents=True, exist_ok=True)
+            path = directory / name
+            try:
+                with allocation_lock(directory):
+                    require_room(directory, HEADER_BYTES + capacity_bytes, 1, self._advice)
+                    descriptor = _create(path, capacity_bytes)
+            except VolumeFullError as error:
+                if directory == directories[-1]:
+                    raise CapacityError(str(error)) from error  # the public error class
+                continue
+            break
+        slot = self._open(path, _LENT_INDEX, descriptor)
+        try:
+            slot.prefault()
+            yield slot
+        finally:
+            slot.close()
+            path.unlink(missing_ok=True)
 
     def use(self, count: int, *, is_bounded: bool) -> None:
         """Use `count` slots from now on. If that is another number, the slots of before are removed.
@@ -496,16 +530,9 @@ class SlotRing:
         finally:
             os.close(descriptor)
 
-    def _create(self, index: int, capacity_bytes: int) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._path(index), flags, 0o660)
-        os.fchmod(descriptor, 0o660)  # the sidecar may have another uid and the same group
-        os.ftruncate(descriptor, HEADER_BYTES + capacity_bytes)
-        return descriptor
-
-    def _open(self, index: int, descriptor: int) -> Slot:
+    def _open(self, path: Path, index: int, descriptor: int) -> Slot:
         """Map a new slot file and write its header. The other pages are not touched yet."""
-        path, size = self._path(index), os.fstat(descriptor).st_size
+        size = os.fstat(descriptor).st_size
         try:
             memory, identity = _map(descriptor, size), _identity(descriptor)
             _touch(memory, path, HEADER_BYTES)
@@ -553,6 +580,15 @@ def run_all(jobs: Jobs) -> None:
     """Run all copies in the calling thread."""
     for _, copy in jobs:
         copy()
+
+
+def _create(path: Path, capacity_bytes: int) -> int:
+    """Create the file of a slot, which must not exist, and return its descriptor."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o660)
+    os.fchmod(descriptor, 0o660)  # the sidecar may have another uid and the same group
+    os.ftruncate(descriptor, HEADER_BYTES + capacity_bytes)
+    return descriptor
 
 
 def _whole_pages(size: int) -> int:

@@ -132,7 +132,10 @@ def _has_memory(value: Any) -> bool:
     """Return whether the storage holds all elements. A copy of freed elements would cause SIGSEGV."""
     if value.numel() == 0:
         return True
-    last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    if value.is_contiguous():
+        last = value.numel() - 1
+    else:
+        last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
     needed = (value.storage_offset() + last + 1) * value.element_size()
     return bool(value.untyped_storage().nbytes() >= needed)
 
@@ -141,7 +144,7 @@ def _overlaps(value: Any) -> bool:
     """Return whether elements certainly share memory, so that `copy_` would refuse to write."""
     import torch
 
-    return bool(torch._debug_has_internal_overlap(value) == 1)
+    return bool(not value.is_contiguous() and torch._debug_has_internal_overlap(value) == 1)
 
 
 @functools.cache

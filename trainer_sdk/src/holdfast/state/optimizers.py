@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.state.tensors import describe, is_tensor, local_part
+from holdfast.state.tensors import describe, is_alike, is_tensor, local_part
 
 _LIKE_PARAMETER = frozenset(
     {
@@ -74,12 +74,12 @@ def _entries_misfit(
             continue
         now = have.get(name)
         if is_tensor(now) and now.numel() > 1:
-            expected, found = describe(local_part(now)), describe(value)
+            local = local_part(now)
+            if not is_alike(local, value):
+                return f"{name} of parameter {index} as {describe(local)}", describe(value)
         elif name in _LIKE_PARAMETER and value.numel() > 1:
-            expected = str(list(local_part(parameter).shape))
-            found = str(list(value.shape))
-        else:
-            continue
-        if expected != found:
-            return f"{name} of parameter {index} as {expected}", found
+            shape = local_part(parameter).shape
+            if shape != value.shape:
+                expected = f"{name} of parameter {index} as {list(shape)}"
+                return expected, str(list(value.shape))
     return None

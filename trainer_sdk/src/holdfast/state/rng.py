@@ -30,6 +30,11 @@ class RNG:
                 )
         self._generators = generators
 
+    @property
+    def generators(self) -> tuple[Any, ...]:
+        """The further generators."""
+        return self._generators
+
     def state_dict(self) -> dict[str, Any]:
         version, keys, gauss = random.getstate()
         name, vector, position, has_gauss, cached = np.random.get_state()

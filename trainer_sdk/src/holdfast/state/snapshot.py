@@ -7,25 +7,19 @@ for the merge of all ranks' layouts into the layout of a checkpoint.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
+from holdfast.state.decoder import Decoder
+from holdfast.state.kinds import NO_CLASSES, Classes
 from holdfast.state.template import Template, make_template
-from holdfast.state.tensors import (
-    RAW,
-    Leaf,
-    copy_from_device,
-    copy_jobs,
-    own_name,
-    place_of,
-    view_stored,
-)
-from holdfast.state.tree import STATE, Decoder, Encoder, StateDictCache
+from holdfast.state.tensors import RAW, Leaf, own_name, view_stored
+from holdfast.state.tree import STATE, Encoder, StateDictCache, StateText
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.payload import (
@@ -40,11 +34,9 @@ from holdfast_core.format.payload import (
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, Digest, Rank
 
-PIECE_BYTES = 32 << 20
-"""Largest piece of a tensor that one thread copies."""
-BATCH_BYTES = 4 << 20
-"""Largest batch of small tensors that one call copies."""
 _GRAIN_BYTES = 4096
+_MAX_UNUSED = 2
+"""The structure often changes once, when the optimizers create their state."""
 
 
 @contextmanager
@@ -63,32 +55,31 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Snapshot:
     """Contents of a state at one moment: references to its tensors, and the rest as JSON."""
 
-    leaves: tuple[Leaf, ...]
+    sources: Sequence[Any]
+    """`Leaf.source` of each leaf."""
+    read_leaves: Callable[[], tuple[Leaf, ...]]
+    """Returns the leaves. A save of a state in host memory needs only the sources."""
     objects: bytes
     """Canonical JSON of everything other than tensors and arrays."""
     keys: tuple[str, ...]
     signature: tuple[Any, ...]
-    """Names, dtypes, shapes and offsets of all leaves. A plan is valid while it is the same."""
-    modules: tuple[tuple[str, Any], ...] = ()
+    """Names, dtypes, shapes and boxes of all leaves. A plan is valid while it is the same."""
+    structure: Template | None = None
+    """Snapshots with the same template have the same leaves, but for their data."""
+    modules: Sequence[tuple[str, Any]] = ()
     """Each module, after its path in the state."""
-    optimizers: tuple[Any, ...] = ()
+    optimizers: Sequence[Any] = ()
     """All optimizers of the state."""
+    classes: Mapping[str, type[Any] | None] = field(default_factory=dict)
+    """See `Encoder.classes`."""
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceCopy:
-    """Copy of one tensor from its device to its place in the payload."""
-
-    leaf: Leaf
-    run: Callable[[], None]
-
-    @property
-    def source(self) -> Any:
-        return self.leaf.source
+    @cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return self.read_leaves()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +110,12 @@ class Snapshots:
     """Takes the snapshots of one training, quickly while the structure of its state stays the same."""
 
     def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+        self.rank = rank
         self._template: Template | None = None
         self._last: tuple[Any, ...] | None = None
         """Signature of the last snapshot that was encoded in full."""
-        self._unsupported: tuple[Any, ...] | None = None
-        """Signature of a state for which no template can be made."""
+        self._unused = 0
+        """Number of templates, one after the other, with which no snapshot was taken."""
 
     @paused_collector()
     def take(self, state: Mapping[str, Any]) -> Snapshot:
@@ -133,19 +124,26 @@ class Snapshots:
         if self._template is not None and self._last is not None:
             found = self._template.collect(state, state_dicts)
             if found is not None:
-                keys = tuple(sorted(state))
+                self._unused = 0
                 return Snapshot(
-                    found.leaves, found.objects, keys, self._last, found.modules, found.optimizers
+                    found.sources,
+                    partial(self._template.leaves, found),
+                    self._template.objects(found),
+                    tuple(sorted(state)),
+                    self._last,
+                    self._template,
+                    found.modules,
+                    found.optimizers,
+                    found.classes,
                 )
-        encoder = Encoder(self._rank, state_dicts=state_dicts)
-        snapshot = _encode(state, encoder)
+        encoder = Encoder(self.rank, state_dicts=state_dicts)
+        snapshot, text = _encode(state, encoder)
         before, self._last, self._template = self._last, snapshot.signature, None
-        # A template is made when a structure is met twice: a state that always changes needs none.
-        if before == self._last != self._unsupported:
-            self._template = make_template(state, encoder)
-            if self._template is None:
-                self._unsupported = self._last
-        return snapshot
+        # A state whose structure changes at each save needs no templates.
+        if self._unused < _MAX_UNUSED or before == self._last:
+            self._template = make_template(state, encoder, text)
+            self._unused += 1
+        return replace(snapshot, structure=self._template)
 
 
 @paused_collector()
@@ -155,10 +153,10 @@ def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
     Raises UnsupportedStateError that names the path of what cannot be saved, and StateDictError that names
     the path of a part whose own state_dict() raised.
     """
-    return _encode(state, Encoder(rank))
+    return _encode(state, Encoder(rank))[0]
 
 
-def _encode(state: Mapping[str, Any], encoder: Encoder) -> Snapshot:
+def _encode(state: Mapping[str, Any], encoder: Encoder) -> tuple[Snapshot, StateText]:
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
             f"state: expected a dict from names to parts, found {type(state).__name__}"
@@ -169,18 +167,21 @@ def _encode(state: Mapping[str, Any], encoder: Encoder) -> Snapshot:
                 f"state: {key!r} is not a valid name: expected a non-empty str"
             )
     try:
-        objects = encoder.encode_state(state)
+        text = encoder.encode_state(state)
     except FormatError as error:
         raise UnsupportedStateError(f"state: {error}") from error
     leaves = tuple(encoder.leaves)
-    return Snapshot(
-        leaves,
-        objects,
+    snapshot = Snapshot(
+        tuple(leaf.source for leaf in leaves),
+        lambda: leaves,
+        text.fill(encoder.cuts or ()),
         tuple(sorted(state)),
-        tuple((leaf.name, leaf.dtype, leaf.shape, leaf.offsets) for leaf in leaves),
-        tuple(encoder.modules),
-        tuple(encoder.optimizers),
+        tuple((x.name, x.dtype, x.shape, x.global_shape, x.offsets) for x in leaves),
+        modules=encoder.modules,
+        optimizers=encoder.optimizers,
+        classes=encoder.classes,
     )
+    return snapshot, text
 
 
 @paused_collector()
@@ -220,129 +221,70 @@ def _frozen(snapshot: Snapshot) -> frozenset[str]:
     )
 
 
-class PayloadTarget:
-    """Memory for the payloads of one plan. The views of its tensors are made once and used by each save."""
-
-    def __init__(self, plan: SavePlan, target: np.ndarray[Any, Any]) -> None:
-        """`target` is a uint8 array of at least `plan.payload_bytes` elements."""
-        self.plan = plan
-        self._target = target
-        self._places: dict[str, tuple[tuple[bool, bool], Any]] = {}
-        """The place of each leaf, after what the type of its view depends on."""
-
-    def write(
-        self,
-        snapshot: Snapshot,
-        run: Callable[[list[tuple[int, Callable[[], object]]]], None],
-        leave_out: Callable[[object], bool] | None = None,
-    ) -> None:
-        """Copy the state's current bytes.
-
-        Args:
-            snapshot: Snapshot that fits the plan.
-            run: Runs the copies and returns when all are done.
-            leave_out: Whether to leave out a tensor, which the caller copies itself.
-        """
-        head, target = self.plan.payload.header, self._target
-        target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-        place = self.plan.payload.objects
-        text = np.frombuffer(snapshot.objects, dtype=np.uint8)
-        target[place.start : place.start + len(text)] = text
-        target[place.start + len(text) : place.stop] = ord(" ")
-        leaves = snapshot.leaves
-        if leave_out is not None:
-            leaves = tuple(leaf for leaf in leaves if not leave_out(leaf.source))
-        pairs = ((leaf, self._place(leaf)) for leaf in leaves)
-        run(copy_jobs(pairs, PIECE_BYTES, BATCH_BYTES))
-
-    def _place(self, leaf: Leaf) -> Any:
-        kind = leaf.is_raw, isinstance(leaf.source, np.ndarray)
-        found = self._places.get(leaf.name)
-        if found is None or found[0] != kind:
-            where = self.plan.ranges[leaf.name]
-            found = kind, place_of(leaf, self._target[where.start : where.stop])
-            self._places[leaf.name] = found
-        return found[1]
-
-
-def device_copies(
-    plan: SavePlan,
-    snapshot: Snapshot,
-    target: np.ndarray[Any, Any],
-    is_on_device: Callable[[object], bool],
-    *,
-    non_blocking: bool,
-) -> list[DeviceCopy]:
-    """Return the copies that `PayloadTarget.write` leaves out with `leave_out=is_on_device`.
-
-    The caller runs them on the stream of its choice.
-    """
-    copies: list[DeviceCopy] = []
-    for leaf in snapshot.leaves:
-        if leaf.byte_count and is_on_device(leaf.source):
-            where = plan.ranges[leaf.name]
-            place = target[where.start : where.stop]
-            run = partial(copy_from_device, leaf, place, non_blocking=non_blocking)
-            copies.append(DeviceCopy(leaf, run))
-    return copies
-
-
 @paused_collector()
-def read_payload(source: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Return the saved state, with views into `source`. Raises FormatError for an invalid payload."""
+def read_payload(source: np.ndarray[Any, Any], classes: Classes = NO_CLASSES) -> dict[str, Any]:
+    """Return the saved state, with views into `source`.
+
+    Raises FormatError for an invalid payload, and StateMismatchError; see `Classes`.
+    """
     size = header_bytes(source[:LENGTH_BYTES].tobytes(), source.size)
     plan = parse_payload(source[:size].tobytes(), source.size)
 
-    def stored(tensor: PayloadTensor) -> np.ndarray[Any, Any]:
-        return source[tensor.byte_range.start : tensor.byte_range.stop]
+    def view(tensor: PayloadTensor, raw_dtype: str | None, is_array: bool) -> Any:
+        stored = source[tensor.byte_range.start : tensor.byte_range.stop]
+        return view_payload(tensor, stored, raw_dtype, is_array=is_array)
 
     where = plan.objects
-    return build_state(plan, source[where.start : where.stop].tobytes(), stored)
+    return build_state(plan, source[where.start : where.stop].tobytes(), view, classes)
 
 
 def build_state(
-    plan: PayloadPlan, objects: bytes, stored: Callable[[PayloadTensor], np.ndarray[Any, Any]]
+    plan: PayloadPlan,
+    objects: bytes,
+    make: Callable[[PayloadTensor, str | None, bool], Any],
+    classes: Classes = NO_CLASSES,
 ) -> dict[str, Any]:
-    """Return the saved state, with tensors over the memory that `stored` returns for each of them.
+    """Return the saved state, with the tensors that `make` returns.
 
     Args:
         plan: Parsed header of the payload.
         objects: The objects of the payload.
-        stored: Returns the uint8 array of a tensor. It is called for each tensor in use.
+        make: Returns a tensor, or an array if the last argument is true. The second argument is the dtype
+            of a tensor that is stored as bytes. It is called for each tensor in use.
+        classes: Classes that enum members and named tuples may have.
 
     Raises:
         FormatError: The payload is invalid.
+        StateMismatchError: A value does not fit its class any more.
     """
     tensors = {tensor.fqn: tensor for tensor in plan.tensors}
 
     def resolve(reference: dict[str, Any]) -> Any:
-        return _view(tensors, reference, stored)
+        name, dtype = reference["$tensor"], reference.get("dtype")
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise FormatError(f"payload: the state refers to tensor {name!r}, which does not exist")
+        if dtype is not None and tensor.dtype != RAW:
+            raise FormatError(f"payload: tensor {name!r} of {dtype} is stored as {tensor.dtype}")
+        return make(tensor, dtype, bool(reference.get("array")))
 
     root = unpack_objects(objects)
     if not isinstance(root, dict) or not isinstance(root.get(STATE), dict):
         raise FormatError("payload: the objects contain no state")
-    decoded = Decoder(resolve).decode(root[STATE])
+    decoded = Decoder(resolve, classes).decode(root[STATE])
     if not isinstance(decoded, dict):
         raise FormatError("payload: the state is not a dict")
     return decoded
 
 
-def _view(
-    tensors: dict[str, PayloadTensor],
-    reference: dict[str, Any],
-    stored: Callable[[PayloadTensor], np.ndarray[Any, Any]],
+def view_payload(
+    tensor: PayloadTensor,
+    stored: np.ndarray[Any, Any],
+    raw_dtype: str | None,
+    *,
+    is_array: bool,
 ) -> Any:
-    name = reference["$tensor"]
-    tensor = tensors.get(name)
-    if tensor is None:
-        raise FormatError(f"payload: the state refers to tensor {name!r}, which does not exist")
-    dtype = reference.get("dtype")
-    if dtype is not None and tensor.dtype != RAW:
-        raise FormatError(f"payload: tensor {name!r} of {dtype} is stored as {tensor.dtype}")
-    shape = tensor.shape if dtype is None else tensor.shape[:-1]
-    return view_stored(
-        stored(tensor),
-        own_name(tensor.dtype) if dtype is None else dtype,
-        shape,
-        array=bool(reference.get("array")),
-    )
+    """Return a tensor of a payload over its stored bytes; see `build_state` and `view_stored`."""
+    dtype = own_name(tensor.dtype) if raw_dtype is None else raw_dtype
+    shape = tensor.shape if raw_dtype is None else tensor.shape[:-1]
+    return view_stored(stored, dtype, shape, array=is_array)

@@ -6,33 +6,37 @@ the structure of one encoded state. At the next save it compares the structure, 
 in the same places now, and encodes again only the values that contain no tensor.
 
 Everything that the encoder's result depends on is compared: the types and keys of containers, the identity
-of modules and optimizers, and for each tensor its type, dtype, shape, strides, offset, device, layout and the
-size of its storage. If anything differs, `collect` returns None and the state is encoded again in full.
+of modules and optimizers, and for each tensor its type, dtype, shape, device, strides, offset and the size of
+its storage, which only strided tensors have. If anything differs, `collect` returns None and the state is
+encoded again in full.
+
+The walk over the state only collects the tensors. They are compared all at once afterwards: one call for each
+fact of all tensors is twice as fast as a function of Python for each tensor.
 """
 
 from __future__ import annotations
 
 import marshal
-import re
-import secrets
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from holdfast.state.boxes import box_attributes, held_box
+from holdfast.state.kinds import is_named_tuple
 from holdfast.state.tensors import Leaf, is_distributed, is_tensor
-from holdfast.state.tree import Encoder, StateDictCache, is_stateful, unwrap
+from holdfast.state.tree import Encoder, StateDictCache, StateText, has_parts, is_stateful, unwrap
 from holdfast_core.format.canonical import dumps_canonical
 
 _MARSHAL_VERSION = 2
 """Later versions refer to repeated objects by their reference counts, so equal values may differ."""
 _PURE = frozenset({type(None), bool, int, float, str})
-_MARK = re.compile(rb'"\$mark-([0-9a-f]{32})"')
-_TENSOR_FACTS = attrgetter("dtype", "shape", "device", "layout")
+_TENSOR_FACTS = attrgetter("dtype", "shape", "device", "requires_grad")
 _ARRAY_FACTS = attrgetter("dtype", "shape", "strides")
 _GLOBAL_FACTS = attrgetter("dtype", "shape", "placements", "device_mesh")
 
@@ -41,101 +45,149 @@ class _ChangedError(Exception):
     """The structure of the state is not that of the template."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateContents:
-    """What a snapshot consists of, taken with a template."""
-
-    leaves: tuple[Leaf, ...]
-    objects: bytes
-    """Canonical JSON of everything other than tensors and arrays."""
-    modules: tuple[tuple[str, Any], ...]
-    optimizers: tuple[Any, ...]
-
-
 @dataclass(slots=True)
-class _Walk:
-    """One walk over a state: what it has collected so far."""
+class Found:
+    """What one walk over a state has found so far."""
 
     state_dicts: StateDictCache
-    sources: list[tuple[Any, Any]]
-    """The local tensor or array of each leaf, and its DTensor or None."""
-    texts: list[bytes]
+    classes: dict[str, type[Any] | None]
+    """See `Encoder.classes`."""
+    sources: list[Any] = field(default_factory=list)
+    """The tensor or array of each leaf, as in `Leaf.source`."""
+    wholes: dict[int, Any] = field(default_factory=dict)
+    """The DTensor of a leaf, by its position."""
+    texts: list[bytes] = field(default_factory=list)
     """Canonical JSON of each value without tensors."""
-    modules: list[tuple[str, Any]]
-    optimizers: list[Any]
+    modules: list[tuple[str, Any]] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
 
 
-_Node = Callable[[Any, _Walk], None]
-"""Compare one value with the template and add it to the walk. Raises _ChangedError."""
+_Node = Callable[[Any, Found], None]
+"""Compare one value with the template and add it to what was found. Raises _ChangedError."""
 
 
 class Template:
     """The structure of one state. It keeps no tensor alive."""
 
-    def __init__(self, root: _Node, leaves: list[tuple[Leaf, int | None]], text: _Text) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], encoder: Encoder, text: StateText, root: _Node
+    ) -> None:
+        """Record the state; see `make_template`. Raises _ChangedError if that is not possible."""
+        numbers = {id(optimizer): number for number, optimizer in enumerate(encoder.optimizers)}
         self._root = root
-        self._leaves = leaves
+        self._leaves = [
+            (leaf.at(None, None, None), numbers.get(id(leaf.owner))) for leaf in encoder.leaves
+        ]
         """Each leaf without its data, and the position of its optimizer among those of the state."""
         self._text = text
+        self._classes = encoder.classes
+        first = self._walk(state, encoder.state_dicts)
+        if (len(first.sources), len(first.texts)) != (len(self._leaves), len(text.order)):
+            raise _ChangedError
+        self._tensors = _Tensors(first.sources)
 
-    def collect(
-        self, state: Mapping[str, Any], state_dicts: StateDictCache
-    ) -> StateContents | None:
+    def collect(self, state: Mapping[str, Any], state_dicts: StateDictCache) -> Found | None:
         """Return the state's present contents, or None if its structure has changed.
 
         `state_dicts` receives the results of the state_dict calls, so that an encoder need not repeat them.
 
         Raises what `Encoder.encode` raises for a value that cannot be saved, and StateDictError.
         """
-        walk = _Walk(state_dicts, [], [], [], [])
         try:
-            self._root(state, walk)
+            found = self._walk(state, state_dicts)
+            self._tensors.take(found.sources)
         except _ChangedError:
             return None
-        leaves = tuple(
-            leaf.at(source, whole, None if owner is None else walk.optimizers[owner])
-            for (leaf, owner), (source, whole) in zip(self._leaves, walk.sources, strict=True)
+        return found
+
+    def objects(self, found: Found) -> bytes:
+        """Return the canonical JSON of everything other than tensors and arrays."""
+        return self._text.fill(found.texts)
+
+    def leaves(self, found: Found) -> tuple[Leaf, ...]:
+        """Return the leaves of the state. A save of a state in host memory does not need them."""
+        optimizers, wholes = found.optimizers, found.wholes
+        return tuple(
+            leaf.at(source, wholes.get(position), None if owner is None else optimizers[owner])
+            for position, ((leaf, owner), source) in enumerate(
+                zip(self._leaves, found.sources, strict=True)
+            )
         )
-        objects = self._text.fill(walk.texts)
-        return StateContents(leaves, objects, tuple(walk.modules), tuple(walk.optimizers))
+
+    def _walk(self, state: Mapping[str, Any], state_dicts: StateDictCache) -> Found:
+        found = Found(state_dicts, dict(self._classes))
+        self._root(state, found)
+        return found
 
 
-def make_template(state: Mapping[str, Any], encoder: Encoder) -> Template | None:
+def make_template(state: Mapping[str, Any], encoder: Encoder, text: StateText) -> Template | None:
     """Return a template of a state that was just encoded.
 
     Args:
         state: The state. It has not changed since.
         encoder: The encoder that has encoded it, part by part.
+        text: What the encoder returned.
 
     Returns:
         None if the state has a structure that templates do not support. It is then encoded at each save.
     """
-    builder = _Builder(encoder)
-    root = builder.container(dict(state), "", -1) if type(state) is dict else None
-    if root is None or builder.seen != len(encoder.leaves):
+    root = _Builder(encoder).container(dict(state), "", -1) if type(state) is dict else None
+    if root is None:
         return None
-    text = builder.text(state)
-    if text is None:
+    try:
+        return Template(state, encoder, text, root)
+    except _ChangedError:
         return None
-    numbers = {id(optimizer): number for number, optimizer in enumerate(encoder.optimizers)}
-    leaves = [(leaf.at(None, None, None), numbers.get(id(leaf.owner))) for leaf in encoder.leaves]
-    return Template(root, leaves, text)
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """The canonical JSON of a state, cut at the values without tensors."""
+class _Tensors:
+    """The facts of the tensors of a state that a save depends on.
 
-    segments: tuple[bytes, ...]
-    order: tuple[int, ...]
-    """For each gap between two segments the number of its value, in the order of the walk. The text has
-    the keys of an object sorted, while the walk visits them as they are."""
+    A storage of the same size holds all elements of a tensor with the same strides and offset. The encoder
+    has checked that for the first one: a copy of elements that were freed would end the process.
+    """
 
-    def fill(self, values: list[bytes]) -> bytes:
-        pieces = [self.segments[0]]
-        for number, segment in zip(self.order, self.segments[1:], strict=True):
-            pieces += (values[number], segment)
-        return b"".join(pieces)
+    def __init__(self, sources: Sequence[Any]) -> None:
+        """Record the facts of these tensors, among which may be arrays."""
+        self._is_tensor = list(map(is_tensor, sources))
+        self._kinds = list(map(type, sources))
+        self._facts = self._read(sources)
+        # A device may read a tensor after the save has returned. A tensor of our own keeps its memory alive.
+        self._to_detach = [
+            position
+            for position, source in enumerate(sources)
+            if self._is_tensor[position] and not _is_plain_in_host_memory(source)
+        ]
+
+    def take(self, sources: list[Any]) -> None:
+        """Compare the sources, and detach those that need it. Raises _ChangedError."""
+        if list(map(type, sources)) != self._kinds or self._read(sources) != self._facts:
+            raise _ChangedError
+        for position in self._to_detach:
+            sources[position] = sources[position].detach()
+
+    def _read(self, sources: Sequence[Any]) -> list[list[Any]]:
+        tensors = list(compress(sources, self._is_tensor))
+        if not tensors:
+            return []
+        from torch import Tensor
+
+        try:
+            return [
+                list(map(_TENSOR_FACTS, tensors)),
+                list(map(Tensor.stride, tensors)),
+                list(map(Tensor.storage_offset, tensors)),
+                [storage.nbytes() for storage in map(Tensor.untyped_storage, tensors)],
+                [box_attributes(tensor) is None for tensor in tensors],
+            ]
+        except (RuntimeError, NotImplementedError) as error:  # nested and lazy tensors lack some
+            raise _ChangedError from error
+
+
+def _is_plain_in_host_memory(tensor: Any) -> bool:
+    from torch import Tensor
+
+    return type(tensor) is Tensor and not tensor.requires_grad and tensor.device.type == "cpu"
 
 
 class _Builder:
@@ -143,36 +195,19 @@ class _Builder:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        self._marks: dict[str, str] = {}
-        """Mark in the JSON text for the value at each path. Paths of values without tensors only."""
-        self._is_ambiguous = False
-        self.seen = 0
-        """Number of leaves so far."""
-
-    def text(self, state: Mapping[str, Any]) -> _Text | None:
-        """Return the state's text. Returns None if a value without tensors has the path of another value."""
-        if self._is_ambiguous:
-            return None
-        marked = Encoder(
-            self._encoder.rank, state_dicts=self._encoder.state_dicts, marks=self._marks
-        )
-        parts = _MARK.split(marked.encode_state(state))
-        numbers = {mark: number for number, mark in enumerate(self._marks.values())}
-        order = tuple(numbers[f"$mark-{part.decode()}"] for part in parts[1::2])
-        # A mark also replaces other values at its path, with the marks that they contain.
-        is_exact = sorted(order) == list(range(len(numbers)))
-        return _Text(tuple(parts[0::2]), order) if is_exact else None
+        self._mappings: dict[Any, _Node] = {}
+        """Nodes of dicts that contain nothing but tensors. An optimizer has one for each parameter."""
 
     def _node(self, value: Any, path: str, depth: int) -> _Node | None:
         if is_stateful(value):
             return self._object(value, path, depth)
         if is_tensor(value):
-            self.seen += 1
-            return _distributed(value) if is_distributed(value) else _tensor(value)
+            if is_distributed(value):
+                return _distributed(value)
+            return _tensor if box_attributes(value) is None else _boxed(value)
         if isinstance(value, np.ndarray):
-            self.seen += 1
             return _array(value)
-        if not _has_parts(value):
+        if not has_parts(value, depth):
             return self._plain(value, path, depth)
         return self.container(value, path, depth)
 
@@ -185,7 +220,7 @@ class _Builder:
             keys, items = list(value), list(value.values())
             if any(type(key) not in _PURE for key in keys):
                 return None
-        elif kind in (list, tuple):
+        elif kind in (list, tuple) or is_named_tuple(kind):
             keys, items = list(range(len(value))), list(value)
         else:
             return None
@@ -196,32 +231,37 @@ class _Builder:
             if node is None:
                 return None
             nodes.append(node)
-        return _mapping(kind, keys, nodes) if isinstance(value, dict) else _sequence(kind, nodes)
+        if not isinstance(value, dict):
+            return _sequence(kind, nodes)
+        if any(node is not _tensor for node in nodes):
+            return _mapping(kind, keys, nodes)
+        key = kind, *keys, *map(type, keys)
+        return self._mappings.setdefault(key, _mapping_of_tensors(kind, keys))
 
     def _plain(self, value: Any, path: str, depth: int) -> _Node:
-        self._is_ambiguous = self._is_ambiguous or path in self._marks
-        self._marks[path] = f"$mark-{secrets.token_hex(16)}"
         rank, fingerprint, text = self._encoder.rank, None, b""
 
-        def plain(value: Any, walk: _Walk) -> None:
+        def plain(value: Any, found: Found) -> None:
             nonlocal fingerprint, text
-            found = _fingerprint(value)
-            if found is None or found != fingerprint:
-                encoder = Encoder(rank)
+            marshalled = _fingerprint(value)
+            if marshalled is None or marshalled != fingerprint:
+                encoder = Encoder(rank, classes=found.classes)
                 encoded = encoder.encode(value, path, depth)
                 if encoder.leaves or encoder.state_dicts:
                     raise _ChangedError
                 text = dumps_canonical(encoded)
-                fingerprint = found if _is_pure(value) else None
-            walk.texts.append(text)
+                # A value that is not pure is encoded each time, so that its classes are found.
+                fingerprint = marshalled if _is_pure(value) else None
+            found.texts.append(text)
 
         return plain
 
     def _object(self, value: Any, path: str, depth: int) -> _Node | None:
         inner = unwrap(value)
         content = self._encoder.state_dicts.call(inner, path)
-        kind, is_module = type(value), any(one is inner for _, one in self._encoder.modules)
-        is_optimizer = any(one is value for one in self._encoder.optimizers)
+        kind, inner_kind = type(value), type(inner)
+        is_module = any(one is inner for _, one in self._encoder.modules)
+        is_optimizer = any(one is inner for one in self._encoder.optimizers)
         if is_module and isinstance(content, dict):
             child = self.container(content, path, depth + 1, is_module=True)
         else:
@@ -233,14 +273,17 @@ class _Builder:
         except TypeError:  # a class without weak references
             return None
 
-        def stateful(value: Any, walk: _Walk) -> None:
-            if type(value) is not kind or (same is not None and not same(value)):
+        def stateful(value: Any, found: Found) -> None:
+            inner = unwrap(value)
+            if type(value) is not kind or type(inner) is not inner_kind:
+                raise _ChangedError
+            if same is not None and not same(value):
                 raise _ChangedError
             if is_module:
-                walk.modules.append((path, unwrap(value)))
+                found.modules.append((path, inner))
             if is_optimizer:
-                walk.optimizers.append(value)
-            child(walk.state_dicts.call(unwrap(value), path), walk)
+                found.optimizers.append(inner)
+            child(found.state_dicts.call(inner, path), found)
 
         return stateful
 
@@ -252,101 +295,92 @@ def _identity_of(value: Any, inner: Any) -> Callable[[Any], bool]:
 
 
 def _mapping(kind: type[Any], keys: list[Any], nodes: list[_Node]) -> _Node:
-    kinds = list(map(type, keys))
+    same = _same_keys(kind, keys)
 
-    def mapping(value: Any, walk: _Walk) -> None:
-        # 1 and True are equal keys, and are encoded differently.
-        if type(value) is not kind or [*value] != keys or [*map(type, value)] != kinds:
-            raise _ChangedError
+    def mapping(value: Any, found: Found) -> None:
+        same(value)
         for node, item in zip(nodes, value.values(), strict=True):
-            node(item, walk)
+            node(item, found)
 
     return mapping
 
 
-def _sequence(kind: type[Any], nodes: list[_Node]) -> _Node:
-    def sequence(value: Any, walk: _Walk) -> None:
-        if type(value) is not kind or len(value) != len(nodes):
+def _mapping_of_tensors(kind: type[Any], keys: list[Any]) -> _Node:
+    same = _same_keys(kind, keys)
+
+    def tensors(value: Any, found: Found) -> None:
+        same(value)
+        found.sources.extend(value.values())
+
+    return tensors
+
+
+def _same_keys(kind: type[Any], keys: list[Any]) -> Callable[[Any], None]:
+    """Return a function that raises _ChangedError for a dict of another type or with other keys."""
+    kinds = list(map(type, keys))
+
+    def same(value: Any) -> None:
+        # 1 and True are equal keys, and are encoded differently.
+        if type(value) is not kind or [*value] != keys or [*map(type, value)] != kinds:
             raise _ChangedError
-        for node, item in zip(nodes, value, strict=True):
-            node(item, walk)
-
-    return sequence
-
-
-def _tensor(first: Any) -> _Node:
-    kind, same = type(first), _memory_check(first)
-    # A device may read a tensor after the save has returned. A tensor of our own keeps its memory alive.
-    is_kept = first.device.type != "cpu"
-
-    def tensor(value: Any, walk: _Walk) -> None:
-        if type(value) is not kind or not same(value):
-            raise _ChangedError
-        detach = is_kept or value.requires_grad
-        walk.sources.append((value.detach() if detach else value, None))
-
-    return tensor
-
-
-def _distributed(first: Any) -> _Node:
-    kind, facts, same = type(first), _GLOBAL_FACTS(first), _memory_check(first.to_local())
-
-    def distributed(value: Any, walk: _Walk) -> None:
-        if type(value) is not kind or _GLOBAL_FACTS(value) != facts:
-            raise _ChangedError
-        local = value.to_local().detach()
-        if not same(local):
-            raise _ChangedError
-        walk.sources.append((local, value))
-
-    return distributed
-
-
-def _memory_check(first: Any) -> Callable[[Any], bool]:
-    """Return whether another tensor has the same type of elements at the same places of its memory.
-
-    A storage of the same size holds all elements of such a tensor. The encoder has checked that for the first
-    one: a copy of elements that were freed would end the process.
-    """
-    facts, stride, offset = _TENSOR_FACTS(first), first.stride(), first.storage_offset()
-    size = first.untyped_storage().nbytes()
-
-    def same(value: Any) -> bool:
-        try:
-            return bool(
-                _TENSOR_FACTS(value) == facts
-                and value.stride() == stride
-                and value.storage_offset() == offset
-                and value.untyped_storage().nbytes() == size
-            )
-        except (RuntimeError, NotImplementedError):  # nested and lazy tensors lack some of them
-            return False
 
     return same
 
 
-def _array(first: np.ndarray[Any, Any]) -> _Node:
-    kind, facts, writeable = type(first), _ARRAY_FACTS(first), first.flags.writeable
+def _sequence(kind: type[Any], nodes: list[_Node]) -> _Node:
+    def sequence(value: Any, found: Found) -> None:
+        if type(value) is not kind or len(value) != len(nodes):
+            raise _ChangedError
+        for node, item in zip(nodes, value, strict=True):
+            node(item, found)
 
-    def array(value: Any, walk: _Walk) -> None:
+    return sequence
+
+
+def _tensor(value: Any, found: Found) -> None:
+    """Add a plain tensor, which `_Tensors` compares."""
+    found.sources.append(value)
+
+
+def _boxed(first: Any) -> _Node:
+    kind, box, shape = type(first), held_box(first, "tensor"), first.shape
+
+    def boxed(value: Any, found: Found) -> None:
+        if type(value) is not kind or value.shape != shape:
+            raise _ChangedError
+        held = held_box(value, "tensor")
+        if held is None or held != box:
+            raise _ChangedError
+        found.sources.append(held.within(value).detach())
+
+    return boxed
+
+
+def _distributed(first: Any) -> _Node:
+    kind, facts = type(first), _GLOBAL_FACTS(first)
+
+    def distributed(value: Any, found: Found) -> None:
+        if type(value) is not kind or _GLOBAL_FACTS(value) != facts:
+            raise _ChangedError
+        found.wholes[len(found.sources)] = value
+        found.sources.append(value.to_local().detach())
+
+    return distributed
+
+
+def _array(first: np.ndarray[Any, Any]) -> _Node:
+    facts, writeable = _ARRAY_FACTS(first), first.flags.writeable
+
+    def array(value: Any, found: Found) -> None:
         if (
-            type(value) is not kind
+            not isinstance(value, np.ndarray)
             or _ARRAY_FACTS(value) != facts
             or value.flags.writeable != writeable
         ):
             raise _ChangedError
-        walk.sources.append((value, None))
+        found.sources.append(value)
 
     return array
-
-
-def _has_parts(value: Any) -> bool:
-    """Return whether a value contains a tensor, an array or an object with a state_dict."""
-    if is_tensor(value) or isinstance(value, np.ndarray) or is_stateful(value):
-        return True
-    if isinstance(value, dict):
-        return any(map(_has_parts, value.values()))
-    return isinstance(value, list | tuple) and any(map(_has_parts, value))
 
 
 def _is_pure(value: Any) -> bool:

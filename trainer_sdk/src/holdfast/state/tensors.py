@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from holdfast.state.boxes import held_box
 from holdfast.state.loadable import require_array, require_tensor
 from holdfast_core.errors import UnsupportedStateError
 
@@ -37,8 +37,10 @@ _NAMES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e8m0fnu": "F8_E8M0",
 }
+_OWN_NAMES = {stored: own for own, stored in _NAMES.items()}
 RAW = "U8"
-"""Stored dtype of types that safetensors does not have (complex128). Their bytes add one dimension."""
+"""Stored dtype of types that safetensors does not have (complex128, float8_e4m3fnuz). Their bytes add one
+dimension."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +104,7 @@ def torch_module() -> Any | None:
 
 
 def is_tensor(value: object) -> bool:
-    torch = torch_module()
+    torch = sys.modules.get("torch")  # a call of `torch_module` would take as long as the rest
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -117,8 +119,14 @@ def dtype_name(value: Any) -> str:
 
 
 def local_part(value: Any) -> Any:
-    """Return the tensor whose bytes this rank stores. It shares memory with `value`."""
-    return value.to_local() if is_distributed(value) else value
+    """Return the tensor whose bytes this rank stores. It shares memory with `value`.
+
+    Raises UnsupportedStateError for a tensor with attributes that describe no box.
+    """
+    if is_distributed(value):
+        return value.to_local()
+    box = held_box(value, "tensor") if is_tensor(value) else None
+    return value if box is None else box.within(value)
 
 
 def make_leaf(
@@ -144,28 +152,27 @@ def make_leaf(
         UnsupportedStateError: The value cannot be saved.
     """
     extra: dict[str, Any] = {}
+    whole = None
     if is_tensor(value):
         require_tensor(value, path, in_place=in_place)
+        if is_distributed(value):
+            (global_shape, offsets), whole, local = placement(value, path), value, value.to_local()
+            require_tensor(local, path, in_place=in_place)
+        else:
+            global_shape, offsets, local = _held_part(value, path)
+        local = local.detach()
+        size = local.element_size()
+        byte_count = local.numel() * size
     else:
         require_array(value, path, in_place=in_place)
-    global_shape, offsets = placement(value, path)
-    local = local_part(value)
-    whole = None if local is value else value
-    if is_tensor(local):
-        if whole is not None:
-            require_tensor(local, path, in_place=in_place)
-        local = local.detach()
-        byte_count = local.numel() * local.element_size()
-    else:
-        if not local.dtype.isnative:
-            local = local.astype(local.dtype.newbyteorder("="))
+        global_shape, offsets, local = tuple(value.shape), (0,) * value.ndim, value
         byte_count = local.nbytes
+        size = local.itemsize
         extra["array"] = True
     kind = dtype_name(local)
     stored = _NAMES.get(kind)
     if stored is None:
         extra["dtype"] = kind
-        size = local.element_size() if is_tensor(local) else local.itemsize
         leaf = Leaf(
             name,
             RAW,
@@ -196,97 +203,6 @@ def make_leaf(
     return leaf, extra
 
 
-def place_of(leaf: Leaf, target: np.ndarray[Any, Any]) -> Any:
-    """Return the memory of a leaf's stored bytes as a tensor or array into which `copy_jobs` copies.
-
-    Args:
-        leaf: The leaf.
-        target: uint8 array of `leaf.byte_count` elements.
-    """
-    if leaf.is_raw or leaf.byte_count == 0:
-        # The target may not be aligned to the element size, so that only bytes can be copied.
-        return target
-    if not is_tensor(leaf.source):
-        return target.view(leaf.source.dtype).reshape(leaf.source.shape)
-    import torch
-
-    # A save in inference mode would make a tensor that no other thread, and no later save, may write.
-    with torch.inference_mode(mode=False):
-        return _torch_view(target, leaf.source.dtype, tuple(leaf.source.shape))
-
-
-def copy_jobs(
-    pairs: Iterable[tuple[Leaf, Any]], piece_bytes: int, batch_bytes: int
-) -> list[tuple[int, Callable[[], object]]]:
-    """Return calls that together copy the leaves' current bytes, each with its byte count.
-
-    Large contiguous tensors in host memory are split and small tensors are batched, so that two threads can
-    share the work.
-
-    Args:
-        pairs: Each leaf with its memory; see `place_of`.
-        piece_bytes: Largest size of a piece of a split tensor.
-        batch_bytes: Largest size of a batch of two tensors or more.
-    """
-    jobs: list[tuple[int, Callable[[], object]]] = []
-    batch = _Batch()
-    for leaf, place in pairs:
-        source, size = leaf.source, leaf.byte_count
-        if size == 0:
-            continue
-        if leaf.is_raw:
-            jobs.append((size, partial(_copy_raw, place, source)))
-        elif not is_tensor(source):
-            jobs.append((size, partial(np.copyto, place, source)))
-        elif size > piece_bytes and source.device.type == "cpu" and source.is_contiguous():
-            count = max(1, piece_bytes // source.element_size())
-            pieces = zip(place.view(-1).split(count), source.view(-1).split(count), strict=True)
-            jobs += ((p.numel() * p.element_size(), partial(p.copy_, q)) for p, q in pieces)
-        else:
-            if batch.size_bytes + size > batch_bytes and batch.places:
-                jobs.append(batch.job())
-                batch = _Batch()
-            batch.add(place, source, size)
-    if batch.places:
-        jobs.append(batch.job())
-    return jobs
-
-
-class _Batch:
-    """Small tensors that one call copies. A call for each of thousands costs more than their bytes."""
-
-    def __init__(self) -> None:
-        self.places: list[Any] = []
-        self._sources: list[Any] = []
-        self.size_bytes = 0
-
-    def add(self, place: Any, source: Any, size_bytes: int) -> None:
-        self.places.append(place)
-        self._sources.append(source)
-        self.size_bytes += size_bytes
-
-    def job(self) -> tuple[int, Callable[[], object]]:
-        import torch
-
-        return self.size_bytes, partial(torch._foreach_copy_, self.places, self._sources)
-
-
-def copy_from_device(leaf: Leaf, target: np.ndarray[Any, Any], *, non_blocking: bool) -> None:
-    """Write a tensor's bytes into `target`, on the current stream of its device.
-
-    Args:
-        leaf: A leaf whose source is a tensor.
-        target: uint8 array of `leaf.byte_count` elements.
-        non_blocking: Return before the stream has done the copy. This requires a page-locked `target`.
-    """
-    import torch
-
-    source, dtype = leaf.source, leaf.source.dtype
-    if leaf.is_raw:
-        source, dtype = _plain(source).view(-1).view(torch.uint8), torch.uint8
-    _torch_view(target, dtype, tuple(source.shape)).copy_(source, non_blocking=non_blocking)
-
-
 def view_stored(
     stored: np.ndarray[Any, Any],
     dtype: str,
@@ -312,57 +228,30 @@ def view_stored(
     kind = getattr(torch, dtype)
     if stored.size == 0:
         return torch.empty(shape, dtype=kind)
-    return _torch_view(_aligned(stored, kind.itemsize), kind, shape)
+    return torch_view(_aligned(stored, kind.itemsize), kind, shape)
 
 
 def _aligned(stored: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
     return stored.copy() if stored.ctypes.data % size else stored
 
 
-def flat_bytes(leaf: Leaf) -> Any:
-    """Return the leaf's stored bytes as a one-dimensional uint8 tensor or array.
+def bytes_of(contiguous: Any) -> Any:
+    """Return the bytes of a contiguous tensor, as a one-dimensional uint8 tensor over its memory.
 
-    It shares memory with the leaf where that is one contiguous range of plain values, and is a copy
-    otherwise.
+    A contiguous tensor of one element may have any stride, as that of `tensor[::4]`, with which torch refuses
+    a view as bytes.
     """
-    source = leaf.source
-    if not is_tensor(source):
-        return np.ascontiguousarray(source).reshape(-1).view(np.uint8)
     import torch
 
-    return _plain(source).view(-1).view(torch.uint8)
-
-
-def copy_flat(target: np.ndarray[Any, Any], flat: Any) -> None:
-    """Copy a range of `flat_bytes` into `target`, from a device too. Return when the copy is done."""
-    if is_tensor(flat):
-        import torch
-
-        torch.from_numpy(target).copy_(flat)
-    else:
-        target[:] = flat
-
-
-def _copy_raw(target: np.ndarray[Any, Any], source: Any) -> None:
-    if is_tensor(source):
-        import torch
-
-        target[:] = _plain(source.cpu()).view(-1).view(torch.uint8).numpy()
-    else:
-        target[:] = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-
-
-def _plain(source: Any) -> Any:
-    """Return a contiguous tensor of the values. The bytes of a conjugate or negative view are different."""
-    return source.resolve_conj().resolve_neg().contiguous()
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def own_name(stored_dtype: str) -> str:
     """Return the dtype's name in torch and numpy, for example float32 for F32."""
-    for own, name in _NAMES.items():
-        if name == stored_dtype:
-            return own
-    raise UnsupportedStateError(f"dtype {stored_dtype!r} is not supported by this version")
+    own = _OWN_NAMES.get(stored_dtype)
+    if own is None:
+        raise UnsupportedStateError(f"dtype {stored_dtype!r} is not supported by this version")
+    return own
 
 
 def is_in_host_memory(leaves: Iterable[Leaf]) -> bool:
@@ -370,30 +259,37 @@ def is_in_host_memory(leaves: Iterable[Leaf]) -> bool:
     return all(not is_tensor(x.source) or x.source.device.type == "cpu" for x in leaves)
 
 
-def memory_of(leaf: Leaf) -> np.ndarray[Any, Any] | None:
-    """Return the leaf's memory as a writable uint8 array.
+def is_writable(leaf: Leaf) -> bool:
+    """Return whether a restore may write the leaf's bytes into the memory of its source.
 
-    Returns None where the leaf is private, is not one contiguous range of writable host memory, or is
-    not aligned.
+    It may not where the leaf is private, is not one contiguous range of writable host memory, or is not
+    aligned, so that `view_stored` would copy it.
     """
     source = leaf.source
     if leaf.is_private or leaf.byte_count == 0:
-        return None
+        return False
     if not is_tensor(source):
-        if not (source.flags.c_contiguous and source.flags.writeable):
-            return None
-        return _whole_elements(np.asarray(source).reshape(-1).view(np.uint8), source.itemsize)
+        plain = source.flags.c_contiguous and source.flags.writeable
+        return bool(plain and source.ctypes.data % source.itemsize == 0)
     import torch
 
-    plain = type(source) is torch.Tensor and not source.is_conj() and not source.is_neg()
-    if not plain or source.device.type != "cpu" or not source.is_contiguous():
-        return None
-    return _whole_elements(source.view(-1).view(torch.uint8).numpy(), source.element_size())
+    return bool(
+        type(source) is torch.Tensor
+        and source.device.type == "cpu"
+        and source.is_contiguous()
+        and not source.is_conj()
+        and not source.is_neg()
+        and source.data_ptr() % source.element_size() == 0
+    )
 
 
-def _whole_elements(memory: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any] | None:
-    """Return `memory`, or None if it is not aligned, so that `view_stored` would copy it."""
-    return None if memory.ctypes.data % size else memory
+def memory_of(leaf: Leaf) -> np.ndarray[Any, Any]:
+    """Return the memory of a writable leaf as a uint8 array; see `is_writable`."""
+    source = leaf.source
+    if not is_tensor(source):
+        return np.asarray(source).reshape(-1).view(np.uint8)
+    found: np.ndarray[Any, Any] = bytes_of(source).numpy()
+    return found
 
 
 def extent_of(leaf: Leaf) -> tuple[int, int] | None:
@@ -410,6 +306,8 @@ def extent_of(leaf: Leaf) -> tuple[int, int] | None:
             start = source.data_ptr()
         except RuntimeError:  # a subclass without memory of its own
             return None
+        if source.is_contiguous():
+            return start, start + leaf.byte_count
         strides = [step * size for step in source.stride()]
     else:
         start, strides = source.ctypes.data, source.strides
@@ -423,26 +321,35 @@ def copy_in(current: Any, saved: Any) -> None:
     The copy is complete when this returns, also on a device, so that the slot of `saved` may be reused.
     """
     if is_tensor(current):
-        import torch
-
-        target = local_part(current)
-        source = saved if is_tensor(saved) else torch.from_numpy(saved)
-        if _is_same_memory(target, source):
-            # The bytes were written without torch, so that the count of writes must be raised here.
-            if not target.is_inference():
-                torch.autograd.graph.increment_version(target)
-            return
-        # torch allows writes to a tensor of inference mode only in inference mode.
-        with torch.inference_mode() if target.is_inference() else torch.no_grad():
-            target.copy_(source)
+        copy_all_in([(current, saved)])
     else:
         np.copyto(current, saved if isinstance(saved, np.ndarray) else saved.numpy())
 
 
+def copy_all_in(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Copy saved tensors or arrays into existing tensors; see `copy_in`."""
+    import torch
+
+    written: list[Any] = []
+    for current, saved in pairs:
+        target = local_part(current)
+        source = saved if is_tensor(saved) else torch.from_numpy(saved)
+        if _is_same_memory(target, source):
+            if not target.is_inference():
+                written.append(target)
+            continue
+        # torch allows writes to a tensor of inference mode only in inference mode.
+        with torch.inference_mode() if target.is_inference() else torch.no_grad():
+            target.copy_(source)
+    # Their bytes were written without torch, so that the counts of writes must be raised here.
+    if written:
+        torch.autograd.graph.increment_version(written)
+
+
 def _is_same_memory(target: Any, source: Any) -> bool:
     return bool(
-        target.device.type == "cpu"
-        and source.device.type == "cpu"
+        target.is_cpu
+        and source.is_cpu
         and target.data_ptr() == source.data_ptr() != 0
         and target.is_contiguous()
         and source.is_contiguous()
@@ -458,7 +365,14 @@ def describe(value: Any) -> str:
     return f"{dtype_name(value)} {list(value.shape)}"
 
 
-def _torch_view(target: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...]) -> Any:
+def is_alike(one: Any, other: Any) -> bool:
+    """Return whether two tensors or arrays have the same dtype and shape, as `describe` shows them."""
+    if type(one) is type(other) and (one.dtype, one.shape) == (other.dtype, other.shape):
+        return True  # many times faster than the text
+    return describe(one) == describe(other)
+
+
+def torch_view(target: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...]) -> Any:
     import torch
 
     return torch.from_numpy(target).view(dtype).view(shape)
@@ -467,11 +381,12 @@ def _torch_view(target: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...]
 def placement(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the global shape and the offsets of this rank's part, which are zeros for an empty part.
 
-    Raises UnsupportedStateError for a DTensor whose parts are not rectangular boxes of the whole.
+    Raises UnsupportedStateError for a DTensor whose parts are not rectangular boxes of the whole, and for a
+    tensor with attributes that describe no box.
     """
     shape = tuple(value.shape)
     if not is_distributed(value):
-        return shape, (0,) * len(shape)
+        return _held_part(value, path)[:2] if is_tensor(value) else (shape, (0,) * len(shape))
     if any(one.is_partial() for one in value.placements):
         raise UnsupportedStateError(
             f"{path}: a DTensor of placements {value.placements} holds sums that were not reduced: "
@@ -486,6 +401,15 @@ def placement(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
             "are unknown"
         )
     return shape, offsets if math.prod(lengths) else (0,) * len(shape)
+
+
+def _held_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    """Return the global shape, the offsets and the elements of the part that a plain tensor holds."""
+    box = held_box(value, path)
+    if box is None:
+        shape = tuple(value.shape)
+        return shape, (0,) * len(shape), value
+    return box.global_shape, box.offsets, box.within(value)
 
 
 def _cut(

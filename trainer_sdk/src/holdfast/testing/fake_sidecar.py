@@ -35,6 +35,7 @@ from holdfast_core.messages.schema import (
     Run,
     SaveRequested,
     StopRequested,
+    TakeStacks,
 )
 
 JOB_UID = JobUid("fake-job")
@@ -198,6 +199,10 @@ class FakeSidecar:
                 self._policy,
             )
         )
+
+    def take_stacks(self, token: str) -> None:
+        """Request the stacks of all ranks from the launcher, which sends `Stacks`."""
+        self._push_launcher(TakeStacks(self._round(), token))
 
     def end(self, round_: int) -> None:
         self._push_launcher(End(RestartRound(round_)))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.state.shared import Shared
 from holdfast.state.tensors import is_tensor, torch_module
 from holdfast.state.tree import is_stateful, unwrap
 from holdfast.training.signals import HandledSignal
@@ -169,7 +170,8 @@ def _parts(state: Mapping[str, Any]) -> dict[str, weakref.ref[Any]]:
         if is_stateful(value) or is_tensor(value) or isinstance(value, np.ndarray):
             # A class of the script may not support weak references.
             with contextlib.suppress(TypeError):
-                found[name] = weakref.ref(value)
+                # A script may wrap the same object anew in each call.
+                found[name] = weakref.ref(value.stateful if isinstance(value, Shared) else value)
     return found
 
 

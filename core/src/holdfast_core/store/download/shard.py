@@ -19,9 +19,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
 
+from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import ShardRef
@@ -76,7 +75,7 @@ class _Run:
     """Memory of the run and of the compressed bytes that are decoded into it."""
 
 
-class StoredShardReader:
+class StoredShardReader(Closing):
     """Implementation of tiers.base.ShardSource for a shard that the store holds whole or as a pack."""
 
     def __init__(
@@ -245,17 +244,6 @@ class StoredShardReader:
 
     def close(self) -> None:
         """Do nothing: the connections belong to the store."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _bad_crcs(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:

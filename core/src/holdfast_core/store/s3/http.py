@@ -19,10 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.closing import Closing
 from holdfast_core.errors import ConfigError, CorruptionError, TierError, UnavailableError
 from holdfast_core.pacing.minimum_rate import MinimumRate, RatedSocket
 from holdfast_core.tiers.objects import FileRange
@@ -64,7 +63,7 @@ def _pieces(body: Body | None) -> tuple[bytes | FileRange, ...]:
     return body if isinstance(body, tuple) else (body or b"",)
 
 
-class HttpReply:
+class HttpReply(Closing):
     """A reply whose body has not been read yet. It is a context manager, and it must be closed.
 
     Its connection returns to the pool only if the body was read to its end.
@@ -127,17 +126,6 @@ class HttpReply:
             self._pool.put_back(self._connection)
         else:
             self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class HttpPool:

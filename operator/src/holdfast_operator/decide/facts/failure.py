@@ -1,36 +1,37 @@
-"""Find failures of the gang, and decide whether they count towards failurePolicy.maxRestarts. Pure.
+"""Find the failures of the gang. Pure.
 
 1. Disruptions (lost node, deleted pod, eviction) are checked before exit codes and never count.
 2. A container that the kubelet cannot start for want of its image or its configuration is not a failure.
    The job waits without a restart.
 3. The restart of a sidecar container alone is not a failure. ROUND is sent to the sidecar again.
-4. While a gang trains, a pod that is being deleted has DRAIN_SECONDS to save and stop.
+4. While a gang trains, a pod that is deleted or evicted has its grace period to save, stop and flush.
 5. A pod of this round that has not started is not a failure, whatever its node: it holds no data.
-6. Pods that are lost within GATHER_SECONDS of the first one are lost in the same round.
-7. A sidecar that does not answer is not a failure by itself (ADR 0040). If no sidecar of the job answers,
+6. A sidecar that does not answer is not a failure by itself (ADR 0040). If no sidecar of the job answers,
    the cause is probably the network, and the job waits. Otherwise the pod is replaced only if the newest
    committed step is known to be readable without it (readable.py).
 """
 
 from __future__ import annotations
 
-import re
 import signal
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import JobCondition, RestartRecord
-from holdfast_core.ids import CheckpointId, Worker
-from holdfast_core.messages.schema import DeadRank
-from holdfast_core.names import pod_name
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import Worker
+from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.departures import leaving_taint
+from holdfast_operator.decide.facts.rank_ends import how_it_ended
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView
 from holdfast_operator.model.reasons import Reason
 
-DRAIN_SECONDS = 15.0
-"""Time for a deleted pod's gang to save and stop: enough for one step and one save, and half of the default
-grace period of a pod."""
+KUBELET_SECONDS = 10.0
+"""Time after the grace period of a leaving pod in which its kubelet reports that it is gone."""
+COORDINATOR_ANSWER_SECONDS = 10.0
+"""Time for the coordinator to answer an operator process that finds a pod leaving when it starts. Without it,
+the new process would seal a gang that is saving."""
 SIDECAR_SILENT_SECONDS = 90.0
 """Time without an answer after which a sidecar counts as failed. It is longer than
 restore_point.HOLDERS_SECONDS, so that the restore point is chosen before a pod is replaced."""
@@ -41,19 +42,6 @@ evicts pods."""
 MAX_TRAINER_RESTARTS = 2
 """Restarts of a trainer container after which its pod is replaced. The kubelet's back-off then grows to
 minutes, and a new pod starts sooner."""
-
-LAST_OUTPUT_CHARACTERS = 700
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
-"""Prefix that torch's excepthook writes before each line of a traceback."""
-_FRAME = re.compile(r'^  File ".*", line \d+')
-
-FREE_RESTARTS = 2
-"""Restarts from the same step that begin without a delay."""
-MAX_DELAY_SECONDS = 60.0
-GATHER_SECONDS = 0.3
-"""Time from the first lost pod until the next round begins. Pods that are lost together are seen one after
-another. Without this wait, each pod that was seen after the round had begun would cost a round of its own."""
-
 CANNOT_START = frozenset(
     {
         "ErrImagePull",
@@ -69,11 +57,9 @@ CANNOT_START = frozenset(
     }
 )
 """The kubelet's reasons for containers that can start once a user corrects the image or the pod."""
+OOM_KILLED = "OOMKilled"
+"""The kubelet's reason for a container that the kernel ended because its memory ran out."""
 _EVICTED = frozenset({"Evicted", "Preempting", "Preempted", "TerminationByKubelet", "Shutdown"})
-
-_LOSSES = frozenset({Reason.NODE_LOST, Reason.POD_EVICTED, Reason.POD_LOST})
-"""Failures that often come with more of their kind."""
-
 _SEVERITY = (
     Reason.STATUS_BEHIND,
     Reason.NODE_LOST,
@@ -83,6 +69,7 @@ _SEVERITY = (
     Reason.TRAINER_RESTARTING,
     Reason.POD_FAILED,
     Reason.RANK_FAILED,
+    Reason.HUNG,
     Reason.RESTORE_FAILED,
     Reason.SIDECAR_UNREACHABLE,
     Reason.POD_SUCCEEDED_EARLY,
@@ -104,6 +91,15 @@ class Failure:
     """Name of a pod whose absence is the only evidence of this failure."""
 
 
+def severity(reason: str) -> int:
+    """Return the place of a reason in the order of failures. A cause has a lower one than what follows it.
+
+    A reason of a round that is no failure, such as Resumed, comes last.
+    """
+    known = [str(r) for r in _SEVERITY]
+    return known.index(reason) if reason in known else len(known)
+
+
 def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, ...]:
     """Return all failures that make a new round necessary, causes before consequences."""
     found: list[Failure] = []
@@ -115,11 +111,16 @@ def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, .
     if birth is not None and birth > world.round:
         text = f"a pod was created in round {birth}, but the status is in round {world.round}"
         found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
+    for pod in world.observed.pods:
+        if pod.birth_round == world.round and world.is_ahead(pod):
+            text = f"pod {pod.name} was created, but by the status worker {pod.worker} has an older pod"
+            found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
     for member in world.members:
         failure = _of_member(world, member, memory, now)
         if failure is not None:
             found.append(failure)
     found.extend(_of_ranks(world))
+    found.extend(_of_hang(world))
     state = world.coordinator
     if state is not None and state.cannot_restore:
         found.append(Failure(Reason.RESTORE_FAILED, state.cannot_restore))
@@ -138,21 +139,25 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
             member.worker,
             disruption=True,
             replace_pod=True,
-            confirm_gone=_gone_name(world, member),
+            confirm_gone=world.source.gone_name(member.worker, member.birth_round),
         )
     if member.node_lost:
         return _of_lost_node(world, member, pod, now)
+    if pod.leaving and _may_drain(world, pod, memory, now):
+        return None
     if pod.disrupted or (pod.phase is PodPhase.FAILED and pod.reason in _EVICTED):
-        if pod.terminating and _may_drain(world, pod, memory, now):
-            return None
         text = f"pod {pod.name}: {pod.reason or 'disrupted'}: {pod.message}".rstrip(": ")
         return Failure(Reason.POD_EVICTED, text, member.worker, disruption=True, replace_pod=True)
     if pod.terminating:
-        if _may_drain(world, pod, memory, now):
-            return None
-        text = f"pod {pod.name} is being deleted"
+        text = f"pod {pod.name} is being deleted{_node_leaves(world, pod)}"
         return Failure(Reason.POD_LOST, text, member.worker, disruption=True, replace_pod=True)
     return _of_container(world, member, pod, memory, now)
+
+
+def _node_leaves(world: World, pod: PodView) -> str:
+    node = world.observed.nodes.get(pod.node or "")
+    taint = None if node is None else leaving_taint(pod, node)
+    return "" if taint is None else f", and its node {pod.node} has the taint {taint}"
 
 
 def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> Failure | None:
@@ -161,10 +166,8 @@ def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> 
     A pod that may hold the last copy of every committed step stays a member, because its node may come back.
     If other members answer, a round that keeps the pod begins, and their inventories show what they hold.
     """
-    text = (
-        f"node {pod.node} of pod {pod.name} does not renew its lease, and the pod's sidecar "
-        "does not answer"
-    )
+    node = world.observed.nodes[pod.node or ""]
+    text = f"node {pod.node} of pod {pod.name} {node.lost_because}, and the pod's sidecar does not answer"
     failure = Failure(Reason.NODE_LOST, text, member.worker, disruption=True, replace_pod=True)
     if not pod.alive:
         return failure  # a user deleted it, or it has ended
@@ -197,8 +200,10 @@ def _of_container(
 ) -> Failure | None:
     worker = member.worker
     if pod.phase is PodPhase.FAILED:
-        oom = pod.reason == "OOMKilled"
+        oom = pod.reason == OOM_KILLED
         text = f"pod {pod.name} failed: {pod.reason or 'no reason given'}: {pod.message}"
+        if oom:
+            text = f"pod {pod.name} failed: {out_of_memory(pod)}"
         return Failure(
             Reason.OOM_KILLED if oom else Reason.POD_FAILED,
             text.rstrip(": "),
@@ -214,11 +219,13 @@ def _of_container(
     if pod.waiting_reason in CANNOT_START:
         return None
     if pod.trainer_restarts > MAX_TRAINER_RESTARTS and readable.answering_can_be_replaced(
-        world, worker
+        world, [worker]
     ):
         text = f"the trainer of pod {pod.name} restarted {pod.trainer_restarts} times"
+        if pod.reason == OOM_KILLED:
+            text += f": {out_of_memory(pod)}"
         return Failure(
-            Reason.OOM_KILLED if pod.reason == "OOMKilled" else Reason.TRAINER_RESTARTING,
+            Reason.OOM_KILLED if pod.reason == OOM_KILLED else Reason.TRAINER_RESTARTING,
             text,
             worker,
             exit_code=pod.trainer_exit_code,
@@ -254,25 +261,59 @@ def _of_sidecar(
     return Failure(Reason.SIDECAR_UNREACHABLE, text, member.worker, replace_pod=True)
 
 
-def _may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
-    """Return whether the gang of a pod that is being deleted still has time to save and stop.
+def out_of_memory(pod: PodView) -> str:
+    """Describe the end of a container that the kernel ended as a whole.
 
-    The deletion of a pod asks its gang to save and stop at the next step boundary. If a new round sealed the
-    gang before, the steps since the last save would be lost.
+    The kernel does this when the container's memory is at its limit, so the limit is the peak.
     """
-    state = world.coordinator
-    if (
-        world.status.restore_point is None
-        or state is None
-        or not state.running
-        or state.finished
-        or state.dead
-        or pod.phase is not PodPhase.RUNNING
-        or pod.trainer_exit_code is not None
-    ):
+    limit = pod.memory_limit
+    if limit is None:
+        return "its container ran out of memory. It has no limit, so the node ran out of memory"
+    return f"its container ran out of memory at its limit of {limit}"
+
+
+def drains(world: World, memory: JobMemory, now: Now) -> bool:
+    """Return whether the gang is saving and stopping because at least one of its pods leaves."""
+    return any(
+        m.pod is not None and m.pod.leaving and _may_drain(world, m.pod, memory, now)
+        for m in world.members
+        if not m.node_lost
+    )
+
+
+def _may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
+    """Return whether a leaving pod still has time: its gang saves and stops, and its sidecar flushes.
+
+    If a new round sealed the gang before, the steps since the last save would be lost. A rank that hangs does
+    not cost the grace period: its launcher kills it earlier, and the gang then has a dead rank.
+    """
+    if world.status.restore_point is None or pod.phase is not PodPhase.RUNNING:
         return False
-    since = dict(memory.terminating_since).get(pod.uid)
-    return seconds_since(since, now) < DRAIN_SECONDS
+    waited = seconds_since(dict(memory.leaving_since).get(pod.uid), now)
+    state = world.coordinator
+    if state is None:
+        trains = world.status.is_true(JobCondition.RUNNING)
+        return trains and waited < COORDINATOR_ANSWER_SECONDS
+    if not state.running or state.finished or state.dead or _has_left(world, pod, state):
+        return False
+    return waited < pod.grace_seconds + KUBELET_SECONDS
+
+
+def _has_left(world: World, pod: PodView, state: CoordinatorState) -> bool:
+    """Return whether the trainer has ended and other pods have copies of the newest step.
+
+    The round then begins before the kubelet reports that the pod is gone. If several pods leave, one of them
+    may hold the copies of another one.
+    """
+    spec, progress, copied = world.observed.job.spec, state.progress, state.last_replicated
+    return (
+        pod.trainer_exit_code is not None
+        and min(spec.peer.copies, len(world.members) - 1) > 0
+        and sum(m.pod is not None and m.pod.leaving for m in world.members) == 1
+        and progress is not None
+        and copied is not None
+        and copied.step == progress.last
+    )
 
 
 def _of_ranks(world: World) -> list[Failure]:
@@ -282,8 +323,14 @@ def _of_ranks(world: World) -> list[Failure]:
     found = []
     for dead in state.dead:
         member = world.member(dead.worker)
-        oom = member is not None and member.pod is not None and member.pod.reason == "OOMKilled"
+        pod = None if member is None else member.pod
+        # The kubelet shows the newest end of the container, which may belong to an earlier round. The ranks
+        # that the kernel ended with their launcher have this code.
+        ended = dead.code == -signal.SIGKILL and pod is not None and pod.reason == OOM_KILLED
+        oom = dead.out_of_memory is not None or ended
         text = f"rank {dead.rank} {how_it_ended(dead)}"
+        if ended and pod is not None and dead.out_of_memory is None:
+            text += f": {out_of_memory(pod)}"
         found.append(
             Failure(
                 Reason.OOM_KILLED if oom else Reason.RANK_FAILED,
@@ -295,49 +342,15 @@ def _of_ranks(world: World) -> list[Failure]:
     return found
 
 
-def how_it_ended(dead: DeadRank) -> str:
-    """Describe the end of a rank for conditions and Events: exit code or signal, then its error output.
-
-    The output is left out for SIGKILL and SIGTERM, because it does not explain a kill from outside.
-    """
-    if dead.code in (-signal.SIGKILL, -signal.SIGTERM):
-        return f"was killed by {signal.Signals(-dead.code).name}"
-    text = f"ended with code {dead.code}"
-    output = _last_output(dead.message)
-    return f"{text}: {output}" if output else text
-
-
-def _last_output(output: str) -> str:
-    """Return the error that follows the last traceback, or the end of the output if there is none."""
-    lines = [_RANK_PREFIX.sub("", line).rstrip() for line in output.splitlines()]
-    lines = [line for line in lines if line]
-    error = _after_traceback(lines)
-    if error:
-        return "\n".join(error)[:LAST_OUTPUT_CHARACTERS]
-    text = "\n".join(lines)
-    if len(text) <= LAST_OUTPUT_CHARACTERS:
-        return text
-    tail = text[-LAST_OUTPUT_CHARACTERS:]
-    return tail[tail.find("\n") + 1 :]
-
-
-def _after_traceback(lines: list[str]) -> list[str]:
-    """Return the lines after the last frame and its source, or nothing if there is no frame.
-
-    Lines that are indented by four spaces or more belong to the source. The text of an error may be indented
-    by less.
-    """
-    frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
-    if not frames:
+def _of_hang(world: World) -> list[Failure]:
+    """Return a failure of each worker that the gang waits for, or one of the gang if none is known."""
+    state = world.coordinator
+    if state is None or state.hang is None or world.status.restore_point is None:
         return []
-    rest = lines[frames[-1] + 1 :]
-    source = next((i for i, line in enumerate(rest) if not line.startswith("    ")), len(rest))
-    return rest[source:]
-
-
-def _gone_name(world: World, member: MemberState) -> str:
-    job = world.observed.job
-    return pod_name(job.name, job.uid, member.worker, member.birth_round)
+    procs = world.observed.job.spec.procs_per_worker
+    late = sorted({Worker(rank // procs) for rank in state.hang.late})
+    known = [Failure(Reason.HUNG, state.hang.message, w) for w in late if w < len(world.members)]
+    return known or [Failure(Reason.HUNG, state.hang.message)]
 
 
 def is_disruption(failures: tuple[Failure, ...]) -> bool:
@@ -346,90 +359,3 @@ def is_disruption(failures: tuple[Failure, ...]) -> bool:
     One disruption explains the other failures: ranks die when one of their peers disappears.
     """
     return any(f.disruption for f in failures)
-
-
-def failing_rule(world: World, failures: tuple[Failure, ...]) -> Failure | None:
-    """Return the failure for which failurePolicy.rules demand the end of the job, or None."""
-    if is_disruption(failures):
-        return None
-    codes = {
-        code for rule in world.observed.job.spec.failure_policy.rules for code in rule.on_exit_codes
-    }
-    return next((f for f in failures if f.exit_code in codes), None)
-
-
-def counted_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
-    """Return the entries of status.recentRestarts that are inside failurePolicy.window."""
-    start = now.utc - world.observed.job.spec.failure_policy.window_length
-    return tuple(r for r in world.status.recent_restarts if r.at > start)
-
-
-def gather_seconds(
-    world: World, failures: tuple[Failure, ...], memory: JobMemory, now: Now
-) -> float:
-    """Return the seconds for which the next round waits for further lost pods.
-
-    The wait counts from the first failure or the first deletion of a lost pod that was seen. So a pod whose
-    gang has saved and stopped after its deletion delays nothing. The result is 0 if no pod is lost, or if no
-    other pod is left.
-    """
-    lost = {f.worker for f in failures if f.reason in _LOSSES}
-    if not lost or not any(m.alive and m.worker not in lost for m in world.members):
-        return 0.0
-    leaving = dict(memory.terminating_since)
-    pods = (m.pod for m in world.members if m.worker in lost)
-    seen = [leaving[pod.uid] for pod in pods if pod is not None and pod.uid in leaving]
-    if memory.failure_seen_at is not None:
-        seen.append(memory.failure_seen_at)
-    return max(0.0, GATHER_SECONDS - seconds_since(min(seen, default=None), now))
-
-
-def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now) -> float:
-    """Return the back-off before the next round, in seconds since the failure was first seen.
-
-    It is 0 for disruptions, and if a step was committed since the restore point. Without the back-off, a gang
-    that fails repeatedly from the same step would spend its restart budget within seconds, before a user can
-    look at it.
-    """
-    if is_disruption(failures):
-        return 0.0
-    status = world.status
-    point = status.restore_point
-    base_step = None if point is None else point.step
-    committed = status.last_committed_step
-    if committed is not None and (base_step is None or committed > base_step):
-        return 0.0
-    base_round = -1 if point is None or point.round is None else point.round
-    futile = sum(1 for r in counted_restarts(world, now) if r.round > base_round)
-    if futile < FREE_RESTARTS:
-        return 0.0
-    return min(2.0 ** (futile - FREE_RESTARTS), MAX_DELAY_SECONDS)
-
-
-def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> CheckpointId | None:
-    """Return the restore point if ranks failed by themselves before one had finished a step, else None.
-
-    Ranks that were killed from outside or ran out of memory do not count, because such an end is no evidence
-    against the checkpoint that they restored.
-    """
-    point, state = world.status.restore_point, world.coordinator
-    if point is None or point.step is None or point.round is None or point.job_uid is not None:
-        return None
-    if world.status.is_true(JobCondition.RUNNING) or state is None:
-        return None
-    if state.progress is not None and state.progress.last > point.step:
-        return None
-    killed = (-signal.SIGKILL, -signal.SIGTERM)
-    own = any(
-        f.reason is Reason.RESTORE_FAILED
-        or (f.reason is Reason.RANK_FAILED and f.exit_code not in killed)
-        for f in failures
-    )
-    return CheckpointId(point.step, point.round) if own else None
-
-
-def budget_spent(world: World, failures: tuple[Failure, ...], now: Now) -> bool:
-    """Return whether a restart for these failures would exceed failurePolicy.maxRestarts."""
-    if is_disruption(failures):
-        return False
-    return len(counted_restarts(world, now)) >= world.observed.job.spec.failure_policy.max_restarts

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase
+from holdfast_core.api import Checkpoint, CheckpointPhase
 from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint
+from holdfast_operator.decide.facts.quarantine import quarantined
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
 from holdfast_operator.model.job import ManifestView, PodView
 
@@ -90,20 +91,21 @@ def _never_trained_in(member: MemberState, pod: PodView, world: World) -> bool:
 def candidates(world: World, answered: list[MemberState]) -> list[Candidate]:
     """Return the checkpoints from which the round may start, newest step first, then newest round first.
 
-    They are on the lineage, have the gang's number of ranks, and are persisted or listed by `answered`.
+    They are on the lineage, have the gang's number of ranks, are not quarantined, and are persisted or listed
+    by `answered`.
     """
-    status = world.status
+    status, apart = world.status, quarantined(world)
     size = world.observed.job.spec.procs_per_worker * len(world.members)
     found: dict[CheckpointId, Candidate] = {}
     for member in answered:
         for info in _manifests(member):
             id_ = CheckpointId(info.step, info.round)
-            if info.world_size != size or info.round >= world.round:
+            if info.world_size != size or info.round >= world.round or id_ in apart:
                 continue
             if on_lineage(id_, status.lineage):
                 found.setdefault(id_, Candidate(id_, info.manifest, info, persisted=False))
     for id_, manifest in _persisted(world):
-        if on_lineage(id_, status.lineage):
+        if on_lineage(id_, status.lineage) and id_ not in apart:
             known = found.get(id_)
             manifest_info = None if known is None else known.info
             found[id_] = Candidate(id_, manifest, manifest_info, persisted=True)
@@ -159,7 +161,6 @@ def _restorable(world: World, checkpoint: Checkpoint) -> bool:
         and status.job_uid == job.uid
         and checkpoint.persisted
         and status.phase is CheckpointPhase.COMMITTED
-        and not status.is_true(CheckpointCondition.QUARANTINED)
         and not checkpoint.deleting
         and status.world_size == job.spec.procs_per_worker * len(world.members)
     )
@@ -169,11 +170,17 @@ def _restorable(world: World, checkpoint: Checkpoint) -> bool:
 
 
 def recorded_commit(world: World) -> Step | None:
-    """Return the newest committed step in the status, or None."""
+    """Return the newest committed step in the status that may be restored, or None.
+
+    The status names the step without its round. Until the choice of an older restore point takes a
+    quarantined checkpoint off the lineage, its step is the newest one in the status.
+    """
     status, persisted = world.status, world.last_persisted
-    steps = [] if persisted is None else [persisted.step]
-    if status.last_committed_step is not None:
-        steps.append(status.last_committed_step)
+    apart = {c for c in quarantined(world) if on_lineage(c, status.lineage)}
+    steps = [] if persisted is None or persisted.id in apart else [persisted.step]
+    committed = status.last_committed_step
+    if committed is not None and committed not in {c.step for c in apart}:
+        steps.append(committed)
     return max(steps, default=None)
 
 
@@ -189,7 +196,9 @@ def known_commit(world: World, answered: list[MemberState]) -> Step | None:
         own = {CheckpointId(i.step, i.round) for i in _manifests(member)}
         shared = own if index == 0 else shared & own
     steps = [
-        i.step for i in shared if i.round < world.round and on_lineage(i, world.status.lineage)
+        i.step
+        for i in shared - quarantined(world)
+        if i.round < world.round and on_lineage(i, world.status.lineage)
     ]
     recorded = recorded_commit(world)
     return max(steps if recorded is None else [*steps, recorded], default=None)
@@ -247,7 +256,9 @@ def lost_can_be_given_up(world: World, without: Collection[Worker]) -> bool:
     must stay: several nodes also look lost when the control plane is cut off from them, and then their data
     is readable again when the connection returns.
     """
-    if _store_nothing(world, without) or world.last_persisted is not None:
+    persisted = world.last_persisted
+    stored = persisted is not None and persisted.id not in quarantined(world)
+    if stored or _store_nothing(world, without):
         return True
     answered = _answered(world, without)
     if world.status.restore_point is None:
@@ -255,15 +266,15 @@ def lost_can_be_given_up(world: World, without: Collection[Worker]) -> bool:
     return _survives_by_copies(world, without) or _untouched_since_chosen(world, answered)
 
 
-def answering_can_be_replaced(world: World, worker: Worker) -> bool:
-    """Return whether the newest committed step is readable without this member, whose sidecar answers.
+def answering_can_be_replaced(world: World, workers: Collection[Worker]) -> bool:
+    """Return whether the newest committed step is readable without these members, whose sidecars answer.
 
     Unlike in `silent_can_be_lost`, this round may have commits: each of them must be replicated or persisted.
     """
     state, status = world.coordinator, world.status
     if status.restore_point is None:
-        return silent_can_be_lost(world, [worker])
-    if _untouched_since_chosen(world, _answered(world, [worker])):
+        return silent_can_be_lost(world, workers)
+    if _untouched_since_chosen(world, _answered(world, workers)):
         return True
     if state is None or state.last_local is None or state.last_local.step is None:
         return False
@@ -272,9 +283,20 @@ def answering_can_be_replaced(world: World, worker: Worker) -> bool:
     if persisted is not None and persisted.step >= newest:
         return True
     copied_step = None if copied is None else copied.step
-    return (
-        copied_step is not None and copied_step >= newest and _survives_by_copies(world, [worker])
-    )
+    return copied_step is not None and copied_step >= newest and _survives_by_copies(world, workers)
+
+
+def older_is_kept(
+    world: World, workers: Collection[Worker], failed_from: CheckpointId | None
+) -> bool:
+    """Return whether the checkpoint below `failed_from` is as readable without these members as with them.
+
+    The gang restores it after it has failed from this one too often. None: no checkpoint failed.
+    """
+    if failed_from is None:
+        return True
+    present = _best(world, _answered(world, ()), but=failed_from)
+    return present is None or present == _best(world, _answered(world, workers), but=failed_from)
 
 
 def lost_with_all_pods(world: World) -> str | None:
@@ -313,9 +335,12 @@ def _answered(world: World, without: Collection[Worker]) -> list[MemberState]:
     return [m for m in world.members if m.worker not in without and has_answered(m, world)]
 
 
-def _best(world: World, answered: list[MemberState]) -> CheckpointId | None:
-    known = holders(answered)
-    return next((c.id for c in candidates(world, answered) if is_complete(c, known)), None)
+def _best(
+    world: World, answered: list[MemberState], but: CheckpointId | None = None
+) -> CheckpointId | None:
+    """Return the newest complete candidate of these members, other than `but`."""
+    known, found = holders(answered), candidates(world, answered)
+    return next((c.id for c in found if c.id != but and is_complete(c, known)), None)
 
 
 def _store_nothing(world: World, without: Collection[Worker]) -> bool:

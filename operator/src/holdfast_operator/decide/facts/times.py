@@ -32,19 +32,23 @@ def advance(world: World, now: Now) -> JobMemory:
             counted_at=old.counted_at,
             save_requests=old.save_requests,
             answering_since=old.answering_since,
+            unscheduled_since=old.unscheduled_since,
             checkpoints_deleting=old.checkpoints_deleting,
         )
     if memory.counted_at is None and status.restart_round is not None:
         memory = replace(memory, counted_at=at)
     answering = any(m.reachable for m in world.members)
-    if answering != (memory.answering_since is not None):
-        memory = replace(memory, answering_since=at if answering else None)
-    known = dict(memory.terminating_since)
-    terminating = tuple(
-        (pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.terminating
+    memory = replace(memory, answering_since=_since(memory.answering_since, answering, at))
+    known = dict(memory.leaving_since)
+    leaving = tuple((pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.leaving)
+    if leaving != memory.leaving_since:
+        memory = replace(memory, leaving_since=leaving)
+    avoiding = any(
+        m.pod is not None and m.pod.node is None and m.pod.failed_nodes for m in world.members
     )
-    if terminating != memory.terminating_since:
-        memory = replace(memory, terminating_since=terminating)
+    memory = replace(memory, avoiding_since=_since(memory.avoiding_since, avoiding, at))
+    waiting = bool(world.unscheduled)
+    memory = replace(memory, unscheduled_since=_since(memory.unscheduled_since, waiting, at))
     unstarted = world.unstarted
     if unstarted != memory.unstarted:
         memory = replace(memory, unstarted=unstarted)
@@ -69,8 +73,33 @@ def advance(world: World, now: Now) -> JobMemory:
     trained = _trained(world)
     if trained is not None and trained != memory.trained:
         memory = replace(memory, trained=trained, progress_at=at)
+    memory = _with_copies(memory, world, now)
     if memory.chosen_seen_at is None and status.restore_point is not None:
         memory = replace(memory, chosen_seen_at=at)
+    return memory
+
+
+def _since(begun: float | None, holds: bool, at: float) -> float | None:
+    """Return when a state began that holds now, or None if it does not hold."""
+    if not holds:
+        return None
+    return at if begun is None else begun
+
+
+def _with_copies(memory: JobMemory, world: World, now: Now) -> JobMemory:
+    """Measure how long a step takes from its local commit until all of its copies are durable."""
+    state = world.coordinator
+    copies = min(world.observed.job.spec.peer.copies, len(world.members) - 1)
+    newest = None if state is None or state.last_local is None else state.last_local.step
+    if state is None or newest is None or copies <= 0:
+        return memory
+    copied = None if state.last_replicated is None else state.last_replicated.step
+    if memory.copying is not None and copied is not None and copied >= memory.copying[0]:
+        took = now.monotonic - memory.copying[1]
+        longest = max(memory.flush_seconds, took)
+        memory = replace(memory, copying=None, flush_seconds=longest)
+    if memory.copying is None and (copied is None or newest > copied):
+        memory = replace(memory, copying=(newest, now.monotonic))
     return memory
 
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus
 from holdfast_core.ids import CheckpointId, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
-from holdfast_core.names import pod_name
 from holdfast_operator.model.job import Observed, PodView, Reachable, SidecarView
+from holdfast_operator.model.pod_source import PodSource, pod_source
 
 MAX_ROUNDS_AHEAD = 10_000
 """How far above the status the round of a pod or a sidecar may be and still count as evidence."""
@@ -24,10 +24,17 @@ class MemberState:
     pod: PodView | None
     sidecar: SidecarView | None
     node_lost: bool
+    sealed_from: RestartRound
+    """Round for which its sidecar is sealed when it starts."""
 
     @property
     def alive(self) -> bool:
         return self.pod is not None and self.pod.alive and not self.node_lost
+
+    @property
+    def serves(self) -> bool:
+        """Return whether its sidecar may serve: the pod is alive, or leaves and has not ended."""
+        return self.pod is not None and not self.pod.ended and not self.node_lost
 
     @property
     def reachable(self) -> bool:
@@ -36,9 +43,9 @@ class MemberState:
     def sealed_for(self, round_: RestartRound) -> bool:
         """Return whether the member is known to be sealed for this round.
 
-        A pod is sealed for its birth round from the start. A survivor must have reported a later seal.
+        A sidecar is sealed for `sealed_from` when it starts. It must have reported a later seal.
         """
-        if self.birth_round >= round_:
+        if self.sealed_from >= round_:
             return True
         sidecar = self.sidecar
         if sidecar is None:
@@ -56,6 +63,10 @@ class World:
     """An Observed with cached look-ups, because a gang may have thousands of pods."""
 
     observed: Observed
+
+    @cached_property
+    def source(self) -> PodSource:
+        return pod_source(self.observed.job)
 
     @property
     def status(self) -> TrainingJobStatus:
@@ -80,8 +91,48 @@ class World:
             member_pod = by_key.get((index, birth))
             sidecar = None if member_pod is None else sidecars.get(member_pod.uid)
             lost = member_pod is not None and self.observed.node_lost(member_pod)
-            found.append(MemberState(Worker(index), birth, member_pod, sidecar, lost))
+            sealed = self.source.sealed_from(birth)
+            found.append(MemberState(Worker(index), birth, member_pod, sidecar, lost, sealed))
         return tuple(found)
+
+    @property
+    def nodes_are_fixed(self) -> bool:
+        """Return whether no affinity of the operator can keep the pods off a node.
+
+        Either the template sets spec.nodeName. Then no scheduler reads the affinity, and the kubelet of that
+        node would reject a pod whose affinity excludes it. Or another controller creates the pods.
+        """
+        if self.observed.job.spec.template is None:
+            return True
+        spec = self.observed.job.spec.template.get("spec") or {}
+        return bool(spec.get("nodeName"))
+
+    @property
+    def may_create_pods(self) -> bool:
+        """Return whether missing pods are created.
+
+        They are if spec.suspend is false. A job that is to be suspended creates them only to save a step that
+        the object store lacks: the gang has to train again before it can save. Without a store it could not
+        save it.
+        """
+        spec = self.observed.job.spec
+        return not spec.suspend or spec.store is not None
+
+    @cached_property
+    def unscheduled(self) -> tuple[MemberState, ...]:
+        """Return the members whose pods the scheduler has not placed, or whose creation is refused.
+
+        A pod with a scheduling gate is left out: its scheduler does not look for a node yet.
+        """
+        tries = self.status.scheduling
+        if tries is not None and tries.retry_at is not None:
+            return ()  # its pods are not to be created yet
+        refused = bool(self.observed.memory.create_refused)
+        return tuple(
+            m
+            for m in self.members
+            if (refused if m.pod is None else m.pod.unscheduled) and self.awaits_start(m)
+        )
 
     @cached_property
     def unstarted(self) -> frozenset[str]:
@@ -99,13 +150,15 @@ class World:
         """
         if member.birth_round != self.status.restart_round:
             return False
+        started = self.source.has_started(member.worker, member.birth_round)
+        if started is not None:
+            return not started
         if member.pod is not None:
             return not member.pod.started
         return self.status.restore_point is None or self._pod_name(member) in self.unstarted
 
     def _pod_name(self, member: MemberState) -> str:
-        job = self.observed.job
-        return pod_name(job.name, job.uid, member.worker, member.birth_round)
+        return self.source.identity(member.worker, member.birth_round)
 
     @cached_property
     def obsolete_pods(self) -> tuple[PodView, ...]:
@@ -117,8 +170,16 @@ class World:
         return tuple(p for p in self.observed.pods if p.uid not in wanted and not self.is_ahead(p))
 
     def is_ahead(self, pod: PodView) -> bool:
-        """Return whether the pod was created in a round above the status, so that it must not be deleted."""
-        return self.status.restart_round is None or pod.birth_round > self.status.restart_round
+        """Return whether the status is older than the pod, so that the pod must not be deleted.
+
+        The pod's round is above the status, or its worker was lost while that round had only sealed and the
+        status does not show it yet (ADR 0096).
+        """
+        round_, members = self.status.restart_round, self.status.members
+        if round_ is None or pod.birth_round > round_:
+            return True
+        taken_in = pod.worker < len(members) and members[pod.worker] < round_
+        return pod.birth_round == round_ and taken_in
 
     def _is_evidence(self, round_: RestartRound) -> bool:
         """Return whether a round is close enough to the status to count as evidence.

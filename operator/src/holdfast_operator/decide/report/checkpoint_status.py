@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from holdfast_core.api import CheckpointCondition, CheckpointPhase, CheckpointStatus, changed
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+
+from holdfast_core.api import (
+    Checkpoint,
+    CheckpointCondition,
+    CheckpointPhase,
+    CheckpointStatus,
+    changed,
+)
+from holdfast_core.ids import CheckpointId
+from holdfast_operator.model.actions import Action, UpdateCheckpoint
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
 
@@ -46,3 +57,24 @@ def with_phase(
     for kind, value, reason, text in conditions:
         status = status.with_condition(kind, value, reason, text, now.utc)
     return status
+
+
+def marks(
+    checkpoints: Iterable[Checkpoint], quarantined: AbstractSet[CheckpointId], now: Now
+) -> list[Action]:
+    """Return the writes that set condition Quarantined of Checkpoint objects as the job's status demands."""
+    kind = CheckpointCondition.QUARANTINED
+    actions: list[Action] = []
+    for checkpoint in checkpoints:
+        marked = checkpoint.status.is_true(kind)
+        if checkpoint.deleting or marked == (checkpoint.id in quarantined):
+            continue
+        reason = Reason.RELEASED if marked else Reason.QUARANTINED
+        text = (
+            ""
+            if marked
+            else "ranks that restored it failed repeatedly; the job does not restore it"
+        )
+        status = checkpoint.status.with_condition(kind, not marked, reason, text, now.utc)
+        actions.append(UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status))
+    return actions

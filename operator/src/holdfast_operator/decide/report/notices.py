@@ -1,4 +1,4 @@
-"""Events for conditions that turn bad or recover, and for complete recoveries of the gang. Pure.
+"""Events for conditions that turn bad or recover, and for recoveries that are complete or interrupted. Pure.
 
 A condition shows only the present. The Events tell a user who looks an hour later what happened.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core.api import JobCondition, TrainingJobStatus
+from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJobStatus
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.model.actions import (
     BeginRound,
@@ -20,7 +20,24 @@ from holdfast_operator.model.actions import (
 )
 from holdfast_operator.model.reasons import Reason
 
-_HEALTH = (JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOTE_TIER_HEALTHY)
+_HEALTH = (
+    JobCondition.LAST_CHECKPOINT_SUCCEEDED,
+    JobCondition.REMOTE_TIER_HEALTHY,
+    JobCondition.FAILURE_RULES_APPLY,
+)
+_BAD_IF_TRUE = (
+    JobCondition.SIDECARS_UNREACHABLE,
+    JobCondition.NODES_AVOIDED,
+    JobCondition.NODES_LEAVING,
+    JobCondition.UNSCHEDULABLE,
+)
+"""Conditions that are bad while they are true."""
+_ENDS = {
+    JobCondition.SUSPENDED: "the suspension of the job",
+    JobCondition.FAILED: "the failure of the job",
+    JobCondition.COMPLETE: "the end of the job",
+}
+"""Conditions that end a recovery, and the words for them."""
 _TROUBLE = frozenset({Reason.CONTAINER_CANNOT_START, Reason.CREATE_REFUSED})
 """Reasons of Running=False for which no other code emits an Event on the job."""
 
@@ -40,9 +57,10 @@ def with_notices(decision: Decision, before: TrainingJobStatus) -> Decision:
 def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
     """Return a Warning for each condition that is bad for a new reason, and Normal Events.
 
-    A Normal Event is returned for each condition that is good again, and for a recovery that is complete.
+    A Normal Event is returned for each condition that is good again. Each recovery has one Event, when it is
+    complete or when it is interrupted.
     """
-    events = _recovered(before, after)
+    events = _end_of_recovery(before, after)
     for kind in _HEALTH:
         old, new = before.condition(kind), after.condition(kind)
         if new is None:
@@ -52,7 +70,9 @@ def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEve
             events.append(EmitEvent(EventKind.NORMAL, new.reason, new.message))
         elif not new.is_true and (old is None or old.is_true or old.reason != new.reason):
             events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
-    events.extend(_silence(before, after))
+    for kind in _BAD_IF_TRUE:
+        events.extend(_turned(kind, before, after))
+    events.extend(_quarantine(before, after))
     old, new = before.condition(JobCondition.RUNNING), after.condition(JobCondition.RUNNING)
     trouble = new is not None and not new.is_true and new.reason in _TROUBLE
     if new is not None and trouble and (old is None or old.reason != new.reason):
@@ -60,19 +80,43 @@ def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEve
     return events
 
 
-def _recovered(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
+def _end_of_recovery(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
+    """Return the Event about a recovery that was open before, or about one that is complete at once."""
+    events = []
+    was_open = _open_recovery(before)
+    if was_open is not None:
+        cause = _interruption(before, after)
+        now = next((r for r in after.recoveries if r.round == was_open.round), was_open)
+        if cause is not None and now.total_seconds is None:
+            text = recovery.describe_interrupted(now, cause)
+            events.append(EmitEvent(EventKind.WARNING, Reason.RECOVERY_INTERRUPTED, text))
     old, new = before.last_recovery, after.last_recovery
-    if new is None or new.total_seconds is None:
-        return []
-    if old is not None and old.round == new.round and old.total_seconds is not None:
-        return []
-    return [EmitEvent(EventKind.NORMAL, Reason.RECOVERED, recovery.describe(new))]
+    known = old is not None and new is not None and old.round == new.round and was_open is None
+    if new is not None and new.total_seconds is not None and not known:
+        events.append(EmitEvent(EventKind.NORMAL, Reason.RECOVERED, recovery.describe(new)))
+    return events
 
 
-def _silence(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
-    """Return the Events for condition SidecarsUnreachable, which is bad when it is true."""
-    old = before.condition(JobCondition.SIDECARS_UNREACHABLE)
-    new = after.condition(JobCondition.SIDECARS_UNREACHABLE)
+def _open_recovery(status: TrainingJobStatus) -> RecoveryStatus | None:
+    """Return the recovery of the current round if it is neither complete nor interrupted."""
+    record = status.last_recovery
+    over = any(status.is_true(kind) for kind in _ENDS)
+    if record is None or record.total_seconds is not None or over:
+        return None
+    return record if record.round == status.restart_round else None
+
+
+def _interruption(before: TrainingJobStatus, after: TrainingJobStatus) -> str | None:
+    if after.restart_round != before.restart_round:
+        return f"round {after.restart_round}"
+    return next((text for kind, text in _ENDS.items() if after.is_true(kind)), None)
+
+
+def _turned(
+    kind: JobCondition, before: TrainingJobStatus, after: TrainingJobStatus
+) -> list[EmitEvent]:
+    """Return the Events for a condition that is bad when it is true."""
+    old, new = before.condition(kind), after.condition(kind)
     if new is None:
         return []
     was_bad = old is not None and old.is_true
@@ -81,3 +125,25 @@ def _silence(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEv
     if not new.is_true and was_bad:
         return [EmitEvent(EventKind.NORMAL, new.reason, new.message)]
     return []
+
+
+def _quarantine(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
+    """Return a Warning for each checkpoint that is quarantined now, and a Normal Event for each release."""
+    old, new = {q.id for q in before.quarantined}, {q.id for q in after.quarantined}
+    events = [
+        EmitEvent(
+            EventKind.WARNING,
+            Reason.QUARANTINED,
+            f"step {q.step} of round {q.round} is quarantined: {q.restarts} restarts from it failed before "
+            "a rank had finished a step",
+        )
+        for q in after.quarantined
+        if q.id not in old
+    ]
+    released = (q for q in before.quarantined if q.id not in new)
+    return events + [
+        EmitEvent(
+            EventKind.NORMAL, Reason.RELEASED, f"step {q.step} of round {q.round} is released"
+        )
+        for q in released
+    ]

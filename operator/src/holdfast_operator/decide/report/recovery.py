@@ -6,8 +6,8 @@ other without a gap, so they are disjoint and their sum is the total:
 1. detect: from the fault until this operator knew what was lost, which includes the wait for sidecars that
    did not answer and for further lost pods;
 2. back_off: until the new round began (about 0 unless the gang waited after repeated failures);
-3. seal: until every survivor was sealed and the restore point was chosen;
-4. schedule: until the sidecar of every member had started;
+3. seal: until every survivor was sealed, or the restore point was chosen without it;
+4. schedule: until the sidecar of every member had started and the restore point was chosen;
 5. rehydrate: until the shards were on the nodes;
 6. rendezvous: until all ranks had met, and all time that no other phase measures;
 7. first_step: until every rank had finished a step.
@@ -19,7 +19,7 @@ the rest.
 
 from __future__ import annotations
 
-from holdfast_core.api import RecoveryStatus, changed
+from holdfast_core.api import RecoveryStatus, TrainingJobStatus, changed
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.facts.failure import Failure
 from holdfast_operator.decide.facts.world import World
@@ -58,8 +58,8 @@ def _signs(world: World, failure: Failure, memory: JobMemory) -> list[float | No
             None if member is None or member.sidecar is None else member.sidecar.answered_at
         )
         return [None if node is None else node.renewed_at, answered_at]
-    if pod is not None and pod.terminating:
-        return [dict(memory.terminating_since).get(pod.uid)]
+    if pod is not None and pod.leaving:
+        return [dict(memory.leaving_since).get(pod.uid)]
     if pod is not None and pod.trainer_finished_at is not None and failure.replace_pod:
         return [_on_our_clock(pod, memory)]
     return [memory.sound_at]
@@ -119,11 +119,45 @@ def closed(
     )
 
 
+def interrupted(status: TrainingJobStatus, memory: JobMemory) -> TrainingJobStatus:
+    """Return the status with the phases of the recovery of `memory.round`, which ends before it is complete.
+
+    Its record gets the phases that are over, and no total. A complete record is not changed.
+    """
+    record = next((r for r in status.recoveries if r.round == memory.round), None)
+    if record is None or record.total_seconds is not None or memory.chosen_seen_at is None:
+        return status
+    sealed, scheduled, begin = _milestones(record, memory)
+    if sealed is None or scheduled is None or begin is None:
+        return status
+    known = changed(
+        record,
+        seal_seconds=_between(begin, sealed),
+        schedule_seconds=None if memory.scheduled_at is None else _between(sealed, scheduled),
+    )
+    recoveries = tuple(known if r is record else r for r in status.recoveries)
+    return changed(status, recoveries=recoveries)
+
+
 def describe(recovery: RecoveryStatus) -> str:
     """Return one line about a complete recovery, for the log and for an Event.
 
     Phases that took less than SHOWN_SECONDS are left out.
     """
+    parts = _begin(recovery)
+    if recovery.total_seconds is not None:
+        parts.append(f"{recovery.total_seconds:.1f} s in total")
+    parts.append(_restored(recovery))
+    return ", ".join((*parts, *_lost_steps(recovery)))
+
+
+def describe_interrupted(recovery: RecoveryStatus, cause: str) -> str:
+    """Return one line about a recovery that `cause` ended before every rank had finished a step."""
+    return ", ".join((*_begin(recovery), *_lost_steps(recovery), f"interrupted by {cause}"))
+
+
+def _begin(recovery: RecoveryStatus) -> list[str]:
+    """Return the round with what was lost, and the phases."""
     lost = _lost(recovery)
     parts = [f"round {recovery.round}: {recovery.reason}{f' ({lost})' if lost else ''}"]
     parts.extend(
@@ -131,12 +165,12 @@ def describe(recovery: RecoveryStatus) -> str:
         for phase, seconds in recovery.phases().items()
         if seconds >= SHOWN_SECONDS
     )
-    if recovery.total_seconds is not None:
-        parts.append(f"{recovery.total_seconds:.1f} s in total")
-    parts.append(_restored(recovery))
-    if recovery.lost_steps is not None:
-        parts.append(f"{recovery.lost_steps} steps lost")
-    return ", ".join(parts)
+    return parts
+
+
+def _lost_steps(recovery: RecoveryStatus) -> list[str]:
+    steps = recovery.lost_steps
+    return [] if steps is None else [f"{steps} step{'' if steps == 1 else 's'} lost"]
 
 
 def _lost(recovery: RecoveryStatus) -> str:
@@ -163,9 +197,10 @@ def _milestones(
     if memory.round != recovery.round or memory.begun_at is None:
         return None, None, None
     begin = memory.begun_at
-    known = [begin, memory.sealed_at, memory.chosen_seen_at]
-    sealed = max(at for at in known if at is not None)
-    scheduled = sealed if memory.scheduled_at is None else max(sealed, memory.scheduled_at)
+    chosen = memory.chosen_seen_at or begin
+    # A survivor that never answers is not sealed when the restore point is chosen without it.
+    sealed = max(begin, memory.sealed_at or chosen)
+    scheduled = max(sealed, chosen, memory.scheduled_at or sealed)
     return sealed, scheduled, begin
 
 

@@ -10,11 +10,11 @@ from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.status import Note, set_condition
 from holdfast_operator.model.job import JobMemory, Now, PodPhase, Reachable
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_of
 
 REPORTED_AFTER_SECONDS = 30.0
 """Time without an answer after which the condition reports a sidecar. The restart of a sidecar container
 takes less time, and is not reported."""
-NAMED_PODS = 8
 LEASE_MARGIN_SECONDS = 5.0
 """Margin on suspectAfterSeconds, because the operator notices a stopped lease a little later than that."""
 
@@ -89,9 +89,7 @@ def _reason(world: World) -> Reason:
 def _text(world: World, silent: list[MemberState], since: str) -> str:
     job = world.observed.job
     names = [m.pod.name for m in silent if m.pod is not None]
-    listed = ", ".join(names[:NAMED_PODS])
-    if len(names) > NAMED_PODS:
-        listed += f" and {len(names) - NAMED_PODS} more"
+    listed = first_of(names)
     because = next((m.sidecar.unreachable_because for m in silent if m.sidecar is not None), "")
     found = f": {because}" if because else ""
     return (

@@ -14,14 +14,21 @@ from holdfast_core.api import (
     GoodputStatus,
     JobCondition,
     JobPhase,
+    TrainingJob,
     TrainingJobStatus,
     WorkersStatus,
     changed,
 )
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, RestorePoint
+from holdfast_operator.decide.facts.interval import with_reported_interval
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import recovery
+from holdfast_operator.decide.report.adoption import with_adoption
+from holdfast_operator.decide.report.leaving_nodes import with_leaving_nodes
+from holdfast_operator.decide.report.policy import with_policy
+from holdfast_operator.decide.report.scheduling import with_scheduling
+from holdfast_operator.model.grace import grace_of
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
@@ -79,9 +86,14 @@ def refresh(
     job = world.observed.job
     status = with_levels(status, world)
     status = _with_goodput(status, world, memory, now)
+    status = _with_grace(status, world, memory)
     status = _with_recovery_closed(status, world, memory, now)
     status = _with_running(status, world, now, note)
     status = _with_tier_conditions(status, world, now)
+    status = with_policy(status, world, memory, now)
+    status = with_leaving_nodes(status, world, now)
+    status = with_scheduling(status, world, memory, now)
+    status = with_adoption(status, world, now)
     ready = sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
     begun = status.restart_round is not None
     return changed(
@@ -90,6 +102,20 @@ def refresh(
         phase=compute_phase(status),
         observed_generation=job.generation,
     )
+
+
+def _with_grace(status: TrainingJobStatus, world: World, memory: JobMemory) -> TrainingJobStatus:
+    """Return `status` with the longest flush and the grace period: of new pods, or of adopted ones."""
+    job = world.observed.job
+    if memory.flush_seconds > 0:
+        longest = max(math.ceil(memory.flush_seconds), status.flush_seconds or 0)
+        status = changed(status, flush_seconds=longest)
+    if isinstance(job, TrainingJob):
+        grace = grace_of(changed(job, status=status)).total_seconds
+        return changed(status, grace_period_seconds=grace)
+    # The grace period of a pod that is being deleted may be shorter, because the caller has chosen it.
+    theirs = [int(p.grace_seconds) for p in world.observed.pods if not p.terminating]
+    return changed(status, grace_period_seconds=min(theirs)) if theirs else status
 
 
 def with_levels(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
@@ -101,6 +127,7 @@ def with_levels(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     if state is None or status.restart_round != state.round or status.restore_point is None:
         return status
     step = None if state.progress is None else state.progress.first
+    status = with_reported_interval(status, world, state.interval)
     return changed(
         status,
         step=_higher(status.step, step),
@@ -250,6 +277,12 @@ def _with_tier_conditions(status: TrainingJobStatus, world: World, now: Now) -> 
         healthy, note = False, Note(Reason.STORE_NOT_FOUND, text)
     elif store.available is False:
         healthy, note = False, Note(Reason.STORE_UNAVAILABLE, store.message)
+    elif world.observed.memory.record_refused:
+        text = (
+            f"{world.observed.memory.record_refused}. Until it is written, later uploads are not recorded, "
+            "old checkpoints stay in the store, and the job does not end"
+        )
+        healthy, note = False, Note(Reason.CREATE_REFUSED, text)
     elif remote is not None:
         healthy, note = False, Note(remote.reason, _located(world, remote))
     elif store.available is None:
@@ -303,7 +336,10 @@ def _durable(status: TrainingJobStatus) -> tuple[object, ...]:
         last_replicated_step=None,
         last_memory_step=None,
         steps_dropped=None,
+        flush_seconds=None,
+        grace_period_seconds=None,
         goodput=None,
+        interval=None,
         conditions=(),
     )
     return rest, conditions

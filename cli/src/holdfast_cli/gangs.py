@@ -1,0 +1,78 @@
+"""TrainingJobs and CheckpointAdoptions as the plug-in shows them, and the pods of their workers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast_core.names import pod_name
+
+KINDS = {"TrainingJob": "trainingjobs", "CheckpointAdoption": "checkpointadoptions"}
+"""Plural of each kind of gang."""
+JOB_UID_LABEL = "holdfast.dev/job-uid"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker of the current round and its pod. The texts are "-" if the pod does not exist."""
+
+    worker: int
+    pod: str
+    node: str
+    phase: str
+    restarts: int
+    """Restarts of the pod's containers."""
+
+    @property
+    def exists(self) -> bool:
+        return self.pod != "-"
+
+
+def accepted(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the gang that the operator has not refused. A namespace may have one of each kind of a name."""
+    return next((gang for gang in found if not _is_refused(gang)), found[0])
+
+
+def _is_refused(gang: dict[str, Any]) -> bool:
+    conditions = (gang.get("status") or {}).get("conditions", [])
+    return any((c["type"], c["status"]) == ("Accepted", "False") for c in conditions)
+
+
+def members(gang: dict[str, Any], pods: Iterable[dict[str, Any]]) -> list[Member]:
+    """Return the workers of the current round by index.
+
+    Args:
+        gang: A TrainingJob, whose pods have names that follow from its status, or a CheckpointAdoption, whose
+            status records the uids of its pods.
+        pods: The pods with the label of the gang.
+    """
+    meta, status = gang["metadata"], gang.get("status") or {}
+    by_name = {pod["metadata"]["name"]: pod for pod in pods}
+    by_uid = {pod["metadata"]["uid"]: pod for pod in by_name.values()}
+    recorded = {pod["worker"]: pod["uid"] for pod in status.get("pods") or []}
+    found = []
+    for worker, birth in enumerate(status.get("members") or []):
+        if gang["kind"] == "TrainingJob":
+            pod = by_name.get(pod_name(meta["name"], meta["uid"], worker, birth))
+        else:
+            pod = by_uid.get(recorded.get(worker, ""))
+        found.append(_member(worker, pod))
+    return found
+
+
+def _member(worker: int, pod: dict[str, Any] | None) -> Member:
+    if pod is None:
+        return Member(worker, "-", "-", "-", 0)
+    status = pod.get("status") or {}
+    statuses = [
+        *(status.get("initContainerStatuses") or []),
+        *(status.get("containerStatuses") or []),
+    ]
+    return Member(
+        worker,
+        pod["metadata"]["name"],
+        pod["spec"].get("nodeName") or "-",
+        "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase", "-"),
+        sum(container.get("restartCount", 0) for container in statuses),
+    )

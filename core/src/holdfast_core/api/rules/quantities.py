@@ -1,0 +1,107 @@
+"""Kubernetes quantities ("20Gi") and Go durations ("1h30m"): how to read and to refuse them.
+
+Pure. The rules of CEL take the same text, above zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
+
+from pydantic import AfterValidator
+
+from holdfast_core.api.rules.cel import rule
+from holdfast_core.errors import ConfigError
+
+_QUANTITY = re.compile(
+    r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?"
+)
+_SUFFIXES: dict[str, Decimal] = {
+    **{s: Decimal(1024) ** (i + 1) for i, s in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
+    **{s: Decimal(1000) ** (i + 1) for i, s in enumerate(("k", "M", "G", "T", "P", "E"))},
+    "n": Decimal("1e-9"),
+    "u": Decimal("1e-6"),
+    "m": Decimal("1e-3"),
+    "": Decimal(1),
+}
+
+_DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
+_UNIT_SECONDS = {
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "m": Decimal(60),
+    "h": Decimal(3600),
+}
+
+
+def parse_quantity_bytes(text: str) -> int:
+    """Bytes of a quantity ("20Gi", "500M", "1e9", "1024"), rounded up. Raises ConfigError."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"quantity {text!r} cannot be read: expected a number of bytes with an optional suffix "
+            "(Ki, Mi, Gi, Ti, k, M, G, T), for example 20Gi"
+        )
+    number, suffix = Decimal(match[1]), match[2] or ""
+    scale = _SUFFIXES[suffix] if suffix in _SUFFIXES else Decimal(f"1{suffix}")
+    return int((number * scale).to_integral_value(rounding="ROUND_CEILING"))
+
+
+def parse_duration(text: str) -> timedelta:
+    """A Go duration of hours, minutes and seconds ("1h", "90m30s"), to the microsecond.
+
+    Raises ConfigError for anything else, a sign and a bare number included.
+    """
+    parts = list(_DURATION_PART.finditer(text))
+    if not parts or "".join(p[0] for p in parts) != text:
+        raise ConfigError(
+            f"duration {text!r} cannot be read: expected numbers with units h, m, s or ms, "
+            "for example 1h or 90m30s"
+        )
+    try:
+        seconds = sum((Decimal(p[1]) * _UNIT_SECONDS[p[2]] for p in parts), Decimal(0))
+        return timedelta(microseconds=int(seconds * 1_000_000))
+    except OverflowError as error:
+        raise ConfigError(f"duration {text!r} is too long for a timedelta") from error
+
+
+def _checked(parse: Callable[[str], object]) -> AfterValidator:
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return text
+
+    return AfterValidator(check)
+
+
+QUANTITY = _checked(parse_quantity_bytes)
+"""Validator that refuses text which `parse_quantity_bytes` cannot read. The model keeps the user's text."""
+DURATION = _checked(parse_duration)
+"""Validator that refuses text which `parse_duration` cannot read. The model keeps the user's text."""
+
+
+def quantity_rule(field: str, example: str) -> dict[str, Any]:
+    """CEL: the text is a quantity above zero."""
+    return rule(
+        "isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))",
+        message_expression=(
+            f'\'{field} is "%s", expected a quantity of bytes above zero: write for example '
+            f"{example}'.format([self])"
+        ),
+    )
+
+
+def duration_rule(field: str, example: str) -> dict[str, Any]:
+    """CEL: the text is a duration above zero."""
+    return rule(
+        r"self.matches('^([0-9]+(\\.[0-9]+)?(ms|s|m|h))+$') && self.matches('[1-9]')",
+        message_expression=(
+            f'\'{field} is "%s", expected a duration above zero with units h, m, s or ms: write '
+            f"for example {example}'.format([self])"
+        ),
+    )

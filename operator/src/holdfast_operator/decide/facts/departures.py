@@ -1,0 +1,75 @@
+"""Find workers on nodes that will be taken away soon, and the one whose pod is deleted next. Pure.
+
+A spot notice or an autoscaler taints such a node. The end of a node costs the steps since the last save. A
+delete of the pod costs none, because the gang then saves, and the pod flushes before it ends (ADR 0097).
+1. A pod that tolerates the taint stays: its owner wants it there, and a new pod could get the same node.
+2. Only one pod is deleted at a time, and only while all ranks train. The PodDisruptionBudget allows an
+   eviction under the same condition.
+3. A pod is deleted once, because a pod that is being deleted leaves already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.api import JobCondition
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.job import NodeView, PodView
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A pod on a node that will be taken away soon, and the taint that says so."""
+
+    pod: PodView
+    node: str
+    taint: str
+
+    def __str__(self) -> str:
+        return f"pod {self.pod.name} on node {self.node} (taint {self.taint})"
+
+
+def departures(world: World) -> tuple[Departure, ...]:
+    """Return the pods of members that tolerate not all taints by which their nodes leave, by worker."""
+    found = []
+    for member in world.members:
+        node = None if member.pod is None else world.observed.nodes.get(member.pod.node or "")
+        if member.pod is None or member.pod.ended or node is None or member.node_lost:
+            continue
+        taint = leaving_taint(member.pod, node)
+        if taint is not None:
+            found.append(Departure(member.pod, node.name, taint))
+    return tuple(found)
+
+
+def leaving_taint(pod: PodView, node: NodeView) -> str | None:
+    """Return the key of a taint by which the node leaves and which the pod does not tolerate, or None."""
+    return min((t.key for t in node.leaving_taints if not pod.tolerates(t)), default=None)
+
+
+def why_pods_stay(world: World) -> str | None:
+    """Return why the operator deletes no pod on a node that leaves, or None if it does."""
+    job = world.observed.job
+    if job.spec.template is None:
+        return "another controller creates the pods"
+    if world.nodes_are_fixed:
+        return "the template sets spec.nodeName, so that a new pod would get the same node"
+    if min(job.spec.peer.copies, len(world.members) - 1) == 0:
+        return "no other pod has copies of its shards, so that its last step would be lost"
+    return None
+
+
+def next_departure(world: World) -> Departure | None:
+    """Return the pod that is deleted now because its node leaves, or None."""
+    state = world.coordinator
+    trains = (
+        world.status.is_true(JobCondition.RUNNING)
+        and state is not None
+        and state.running
+        and not (state.finished or state.dead or state.hang)
+        and all(m.alive and m.pod is not None and m.pod.ready for m in world.members)
+        and not any(m.pod is not None and m.pod.leaving for m in world.members)
+    )
+    if not trains or world.observed.job.spec.suspend or why_pods_stay(world) is not None:
+        return None
+    return next(iter(departures(world)), None)

@@ -1,0 +1,160 @@
+"""Decide when a gang that failed restarts: how long it waits, and whether its budget allows it. Pure.
+
+failure.py finds the failures. Disruptions never count towards failurePolicy.maxRestarts and never wait. Pods
+that are lost within GATHER_SECONDS of the first one are lost in the same round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from blake3 import blake3
+
+from holdfast_core.api import MAX_RECENT_RESTARTS, FailureAction, RestartRecord
+from holdfast_operator.decide.facts.failure import Failure, drains, is_disruption
+from holdfast_operator.decide.facts.rules import Ruling
+from holdfast_operator.decide.facts.times import seconds_since
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.reasons import Reason
+
+FREE_RESTARTS = 2
+"""Restarts from the same step that begin without a delay."""
+MAX_DELAY_SECONDS = 60.0
+GATHER_SECONDS = 0.3
+"""Time from the first lost pod until the next round begins. Pods that are lost together are seen one after
+another. Without this wait, each pod that was seen after the round had begun would cost a round of its own."""
+DRAIN_POLL_SECONDS = 1.0
+"""Pause between passes while a lost pod waits for another one that still saves and flushes."""
+_REMOVALS = frozenset({Reason.POD_EVICTED, Reason.POD_LOST})
+_LOSSES = _REMOVALS | {Reason.NODE_LOST}
+"""Failures that often come with more of their kind."""
+
+
+def in_window(
+    records: Iterable[RestartRecord], world: World, now: Now
+) -> tuple[RestartRecord, ...]:
+    """Return the records that are inside failurePolicy.window."""
+    start = now.utc - world.observed.job.spec.failure_policy.window_length
+    return tuple(r for r in records if r.at > start)
+
+
+def recent_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
+    """Return the entries of status.recentRestarts that are inside failurePolicy.window."""
+    return in_window(world.status.recent_restarts, world, now)
+
+
+def kept_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
+    """Return the restarts of the window, and older ones that failed from the present restore point.
+
+    A script that takes half an hour until it fails would otherwise never fail often enough from one
+    checkpoint.
+    """
+    point = world.status.restore_point
+    base = None if point is None else point.id
+    start = now.utc - world.observed.job.spec.failure_policy.window_length
+    return tuple(
+        r
+        for r in world.status.recent_restarts
+        if r.at > start or (base is not None and r.failed_from == base)
+    )
+
+
+def counted(records: Iterable[RestartRecord]) -> tuple[RestartRecord, ...]:
+    """Return the restarts that count towards failurePolicy.maxRestarts."""
+    return tuple(r for r in records if not r.ignored)
+
+
+def with_restart(
+    records: tuple[RestartRecord, ...], new: RestartRecord
+) -> tuple[RestartRecord, ...]:
+    """Return the records and one more, MAX_RECENT_RESTARTS at most.
+
+    The oldest ignored restarts are dropped first. So no restart that counts is dropped: there are at most
+    maxRestarts of them, which is lower than MAX_RECENT_RESTARTS.
+    """
+    found = [*records, new]
+    while len(found) > MAX_RECENT_RESTARTS:
+        found.pop(next((i for i, r in enumerate(found) if r.ignored), 0))
+    return tuple(found)
+
+
+def budget_spent(world: World, ruling: Ruling, now: Now) -> bool:
+    """Return whether a restart for these failures would exceed failurePolicy.maxRestarts."""
+    if is_disruption(ruling.failures) or ruling.action is FailureAction.IGNORE:
+        return False
+    restarts = len(counted(recent_restarts(world, now)))
+    return restarts >= world.observed.job.spec.failure_policy.max_restarts
+
+
+def gather_seconds(
+    world: World, failures: tuple[Failure, ...], memory: JobMemory, now: Now
+) -> float:
+    """Return the seconds for which the next round waits for further lost pods.
+
+    The wait counts from the first failure or the first deletion of a lost pod that was seen. So a pod whose
+    gang has saved and stopped after its deletion delays nothing. The result is 0 if no pod is lost, or if no
+    other pod is left. While another pod still saves and flushes, the round does not begin: it would end
+    the flush.
+    """
+    if all(f.reason in _REMOVALS for f in failures) and drains(world, memory, now):
+        return DRAIN_POLL_SECONDS
+    lost = {f.worker for f in failures if f.reason in _LOSSES}
+    if not lost or not any(m.alive and m.worker not in lost for m in world.members):
+        return 0.0
+    leaving = dict(memory.leaving_since)
+    pods = (m.pod for m in world.members if m.worker in lost)
+    seen = [leaving[pod.uid] for pod in pods if pod is not None and pod.uid in leaving]
+    if memory.failure_seen_at is not None:
+        seen.append(memory.failure_seen_at)
+    return max(0.0, GATHER_SECONDS - seconds_since(min(seen, default=None), now))
+
+
+def can_be_taken_in(world: World, failures: tuple[Failure, ...]) -> bool:
+    """Return whether the present round can also replace the pods of these failures.
+
+    Until a round has a restore point, its sidecars know its number only, and no rank runs. A new pod needs a
+    new name, so each lost pod must be of an older round. A failure that keeps its pod needs a new round.
+    """
+    if world.status.restore_point is not None or world.round == 0:
+        return False
+    for failure in failures:
+        member = None if failure.worker is None else world.member(failure.worker)
+        if failure.reason not in _LOSSES or not failure.replace_pod or member is None:
+            return False
+        if member.birth_round >= world.round:
+            return False
+    return True
+
+
+def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now) -> float:
+    """Return the back-off before the next round, in seconds since the failure was first seen.
+
+    It is 0 for disruptions, and if a step was committed since the restore point. Without the back-off, a gang
+    that fails repeatedly from the same step would spend its restart budget within seconds, before a user can
+    look at it. The wait is between a half and the whole of 1, 2, 4 and so on seconds (ADR 0003).
+    """
+    if is_disruption(failures):
+        return 0.0
+    status = world.status
+    point = status.restore_point
+    base_step = None if point is None else point.step
+    committed = status.last_committed_step
+    if committed is not None and (base_step is None or committed > base_step):
+        return 0.0
+    base_round = -1 if point is None or point.round is None else point.round
+    futile = sum(1 for r in recent_restarts(world, now) if r.round > base_round)
+    if futile < FREE_RESTARTS:
+        return 0.0
+    whole = min(2.0 ** min(futile - FREE_RESTARTS, 10), MAX_DELAY_SECONDS)
+    return whole * (1 + share_of(world)) / 2
+
+
+def share_of(world: World) -> float:
+    """Return a number in [0, 1) that is the same in every pass over this round of this job.
+
+    Jobs that fail together, for example because their store does not answer, get different numbers, so they
+    do not restart together. A random number would change with each pass and each restart of the operator.
+    """
+    seed = f"{world.observed.job.uid}/{world.round}".encode()
+    return int.from_bytes(blake3(seed).digest(length=4), "big") / 2**32

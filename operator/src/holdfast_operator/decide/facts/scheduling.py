@@ -1,0 +1,90 @@
+"""Find gangs whose pods cannot all be scheduled, and say when their pods are deleted and created again. Pure.
+
+Two gangs that each hold half of the nodes would wait for each other without an end. So a gang that is not
+scheduled within scheduleTimeoutSeconds gives all of its nodes back, and tries again after a back-off
+(ADR 0100). The back-offs of two jobs differ, so that one of them finds all nodes free.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.restarts import share_of
+from holdfast_operator.decide.facts.times import seconds_since
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.wording import first_of
+
+FIRST_BACK_OFF_SECONDS = 60.0
+MAX_BACK_OFF_SECONDS = 900.0
+NAMED_PODS = 4
+"""Number of pods whose names a message contains."""
+
+
+def timed_out(world: World, memory: JobMemory, now: Now) -> bool:
+    """Return whether pods of the gang have been without nodes for scheduleTimeoutSeconds.
+
+    A gang whose ranks train has all of its pods: the watch of pods is then behind.
+    """
+    limit = world.observed.job.spec.schedule_timeout_seconds
+    state = world.coordinator
+    trains = state is not None and state.running
+    waited = seconds_since(memory.unscheduled_since, now)
+    return limit > 0 and bool(world.unscheduled) and waited >= limit and not trains
+
+
+def lost_if_deleted(world: World) -> str | None:
+    """Describe the committed work that would be lost with all pods of a gang that is not scheduled.
+
+    A pod of this round has never started, so the gang has not trained in this round: its newest committed
+    step is the restore point, once that is chosen.
+    """
+    point = world.status.restore_point
+    if point is None:
+        return readable.lost_with_all_pods(world)
+    if point.step is None or point.job_uid is not None:
+        return None
+    persisted = world.last_persisted
+    if persisted is not None and persisted.step >= point.step:
+        return None
+    return f"step {point.step} is committed on the nodes only"
+
+
+def describe(world: World) -> str:
+    """Return which pods have no node, and why: the scheduler's message, or the error of their creation."""
+    waiting = world.unscheduled
+    names = [world.source.identity(m.worker, m.birth_round) for m in waiting]
+    pods = (m.pod for m in waiting)
+    reasons = (world.observed.memory.create_refused if p is None else p.message for p in pods)
+    why = next((text for text in reasons if text), "the scheduler has not said why")
+    return (
+        f"{len(names)} of {len(world.members)} pods have no node "
+        f"({first_of(names, NAMED_PODS)}): {why}"
+    )
+
+
+def timeouts(world: World) -> int:
+    """Return the number of tries in a row that ended with the time-out."""
+    return 0 if world.status.scheduling is None else world.status.scheduling.timeouts
+
+
+def next_try(world: World, now: Now) -> datetime:
+    """Return when the pods of a gang that gives its nodes back now are created again.
+
+    The back-off is between a half and the whole of 1, 2, 4 and so on minutes, up to MAX_BACK_OFF_SECONDS.
+    """
+    whole = min(FIRST_BACK_OFF_SECONDS * 2.0 ** min(timeouts(world), 10), MAX_BACK_OFF_SECONDS)
+    return now.utc + timedelta(seconds=whole * (1 + share_of(world)) / 2)
+
+
+def seconds_until_next_try(world: World, now: Now) -> float | None:
+    """Return the seconds until the pods are created, 0 if that is due, or None if no back-off was begun.
+
+    A stamp further away than the longest back-off was written with a clock that was wrong.
+    """
+    scheduling = world.status.scheduling
+    if scheduling is None or scheduling.retry_at is None:
+        return None
+    left = (scheduling.retry_at - now.utc).total_seconds()
+    return left if 0 < left <= MAX_BACK_OFF_SECONDS else 0.0

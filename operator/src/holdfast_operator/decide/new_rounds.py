@@ -1,0 +1,212 @@
+"""The status that begins a round: CAS 1, the fence. Pure.
+
+It is durable before the round has any other effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from holdfast_core.api import (
+    FailureAction,
+    JobCondition,
+    RecoveryStatus,
+    RestartRecord,
+    SchedulingStatus,
+    TrainingJobStatus,
+    changed,
+)
+from holdfast_core.api.base import stamp
+from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_operator.decide.facts.evidence import failed_from_restore_point
+from holdfast_operator.decide.facts.failure import Failure, is_disruption, severity
+from holdfast_operator.decide.facts.interval import with_expected_failures
+from holdfast_operator.decide.facts.node_failures import with_node_failures, workers_to_move
+from holdfast_operator.decide.facts.quarantine import with_failed_restore_point
+from holdfast_operator.decide.facts.restarts import (
+    counted,
+    in_window,
+    kept_restarts,
+    with_restart,
+)
+from holdfast_operator.decide.facts.rules import Ruling
+from holdfast_operator.decide.facts.scheduling import describe, next_try, timeouts
+from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.lifecycle import stop_requested
+from holdfast_operator.decide.report.status import Note, set_condition, with_levels
+from holdfast_operator.model.job import Now
+from holdfast_operator.model.reasons import Reason
+
+
+def first_round(world: World, now: Now) -> TrainingJobStatus:
+    """Return the status that begins the first round: round 0, or a round above those of sidecars and pods."""
+    round_ = world.next_round
+    newer = world.pods_ahead
+    workers = range(world.observed.job.spec.workers)
+    return changed(
+        with_expected_failures(world.status, world),
+        restart_round=round_,
+        members=tuple(newer.get(Worker(w), round_) for w in workers),
+        restore_point=None,
+        coordinator=None,
+        start_time=world.status.start_time or now.utc,
+    )
+
+
+def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
+    """Return the status that begins the next round after the failures of this ruling."""
+    job = world.observed.job
+    failures = ruling.failures
+    status = with_levels(world.status, world)
+    round_ = world.next_round
+    status = with_node_failures(status, world, ruling, round_, now)
+    gone = {f.worker for f in failures if f.replace_pod}
+    gone |= workers_to_move(world, status, failures, gone)
+    members = _members(world, gone, round_)
+    cause = failures[0]
+    recent = kept_restarts(world, now)
+    if not is_disruption(failures):
+        ignored = ruling.action is FailureAction.IGNORE
+        # A failure that the user expects is no evidence against the checkpoint.
+        failed_from = None if ignored else failed_from_restore_point(world, failures)
+        record = RestartRecord(
+            round=round_,
+            at=now.utc,
+            reason=cause.reason,
+            ignored=ignored,
+            failed_step=None if failed_from is None else failed_from.step,
+            failed_round=None if failed_from is None else failed_from.round,
+        )
+        recent = with_restart(recent, record)
+        status = with_failed_restore_point(status, world, recent, now)
+    note = Note(cause.reason, f"round {round_}: {cause_of(ruling)}")
+    if stop_requested(status):  # the gang of the new round was not asked
+        status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
+    status = changed(
+        status,
+        restart_round=round_,
+        members=members,
+        restore_point=None,
+        coordinator=None,
+        restarts=status.restarts + 1,
+        recent_restarts=recent,
+        restarts_count_towards_max=len(counted(in_window(recent, world, now))),
+    )
+    status = with_expected_failures(status, world)
+    status = status.with_recovery(_recovery(world, round_, failures))
+    status = set_condition(status, JobCondition.RESTARTING, True, note, now, job.generation)
+    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
+
+
+def _members(
+    world: World, gone: AbstractSet[Worker | None], round_: RestartRound
+) -> tuple[RestartRound, ...]:
+    """Return the birth rounds of a round's members, in which the pods of the workers in `gone` are new.
+
+    A pod on a lost node stays a member unless a failure says that it may be replaced.
+    """
+    newer = world.pods_ahead
+    return tuple(
+        newer.get(m.worker) or (m.birth_round if _stays(m) and m.worker not in gone else round_)
+        for m in world.members
+    )
+
+
+def with_taken_in(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
+    """Return the status of the present round, which also replaces the pods of these failures (ADR 0096).
+
+    The round must satisfy restarts.can_be_taken_in.
+    """
+    round_ = world.round
+    status = with_node_failures(world.status, world, ruling, round_, now)
+    gone = {f.worker for f in ruling.failures}
+    found = _recovery(world, round_, ruling.failures)
+    record = status.last_recovery
+    if record is not None and record.round == round_:
+        both = dict.fromkeys((*record.workers, *found.workers))
+        status = status.with_recovery(
+            changed(
+                record,
+                reason=min(record.reason, found.reason, key=severity),
+                workers=tuple(sorted(both))[:MAX_NAMED_WORKERS],
+                nodes=tuple(sorted({*record.nodes, *found.nodes})[:MAX_NAMED_WORKERS]),
+            )
+        )
+    status = changed(status, members=_members(world, gone, round_))
+    note = Note(ruling.failures[0].reason, f"round {round_}: {cause_of(ruling)}")
+    return set_condition(
+        status, JobCondition.RESTARTING, True, note, now, world.observed.job.generation
+    )
+
+
+def cause_of(ruling: Ruling) -> str:
+    """Return the message of the first failure, and the rule that applies."""
+    message = ruling.failures[0].message
+    return f"{message}; {ruling.note}" if ruling.note else message
+
+
+def _recovery(world: World, round_: RestartRound, failures: tuple[Failure, ...]) -> RecoveryStatus:
+    """Return the record of the recovery from these failures, with the workers that caused it."""
+    cause = failures[0]
+    failed = {f.worker for f in failures if f.disruption == cause.disruption}
+    if cause.disruption:  # a pod whose gang could not save is replaced in the same round
+        failed |= {m.worker for m in world.members if m.pod is not None and m.pod.terminating}
+    # A sidecar names the workers of dead ranks, and may name one that does not exist.
+    members = [m for m in world.members if m.worker in failed][:MAX_NAMED_WORKERS]
+    workers = tuple(m.worker for m in members)
+    pods = (m.pod for m in members)
+    nodes = {pod.node for pod in pods if pod is not None and pod.node is not None}
+    return RecoveryStatus(
+        round=round_, reason=cause.reason, workers=workers, nodes=tuple(sorted(nodes))
+    )
+
+
+def _stays(member: MemberState) -> bool:
+    """Return whether a member keeps its pod in the next round.
+
+    A pod that is not bound to a node is replaced: it holds nothing, and under its old name it could be
+    created again only in its own round.
+    """
+    return member.pod is not None and member.pod.alive and member.pod.node is not None
+
+
+def round_after_time_out(world: World, now: Now) -> TrainingJobStatus:
+    """Return the status that begins the round whose pods are created after a back-off (ADR 0100).
+
+    All pods of the present round, which could not all be scheduled, are deleted.
+    """
+    round_, job = world.next_round, world.observed.job
+    at = next_try(world, now)
+    text = (
+        f"{describe(world)}. After {job.spec.schedule_timeout_seconds} s all pods of the gang are deleted. "
+        f"Round {round_} creates them again at {stamp(at)}"
+    )
+    note = Note(Reason.NOT_SCHEDULED, text)
+    status = changed(
+        world.status,
+        restart_round=round_,
+        members=(round_,) * len(world.members),
+        restore_point=None,
+        coordinator=None,
+        scheduling=SchedulingStatus(timeouts=timeouts(world) + 1, retry_at=at),
+    )
+    status = set_condition(status, JobCondition.UNSCHEDULABLE, True, note, now, job.generation)
+    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
+
+
+def resumed_round(world: World, now: Now) -> TrainingJobStatus:
+    """Return the status that begins the round after a suspension. All of its pods are new."""
+    round_ = world.next_round
+    job = world.observed.job
+    note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
+    status = changed(
+        with_expected_failures(world.status, world),
+        restart_round=round_,
+        members=(round_,) * job.spec.workers,
+        restore_point=None,
+        coordinator=None,
+        start_time=now.utc,
+    ).with_recovery(RecoveryStatus(round=round_, reason=Reason.RESUMED, begun_at=now.utc))
+    status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
+    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)

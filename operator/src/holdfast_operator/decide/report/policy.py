@@ -1,0 +1,105 @@
+"""Report what spec.failurePolicy led to, and parts of it that have no effect. Pure."""
+
+from __future__ import annotations
+
+from holdfast_core.api import JobCondition, TrainingJobStatus, changed
+from holdfast_operator.decide.facts.node_failures import (
+    failed_nodes,
+    no_node_is_left,
+    with_failures_of_window,
+)
+from holdfast_operator.decide.facts.quarantine import with_released
+from holdfast_operator.decide.facts.rules import never_applies
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_of
+
+NAMED_CHECKPOINTS = 8
+
+
+def with_policy(
+    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
+) -> TrainingJobStatus:
+    """Return the status with the conditions about failurePolicy brought up to date."""
+    status = _with_avoided_nodes(status, world, memory, now)
+    return _with_rules(with_quarantine(status, world, now), world, now)
+
+
+def _with_avoided_nodes(
+    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
+) -> TrainingJobStatus:
+    """Return the status with the failures of the window, and with condition NodesAvoided.
+
+    A job that never avoided a node does not get the condition.
+    """
+    kind, job = JobCondition.NODES_AVOIDED, world.observed.job
+    status = with_failures_of_window(status, world, now)
+    nodes = failed_nodes(world, status)
+    if nodes and no_node_is_left(memory, now):
+        text = (
+            f"no node took a pod that avoids {first_of(nodes)}: these nodes are used again, and their "
+            "failures are forgotten"
+        )
+        status = changed(status, node_failures=())
+        note = (False, Reason.NO_NODE_LEFT, text)
+    elif nodes and world.nodes_are_fixed:
+        why = "the template sets spec.nodeName"
+        if job.spec.template is None:
+            why = "another controller creates the pods"
+        text = f"{why}, so pods cannot avoid {first_of(nodes)}"
+        note = (False, Reason.NO_NODE_LEFT, text)
+    elif nodes:
+        text = f"workers failed on {first_of(nodes)}: new pods are created on other nodes"
+        note = (True, Reason.NODES_FAILED, text)
+    elif status.is_true(kind):
+        note = (False, Reason.NODES_USED, "the failures on nodes are older than avoidNodes.window")
+    else:
+        return status
+    value, reason, text = note
+    return status.with_condition(kind, value, reason, text, now.utc, job.generation)
+
+
+def with_quarantine(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+    """Return the status without released checkpoints, and with condition Quarantined.
+
+    A job that never quarantined a checkpoint does not get the condition.
+    """
+    status = with_released(status, world)
+    kind = JobCondition.QUARANTINED
+    reason, text = Reason.RELEASED, "no checkpoint is quarantined"
+    if status.quarantined:
+        newest = status.quarantined[-NAMED_CHECKPOINTS:]
+        named = ", ".join(
+            f"step {q.step} of round {q.round} ({q.restarts} restarts)" for q in newest
+        )
+        reason = Reason.QUARANTINED
+        text = (
+            f"{named}: ranks that restored it failed before they had finished a step. It is kept and not "
+            "restored. failurePolicy.releasedSteps releases it"
+        )
+    elif status.condition(kind) is None:
+        return status
+    found = bool(status.quarantined)
+    return status.with_condition(kind, found, reason, text, now.utc, world.observed.job.generation)
+
+
+def _with_rules(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+    """Return the status with condition FailureRulesApply, which a job without such a rule does not get.
+
+    The job continues as if the rule were missing.
+    """
+    job = world.observed.job
+    idle = never_applies(job.spec.failure_policy.rules)
+    kind = JobCondition.FAILURE_RULES_APPLY
+    if not idle and status.condition(kind) is None:
+        return status
+    reason, text = Reason.RULES_APPLY, "each rule of failurePolicy.rules can match"
+    if idle:
+        names = ", ".join(f"failurePolicy.rules[{i}]" for i in idle)
+        reason = Reason.RULE_NEVER_MATCHES
+        text = (
+            f"{names} can never match, because the rules before match all of its values: remove it, or "
+            "move it before them. The job goes on as if the rule were missing"
+        )
+    return status.with_condition(kind, not idle, reason, text, now.utc, job.generation)

@@ -1,0 +1,210 @@
+"""Passes over a round without failures: the choice of its restore point, then its course. Pure."""
+
+from __future__ import annotations
+
+from holdfast_core.api import (
+    GoodputStatus,
+    JobCondition,
+    LineageEntry,
+    RestorePointStatus,
+    TrainingJobStatus,
+    changed,
+)
+from holdfast_operator.decide import (
+    acceptance,
+    avoidance,
+    checkpoints,
+    gang,
+    lifecycle,
+    restore_point,
+)
+from holdfast_operator.decide.facts import departures, times
+from holdfast_operator.decide.facts.failure import CANNOT_START
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.report import adoption
+from holdfast_operator.decide.report.status import Note, after_write, refresh, with_ratio
+from holdfast_operator.decide.writes import (
+    STARTING_SECONDS,
+    WAITING_SECONDS,
+    committed,
+    fail_job,
+    with_status_write,
+    written,
+)
+from holdfast_operator.model.actions import (
+    Action,
+    ChooseRestorePoint,
+    Decision,
+    DeletePod,
+    EmitEvent,
+    EventKind,
+)
+from holdfast_operator.model.job import JobMemory, Now, PodPhase
+from holdfast_operator.model.reasons import Reason
+
+RUNNING_SECONDS = 5.0
+"""Pause between passes while the gang trains."""
+
+
+def record_births(world: World, memory: JobMemory, now: Now) -> Decision | None:
+    """Return the decision that records adopted pods which have started, or None if all are recorded.
+
+    No ROUND names a pod that is not recorded: after a restart of the operator, its loss would look like a pod
+    that has not started.
+    """
+    status = world.source.with_births(world.status, world.observed.pods)
+    if status is world.status:
+        return None
+    if world.observed.owner is None:
+        return Decision((), STARTING_SECONDS, "the controller of the pods is not known yet", memory)
+    refused = adoption.refusal(world)
+    if refused is None:
+        return written(world, memory, now, status, [], "pods have started as workers")
+    known = world.status.condition(JobCondition.ADOPTED)
+    events: list[Action] = []
+    if known is None or not known.is_false:
+        event = EmitEvent(EventKind.WARNING, Reason.LOCAL_COPIES_WOULD_BE_LOST, refused)
+        events.append(event)
+    note = Note(Reason.LOCAL_COPIES_WOULD_BE_LOST, refused)
+    return with_status_write(world, memory, now, events, note, WAITING_SECONDS)
+
+
+def choose(world: World, memory: JobMemory, now: Now) -> Decision:
+    choice = restore_point.choose(world, memory, now)
+    if isinstance(choice, restore_point.Wait):
+        note = _refused(world) or _pod_trouble(world) or choice.note
+        actions = gang.member_actions(world)
+        pause = times.again_after(memory.round_seen_at, STARTING_SECONDS, now)
+        return with_status_write(world, memory, now, actions, note, pause)
+    if isinstance(choice, restore_point.Exhausted):
+        return fail_job(world, memory, now, choice.note)
+    status = _with_choice(world, choice)
+    status = refresh(world, now, memory, status, Note(choice.reason, choice.message))
+    kind = EventKind.NORMAL if choice.reason is Reason.RESTORE_POINT_CHOSEN else EventKind.WARNING
+    actions = [
+        ChooseRestorePoint(world.observed.job.resource_version, status),
+        EmitEvent(kind, choice.reason, choice.message),
+    ]
+    memory = after_write(memory, world, now)
+    return Decision(tuple(actions), 0.0, choice.message, memory)
+
+
+def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatus:
+    """Return the status of CAS 2 with restore point, lineage and coordinator.
+
+    The step and the levels in the status go down to the restore point.
+    """
+    status = world.status
+    point: RestorePointStatus = choice.point
+    entry = LineageEntry(
+        round=world.round,
+        base_step=point.step,
+        base_round=point.round,
+        base_manifest=point.manifest,
+    )
+    own = point.step if point.job_uid is None else None
+    lost = None
+    if status.step is not None:
+        lost = max(0, status.step - (own or 0))
+    record = status.last_recovery
+    if record is not None and record.round == world.round:
+        status = status.with_recovery(
+            changed(record, lost_steps=lost, restored_step=point.step, sources=point.sources)
+        )
+    replicated = status.last_replicated_step
+    return changed(
+        status,
+        restore_point=point,
+        lineage=restore_point.extend_lineage(status.lineage, entry),
+        coordinator=gang.first_coordinator(world),
+        step=point.step,
+        last_committed_step=own,
+        last_replicated_step=None if replicated is None or own is None else min(replicated, own),
+        last_memory_step=own,
+        steps_dropped=0,
+        goodput=_less_lost_work(status.goodput, lost, status.step),
+    )
+
+
+def _less_lost_work(
+    goodput: GoodputStatus | None, lost: int | None, trained: int | None
+) -> GoodputStatus | None:
+    """Add the lost steps to the lost work, at the mean training time of a step so far."""
+    if goodput is None or not lost or not trained:
+        return goodput
+    seconds = goodput.training_seconds * lost / trained
+    return with_ratio(
+        changed(
+            goodput,
+            lost_work_seconds=min(goodput.lost_work_seconds + seconds, goodput.training_seconds),
+        )
+    )
+
+
+def run(world: World, memory: JobMemory, now: Now) -> Decision:
+    job = world.observed.job
+    state = world.coordinator
+    running = state is not None and state.running
+    actions = gang.member_actions(world)
+    rounds = gang.round_actions(world, memory, now)
+    actions.extend(rounds.actions)
+    planned = checkpoints.plan(world, rounds.memory, now)
+    actions.extend(planned.actions)
+    memory = planned.memory
+    if running:
+        actions.extend(gang.delete_old_certificates(world))
+    if job.spec.suspend and lifecycle.trains(world) and job.spec.store is not None:
+        actions.extend(lifecycle.request_stop(world))
+    actions.extend(_departing(world))
+    commit = checkpoints.committable(world)
+    requeue = RUNNING_SECONDS
+    if not (rounds.complete and running):
+        requeue = times.again_after(memory.chosen_seen_at, STARTING_SECONDS, now)
+    note = None if running else _refused(world) or _pod_trouble(world)
+    if note is None and not running and not job.status.is_true(JobCondition.RUNNING):
+        note = Note(Reason.STARTING, f"round {world.round}: ranks restore and rendezvous")
+    if commit is None:
+        return with_status_write(world, memory, now, actions, note, requeue)
+    return committed(world, memory, now, commit, actions, note)
+
+
+def _departing(world: World) -> list[Action]:
+    """Return the delete of a pod whose node will be taken away soon, and its Event."""
+    leaves = departures.next_departure(world)
+    if leaves is None or lifecycle.stop_requested(world.status):
+        return []
+    text = f"{leaves} is deleted, because the node will be taken away: the gang saves, and the worker moves"
+    return [
+        DeletePod(leaves.pod.name, leaves.pod.uid),
+        EmitEvent(EventKind.NORMAL, Reason.NODE_LEAVING, text),
+    ]
+
+
+def _refused(world: World) -> Note | None:
+    """Return a note with the error of a create that was refused in an earlier pass, or None."""
+    text = world.observed.memory.create_refused
+    return Note(Reason.CREATE_REFUSED, text) if text else None
+
+
+def _pod_trouble(world: World) -> Note | None:
+    """Return why a pod is not created or does not start, or None.
+
+    The note contains the problem of the spec, or the message of the kubelet or the scheduler.
+    """
+    refused = acceptance.birth_problem(world)
+    if refused is not None and any(member.pod is None for member in world.members):
+        return refused
+    for member in world.members:
+        pod = member.pod
+        if pod is not None and pod.waiting_reason in CANNOT_START:
+            text = f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}"
+            return Note(Reason.CONTAINER_CANNOT_START, text)
+    waiting = avoidance.waiting_note(world)
+    if waiting is not None:
+        return waiting
+    for member in world.members:
+        pod = member.pod
+        if pod is not None and pod.phase is PodPhase.PENDING and pod.node is None:
+            text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+            return Note(Reason.WAITING_FOR_PODS, text)
+    return None

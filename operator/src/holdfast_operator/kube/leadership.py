@@ -1,0 +1,230 @@
+"""The lease that decides which operator process writes (docs/adr/0102-one-operator-leads.md).
+
+1. A process reads the lease. It takes a lease that has no holder, or whose record has not changed for the
+   duration that its holder set.
+2. The leader renews the lease. It may write for WRITE_SECONDS after the beginning of the last renewal that
+   succeeded, which is less than LEASE_SECONDS, so it has stopped before another process can take the lease.
+3. A process that ends in order gives the lease back.
+
+Times are differences of this process's monotonic clock. The time stamps in the lease are for people only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError
+from holdfast_operator.base import logs
+from holdfast_operator.kube.api import ApiError, KubeApi
+from holdfast_operator.kube.cluster import CONFLICT, NOT_FOUND
+
+LEASE_SECONDS = 10
+WRITE_SECONDS = 7.0
+RENEW_SECONDS = 2.0
+STANDBY_SECONDS = 1.0
+REQUEST_SECONDS = 3.0
+GAP_SECONDS = 5.0
+"""Longest time between two reads of a standby over which an unchanged lease counts as not renewed. After a
+longer one, for example after an outage of the API server, the leader has the whole LEASE_SECONDS again."""
+
+
+class LeaseLostError(HoldfastError):
+    """Another process has taken the lease. The memory of this process is behind the cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseName:
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def collection(self) -> str:
+        return f"/apis/coordination.k8s.io/v1/namespaces/{self.namespace}/leases"
+
+    @property
+    def path(self) -> str:
+        return f"{self.collection}/{self.name}"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One record of another holder, and the monotonic times between which it was read unchanged."""
+
+    version: str
+    first: float
+    last: float
+
+
+class Leadership:
+    """The part of one process in the election.
+
+    Args:
+        api: Session of the lease alone. It may write at any time.
+        identity: Name of this process. A process that has the name of the holder takes the lease at once,
+            so a container that is restarted in its pod does not wait.
+    """
+
+    def __init__(self, api: KubeApi, lease: LeaseName, identity: str, clock: Clock) -> None:
+        self._api = api
+        self._lease = lease
+        self._identity = identity
+        self._clock = clock
+        self._log_changes = logs.Changed()
+        self._seen: _Seen | None = None
+        self._write_until: float | None = None
+        self.gained = asyncio.Event()
+        """Set when this process has taken the lease. It stays set."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process may write now."""
+        return self._write_until is not None and self._clock.monotonic() < self._write_until
+
+    def check(self) -> None:
+        """Raise ApiError if this process may not write now."""
+        if not self.leads:
+            raise ApiError(
+                None,
+                "NotLeading",
+                f"the request is not sent: this process has not renewed the lease {self._lease} for "
+                f"{WRITE_SECONDS:.0f} s, so another operator may lead",
+            )
+
+    async def run(self) -> None:
+        """Take the lease and renew it, until cancelled. Raises LeaseLostError if another process took it."""
+        while True:
+            try:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    await self._turn()
+                if self._log_changes.forget("fault"):
+                    logs.info(f"requests for the lease {self._lease} work again")
+            except LeaseLostError:
+                raise
+            except (HoldfastError, TimeoutError) as error:
+                text = str(error) or f"no answer within {REQUEST_SECONDS:.0f} s"
+                self._log_changes.warning("fault", f"the lease {self._lease}: {text}")
+            await self._clock.sleep(RENEW_SECONDS if self.gained.is_set() else STANDBY_SECONDS)
+
+    async def release(self) -> None:
+        """Stop writing and give the lease back, so that another process can take it at once.
+
+        Errors are logged. The lease then ends by itself.
+        """
+        self._write_until = None
+        if not self.gained.is_set():
+            return
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                while not await self._given_back():
+                    pass
+        except (HoldfastError, TimeoutError) as error:
+            logs.warning(f"giving back the lease {self._lease} failed, it ends by itself: {error}")
+
+    async def _given_back(self) -> bool:
+        """Give the lease back. False if a renewal that was cancelled reached the API server in between."""
+        raw = await self._read()
+        if raw is None or _holder(raw) != self._identity:
+            return True
+        try:
+            await self._patch(raw, {"holderIdentity": None})
+        except ApiError as error:
+            if error.status == CONFLICT:
+                return False
+            raise
+        logs.info("the lease is given back", lease=str(self._lease))
+        return True
+
+    # ------------------------------------------------------------------ one turn
+
+    async def _turn(self) -> None:
+        raw = await self._read()
+        begun = self._clock.monotonic()
+        if raw is None:
+            await self._create()
+        elif _holder(raw) == self._identity:
+            await self._patch(raw, self._record())
+        elif self.gained.is_set():
+            self._write_until = None
+            raise LeaseLostError(
+                f"this process had not renewed the lease {self._lease} in time, and "
+                f"{_holder(raw) or 'another process'} has taken it; this process ends and its container "
+                "starts again as a standby"
+            )
+        elif _holder(raw) is None or self._not_renewed(raw):
+            transitions = int(_spec(raw).get("leaseTransitions") or 0) + 1
+            taken = {"acquireTime": self._stamp(), "leaseTransitions": transitions}
+            await self._patch(raw, self._record() | taken)
+        else:
+            self._log_changes.info("standby", f"this process is a standby, {_holder(raw)} leads")
+            return
+        self._write_until = begun + WRITE_SECONDS
+        if not self.gained.is_set():
+            logs.info("this process leads", lease=str(self._lease), identity=self._identity)
+            self.gained.set()
+
+    def _not_renewed(self, raw: Mapping[str, Any]) -> bool:
+        now, version = self._clock.monotonic(), str(raw["metadata"]["resourceVersion"])
+        seen = self._seen
+        if seen is None or seen.version != version or now - seen.last > GAP_SECONDS:
+            self._seen = _Seen(version, now, now)
+            return False
+        seen.last = now
+        return now - seen.first >= (_spec(raw).get("leaseDurationSeconds") or LEASE_SECONDS)
+
+    # ------------------------------------------------------------------ requests
+
+    async def _read(self) -> Any | None:
+        try:
+            return await self._api.get(self._lease.path)
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
+    async def _create(self) -> None:
+        await self._api.post(
+            self._lease.collection,
+            {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {"name": self._lease.name, "namespace": self._lease.namespace},
+                "spec": self._record() | {"acquireTime": self._stamp(), "leaseTransitions": 0},
+            },
+        )
+
+    async def _patch(self, raw: Mapping[str, Any], spec: Mapping[str, Any]) -> None:
+        version = raw["metadata"]["resourceVersion"]
+        body = {"metadata": {"resourceVersion": version}, "spec": spec}
+        await self._api.patch(self._lease.path, body)
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": LEASE_SECONDS,
+            "renewTime": self._stamp(),
+        }
+
+    def _stamp(self) -> str:
+        return _micro_time(self._clock.utc_now())
+
+
+def _holder(raw: Mapping[str, Any]) -> str | None:
+    """Return the holder, or None if the lease was given back."""
+    return _spec(raw).get("holderIdentity") or None
+
+
+def _spec(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return raw.get("spec") or {}
+
+
+def _micro_time(moment: datetime) -> str:
+    """Format a time in UTC with microseconds, as Kubernetes does in leases."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

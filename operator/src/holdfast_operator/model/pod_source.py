@@ -1,0 +1,191 @@
+"""Where the pods of a gang come from: the operator creates them, or another controller does (ADR 0093).
+
+The rules of `decide` are the same for both. They ask a `PodSource` for names, for the evidence that a pod has
+started, and for the actions that the operator may take on pods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from holdfast_core.api import (
+    AdoptedPod,
+    CheckpointAdoption,
+    CheckpointAdoptionStatus,
+    Gang,
+    TrainingJob,
+    TrainingJobStatus,
+    changed,
+)
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.names import (
+    CERTIFICATES_IN_SECRET,
+    certificates_secret_name,
+    pod_name,
+    worker_name,
+)
+from holdfast_operator.model.actions import (
+    Action,
+    CreatePod,
+    CreateService,
+    DeleteCertificates,
+    DeletePod,
+)
+from holdfast_operator.model.job import PodView
+
+
+class PodSource(Protocol):
+    def members(self, pods: tuple[PodView, ...], lost_nodes: frozenset[str]) -> tuple[PodView, ...]:
+        """Return the pods that the passes over the gang see, each with its birth round."""
+        ...
+
+    def identity(self, worker: Worker, birth: RestartRound) -> str:
+        """Return the name of a worker's pod in ROUND messages and certificates."""
+        ...
+
+    def gone_name(self, worker: Worker, birth: RestartRound) -> str | None:
+        """Return the name of the pod whose absence a direct read can confirm, or None."""
+        ...
+
+    def sealed_from(self, birth: RestartRound) -> RestartRound:
+        """Return the round for which a pod's sidecar is sealed when it starts."""
+        ...
+
+    def has_started(self, worker: Worker, birth: RestartRound) -> bool | None:
+        """Return whether the status records a start of the worker's pod. None: it has no such records."""
+        ...
+
+    def certificates(self, worker: Worker, birth: RestartRound) -> str:
+        """Return the name of the Secret with the certificate of the worker's pod of this birth round."""
+        ...
+
+    def with_births(
+        self, status: TrainingJobStatus, pods: tuple[PodView, ...]
+    ) -> TrainingJobStatus:
+        """Return the status with a record of every pod that has started."""
+        ...
+
+    def permitted(self, actions: Sequence[Action]) -> tuple[Action, ...]:
+        """Return the actions without those that belong to the controller of the pods."""
+        ...
+
+
+def certificates_prefix(job: CheckpointAdoption) -> str:
+    """Return the prefix of the names of Secrets with certificates of adopted pods.
+
+    The number of the block of workers follows it. The admission policy makes the same name.
+    """
+    return f"{job.name}-holdfast-certs-"
+
+
+def pod_source(gang: Gang) -> PodSource:
+    match gang:
+        case TrainingJob():
+            return OwnPods(gang)
+        case CheckpointAdoption():
+            return AdoptedPods(gang)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPods:
+    """Pods that the operator creates and deletes. Their names tell worker and birth round."""
+
+    job: TrainingJob
+
+    def members(self, pods: tuple[PodView, ...], lost_nodes: frozenset[str]) -> tuple[PodView, ...]:
+        return pods
+
+    def identity(self, worker: Worker, birth: RestartRound) -> str:
+        return pod_name(self.job.name, self.job.uid, worker, birth)
+
+    def gone_name(self, worker: Worker, birth: RestartRound) -> str | None:
+        return self.identity(worker, birth)
+
+    def sealed_from(self, birth: RestartRound) -> RestartRound:
+        return birth
+
+    def has_started(self, worker: Worker, birth: RestartRound) -> bool | None:
+        return None
+
+    def certificates(self, worker: Worker, birth: RestartRound) -> str:
+        return certificates_secret_name(self.job.name, self.job.uid, worker, birth)
+
+    def with_births(
+        self, status: TrainingJobStatus, pods: tuple[PodView, ...]
+    ) -> TrainingJobStatus:
+        return status
+
+    def permitted(self, actions: Sequence[Action]) -> tuple[Action, ...]:
+        return tuple(actions)
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedPods:
+    """Pods of another controller. The status records the uid of each that has started, as its birth.
+
+    1. A pod that the status does not name has held nothing of the gang: it is new.
+    2. A recorded pod that is gone has failed. The next round gives its worker a new birth round, and the
+       first pod that starts afterwards is recorded for it.
+    3. A new sidecar cannot know its birth round at admission, so it starts sealed for round 0 and gets a SEAL
+       like a survivor.
+    """
+
+    job: CheckpointAdoption
+
+    def members(self, pods: tuple[PodView, ...], lost_nodes: frozenset[str]) -> tuple[PodView, ...]:
+        chosen: list[PodView] = []
+        by_worker: dict[Worker, list[PodView]] = {}
+        for pod in pods:
+            by_worker.setdefault(pod.worker, []).append(pod)
+        status = self.job.status
+        for index, birth in enumerate(status.members):
+            uid = status.recorded(Worker(index), birth)
+            claims = by_worker.get(Worker(index), [])
+            if uid is not None:
+                claims = [p for p in claims if p.uid == uid]
+            else:
+                claims = [p for p in claims if p.alive and p.node not in lost_nodes]
+            if claims:
+                newest = max(claims, key=lambda p: (p.created, p.name))
+                # Restarts of a container count against a pod that the operator can replace.
+                chosen.append(replace(newest, birth_round=birth, trainer_restarts=0))
+        return tuple(chosen)
+
+    def identity(self, worker: Worker, birth: RestartRound) -> str:
+        return worker_name(worker)
+
+    def gone_name(self, worker: Worker, birth: RestartRound) -> str | None:
+        return None
+
+    def sealed_from(self, birth: RestartRound) -> RestartRound:
+        return RestartRound(0)
+
+    def has_started(self, worker: Worker, birth: RestartRound) -> bool | None:
+        return self.job.status.recorded(worker, birth) is not None
+
+    def certificates(self, worker: Worker, birth: RestartRound) -> str:
+        return f"{certificates_prefix(self.job)}{worker // CERTIFICATES_IN_SECRET}"
+
+    def with_births(
+        self, status: TrainingJobStatus, pods: tuple[PodView, ...]
+    ) -> TrainingJobStatus:
+        if not isinstance(status, CheckpointAdoptionStatus):
+            return status
+        records = {
+            p.worker: p
+            for p in status.pods
+            if p.worker < len(status.members) and status.members[p.worker] == p.birth
+        }
+        for pod in pods:
+            if pod.started and pod.worker not in records:
+                record = AdoptedPod(worker=pod.worker, uid=pod.uid, birth=pod.birth_round)
+                records[pod.worker] = record
+        if all(r in status.pods for r in records.values()):
+            return status
+        return changed(status, pods=tuple(records[w] for w in sorted(records)))
+
+    def permitted(self, actions: Sequence[Action]) -> tuple[Action, ...]:
+        theirs = (CreatePod, DeletePod, CreateService, DeleteCertificates)
+        return tuple(a for a in actions if not isinstance(a, theirs))

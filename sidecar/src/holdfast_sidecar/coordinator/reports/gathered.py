@@ -1,0 +1,212 @@
+"""Combined reports of the members: the coordinator's view of everything but steps. There is no I/O here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from holdfast_core.ids import Rank, Step, Worker
+from holdfast_core.messages.schema import (
+    DeadRank,
+    Failure,
+    GangProgress,
+    Interval,
+    RankSaves,
+    RankStack,
+    RoundTimes,
+    WorkerReport,
+)
+from holdfast_sidecar.base.failures import FULL
+
+_MAX_FAILURES = 64
+
+
+class Gathered:
+    """Newest report of every worker of the round, and the times of the round's milestones.
+
+    What is asked for at every report is counted as the reports come in, because a walk over all workers at
+    each report of each worker would be quadratic.
+    """
+
+    def __init__(self, workers: frozenset[Worker], world_size: int, started: float) -> None:
+        self.workers = workers
+        self.world_size = world_size
+        self.started = started
+        """Monotonic seconds at which this coordinator first had the addresses of all members."""
+        self.reports: dict[Worker, WorkerReport] = {}
+        self.barrier_at: float | None = None
+        self.first_step_at: float | None = None
+        self._open = set[Worker]()
+        self._done = set[Worker]()
+        self._idle = set[Worker]()
+        self._full = set[Worker]()
+        self._paused = set[Worker]()
+        self._dead = set[Worker]()
+        self._received_at: dict[Worker, float] = {}
+        self.steps_finished = 0
+        """Steps that all ranks together have finished. Steps that are repeated count again."""
+        self._steps = Counter[Step]()
+        """Number of ranks whose newest finished step is this one."""
+
+    def receive(self, report: WorkerReport, now: float) -> bool:
+        """Store a member's report. Return whether it changes anything urgent, which is more than progress.
+
+        Args:
+            report: The report.
+            now: Monotonic seconds.
+        """
+        worker, before = report.worker, self.reports.get(report.worker)
+        self.reports[worker] = report
+        for workers, holds in (
+            (self._open, report.barrier_open),
+            (self._done, report.done),
+            (self._idle, report.idle),
+            (self._full, any(f.reason in FULL for f in report.failures)),
+            (self._paused, any(p.paused for p in report.progress)),
+            (self._dead, bool(report.dead)),
+        ):
+            (workers.add if holds else workers.discard)(worker)
+        self._received_at[worker] = now
+        if before is not None:
+            self._steps -= Counter(p.step for p in before.progress)
+            self.steps_finished -= sum(p.finished for p in before.progress)
+        self._steps.update(p.step for p in report.progress)
+        self.steps_finished += sum(p.finished for p in report.progress)
+        if self.barrier_at is None and len(self._open) == len(self.workers):
+            self.barrier_at = now
+        if self.first_step_at is None and self.running:
+            self.first_step_at = now
+        return before is None or before.urgent != report.urgent
+
+    def saves(self, instance: str, worker: Worker | None = None) -> dict[Rank, RankSaves]:
+        """Return the saves of the ranks whose worker has sent this coordinator everything it had to send.
+
+        Args:
+            instance: Identity of this coordinator, which such a report names in `reported_to`.
+            worker: Return the saves of this worker's ranks only.
+        """
+        chosen = self.reports if worker is None else {worker: self.reports[worker]}
+        return {
+            entry.rank: entry
+            for report in chosen.values()
+            if report.reported_to == instance
+            for entry in report.saves
+        }
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a rank has announced that it finishes no steps for now."""
+        return bool(self._paused)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a rank has ended. Only the ranks of a whole worker are known to have ended with code 0."""
+        return bool(self._dead or self._done)
+
+    def all_reported_since(self, since: float) -> bool:
+        """Return whether the newest report of every worker came after `since`, in monotonic seconds."""
+        return len(self._received_at) == len(self.workers) and all(
+            at >= since for at in self._received_at.values()
+        )
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """The median step time of one rank of each worker, or [] until every worker has measured it.
+
+        The ranks of a worker finish a step together.
+        """
+        first = (r.progress[0].step_seconds for r in self.reports.values() if r.progress)
+        known = [seconds for seconds in first if seconds is not None]
+        return known if len(known) == len(self.workers) else []
+
+    @property
+    def rank_steps(self) -> dict[Rank, int]:
+        """Number of steps that each rank has finished."""
+        return {p.rank: p.finished for r in self.reports.values() for p in r.progress}
+
+    def stacks(self, token: str) -> dict[Rank, RankStack]:
+        """Return the stacks that launchers have sent for this request."""
+        return {
+            s.rank: s for r in self.reports.values() if r.stacks_token == token for s in r.stacks
+        }
+
+    @property
+    def pressed(self) -> bool:
+        """Whether a node has no room for another shard or copy."""
+        return bool(self._full)
+
+    @property
+    def progress(self) -> GangProgress | None:
+        """How far the ranks are that have finished a step. None before the first."""
+        if not self._steps:
+            return None
+        return GangProgress(
+            ranks=self._steps.total(),
+            first=min(self._steps),
+            last=max(self._steps),
+            total_steps=sum(step * ranks for step, ranks in self._steps.items()),
+            blocked_seconds=max(
+                p.blocked_seconds for r in self.reports.values() for p in r.progress
+            ),
+        )
+
+    @property
+    def interval(self) -> Interval | None:
+        """The interval between saves as rank 0 has reported it, if it is given as a time."""
+        report = self.reports.get(Worker(0))
+        return None if report is None else report.interval
+
+    @property
+    def finished(self) -> Step | None:
+        """The newest step that every rank that trains has finished."""
+        return min(self._steps, default=None)
+
+    @property
+    def running(self) -> bool:
+        return self._steps.total() == self.world_size > 0
+
+    @property
+    def done(self) -> bool:
+        return len(self._done) == len(self.workers)
+
+    @property
+    def idle(self) -> bool:
+        return len(self._idle) == len(self.workers)
+
+    @property
+    def dead(self) -> tuple[DeadRank, ...]:
+        found: dict[Rank, DeadRank] = {d.rank: d for r in self.reports.values() for d in r.dead}
+        return tuple(found[r] for r in sorted(found))
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        found = [replace(f, worker=r.worker) for r in self.reports.values() for f in r.failures]
+        return tuple(dict.fromkeys(found))[:_MAX_FAILURES]
+
+    @property
+    def cannot_restore(self) -> str:
+        wrong = sorted((w, r.cannot_restore) for w, r in self.reports.items() if r.cannot_restore)
+        return "\n".join(f"worker {worker}: {text}" for worker, text in wrong)[:4000]
+
+    @property
+    def restore_may_succeed(self) -> bool:
+        failed = [r for r in self.reports.values() if r.cannot_restore]
+        return bool(failed) and all(r.restore_may_succeed for r in failed)
+
+    @property
+    def saves_skipped(self) -> int:
+        return sum(r.saves_skipped for r in self.reports.values())
+
+    @property
+    def times(self) -> RoundTimes:
+        known = [
+            r.rehydrate_seconds for r in self.reports.values() if r.rehydrate_seconds is not None
+        ]
+        rehydrated = max(known) if len(known) == len(self.workers) else None
+        barrier = None if self.barrier_at is None else self.barrier_at - self.started
+        first = (
+            None
+            if self.first_step_at is None or self.barrier_at is None
+            else max(0.0, self.first_step_at - self.barrier_at)
+        )
+        return RoundTimes(rehydrated, barrier, first)

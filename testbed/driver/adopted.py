@@ -1,0 +1,130 @@
+"""Gangs of the example trainer whose pods a batch/v1 Job creates and a CheckpointAdoption adopts."""
+
+from __future__ import annotations
+
+from kubernetes import client
+from kubernetes.client.exceptions import ApiException
+
+from holdfast_core.contract import SIDECAR_CONTAINER
+from testbed.driver.jobs import TRAINER_IMAGE, Job, Training, checkpoint_policy
+from testbed.driver.kube import GROUP, VERSION, Object, ignore_missing, is_true, show, wait_for
+
+
+def adoption_manifest(name: str, namespace: str, workers: int) -> Object:
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "CheckpointAdoption",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "workers": workers,
+            "checkpoint": checkpoint_policy(),
+            "nodeLoss": {"suspectAfterSeconds": 20},
+            "failurePolicy": {"maxRestarts": 30, "window": "1h"},
+        },
+    }
+
+
+def batch_job_manifest(name: str, namespace: str, training: Training) -> Object:
+    """Return an indexed Job whose pods meet Pod Security `restricted` and carry the label of adoption."""
+    trainer = {
+        "name": "trainer",
+        "image": TRAINER_IMAGE,
+        "imagePullPolicy": "IfNotPresent",
+        "command": training.command(),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "resources": {"limits": {"memory": "1Gi"}},
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [trainer],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "completions": training.workers,
+            "parallelism": training.workers,
+            "completionMode": "Indexed",
+            "backoffLimit": 10,
+            "template": {"metadata": {"labels": {"holdfast.dev/adopt": name}}, "spec": pod},
+        },
+    }
+
+
+class AdoptedJob(Job):
+    """A CheckpointAdoption, and the indexed Job of the same name that creates its pods."""
+
+    KIND = "CheckpointAdoption"
+
+    def start_training(self, training: Training) -> AdoptedJob:
+        """Create both objects. The Job is created when its pods will be adopted."""
+        self.start(adoption_manifest(self.name, self.namespace, training.workers))
+        job = batch_job_manifest(self.name, self.namespace, training)
+        self.wait(
+            "the policy to add the sidecar", lambda: self._is_adopted(job["spec"]["template"])
+        )
+        self._batch.create_namespaced_job(self.namespace, job)
+        return self
+
+    def _is_adopted(self, template: Object) -> bool:
+        """Return whether the API server would give a sidecar to a pod of this template.
+
+        A policy is in force some seconds after it was created. A pod that is created before trains alone.
+        """
+        labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-completion-index": "0"}
+        probe = {"metadata": {"name": "probe", "labels": labels}, "spec": template["spec"]}
+        try:
+            pod = self.kube.core.create_namespaced_pod(self.namespace, probe, dry_run="All")
+        except ApiException:
+            return False
+        found = self.kube.plain(pod)["spec"].get("initContainers", [])
+        return any(container["name"] == SIDECAR_CONTAINER for container in found)
+
+    @property
+    def _batch(self) -> client.BatchV1Api:
+        return client.BatchV1Api(self.kube.api)
+
+    def pod_names(self) -> list[str]:
+        """Return the names of the members' pods, by worker."""
+        status = self.status
+        names = {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in self.pods()}
+        pods = {pod["worker"]: pod["uid"] for pod in status.get("pods") or []}
+        return [names.get(pods.get(w, ""), "") for w in range(len(status.get("members") or []))]
+
+    def wait_batch_job(self) -> None:
+        """Wait until the Job is complete."""
+        wait_for(
+            f"Job {self.namespace}/{self.name} to be complete",
+            lambda: is_true(self._batch_job(), "Complete"),
+            timeout_seconds=60,
+            describe=lambda: show(self._batch_job().get("status")),
+        )
+
+    def _batch_job(self) -> Object:
+        found: Object = self.kube.plain(self._batch.read_namespaced_job(self.name, self.namespace))
+        return found
+
+    def delete(self, timeout_seconds: float = 120) -> None:
+        """Delete both objects, and wait until the pods and the Secrets of the gang are gone."""
+        with ignore_missing():
+            self._batch.delete_namespaced_job(
+                self.name, self.namespace, propagation_policy="Background"
+            )
+        Job.delete(self, timeout_seconds)
+        wait_for(
+            f"Secrets of {self.namespace}/{self.name} to be deleted",
+            lambda: not self._secrets(),
+            timeout_seconds=timeout_seconds,
+        )
+
+    def _secrets(self) -> list[str]:
+        listed = self.kube.plain(self.kube.core.list_namespaced_secret(self.namespace))["items"]
+        names = [str(item["metadata"]["name"]) for item in listed]
+        return [name for name in names if name.startswith(f"{self.name}-holdfast-certs-")]

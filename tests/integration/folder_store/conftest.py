@@ -1,0 +1,38 @@
+"""A MinIO server, and an environment with its endpoint and keys as boto3's users set them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.servers.minio_server import MinioServer
+from tests.support.servers.store_server import ACCESS_KEY, REGION, SECRET_KEY
+
+
+@pytest.fixture(scope="module")
+def minio() -> Iterator[MinioServer]:
+    with MinioServer() as server:
+        yield server
+
+
+@pytest.fixture
+def url(minio: MinioServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Return the URL of a prefix of this test's own, with the environment set for it."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_ENDPOINT_URL": f"http://{minio.endpoint}",
+        "AWS_REGION": REGION,
+        # Profiles of the person who runs the test have no effect.
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{minio.bucket}/test/{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"

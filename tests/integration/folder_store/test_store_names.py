@@ -1,0 +1,23 @@
+"""Stores that are named wrongly are refused before anything is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast_core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "store", ["bucket/x", "gs://bucket/x", "s3://Bucket/x", "s3://bucket/a//b", "s3://bucket/x?y"]
+)
+def test_a_url_that_names_no_store_is_refused(folder: Path, store: str) -> None:
+    with pytest.raises(ConfigError, match="store="):
+        holdfast.Checkpointer(dir=folder, store=store)
+
+
+def test_a_store_without_a_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dir="):
+        holdfast.Checkpointer(store="s3://bucket/x")

@@ -1,0 +1,147 @@
+"""A store that is away or refuses: before the first step, and while a run needs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.servers.minio_server import MinioServer
+from tests.support.servers.ports import free_port
+from tests.support.trainer.counted import Training
+from tests.support.trainer.launched import children_of, is_alive, persisters_of, until
+
+import holdfast
+from holdfast_core.errors import SaveFailedError
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests.support.trainer.counted import Training
+import holdfast
+training = Training()
+with holdfast.Checkpointer(dir=sys.argv[1], store=sys.argv[2]) as ckpt:
+    print("restored", ckpt.restore(training.state), training.done, flush=True)
+"""
+
+
+def saved(folder: Path, url: str, step: int) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+        ckpt.restore(training.state)
+        while training.done < step:
+            training.step()
+        ckpt.save(step, training.state).wait("persisted", timeout=60)
+
+
+def test_a_run_with_an_empty_folder_waits_for_the_store_and_says_so(
+    folder: Path, url: str, tmp_path: Path
+) -> None:
+    """It must never start from the beginning because the store did not answer."""
+    with MinioServer() as server:
+        environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://{server.endpoint}"}
+        command = [sys.executable, "-c", PROGRAM, str(folder), url]
+        subprocess.run(
+            [sys.executable, "-c", SAVE, str(folder), url], env=environment, check=True, timeout=120
+        )
+        shutil.rmtree(folder)
+        server.kill()
+        log = tmp_path / "log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        try:
+            until(lambda: "waiting for s3://" in log.read_text(), "the run says that it waits")
+            assert "must not start from the beginning" in log.read_text()
+            assert process.poll() is None
+            server.revive()
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+            process.wait()
+        assert "restored 1 1" in log.read_text()
+
+
+SAVE = """
+import sys
+from tests.support.trainer.counted import Training
+import holdfast
+training = Training()
+with holdfast.Checkpointer(dir=sys.argv[1], store=sys.argv[2]) as ckpt:
+    training.step()
+    ckpt.save(1, training.state).wait("persisted", timeout=60)
+"""
+
+
+def test_the_persister_ends_if_its_trainer_is_killed_while_it_waits(
+    folder: Path, url: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(folder), url],
+            env=environment,
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        until(lambda: "waiting for s3://" in log.read_text(), "the run says that it waits")
+        persisters = children_of(process.pid)
+        assert persisters
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    until(lambda: not any(map(is_alive, persisters)), "the persister has ended")
+    assert "restored" not in log.read_text()
+
+
+def test_a_run_whose_folder_has_a_checkpoint_starts_without_the_store(
+    folder: Path, url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved(folder, url, 1)
+    with MinioServer() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{server.endpoint}")
+        server.kill()
+        training = Training()
+        with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+            assert ckpt.restore(training.state) == 1
+            training.step()
+            handle = ckpt.save(2, training.state)
+            handle.wait("local", timeout=60)
+            assert handle.level != "persisted"
+            server.revive()
+            handle.wait("persisted", timeout=120)
+    assert capfd.readouterr().err.count("this run starts from step 1") == 1
+
+
+def test_waits_end_for_uploads_that_are_not_reported_any_more(
+    folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(folder, url, 1)
+    with MinioServer() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{server.endpoint}")
+        server.kill()
+        training = Training()
+        ckpt = holdfast.Checkpointer(dir=folder, store=url)
+        ckpt.restore(training.state)
+        training.step()
+        before = ckpt.save(2, training.state)
+        before.wait("local", timeout=60)
+        assert ckpt.restore(training.state, step=1) == 1
+        with pytest.raises(SaveFailedError, match="the ranks went back"):
+            before.wait("persisted", timeout=60)
+        training.step()
+        last = ckpt.save(2, training.state)
+        last.wait("local", timeout=60)
+        persisters = persisters_of(os.getpid(), folder)
+        assert persisters
+        ckpt.close(wait=False)
+        with pytest.raises(SaveFailedError, match="was closed"):
+            last.wait("persisted", timeout=60)
+        assert last.failure is None  # the persister continues with the upload
+        server.revive()
+        until(lambda: not any(map(is_alive, persisters)), "the persister has ended")

@@ -1,0 +1,127 @@
+"""The slurm script of docs/training.md, unchanged, with a stand-in for srun and scontrol.
+
+The stand-in starts a process for each node on this machine and sets the variables that slurm documents. No
+slurm runs here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.servers.ports import free_port
+from tests.support.trainer.launched import children_of, committed_step, until
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs/training.md"
+NODES = 2
+ENDLESS = 1_000_000
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # many starts of torch
+
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+
+words = sys.argv[1:]
+while words[0].startswith("--"):
+    words.pop(0)
+# This machine has no GPU, and its name is localhost on every node.
+words = ["1" if word == "gpu" else word for word in words]
+nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+tasks = [
+    subprocess.Popen(words, env={{
+        **os.environ,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NUM_TASKS": str(nodes),
+        "SLURM_NODEID": str(node),
+        "SLURM_PROCID": str(node),
+        "SLURM_LOCALID": "0",
+    }})
+    for node in range(nodes)
+]
+signal.signal(signal.SIGTERM, lambda number, _: [task.send_signal(number) for task in tasks])
+codes = [task.wait() for task in tasks]
+sys.exit(max(codes))
+"""
+SCONTROL = """#!/bin/sh
+echo "$@" >> requeued
+"""
+TRAIN = """
+import os, sys, time, torch, holdfast
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+assert dist.get_world_size() == 2 and os.environ["GROUP_RANK"] == os.environ["RANK"]
+t = torch.zeros(4)
+with holdfast.Checkpointer(dir="ckpt", interval_steps=5, when_busy="wait") as ckpt:
+    for index in ckpt.steps(int(open("total").read()), {"t": t}):
+        dist.barrier()
+        t += 1
+        time.sleep(0.05)
+        open(f"step{os.environ['RANK']}", "w").write(str(index + 1))
+    if not ckpt.stopping:
+        print("done", int(t[0]), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def batch_script() -> str:
+    (found,) = re.findall(r"^```sh\n(#!/bin/bash\n.*?)^```", PAGE.read_text(), re.M | re.S)
+    return str(found)
+
+
+def start(folder: Path, job: int) -> subprocess.Popen[bytes]:
+    """Start the batch script as slurm does on the first node of the job."""
+    programs = folder / "programs"
+    programs.mkdir(exist_ok=True)
+    for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "job.sh").write_text(batch_script())
+    own = Path(sys.executable).parent
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(
+            ["bash", "job.sh"],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PATH": f"{programs}:{own}:{os.environ['PATH']}",
+                "SLURM_JOB_ID": str(job),
+                "SLURM_JOB_NUM_NODES": str(NODES),
+                "SLURM_NNODES": str(NODES),
+                "SLURM_NODEID": "0",
+            },
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def test_the_slurm_script_trains_stops_before_its_time_limit_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "total").write_text(str(ENDLESS))
+    job = free_port()  # any number: the port of node 0 follows from it
+    process = start(tmp_path, job)
+    until(lambda: (tmp_path / "step1").exists(), "a step", 300)
+    # slurm sends the signal of --signal to the processes of the step, not to the batch script.
+    for pid in children_of(process.pid):
+        if "srun" in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGTERM)
+    log = (tmp_path / "log").read_text
+    assert process.wait(240) == 143, log()
+    assert (tmp_path / "requeued").read_text() == f"requeue {job}\n"
+    stopped = committed_step(tmp_path / "ckpt")
+    assert 0 < stopped < ENDLESS
+
+    total = stopped + 3
+    (tmp_path / "total").write_text(str(total))
+    again = start(tmp_path, job)
+    assert again.wait(240) == 0, log()
+    assert f"restored step {stopped} " in log()
+    assert log().count(f"done {total}") == NODES

@@ -1,0 +1,309 @@
+"""Pods that another controller creates become workers, on a real API server with the chart's policies.
+
+The tests play that controller: no controller manager runs, so a Job is a record whose pods they create.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.support.chart import render_adoption
+from tests.support.operator.builders import stored_manifest
+from tests.support.operator.operator_account import OperatorAccount
+from tests.support.operator.operator_bed import WORKERS, OperatorBed, training
+from tests.support.servers.control_plane import ControlPlaneError
+
+from holdfast_core.contract import SIDECAR_CONTAINER
+from holdfast_core.ids import JobUid, RestartRound, Step, TierName
+from holdfast_core.messages.schema import CoordinatorState, ListedShard
+
+pytestmark = pytest.mark.integration
+
+ADOPTIONS = "checkpointadoptions"
+
+
+class OtherController:
+    """The controller of the pods: a Job of batch/v1 whose pods the test creates."""
+
+    def __init__(self, bed: OperatorBed, *, backoff_limit: int = 6, jobset: bool = False) -> None:
+        self._bed = bed
+        container = {"name": "train", "image": "example/trainer:1"}
+        template = {"spec": {"restartPolicy": "Never", "containers": [container]}}
+        metadata: dict[str, Any] = {"name": "gpt"}
+        self._labels = {"holdfast.dev/adopt": "gpt"}
+        if jobset:  # as the pods of the ClusterTrainingRuntime holdfast-torch
+            self._labels = {"holdfast.dev/adopt": "", "jobset.sigs.k8s.io/jobset-name": "gpt"}
+            owner = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": "gpt"}
+            metadata["ownerReferences"] = [{**owner, "uid": "0", "controller": True}]
+        spec = {
+            "completions": WORKERS,
+            "parallelism": WORKERS,
+            "completionMode": "Indexed",
+            "backoffLimit": backoff_limit,
+            "template": template,
+        }
+        path = f"/apis/batch/v1/namespaces/{bed.namespace}/jobs"
+        self._job = bed.plane.request("POST", path, {"metadata": metadata, "spec": spec})
+
+    def create_pod(self, worker: int, **spec: Any) -> str:
+        """Create the pod of an index, as the Job controller does, and return its name."""
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "gpt", "controller": True}
+        body = {
+            "metadata": {
+                "generateName": f"gpt-{worker}-",
+                "labels": {
+                    **self._labels,
+                    "batch.kubernetes.io/job-completion-index": str(worker),
+                },
+                "ownerReferences": [{**owner, "uid": self._job["metadata"]["uid"]}],
+            },
+            "spec": {
+                "restartPolicy": "Never",
+                "initContainers": [{"name": "fetch-data", "image": "example/data:1"}],
+                "containers": [
+                    {
+                        "name": "train",
+                        "image": "example/trainer:1",
+                        "env": [{"name": "A", "value": "b"}],
+                    },
+                    {"name": "logs", "image": "example/logs:1"},
+                ],
+                **spec,
+            },
+        }
+        path = f"/api/v1/namespaces/{self._bed.namespace}/pods"
+        return str(self._bed.plane.request("POST", path, body)["metadata"]["name"])
+
+    def refusal(self, **spec: Any) -> str:
+        """Return the message with which the API server refuses a pod, or "" if it accepts the pod."""
+        try:
+            name = self.create_pod(0, **spec)
+        except ControlPlaneError as error:
+            return str(error)
+        self._bed.kubelet.delete_pod(name)
+        return ""
+
+
+def adoption(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "CheckpointAdoption",
+        "metadata": {"name": "gpt"},
+        "spec": {
+            "workers": WORKERS,
+            "container": "train",
+            "checkpoint": {"interval": {"steps": 10}},
+            **spec,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def policies(account: OperatorAccount, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Install the policies of the chart."""
+    objects = render_adoption(tmp_path_factory.mktemp("helm"))
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+    account.plane.kubectl("apply", "-f", "-", stdin=text)
+    yield
+    account.plane.kubectl("delete", "-f", "-", stdin=text)
+
+
+@pytest.fixture
+def adopting(empty_bed: OperatorBed, policies: None) -> OperatorBed:
+    """Return a namespace with a CheckpointAdoption whose pods can be created."""
+    bed = empty_bed
+    bed.start_operator()
+    bed.plane.request("POST", bed.path(ADOPTIONS), adoption())
+    secret = f"/api/v1/namespaces/{bed.namespace}/secrets/gpt-holdfast-certs-0"
+    bed.until("injection", lambda: status(bed).get("injection"))
+    bed.until("certificates", lambda: not bed.is_gone(secret))  # a kubelet waits for them
+    path = f"/api/v1/namespaces/{bed.namespace}/pods?dryRun=All"
+    pod: dict[str, Any] = {
+        "metadata": {
+            "name": "probe",
+            "labels": {
+                "holdfast.dev/adopt": "gpt",
+                "batch.kubernetes.io/job-completion-index": "0",
+            },
+        },
+        "spec": {"containers": [{"name": "train", "image": "example/trainer:1"}]},
+    }
+    # The API server puts each of the two policies in force at a time of its own.
+    bed.until(
+        "pods get the sidecar", lambda: SIDECAR_CONTAINER in json.dumps(tried(bed, path, pod))
+    )
+    pod["spec"]["containers"][0]["name"] = "main"
+    bed.until(
+        "other pods are refused", lambda: "was not adopted" in json.dumps(tried(bed, path, pod))
+    )
+    return bed
+
+
+def tried(bed: OperatorBed, path: str, body: dict[str, Any]) -> Any:
+    try:
+        return bed.plane.request("POST", path, body)["spec"]
+    except ControlPlaneError as error:
+        return str(error).replace(SIDECAR_CONTAINER, "sidecar")
+
+
+def status(bed: OperatorBed) -> dict[str, Any]:
+    found = bed.plane.request("GET", bed.path(ADOPTIONS, "gpt"))
+    return dict(found.get("status") or {})
+
+
+def condition(bed: OperatorBed, kind: str) -> dict[str, Any]:
+    found = [c for c in status(bed).get("conditions", []) if c["type"] == kind]
+    return found[0] if found else {}
+
+
+def rounds_are_sent(bed: OperatorBed, round_: int) -> bool:
+    sent = [s.rounds[-1] for s in bed.kubelet.sidecars.values() if s.rounds]
+    return len(sent) == WORKERS and all(
+        r.round == round_ and all(m.address for m in r.members) for r in sent
+    )
+
+
+def run_gang(bed: OperatorBed, controller: OtherController, state: CoordinatorState) -> list[str]:
+    """Create the pods and run them until the gang trains, with this state of its coordinator."""
+    pods = [controller.create_pod(w) for w in range(WORKERS)]
+    for pod in pods:
+        bed.kubelet.run_pod(pod)
+    bed.until("ROUND 0", lambda: rounds_are_sent(bed, 0))
+    bed.kubelet.publish(pods[0], state)
+    bed.until("Running", lambda: condition(bed, "Running").get("status") == "True")
+    return pods
+
+
+def test_a_lost_pod_of_a_job_costs_one_round_even_without_an_operator(
+    adopting: OperatorBed,
+) -> None:
+    bed = adopting
+    controller = OtherController(bed)
+    first, lost = run_gang(bed, controller, training(2, 0, 40))
+    assert condition(bed, "Adopted")["message"].startswith(
+        "Job gpt (backoffLimit 6) creates a lost pod"
+    )
+    uid = JobUid(bed.plane.request("GET", bed.path(ADOPTIONS, "gpt"))["metadata"]["uid"])
+    manifest = stored_manifest(uid, 40, ranks=WORKERS)
+    survivor = bed.kubelet.sidecars[first]
+    survivor.manifests = (manifest,)
+    survivor.stored = tuple(
+        ListedShard(Step(40), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
+        for s in manifest.shards
+    )
+    bed.kill_operator()
+    bed.kubelet.delete_pod(lost)
+    fresh = controller.create_pod(1)
+    bed.kubelet.run_pod(fresh)
+    bed.start_operator()
+    bed.until("ROUND 1", lambda: rounds_are_sent(bed, 1))
+    message = bed.kubelet.sidecars[fresh].rounds[-1]
+    assert message.restore_point.step == 40
+    assert [m.pod for m in message.members] == ["worker-0", "worker-1"]
+    assert status(bed)["members"] == [0, 1]
+    assert len(bed.pod_names()) == WORKERS  # the operator has neither created nor deleted a pod
+    bed.kubelet.publish(first, training(9, 1, 50))
+    bed.until("Running again", lambda: condition(bed, "Running").get("status") == "True")
+    assert status(bed)["restarts"] == 1
+    assert status(bed)["recoveries"][-1]["reason"] == "PodLost"
+
+
+def test_all_pods_may_go_and_come_back_as_after_a_suspension(adopting: OperatorBed) -> None:
+    bed = adopting
+    controller = OtherController(bed)
+    nothing_committed = replace(training(2, 0, 5), last_local=None, last_replicated=None)
+    for pod in run_gang(bed, controller, nothing_committed):
+        bed.kubelet.delete_pod(pod)
+    bed.until("round 1 waits for pods", lambda: status(bed).get("restartRound", 0) >= 1)
+    for worker in range(WORKERS):
+        bed.kubelet.run_pod(controller.create_pod(worker))
+    bed.until("ROUND 1", lambda: rounds_are_sent(bed, status(bed)["restartRound"]))
+
+
+def test_without_a_store_a_gang_whose_copies_would_all_be_lost_is_refused(
+    adopting: OperatorBed,
+) -> None:
+    bed = adopting
+    controller = OtherController(bed, backoff_limit=0, jobset=True)
+    sidecars = [bed.kubelet.run_pod(controller.create_pod(w)) for w in range(WORKERS)]
+    found = bed.until(
+        "Adopted=False",
+        lambda: c if (c := condition(bed, "Adopted")).get("status") == "False" else None,
+    )
+    assert found["reason"] == "LocalCopiesWouldBeLost"
+    for part in ("JobSet gpt deletes all pods", "no object store", "checkpoint.object"):
+        assert part in found["message"]
+    assert not any(s.rounds for s in sidecars)
+
+
+def test_a_pod_gets_the_same_sidecar_as_the_pod_of_a_training_job(adopting: OperatorBed) -> None:
+    bed = adopting
+    name = OtherController(bed).create_pod(1)
+    path = f"/api/v1/namespaces/{bed.namespace}/pods/{name}"
+    spec = bed.plane.request("GET", path)["spec"]
+    assert [c["name"] for c in spec["initContainers"]] == [SIDECAR_CONTAINER, "fetch-data"]
+    adopted, trainer = spec["initContainers"][0], spec["containers"][0]
+    assert {"name": "A", "value": "b"} in trainer["env"]
+    assert {"name": "HOLDFAST_WORKER", "value": "1"} in trainer["env"]
+    assert {"name": "HOLDFAST_STOP_SECONDS", "value": "30"} in trainer["env"]
+    assert spec["containers"][1].get("env") is None
+    assert spec["terminationGracePeriodSeconds"] == 60
+    bed.plane.request("DELETE", path, {"gracePeriodSeconds": 0})
+
+    job = adoption()
+    job["kind"], job["metadata"]["name"] = "TrainingJob", "own"
+    del job["spec"]["container"]
+    command = ["holdfast", "run", "--", "python", "train.py"]
+    container = {"name": "trainer", "image": "example/trainer:1", "command": command}
+    # The grace period that the policy gives to a pod whose controller chose none.
+    job["spec"]["template"] = {
+        "spec": {"containers": [container], "terminationGracePeriodSeconds": 60}
+    }
+    bed.plane.request("POST", bed.path("trainingjobs"), job)
+    [own] = bed.until(
+        "the pod of a TrainingJob",
+        lambda: [
+            c
+            for p in bed.kubelet.pods()
+            if p["metadata"]["labels"].get("holdfast.dev/worker") == "1"
+            for c in p["spec"].get("initContainers", [])
+        ],
+    )
+    # The pods of a TrainingJob have no token of their service account.
+    token = "/var/run/secrets/kubernetes.io/serviceaccount"
+    adopted["volumeMounts"] = [m for m in adopted["volumeMounts"] if m["mountPath"] != token]
+    differ = {"env", "image"}
+    assert {k: v for k, v in adopted.items() if k not in differ} == {
+        k: v for k, v in own.items() if k not in differ
+    }
+    assert sorted(e["name"] for e in adopted["env"]) == sorted(e["name"] for e in own["env"])
+
+
+def test_a_pod_that_cannot_be_adopted_is_refused_in_words(adopting: OperatorBed) -> None:
+    controller = OtherController(adopting)
+    other = [{"name": "main", "image": "example/trainer:1"}]
+    foreign = [{"name": SIDECAR_CONTAINER, "image": "example/sidecar:1"}]
+    assert controller.refusal() == ""
+    text = controller.refusal(containers=other)
+    assert "spec.container is one of the containers of the pod (found main)" in text
+    assert "has an init container of its own" in controller.refusal(initContainers=foreign)
+    assert "set both to false" in controller.refusal(shareProcessNamespace=True)
+    adopting.plane.request("DELETE", adopting.path(ADOPTIONS, "gpt"))
+    text = adopting.until("the policy has noticed the deletion", controller.refusal)
+    assert f"Expected: CheckpointAdoption gpt of namespace {adopting.namespace} exists" in text
+
+
+def test_a_training_job_of_the_same_name_is_refused_in_words(adopting: OperatorBed) -> None:
+    job = adoption()
+    job["kind"] = "TrainingJob"
+    del job["spec"]["container"]
+    command = ["holdfast", "run", "--", "python", "train.py"]
+    container = {"name": "trainer", "image": "example/trainer:1", "command": command}
+    job["spec"]["template"] = {"spec": {"containers": [container]}}
+    adopting.plane.request("POST", adopting.path("trainingjobs"), job)
+    found = adopting.until("Accepted", lambda: adopting.condition("Accepted"))
+    assert (found["status"], found["reason"]) == ("False", "NameTaken")

@@ -1,0 +1,101 @@
+"""Upgrades and rollbacks of operator and CRDs under a job that trains, with a played other release."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.support.operator.operator_bed import OperatorBed, training
+from tests.support.servers.control_plane import ControlPlaneError
+
+pytestmark = pytest.mark.integration
+
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/trainingjobs.holdfast.dev"
+FORECAST = {"type": "object", "properties": {"steps": {"type": "integer"}}}
+NEWER_CONDITION = {
+    "type": "ForecastKnown",
+    "status": "True",
+    "reason": "Measured",
+    "message": "the forecast is known",
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+}
+LATER_FIELDS = ("recoveries", "goodput", "step")
+"""Fields that the older release does not have."""
+
+
+@contextmanager
+def other_release(
+    bed: OperatorBed, *, adds: dict[str, Any], lacks: tuple[str, ...]
+) -> Iterator[None]:
+    """Let the CRD of TrainingJobs be that of another release, with other fields of the status."""
+    before = bed.plane.request("GET", CRD)["spec"]
+    other = copy.deepcopy(before)
+    schema = other["versions"][0]["schema"]["openAPIV3Schema"]
+    status = schema["properties"]["status"]["properties"]
+    status.update(adds)
+    for name in lacks:
+        del status[name]
+    bed.until("the other release's CRD", lambda: replaced(bed, CRD, spec=other))
+    try:
+        yield
+    finally:
+        bed.until("the CRD of this release", lambda: replaced(bed, CRD, spec=before))
+
+
+def replaced(bed: OperatorBed, path: str, part: str = "", **fields: Any) -> bool:
+    """Replace fields of an object, or of its subresource `part`. Return False after a conflict."""
+    current = bed.plane.request("GET", path)
+    try:
+        bed.plane.request("PUT", path + part, {**current, **fields})
+    except ControlPlaneError as error:
+        if "HTTP 409" not in str(error):
+            raise
+        return False
+    return True
+
+
+def written(bed: OperatorBed, **fields: Any) -> bool:
+    """Write fields of the status as another release does. Return whether the server has kept them."""
+    status = {**bed.status(), **fields}
+    path = bed.path("trainingjobs", "gpt")
+    return replaced(bed, path, "/status", status=status) and fields.items() <= bed.status().items()
+
+
+def recover(bed: OperatorBed, round_: int) -> None:
+    """Lose the pod of worker 1, and run the gang in the next round."""
+    bed.kubelet.delete_pod(bed.pod(1, max(0, round_ - 1)))
+    bed.until(f"round {round_}", lambda: bed.status().get("restartRound") == round_)
+    bed.until("new pod", lambda: bed.pod(1, round_) in bed.pod_names())
+    fresh = bed.kubelet.run_pod(bed.pod(1, round_))
+    bed.until("ROUND", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
+    state = replace(
+        training(10 * round_, round_, 40 + round_), last_local=None, last_replicated=None
+    )
+    bed.kubelet.publish(bed.pod(0, 0), state)
+    bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
+
+
+def test_a_job_recovers_under_the_crds_of_a_newer_and_of_an_older_release(bed: OperatorBed) -> None:
+    """The operator keeps what a newer release wrote, and needs no field that only reports."""
+    bed.store_at(0, 40)
+    bed.kill_operator()
+    with other_release(bed, adds={"forecast": FORECAST}, lacks=()):
+        conditions = [*bed.status()["conditions"], NEWER_CONDITION]
+        forecast = {"steps": 400}
+        bed.until(
+            "what a newer operator wrote",
+            lambda: written(bed, forecast=forecast, conditions=conditions),
+        )
+        bed.start_operator()
+        recover(bed, 1)
+        assert bed.status()["forecast"] == forecast
+        assert bed.condition("ForecastKnown") == NEWER_CONDITION
+    with other_release(bed, adds={}, lacks=LATER_FIELDS):
+        bed.until("the older schema is used", lambda: "recoveries" not in bed.status())
+        recover(bed, 2)
+        assert not set(LATER_FIELDS) & set(bed.status())
+    assert "cannot be read" not in bed.log()

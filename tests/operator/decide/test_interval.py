@@ -1,0 +1,126 @@
+"""The interval between saves as a time: what a round's ranks get, and what the status shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.support.operator.builders import job, now, pod, sidecar, status
+
+from holdfast_core.api import GoodputStatus, IntervalStatus, RestorePointStatus, changed
+from holdfast_core.api.checkpoint_policy import SaveInterval
+from holdfast_core.contract import DEFAULT_MTBF_SECONDS
+from holdfast_core.ids import Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import CoordinatorState, DeadRank, GangProgress, Interval, Timing
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.facts.interval import estimated_mtbf
+from holdfast_operator.model.actions import BeginRound, SendRound, WriteStatus
+from holdfast_operator.model.job import JobMemory, Observed
+
+CHOSEN = status(1, (0, 1), restore_point=RestorePointStatus(), coordinator=Worker(0))
+AUTO = SaveInterval(auto=True, mtbf="1h")
+HOUR = 3600.0
+
+
+def of_kind(actions: tuple[Any, ...], kind: type) -> list[Any]:
+    return [a for a in actions if isinstance(a, kind)]
+
+
+def running(spec: SaveInterval, /, **status: object) -> Observed:
+    pods = (pod(0), pod(1, 1))
+    return Observed(
+        job=job(2, changed(CHOSEN, **status), interval=spec),
+        pods=pods,
+        sidecars=tuple(sidecar(p, 1) for p in pods),
+        services=frozenset({"job-l2msg4-gang"}),
+        memory=JobMemory(round=RestartRound(1), round_seen_at=900.0),
+    )
+
+
+def sent_timing(observed: Observed) -> Timing | None:
+    return of_kind(decide(observed, now()).actions, SendRound)[0].message.policy.timing
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        pytest.param(SaveInterval(steps=10), None, id="steps"),
+        pytest.param(SaveInterval(seconds=300), Timing(300.0, DEFAULT_MTBF_SECONDS), id="seconds"),
+        pytest.param(AUTO, Timing(None, HOUR), id="auto"),
+        pytest.param(SaveInterval(auto=True), Timing(None, DEFAULT_MTBF_SECONDS), id="no mtbf"),
+    ],
+)
+def test_ranks_get_the_interval_of_the_spec(
+    interval: SaveInterval, expected: Timing | None
+) -> None:
+    assert sent_timing(running(interval)) == expected
+
+
+def failed(spec: SaveInterval, /, **status: object) -> BeginRound:
+    """Return the round that begins after the death of a rank."""
+    dead = CoordinatorState(5, RestartRound(1), dead=(DeadRank(Rank(1), Worker(1), 1, "boom"),))
+    found = of_kind(
+        decide(replace(running(spec, **status), coordinator=dead), now()).actions, BeginRound
+    )
+    return found[0]
+
+
+def test_a_round_expects_failures_as_often_as_they_were() -> None:
+    trained = GoodputStatus(ratio=1.0, training_seconds=8 * HOUR)
+    begun = failed(AUTO, restarts=2, goodput=trained).status
+    assert begun.restarts == 3
+    assert begun.interval == IntervalStatus(mtbf_seconds=9 * HOUR / 4)
+
+
+def test_the_expectation_stays_the_same_during_a_round() -> None:
+    """Otherwise each pass would send a ROUND message with another policy."""
+    trained = GoodputStatus(ratio=1.0, training_seconds=8 * HOUR)
+    known = IntervalStatus(mtbf_seconds=1234.0)
+    assert sent_timing(running(AUTO, interval=known, goodput=trained)) == Timing(None, 1234.0)
+
+
+@pytest.mark.parametrize("interval", [SaveInterval(steps=10), SaveInterval(seconds=60)])
+def test_only_an_automatic_interval_has_an_expectation(interval: SaveInterval) -> None:
+    """An interval that was automatic in the round before does not stay in the status."""
+    begun = failed(interval, interval=IntervalStatus(steps=7, mtbf_seconds=1234.0)).status
+    assert begun.interval is None
+
+
+@pytest.mark.parametrize(
+    ("trained", "restarts", "expected"),
+    [
+        pytest.param(0.0, 0, HOUR, id="nothing is known"),
+        pytest.param(9 * HOUR, 0, 10 * HOUR, id="no failure yet"),
+        pytest.param(0.0, 1, HOUR / 2, id="one failure at the start"),
+        pytest.param(99 * HOUR, 99, HOUR, id="as expected"),
+        pytest.param(99 * HOUR, 999, HOUR / 10, id="ten times as many"),
+    ],
+)
+def test_the_estimate_of_the_time_between_failures(
+    trained: float, restarts: int, expected: float
+) -> None:
+    assert estimated_mtbf(HOUR, trained, restarts) == pytest.approx(expected)
+
+
+def test_the_status_shows_the_interval_that_rank_0_reports() -> None:
+    reported = Interval(120, 60.5, 0.5, 0.25, HOUR)
+    state = CoordinatorState(
+        5,
+        RestartRound(1),
+        progress=GangProgress(8, Step(10), Step(10), 80),
+        running=True,
+        interval=reported,
+    )
+    observed = running(AUTO, interval=IntervalStatus(mtbf_seconds=1234.0))
+    written = of_kind(decide(replace(observed, coordinator=state), now()).actions, WriteStatus)
+    assert written[0].status.interval == IntervalStatus(
+        steps=120, seconds=60.5, step_seconds=0.5, save_seconds=0.25, mtbf_seconds=1234.0
+    )
+
+
+def test_a_late_report_does_not_bring_back_an_interval_in_seconds() -> None:
+    state = CoordinatorState(5, RestartRound(1), running=True, interval=Interval(120, 60.5))
+    observed = replace(running(SaveInterval(steps=10)), coordinator=state)
+    written = of_kind(decide(observed, now()).actions, WriteStatus)
+    assert written[0].status.interval is None

@@ -1,0 +1,120 @@
+"""When the pod of a node that will be taken away soon is deleted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.support.operator.builders import job, now, pod, sidecar, status, template
+
+from holdfast_core.api import JobCondition, RestorePointStatus, TrainingJob, changed
+from holdfast_core.ids import Rank, RestartRound, Worker
+from holdfast_core.messages.schema import CoordinatorState, DeadRank
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.actions import DeletePod, EmitEvent
+from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView, Taint
+from holdfast_operator.model.reasons import Reason
+
+SPOT = Taint("example.com/spot-notice", "NoSchedule")
+DEAD = (DeadRank(Rank(0), Worker(0), 1, "boom"),)
+
+
+def training(*pods: PodView, of: TrainingJob | None = None, **state: Any) -> Observed:
+    """Return a gang of three workers that trains. The nodes of workers 1 and 2 will be taken away."""
+    begun = status(0, (0, 0, 0), restore_point=RestorePointStatus(), coordinator=Worker(0))
+    begun = begun.with_condition(JobCondition.RUNNING, True, Reason.TRAINING, "", now().utc, 1)
+    changes = {p.worker: p for p in pods}
+    pods = tuple(changes.get(Worker(w), pod(w)) for w in range(3))
+    one = job(3) if of is None else of
+    return Observed(
+        job=changed(one, status=begun),
+        pods=pods,
+        sidecars=tuple(sidecar(p, 0, version=1) for p in pods),
+        nodes={
+            f"node-{w}": NodeView(f"node-{w}", leaving_taints=frozenset({SPOT} if w else ()))
+            for w in range(3)
+        },
+        coordinator=CoordinatorState(5, RestartRound(0), **{"running": True, **state}),
+        memory=JobMemory(round=RestartRound(0), round_seen_at=900.0),
+    )
+
+
+def deleted(observed: Observed) -> list[str]:
+    return [a.name for a in decide(observed, now(1000)).actions if isinstance(a, DeletePod)]
+
+
+def test_one_pod_is_deleted_gracefully_and_an_event_says_why() -> None:
+    actions = decide(training(), now(1000)).actions
+    assert [a for a in actions if isinstance(a, DeletePod)] == [
+        DeletePod(pod(1).name, pod(1).uid, force=False)
+    ]
+    texts = [a.message for a in actions if isinstance(a, EmitEvent)]
+    assert any(pod(1).name in t and SPOT.key in t and "is deleted" in t for t in texts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"terminating": True}, id="it is being deleted already"),
+        pytest.param({"disrupted": True}, id="it is being evicted"),
+        pytest.param({"ready": False}, id="its ranks do not train yet"),
+        pytest.param({"phase": PodPhase.PENDING, "ready": False}, id="it has not started"),
+    ],
+)
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_no_pod_is_deleted_while_another_one_does_not_train(
+    changes: dict[str, Any], worker: int
+) -> None:
+    assert deleted(training(replace(pod(worker), **changes))) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param({"running": False}, id="the ranks restore"),
+        pytest.param({"finished": True}, id="the ranks have returned"),
+        pytest.param({"dead": DEAD}, id="a rank has failed"),
+    ],
+)
+def test_no_pod_is_deleted_while_the_gang_does_not_train(state: dict[str, Any]) -> None:
+    assert pod(1).name not in deleted(training(**state))
+
+
+@pytest.mark.parametrize(
+    ("toleration", "stays"),
+    [
+        (("", ""), True),
+        ((SPOT.key, ""), True),
+        ((SPOT.key, "NoSchedule"), True),
+        (("", "NoSchedule"), True),
+        ((SPOT.key, "NoExecute"), False),
+        (("example.com/gpu", ""), False),
+    ],
+)
+def test_a_pod_stays_exactly_if_it_tolerates_the_taint(
+    toleration: tuple[str, str], stays: bool
+) -> None:
+    tolerant = replace(pod(1), tolerations=frozenset({toleration}))
+    assert deleted(training(tolerant)) == [pod(2).name if stays else pod(1).name]
+
+
+def test_a_suspended_job_and_one_whose_node_is_chosen_by_the_template_keep_their_pods() -> None:
+    one = job(3)
+    fixed = template()
+    fixed["spec"]["nodeName"] = "node-1"
+    assert deleted(training(of=changed(one, spec=changed(one.spec, template=fixed)))) == []
+    assert deleted(training(of=changed(one, spec=changed(one.spec, suspend=True)))) == []
+
+
+def test_the_restart_says_that_the_node_will_be_taken_away() -> None:
+    gone = replace(pod(1), terminating=True, trainer_exit_code=0)
+    memory = JobMemory(
+        round=RestartRound(0),
+        round_seen_at=900.0,
+        leaving_since=((gone.uid, 0.0),),
+        failure_seen_at=1.0,
+    )
+    observed = replace(training(gone), memory=memory)
+    texts = [a.message for a in decide(observed, now(1000)).actions if isinstance(a, EmitEvent)]
+    assert any(f"node {gone.node} has the taint {SPOT.key}" in t for t in texts), texts

@@ -1,0 +1,50 @@
+"""A process that begins to lead passes over all objects that its reflectors hold."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.support.api_objects import checkpoint_object, job_object, store_object
+from tests.support.operator.fake_api import FakeApi
+
+from holdfast_core.clock import ManualClock
+from holdfast_operator.model.keys import Key, adoption_key, job_key, store_key
+from holdfast_operator.watch.cache import ClusterCache
+from holdfast_operator.watch.expectations import Expectations
+
+UNREADABLE = {"workers": "many"}
+
+
+def adoption_object(name: str) -> dict[str, object]:
+    spec = {"workers": 1, "checkpoint": {"interval": {"steps": 10}}}
+    return {"metadata": {"name": name, "namespace": "team-a"}, "spec": spec}
+
+
+async def test_the_keys_of_all_objects_are_queued_again() -> None:
+    api, queued = FakeApi(), set[Key]()
+    api.put("trainingjobs", job_object("readable"))
+    api.put("trainingjobs", {**job_object("hidden"), "spec": UNREADABLE})
+    api.put("checkpointadoptions", adoption_object("adopted"))
+    api.put("checkpointstores", store_object("main"))
+    api.put("checkpointstores", {**store_object("hidden"), "spec": {}})
+    api.put("checkpoints", checkpoint_object("of-a-missing-job", jobRef={"name": "gone"}))
+    api.put("checkpoints", checkpoint_object("of-a-job", jobRef={"name": "readable"}))
+    cache = ClusterCache(api, ManualClock(), (), Expectations(), queued.add, lambda job: None)
+    task = asyncio.create_task(cache.run())
+    try:
+        await cache.wait_synced()
+        expected = {
+            job_key("team-a", "readable"),
+            job_key("team-a", "hidden"),
+            job_key("team-a", "gone"),
+            adoption_key("team-a", "adopted"),
+            store_key("team-a", "main"),
+            store_key("team-a", "hidden"),
+        }
+        assert queued == expected
+        queued.clear()
+        cache.enqueue_all()
+        assert queued == expected
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,81 @@
+"""What a sidecar knows of its own ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast_core.ids import Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import DeadRank, Exited, Progress
+from holdfast_sidecar.gang.state import LocalGang
+
+ROUND = RestartRound(3)
+RANKS = range(2, 4)
+
+
+def step_of(gang: LocalGang, rank: int) -> None:
+    gang.progressed(Progress(ROUND, Rank(rank), Step(7)))
+
+
+def training() -> LocalGang:
+    gang = LocalGang(Worker(1))
+    gang.running_round = ROUND
+    for rank in RANKS:
+        step_of(gang, rank)
+    return gang
+
+
+def new_round(gang: LocalGang) -> None:
+    gang.reset()
+    gang.running_round = ROUND
+
+
+def half_new_round(gang: LocalGang) -> None:
+    new_round(gang)
+    step_of(gang, 2)
+
+
+def ended(gang: LocalGang) -> None:
+    gang.running_round = None
+
+
+@pytest.mark.parametrize(
+    ("happens", "expected"),
+    [
+        pytest.param(lambda gang: None, True, id="nothing"),
+        pytest.param(lambda gang: gang.exited(Exited(ROUND, Rank(3), 0)), False, id="one returned"),
+        pytest.param(lambda gang: gang.exited(Exited(ROUND, Rank(3), 1)), False, id="one failed"),
+        pytest.param(lambda gang: gang.lost([Rank(2)], "gone"), False, id="one was killed"),
+        pytest.param(ended, False, id="they were ended"),
+        pytest.param(new_round, False, id="they restore"),
+        pytest.param(half_new_round, False, id="one has not finished a step yet"),
+    ],
+)
+def test_a_pod_trains_while_all_of_its_ranks_do(
+    happens: Callable[[LocalGang], None], expected: bool
+) -> None:
+    """The PodDisruptionBudget lets a worker be evicted only while all pods train."""
+    gang = training()
+    happens(gang)
+    assert gang.trains(ROUND, RANKS) is expected
+    assert not gang.trains(RestartRound(4), RANKS)
+
+
+@pytest.mark.parametrize(
+    ("returned", "lost"),
+    [
+        pytest.param((), (Rank(2), Rank(3)), id="they were running"),
+        pytest.param((2, 3), (), id="they had saved and stopped"),
+        pytest.param((2,), (Rank(3),), id="one had saved and stopped"),
+    ],
+)
+def test_ranks_that_end_with_their_launcher(
+    returned: tuple[int, ...], lost: tuple[Rank, ...]
+) -> None:
+    """The launcher of a pod that leaves exits after its ranks have returned: a drain is no failure."""
+    gang = training()
+    for rank in returned:
+        gang.exited(Exited(ROUND, Rank(rank), 0))
+    gang.launcher_lost(map(Rank, RANKS), "the launcher ended")
+    assert gang.dead == {r: DeadRank(r, Worker(1), -9, "the launcher ended") for r in lost}

@@ -1,0 +1,203 @@
+"""Uploads of a folder: what waits while the store is away, and a run that was overtaken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.shards.folders import write_checkpoint
+from tests.support.shards.placements import Tensor
+from tests.support.trainer.launched import until
+
+from holdfast.directory.choice import JOB_UID, NAMESPACE
+from holdfast.directory.open_folder import OpenFolder
+from holdfast.directory.options import ServiceOptions
+from holdfast.directory.persister.folder_store import FolderStore
+from holdfast.directory.persister.state import UploadFiles
+from holdfast.directory.persister.uploads import Uploads
+from holdfast_core.errors import UnavailableError
+from holdfast_core.format.manifest import parse_manifest_of
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
+from holdfast_core.messages.schema import LevelReached, Policy, SaveFailed
+from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.store_url import parse_store_url
+
+ROUND = RestartRound(1)
+
+
+class AwayStore(FolderStore):
+    """A store that does not answer while `is_away`."""
+
+    is_away = False
+
+    def take(self, round_: RestartRound, *, has_checkpoints: bool) -> None:
+        if self.is_away:
+            raise UnavailableError("away")
+        super().take(round_, has_checkpoints=has_checkpoints)
+
+
+class Run:
+    """The uploads of one run of a folder with one rank."""
+
+    def __init__(self, root: Path, store: Path, run_id: str, round_: RestartRound) -> None:
+        for name in ("slots", "layouts"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        self.root = root
+        self.store = AwayStore(
+            parse_store_url(f"file://{store}"), {}, root / "store", run_id, lambda seconds: True
+        )
+        self.folder = OpenFolder.open(
+            ServiceOptions(
+                root,
+                root / "slots",
+                root / "layouts",
+                1,
+                range(1),
+                Policy(0, 2, 2, peer_copies=0),
+                round=round_,
+                choose_restore=False,
+                run_id=run_id,
+            ),
+            self.store,
+        )
+        self.pushed: list[Any] = []
+        self.uploads = Uploads(self.folder, self.store, BackgroundLimit(root / "slots"), 2)
+        self.uploads.listen(self.pushed.append)
+
+        self._is_started = False
+
+    def start(self) -> None:
+        self._is_started = True
+        self.uploads.start()
+
+    def end(self) -> None:
+        if self._is_started:
+            self.uploads.abort()
+
+    def outcome(self, step: int) -> type[Any] | None:
+        """Return the kind of the message about this step, if there is one."""
+        return next((type(one) for one in self.pushed if one.step == step), None)
+
+    def saved(self, step: int, round_: int = ROUND) -> CheckpointId:
+        tensor = Tensor("F32", (4, 4))
+        data = np.full((4, 4), step, np.float32)
+        return write_checkpoint(self.root, {"t": (tensor, data)}, (1,), step=step, round=round_)
+
+
+Make = Callable[..., Run]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def run(name: str = "run", round_: RestartRound = ROUND) -> Run:
+            made = Run(tmp_path / name, tmp_path / "objects", name, round_)
+            stack.callback(made.store.close)
+            stack.callback(made.end)
+            return made
+
+        yield run
+
+
+def at(step: int) -> CheckpointId:
+    return CheckpointId(Step(step), ROUND)
+
+
+def test_while_the_store_is_away_the_folder_keeps_three_checkpoints_for_it(make: Make) -> None:
+    run = make()
+    run.store.is_away = True
+    run.start()
+    run.uploads.take()
+    for step in range(1, 101):
+        run.uploads.committed(at(step))
+    assert run.uploads.wanted == {at(1), at(99), at(100)}
+
+
+def test_each_of_very_many_checkpoints_that_waited_gets_an_outcome(make: Make) -> None:
+    run = make()
+    first, last = run.saved(1), run.saved(200)
+    run.store.is_away = True
+    run.uploads.take()
+    run.uploads.committed(first)
+    for step in range(2, 200):
+        run.uploads.committed(at(step))
+    run.uploads.committed(last)
+    run.store.is_away = False
+    run.start()
+    until(lambda: len(run.pushed) == 200, "each checkpoint has an outcome")
+    assert run.uploads.wanted == frozenset()
+    assert {one.step for one in run.pushed if isinstance(one, LevelReached)} == {1, 200}
+
+
+def test_what_is_saved_after_another_run_took_the_store_fails_and_may_be_pruned(
+    make: Make,
+) -> None:
+    run, other = make(), make("other")
+    run.uploads.take()
+    other.store.take(RestartRound(2), has_checkpoints=False)
+    run.start()
+    run.uploads.committed(run.saved(1))
+    until(lambda: run.outcome(1) is SaveFailed, "the upload has failed")
+    run.uploads.committed(run.saved(2))
+    assert run.outcome(2) is SaveFailed
+    assert run.pushed[-1].level == Level.PERSISTED
+    assert run.uploads.wanted == frozenset()
+
+
+def test_an_idle_run_that_was_overtaken_deletes_nothing(make: Make, tmp_path: Path) -> None:
+    """The later run may be uploading again what looks like the rest of an old upload."""
+    run, other = make(), make("other")
+    run.uploads.take()
+    other.store.take(RestartRound(2), has_checkpoints=False)
+    being_uploaded = other.saved(7, round_=0)
+    tier, node = other.store.tier, other.folder.tier
+    manifest = parse_manifest_of(
+        node.get_manifest(JOB_UID, being_uploaded), JOB_UID, being_uploaded
+    )
+    assert node.look_up(manifest.ref(Rank(0))) is not None
+    with node.open_shard(manifest.ref(Rank(0))) as reader:
+        tier.upload_shard(NAMESPACE, reader)
+    objects = [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
+    for path in objects:
+        os.utime(path, (1, 1))
+    run.start()
+    files = UploadFiles(run.root / "store", ROUND)
+    until(lambda: (state := files.read()) is not None and bool(state.over), "it is overtaken")
+    assert tier.shards_stored(NAMESPACE, JOB_UID, being_uploaded)
+
+
+def test_a_persister_queues_what_the_one_before_had_not_queued(make: Make) -> None:
+    """It was killed while it uploaded step 1, and the ranks may wait for each of the others."""
+    before = make()
+    before.uploads.take()
+    for step in (1, 2, 3):
+        before.saved(step)
+    run = make()
+    run.start()
+    until(lambda: len(run.pushed) == 3, "each checkpoint has an outcome")
+    assert [run.outcome(step) for step in (1, 2, 3)] == [LevelReached] * 3
+
+
+def test_a_checkpoint_that_is_older_than_those_of_the_store_is_not_uploaded(make: Make) -> None:
+    """Retention would delete it at once."""
+    other = make("other")
+    other.uploads.take()
+    other.start()
+    for step in (2, 3, 4):
+        other.uploads.committed(other.saved(step))
+    until(lambda: other.outcome(4) is LevelReached, "step 4 is in the store")
+    run = make(round_=RestartRound(2))
+    (run.root / "store").mkdir()
+    (run.root / "store" / "training").write_text((other.root / "store" / "training").read_text())
+    run.saved(1, round_=0)
+    run.uploads.take()
+    run.start()
+    run.uploads.committed(run.saved(5, round_=2))
+    until(lambda: run.outcome(5) is LevelReached, "step 5 is in the store")
+    assert run.outcome(1) is None

@@ -1,0 +1,76 @@
+"""The verbs `export` and `import` of the console script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+from holdfast.convert.exporting import DEFAULT_ENTRY, Export, Format, export
+from holdfast.convert.selection import CASTS
+from holdfast.importing import Import, import_weights
+from holdfast_core.errors import HoldfastError
+
+VERBS = ("export", "import")
+
+
+def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add both verbs to the parser of the console script."""
+    one = verbs.add_parser("export", help="write a checkpoint of a folder for other tools")
+    one.add_argument("dir", metavar="DIR", help="folder of checkpoints, or s3://bucket/prefix")
+    one.add_argument(
+        "--format", choices=get_args(Format), required=True, help="format of the output"
+    )
+    one.add_argument(
+        "--to", required=True, type=Path, metavar="OUT", help="new folder; with torch a new file"
+    )
+    one.add_argument("--step", type=int, help="default: the checkpoint that a restore would choose")
+    one.add_argument(
+        "--entry",
+        help=f"entry of the state (default: {DEFAULT_ENTRY} for hf, the whole state of rank 0 else)",
+    )
+    one.add_argument(
+        "--dtype", choices=sorted(CASTS), help="type to convert floating-point tensors to"
+    )
+    one.add_argument(
+        "--config-from",
+        type=Path,
+        metavar="FOLDER",
+        help="with hf: copy config.json, tokenizer and other files without weights from here",
+    )
+    two = verbs.add_parser("import", help="save weights of another tool as step 0 of a new folder")
+    two.add_argument("source", metavar="SOURCE", type=Path, help="folder or file with the weights")
+    two.add_argument("--format", choices=get_args(Format), required=True, help="format of SOURCE")
+    two.add_argument("--to", required=True, metavar="DIR", help="folder without checkpoints")
+    two.add_argument(
+        "--entry", default=DEFAULT_ENTRY, help=f"entry of the state (default: {DEFAULT_ENTRY})"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a verb and return the exit code. Raises ConfigError for a wrong command line."""
+    try:
+        if arguments.verb == "export":
+            wanted = Export(
+                arguments.dir,
+                arguments.format,
+                arguments.to.absolute(),
+                arguments.step,
+                arguments.entry,
+                arguments.dtype,
+                arguments.config_from,
+            )
+            step = export(wanted)
+            sys.stdout.write(f"exported step {step} of {arguments.dir} to {arguments.to}\n")
+        else:
+            count = import_weights(
+                Import(arguments.source, arguments.format, arguments.to, arguments.entry)
+            )
+            sys.stdout.write(
+                f"imported {count} tensors of {arguments.source} as step 0 of {arguments.to}\n"
+            )
+    except HoldfastError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0

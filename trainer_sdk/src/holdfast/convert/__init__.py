@@ -1,0 +1,1 @@
+"""Conversion between checkpoints in a folder and formats of other tools: `holdfast export` and `import`."""

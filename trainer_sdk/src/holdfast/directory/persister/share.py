@@ -1,0 +1,166 @@
+"""Uploads the shards of one persister's ranks, of the checkpoint that the leader asks for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from holdfast.directory.choice import JOB_UID, NAMESPACE
+from holdfast.directory.open_folder import OpenFolder
+from holdfast.directory.persister.folder_store import FolderStore
+from holdfast.directory.persister.state import Share, UploadFiles
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+)
+from holdfast_core.failpoint import failpoint
+from holdfast_core.format.manifest import Manifest, parse_manifest_of
+from holdfast_core.ids import CheckpointId, Rank, ShardRef
+from holdfast_core.messages.schema import PersistRequest
+from holdfast_core.shards.file import Trailer
+from holdfast_core.store.sharing import ShardUploader
+from holdfast_core.store.tier import ObjectTier
+
+logger = logging.getLogger(__name__)
+
+
+class GoneError(HoldfastError):
+    """The folder does not have the checkpoint, or a good shard of it, any more."""
+
+
+class ShareUploader:
+    """Uploader of this persister's part of a checkpoint. Only one thread uploads.
+
+    Args:
+        folder: The folder.
+        store: Its object store.
+        throttle: Receives the size of each part in bytes before it is sent, and may block.
+    """
+
+    def __init__(
+        self, folder: OpenFolder, store: FolderStore, throttle: Callable[[int], object]
+    ) -> None:
+        self._folder = folder
+        self._store = store
+        self._throttle = throttle
+        self._opening = threading.Lock()
+        self._is_closed = False
+        self._tier: ObjectTier | None = None
+        self._uploader: ShardUploader | None = None
+        self._done: PersistRequest | None = None
+
+    def tier(self, conditional_put: bool) -> ObjectTier:
+        """Return the tier of uploads. The first call opens it."""
+        with self._opening:
+            if self._tier is None:
+                self._tier = self._store.open_for_uploads(
+                    self._throttle, conditional_put=conditional_put
+                )
+                if self._is_closed:
+                    self._tier.close()
+            return self._tier
+
+    def close(self) -> None:
+        """End the requests in progress. No upload succeeds afterwards."""
+        with self._opening:
+            self._is_closed = True
+            if self._tier is not None:
+                self._tier.close()
+
+    def upload(self, request: PersistRequest, files: UploadFiles, conditional_put: bool) -> None:
+        """Upload what this persister is responsible for, and record it. A repeated call does nothing.
+
+        Raises what the store raises.
+        """
+        if request == self._done:
+            return
+        checkpoint = CheckpointId(request.step, request.step_round)
+        try:
+            manifest = self.manifest(checkpoint)
+        except GoneError:
+            if self._folder.options.leads:
+                raise
+            return  # the leader finds that out, too
+        for rank in self._own(manifest):
+            files.add(checkpoint, self._share(manifest, rank, request, conditional_put))
+            failpoint("uploads.share_recorded")
+        self._done = request
+
+    def manifest(self, checkpoint: CheckpointId) -> Manifest:
+        """Return the manifest in the folder. Raises GoneError."""
+        try:
+            document = self._folder.tier.get_manifest(JOB_UID, checkpoint)
+            return parse_manifest_of(document, JOB_UID, checkpoint)
+        except (NotFoundError, CorruptionError, FormatError) as error:
+            raise GoneError(
+                f"the folder has lost {checkpoint} before it was uploaded: {error}"
+            ) from error
+
+    def _own(self, manifest: Manifest) -> list[Rank]:
+        """Return the ranks whose shards this process uploads. Another number of ranks may have saved them."""
+        world, own = self._folder.options.world_size, self._folder.options.own_ranks
+        return [shard.rank for shard in manifest.shards if shard.rank % world in own]
+
+    def _share(
+        self, manifest: Manifest, rank: Rank, request: PersistRequest, conditional_put: bool
+    ) -> Share:
+        """Upload one shard with its layout, and return how the store holds it."""
+        ref, tier = manifest.ref(rank), self.tier(conditional_put)
+        try:
+            if self._folder.tier.look_up(ref) is None:
+                raise NotFoundError(f"the folder has lost the shard {ref}")
+            self._upload_layout(tier, manifest, rank)
+            failpoint("uploads.before_shard")
+            stored = self._shard_uploader(tier).upload(ref, request)
+            failpoint("uploads.after_shard")
+        except AlreadyExistsError as error:
+            return Share(rank, ref.blake3, failure=f"the store holds other bytes: {error}")
+        except (NotFoundError, CorruptionError) as error:
+            failure = self._failure(ref, error)
+            if failure is None:
+                raise
+            return Share(rank, ref.blake3, failure=failure)
+        return Share(rank, ref.blake3, stored.base, stored.references)
+
+    def _upload_layout(self, tier: ObjectTier, manifest: Manifest, rank: Rank) -> None:
+        try:
+            layout = self._folder.tier.get_layout(manifest.shards[rank].layout)
+        except (NotFoundError, CorruptionError) as error:
+            # Ranks with the same placements restore the shard without it.
+            logger.warning("rank %d is uploaded without its layout: %s", rank, error)
+            return
+        tier.put_layout(NAMESPACE, manifest.ref(rank), layout)
+
+    def _failure(self, ref: ShardRef, error: HoldfastError) -> str | None:
+        """Return why the shard will never be uploaded. None if it is good, so that the store is at fault."""
+        tier = self._folder.tier
+        try:
+            with tier.open_shard(ref) as reader:
+                reader.verify()
+        except NotFoundError:
+            return f"the folder has lost the shard of rank {ref.rank}: {error}"
+        except CorruptionError as damage:
+            tier.quarantine(ref, str(damage))
+            return f"the shard of rank {ref.rank} is damaged: {damage}"
+        return None
+
+    def _shard_uploader(self, tier: ObjectTier) -> ShardUploader:
+        if self._uploader is None:
+            self._uploader = ShardUploader(
+                NAMESPACE, self._folder.tier, tier, own_ranks=1, other_tables=self._tables
+            )
+        return self._uploader
+
+    def _tables(self, refs: Sequence[ShardRef]) -> Iterator[Trailer]:
+        """Yield the chunk tables of shards that other persisters wrote after this one opened the folder."""
+        for ref in refs:
+            try:
+                if self._folder.tier.look_up(ref) is not None:
+                    with self._folder.tier.open_shard(ref) as reader:
+                        yield Trailer(reader.record, reader.table)
+            except (HoldfastError, OSError) as error:
+                logger.info("reading the chunk table of %s failed: %s", ref, error)

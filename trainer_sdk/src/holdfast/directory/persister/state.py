@@ -1,0 +1,165 @@
+"""What the persisters of a gang tell one another about uploads, by files in the folder they share.
+
+The leader (rank 0's persister) writes `store/r<round>/state.json`: the checkpoint to upload now, those
+that wait, and what became of earlier ones. Each persister writes `store/r<round>/<checkpoint>/<rank>.json`
+when a shard is in the store. The files are not synced: what a power failure takes is found out again from
+the folder and the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from holdfast_core.errors import FormatError
+from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound
+from holdfast_core.messages import codec
+from holdfast_core.messages.schema import PersistRequest, Reference
+from holdfast_core.node.files import disk_errors
+
+MAX_WAITING = 2
+"""Checkpoints that wait while another one is uploaded. Beyond that the oldest one that waits is left out."""
+LEFT_OUT = "newer steps were saved while it waited for the store"
+_MAX_OUTCOMES = 64
+_ROUND = re.compile(r"r\d{6}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a checkpoint that was to be uploaded."""
+
+    checkpoint: Reference
+    failure: str = ""
+    """Why it will not be uploaded. "" if it is in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What became of the upload of one shard."""
+
+    rank: Rank
+    blake3: Digest
+    base: Reference | None = None
+    references: tuple[Reference, ...] = ()
+    """How the store holds the shard, as in store.stored_as."""
+    failure: str = ""
+    """Why it will not be uploaded. "" if it is in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadState:
+    """Contents of state.json."""
+
+    request: PersistRequest | None = None
+    """The upload of the first one of `wanted`. None: the leader has not asked for it yet."""
+    wanted: tuple[Reference, ...] = ()
+    """Checkpoints to upload, the oldest first."""
+    outcomes: tuple[Outcome, ...] = ()
+    """The newest outcomes, the oldest first."""
+    over: str = ""
+    """Why nothing more is uploaded: another run has taken the store. "" while uploads go on."""
+    conditional_put: bool = True
+    """Whether the store respects If-None-Match."""
+
+    def ended(self, checkpoint: CheckpointId, failure: str = "") -> UploadState:
+        """Return the state after a checkpoint was uploaded or given up."""
+        done = reference(checkpoint)
+        return replace(
+            self,
+            request=None if self.first == checkpoint else self.request,
+            wanted=tuple(one for one in self.wanted if one != done),
+            outcomes=(*self.outcomes, Outcome(done, failure))[-_MAX_OUTCOMES:],
+        )
+
+    def with_committed(
+        self, checkpoints: Iterable[CheckpointId]
+    ) -> tuple[UploadState, tuple[CheckpointId, ...]]:
+        """Return the state after checkpoints were committed, oldest first, and those that are left out."""
+        state, left_out = self, list[CheckpointId]()
+        known = {one.checkpoint for one in self.outcomes} | set(self.wanted)
+        for checkpoint in checkpoints:
+            if reference(checkpoint) in known:
+                continue
+            state = replace(state, wanted=(*state.wanted, reference(checkpoint)))
+            if len(state.wanted) > MAX_WAITING + 1:
+                left_out.append(checkpoint_of(state.wanted[1]))
+                state = state.ended(left_out[-1], LEFT_OUT)
+        return state, tuple(left_out)
+
+    @property
+    def first(self) -> CheckpointId | None:
+        return checkpoint_of(self.wanted[0]) if self.wanted else None
+
+
+class UploadFiles:
+    """The files of one round.
+
+    Args:
+        directory: The folder's `store` directory.
+        round_: The round of this run.
+    """
+
+    def __init__(self, directory: Path, round_: RestartRound) -> None:
+        self._root = directory
+        self._directory = directory / f"r{round_:06d}"
+
+    def read(self) -> UploadState | None:
+        """Return the state, or None where the leader has written none."""
+        try:
+            return codec.loads(UploadState, (self._directory / "state.json").read_bytes())
+        except (OSError, FormatError):
+            return None
+
+    @property
+    def are_removed(self) -> bool:
+        """Whether the directory of the files is gone: a later run has removed it."""
+        return not self._directory.exists()
+
+    def write(self, state: UploadState) -> None:
+        """Write the state, and remove the records of shards that nobody needs any more."""
+        self._put(self._directory / "state.json", codec.dumps(state))
+        names = {str(checkpoint_of(one)) for one in state.wanted}
+        with contextlib.suppress(OSError):
+            for path in self._directory.iterdir():
+                if path.is_dir() and path.name not in names:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def add(self, checkpoint: CheckpointId, share: Share) -> None:
+        """Record what became of a shard of the checkpoint."""
+        path = self._directory / str(checkpoint) / f"{share.rank}.json"
+        self._put(path, codec.dumps(share))
+
+    def share(self, checkpoint: CheckpointId, rank: Rank) -> Share | None:
+        """Return the record of a rank's shard, or None."""
+        try:
+            path = self._directory / str(checkpoint) / f"{rank}.json"
+            return codec.loads(Share, path.read_bytes())
+        except (OSError, FormatError):
+            return None
+
+    def remove_older(self) -> None:
+        """Remove the files of other rounds, whose runs upload nothing more."""
+        with contextlib.suppress(OSError):
+            for path in self._root.iterdir():
+                if _ROUND.fullmatch(path.name) and path.name < self._directory.name:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _put(self, path: Path, data: bytes) -> None:
+        with disk_errors(f"writing {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary.write_bytes(data)
+            temporary.replace(path)
+
+
+def reference(checkpoint: CheckpointId) -> Reference:
+    return Reference(checkpoint.step, checkpoint.round)
+
+
+def checkpoint_of(one: Reference) -> CheckpointId:
+    return CheckpointId(one.step, one.round)

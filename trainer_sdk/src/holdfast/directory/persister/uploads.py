@@ -1,0 +1,483 @@
+"""The thread of a persister that brings committed checkpoints of a folder into its object store.
+
+Rank 0's persister leads. One checkpoint is uploaded at a time:
+
+1. The leader takes the store for this run (store.runs), and writes which checkpoint is uploaded next.
+2. Each persister uploads the shards of its ranks, and records in the folder how the store holds them.
+3. When all shards are recorded, the leader checks that no other run has taken the store since, and puts the
+   manifest. The checkpoint is then persisted. It writes that down, and every persister tells its rank.
+4. The leader deletes checkpoints of the store that retention does not keep.
+
+A kill between any two of these leaves older checkpoints of the store unchanged. The next persister, of this
+run or of the next one, asks the folder and the store what is missing (ADR 0084).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from holdfast.directory.choice import JOB_UID, NAMESPACE, candidates
+from holdfast.directory.claims import Claim
+from holdfast.directory.open_folder import OpenFolder
+from holdfast.directory.persister.folder_store import FolderStore, ForeignTrainingError
+from holdfast.directory.persister.share import GoneError, ShareUploader
+from holdfast.directory.persister.state import (
+    LEFT_OUT,
+    UploadFiles,
+    UploadState,
+    checkpoint_of,
+)
+from holdfast.directory.processes import hold
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    HoldfastError,
+    NotFoundError,
+    UnavailableError,
+)
+from holdfast_core.failpoint import failpoint
+from holdfast_core.format.manifest import Manifest
+from holdfast_core.ids import CheckpointId, Level, Rank, age_of
+from holdfast_core.messages.schema import LevelReached, PersistRequest, RestorePoint, SaveFailed
+from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.store.commit import commit, references_beside
+from holdfast_core.store.prune import QUIET, STALE_UPLOADS
+from holdfast_core.store.runs import TakenError
+from holdfast_core.store.stored_as import StoredAs, merged
+
+logger = logging.getLogger(__name__)
+
+Push = Callable[[Any], None]
+
+_POLL_SECONDS = 0.25
+"""How often a persister looks for what another one has written."""
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_SWEEP_SECONDS = 900.0
+_END_SECONDS = 10.0
+"""Longest wait for the thread, which may be in a request whose connection hangs."""
+
+
+class Uploads:
+    """Uploads of one persister. `start` begins the thread. Thread-safe.
+
+    Args:
+        folder: The folder.
+        store: Its object store.
+        background: Slows uploads down while training needs the machine.
+        keep_last: Number of checkpoints to keep in the store.
+    """
+
+    def __init__(
+        self, folder: OpenFolder, store: FolderStore, background: BackgroundLimit, keep_last: int
+    ) -> None:
+        self._folder = folder
+        self._store = store
+        self._keep_last = keep_last
+        self._leads = folder.options.leads
+        self._files = UploadFiles(folder.options.root / "store", folder.round)
+        self._shares = ShareUploader(folder, store, background.take)
+        self._lock = threading.Condition()
+        self._taking = threading.Lock()
+        self._state = UploadState()
+        self._incoming: list[CheckpointId] = []
+        """Committed checkpoints that this process has not seen an outcome of."""
+        self._told: set[CheckpointId] = set()
+        self._pushes: list[Push] = []
+        self._held: tuple[CheckpointId, Claim | None] | None = None
+        """The checkpoint that is being uploaded, which no process may delete, and its claim."""
+        # A persister that replaces another one in its round continues what that one has begun: the trainer
+        # may wait for an upload, and neither takes the store again nor saves before.
+        self._is_training = self._files.read() is not None or any(
+            checkpoint.round == folder.round for checkpoint in candidates(folder.tier)
+        )
+        self._is_taken = False
+        self._is_woken = False
+        """Whether there is something to do that the thread has not seen."""
+        self._closing = False
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._logged = ""
+        self._sweep_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="holdfast-upload", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def listen(self, push: Push) -> None:
+        """Send outcomes to this connection from now on, and those that are known now."""
+        with self._lock:
+            self._pushes.append(push)
+            state = self._state
+        for outcome in state.outcomes:
+            push(_message(checkpoint_of(outcome.checkpoint), outcome.failure))
+
+    def take(self) -> None:
+        """Take the store for this run, before its first step.
+
+        If the store does not answer, this is tried again while training goes on.
+
+        Raises:
+            HoldfastError: The store cannot be used, or another run or training uses it.
+        """
+        try:
+            self._take()
+        except UnavailableError as error:
+            logger.warning(
+                "%s does not answer: training starts, its saves go to the folder, and uploads are tried "
+                "again (%s)",
+                self._store.url,
+                error,
+            )
+        with self._lock:
+            self._is_training = self._is_woken = True
+            self._lock.notify_all()
+
+    def committed(self, checkpoint: CheckpointId) -> None:
+        """Queue a checkpoint that has become local."""
+        with self._lock:
+            self._is_training = self._is_woken = True
+            self._incoming.append(checkpoint)
+            self._lock.notify_all()
+            state = self._state
+        if state.over:
+            self._set_state(state)  # the thread does nothing more
+
+    @property
+    def wanted(self) -> frozenset[CheckpointId]:
+        """Checkpoints that the folder must keep until they are in the store.
+
+        What the thread will leave out is not among them, so that their number is bounded also while the
+        thread waits for the store.
+        """
+        with self._lock:
+            if self._state.over:
+                return frozenset()
+            state, _ = self._state.with_committed(self._incoming)
+            return frozenset(map(checkpoint_of, state.wanted))
+
+    def finish(self, longest_seconds: float) -> bool:
+        """Upload what is committed, then stop. Return whether all of it is in the store.
+
+        Args:
+            longest_seconds: Longest wait.
+        """
+        with self._lock:
+            if self._is_training and not self._is_done():
+                logger.warning(
+                    "uploading the last checkpoints to %s, for at most %.0f s",
+                    self._store.url,
+                    longest_seconds,
+                )
+            done = self._lock.wait_for(self._is_done, longest_seconds)
+            failed = any(outcome.failure for outcome in self._state.outcomes[-1:])
+        if not done:
+            logger.warning(
+                "the last checkpoints are not in %s: they are in the folder, and the next run that uses "
+                "it uploads the newest one",
+                self._store.url,
+            )
+        self._close()
+        self._thread.join(_END_SECONDS if done else 0.0)  # old checkpoints may still be deleted
+        self._shares.close()
+        return done and not failed
+
+    def abort(self) -> None:
+        """Stop without uploading what waits."""
+        self._close()
+        self._shares.close()
+        self._thread.join(_END_SECONDS)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while True:
+            pause, waits_it_out = _POLL_SECONDS, False
+            with self._lock:
+                self._is_woken = False
+            try:
+                pause = self._lead() if self._leads else self._follow()
+                self._worked()
+            except (TakenError, ForeignTrainingError) as error:
+                self._end(error)
+            except (HoldfastError, OSError) as error:
+                pause, waits_it_out = self._failed(error), True
+            except Exception:
+                logger.exception("uploads to %s failed", self._store.url)
+                pause, waits_it_out = _LONGEST_PAUSE_SECONDS, True
+            with self._lock:
+                if pause > 0:
+                    self._wait(pause, wakes=not waits_it_out)
+                if self._closing:
+                    return
+
+    def _wait(self, seconds: float, *, wakes: bool) -> None:
+        """Wait, at most until the end. With `wakes`, until there is something to do."""
+        self._lock.wait_for(lambda: self._closing or (wakes and self._is_woken), seconds)
+
+    def _failed(self, error: Exception) -> float:
+        """Log an error that is new, and return the seconds after which uploads are tried again."""
+        if str(error) != self._logged and not self._closing:
+            self._logged = str(error)
+            logger.warning("uploads to %s fail and are tried again: %s", self._store.url, error)
+        pause = self._pause_seconds
+        self._pause_seconds = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return pause
+
+    def _worked(self) -> None:
+        if self._logged:
+            logger.warning("uploads to %s continue", self._store.url)
+        self._logged, self._pause_seconds = "", _FIRST_PAUSE_SECONDS
+
+    def _is_done(self) -> bool:
+        if self._state.over or not self._is_training:
+            return True
+        return not self._incoming and not self._state.wanted
+
+    # ------------------------------------------------------------------ every persister but the leader's
+
+    def _follow(self) -> float:
+        state = self._files.read()
+        if state is None:
+            if self._state != UploadState() and self._files.are_removed:
+                self._set_state(replace(self._state, over="a later run has taken the store"))
+            return _POLL_SECONDS
+        if state.request is not None:
+            self._shares.upload(state.request, self._files, state.conditional_put)
+        self._set_state(state)
+        return _POLL_SECONDS
+
+    # ------------------------------------------------------------------ the leader
+
+    def _lead(self) -> float:
+        with self._lock:
+            if not self._is_training or self._state.over:
+                return _POLL_SECONDS
+        self._take()
+        self._accept()
+        checkpoint = self._state.first
+        self._hold(checkpoint)
+        if checkpoint is None:
+            self._sweep()
+            return _POLL_SECONDS
+        try:
+            return self._persist(checkpoint)
+        except TakenError:
+            raise
+        except (GoneError, AlreadyExistsError) as error:
+            self._write(self._state.ended(checkpoint, str(error)))
+            return 0.0
+
+    def _hold(self, checkpoint: CheckpointId | None) -> None:
+        """Keep a script from deleting the checkpoint that is being uploaded, and release the one before."""
+        if self._held is not None and self._held[0] != checkpoint:
+            if (before := self._held[1]) is not None:
+                before.release()
+            self._held = None
+        if self._held is None and checkpoint is not None:
+            claim = None
+            with contextlib.suppress(NotFoundError):  # nothing is written below a mount point
+                self._folder.expect_present()
+                claim = hold(self._folder.options.root, checkpoint)
+            self._held = checkpoint, claim
+
+    def _take(self) -> None:
+        """Take the store, and find out what is to be uploaded. Only the first success has an effect."""
+        with self._taking:
+            if self._is_taken:
+                return
+            folder = self._folder
+            self._store.take(folder.round, has_checkpoints=folder.has_checkpoints)
+            failpoint("uploads.taken")
+            self._files.remove_older()
+            state = self._files.read() or UploadState()
+            state, left_out = state.with_committed(self._missing())
+            self._warn_of(left_out)
+            self._write(replace(state, conditional_put=self._store.has_conditional_put))
+            self._is_taken = True
+
+    def _missing(self) -> list[CheckpointId]:
+        """Return the committed checkpoints that the store lacks, and those that are not queued yet.
+
+        The store needs the folder's newest one, unless it has a newer one and this run did not restore it.
+        It also needs those of this round, for which ranks may wait: an earlier persister may have been
+        killed before it queued them.
+        """
+        stored = self._store.checkpoints()
+        newest_stored = max(map(age_of, stored), default=(-1, -1))
+        newest_first = candidates(self._folder.tier)
+        found = {
+            c
+            for c in newest_first
+            if (c == newest_first[0] or c.round == self._folder.round)
+            and c not in stored
+            and (age_of(c) > newest_stored or c == self._folder.protected)
+        }
+        with self._lock:
+            return sorted(found.union(self._incoming), key=age_of)
+
+    def _accept(self) -> None:
+        """Queue what was committed. Checkpoints that wait behind newer ones for too long are left out."""
+        with self._lock:
+            incoming = tuple(self._incoming)
+        state, left_out = self._state.with_committed(incoming)
+        self._warn_of(left_out)
+        if state is not self._state:
+            self._write(state)
+        with self._lock:
+            self._incoming = [c for c in self._incoming if c not in incoming]
+
+    def _warn_of(self, left_out: tuple[CheckpointId, ...]) -> None:
+        if left_out:
+            steps = ", ".join(str(checkpoint.step) for checkpoint in left_out[-5:])
+            more = f" and {len(left_out) - 5} before" if len(left_out) > 5 else ""
+            logger.warning(
+                "steps %s%s are not uploaded to %s: they waited for the store and newer steps were saved",
+                steps,
+                more,
+                self._store.url,
+            )
+
+    def _persist(self, checkpoint: CheckpointId) -> float:
+        """Continue the upload of a checkpoint. Return the seconds after which to continue."""
+        request = self._request_for(checkpoint)
+        self._shares.upload(request, self._files, self._state.conditional_put)
+        manifest = self._shares.manifest(checkpoint)
+        stored = self._gathered(manifest, request)
+        if stored is None:
+            return _POLL_SECONDS
+        failpoint("uploads.before_commit")
+        self._store.expect_newest(self._folder.round)
+        needs, bases = merged(stored)
+        tier = self._shares.tier(self._state.conditional_put)
+        if not commit(tier, NAMESPACE, manifest, needs, bases):
+            logger.warning(
+                "%s refers to chunks that the store lost: uploading it whole", checkpoint
+            )
+            self._write(replace(self._state, request=replace(request, whole=True)))
+            return 0.0
+        failpoint("uploads.after_commit")
+        self._write(self._state.ended(checkpoint))
+        self._retain()
+        return 0.0
+
+    def _request_for(self, checkpoint: CheckpointId) -> PersistRequest:
+        """Return the request for this checkpoint. It stays the same until the checkpoint is persisted."""
+        request = self._state.request
+        if request is not None:
+            return request
+        older = [c for c in self._newest_stored() if age_of(c) < age_of(checkpoint)]
+        request = PersistRequest(self._folder.round, checkpoint.step, checkpoint.round)
+        if older:
+            tier = self._shares.tier(self._state.conditional_put)
+            request = replace(
+                request,
+                base=RestorePoint(older[0].step, older[0].round),
+                older=references_beside(tier, NAMESPACE, JOB_UID, older[0]),
+            )
+        self._write(replace(self._state, request=request))
+        return request
+
+    def _gathered(self, manifest: Manifest, request: PersistRequest) -> list[StoredAs] | None:
+        """Return how the store holds each shard, or None while one is missing.
+
+        Raises GoneError if a persister cannot upload its shard.
+        """
+        found: list[StoredAs] = []
+        for shard in manifest.shards:
+            share = self._files.share(manifest.checkpoint, Rank(shard.rank))
+            if share is None or share.blake3 != shard.blake3:
+                return None
+            if share.failure:
+                raise GoneError(share.failure)
+            if request.whole and share.references:
+                return None  # it was recorded before the shard was requested whole
+            found.append(StoredAs(share.base, share.references))
+        return found
+
+    def _retain(self) -> None:
+        """Delete the checkpoints of the store that are not kept."""
+        kept = {self._folder.protected, *self.wanted}
+        tier = self._shares.tier(self._state.conditional_put)
+        for checkpoint in self._newest_stored()[self._keep_last :]:
+            if checkpoint not in kept:
+                failpoint("uploads.before_delete")
+                tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
+
+    def _sweep(self) -> None:
+        """Delete at times what interrupted uploads and deletions have left in the store."""
+        if time.monotonic() < self._sweep_at:
+            return
+        self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+        # Another run may be uploading again what this one takes for the rest of an old upload.
+        self._store.expect_newest(self._folder.round)
+        tier = self._shares.tier(self._state.conditional_put)
+        tier.abort_stale(NAMESPACE, JOB_UID, STALE_UPLOADS)
+        tier.sweep(NAMESPACE, JOB_UID, self._folder.round, QUIET, lambda: self.wanted)
+
+    def _newest_stored(self) -> list[CheckpointId]:
+        return sorted(self._store.checkpoints(), key=age_of, reverse=True)
+
+    # ------------------------------------------------------------------ outcomes
+
+    def _write(self, state: UploadState) -> None:
+        self._files.write(state)
+        self._set_state(state)
+
+    def _set_state(self, state: UploadState) -> None:
+        """Take over a state, and send the outcomes that are new to the rank.
+
+        A checkpoint that the state has passed over, or that comes after the end, fails: its outcome was
+        one of too many, or no process will write it.
+        """
+        with self._lock:
+            self._state = state
+            outcomes = {checkpoint_of(o.checkpoint): o.failure for o in state.outcomes}
+            new = {c: failure for c, failure in outcomes.items() if c not in self._told}
+            waiting = {checkpoint_of(one) for one in state.wanted}
+            passed = max(map(age_of, (*outcomes, *waiting)), default=(-1, -1))
+            incoming = [c for c in self._incoming if c not in outcomes]
+            self._incoming = []
+            for checkpoint in incoming:
+                if state.over:
+                    new[checkpoint] = state.over
+                elif checkpoint in waiting or age_of(checkpoint) > passed:
+                    self._incoming.append(checkpoint)
+                else:
+                    new[checkpoint] = LEFT_OUT
+            self._told = set(outcomes)
+            pushes = tuple(self._pushes)
+            self._lock.notify_all()
+        for checkpoint, failure in new.items():
+            for push in pushes:
+                push(_message(checkpoint, failure))
+
+    def _end(self, error: Exception) -> None:
+        """Upload nothing more, and fail what waits: the store belongs to another run or training."""
+        logger.error("%s: %s", self._store.url, error)
+        with self._lock:
+            waiting = [*map(checkpoint_of, self._state.wanted), *self._incoming]
+        state = replace(self._state, over=str(error))
+        for checkpoint in dict.fromkeys(waiting):
+            state = state.ended(checkpoint, str(error))
+        try:
+            self._write(state)
+        except HoldfastError as failure:  # the run that took the store has removed the directory
+            logger.info("%s", failure)
+            self._set_state(state)
+
+
+def _message(checkpoint: CheckpointId, failure: str) -> LevelReached | SaveFailed:
+    step, round_ = checkpoint.step, checkpoint.round
+    if failure:
+        return SaveFailed(step, round_, Level.PERSISTED, "NotUploaded", failure)
+    return LevelReached(step, round_, Level.PERSISTED)

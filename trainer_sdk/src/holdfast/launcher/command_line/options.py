@@ -1,0 +1,277 @@
+"""The options of `holdfast run`: those of torchrun, and `--preload`.
+
+An option that torchrun also has means the same here, in both spellings (`--nproc-per-node`,
+`--nproc_per_node`), and has the same variable as its default (`PET_NPROC_PER_NODE`). An option of torchrun
+that has no meaning here is refused, and the error names what to use instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.launcher.command_line.command import Command, parse_command
+from holdfast.launcher.command_line.log_options import LogOptions, parse_streams
+from holdfast.launcher.command_line.node_options import NodeOptions, NodeWords, node_options
+from holdfast_core.errors import ConfigError
+
+DEFAULT_GRACE_SECONDS = 10.0
+_COUNTED = ("auto", "cpu", "gpu", "xpu")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    command: Command
+    nproc: str | None
+    """Ranks of this node: a number, or what to count (`gpu`, `cpu`, `xpu`, `auto`). None: the default."""
+    nodes: NodeOptions
+    logs: LogOptions
+    preload: tuple[str, ...] = ()
+    max_restarts: int = 0
+    grace_seconds: float | None = None
+    """Time from SIGTERM to SIGKILL for the ranks. None: that of the pod, else DEFAULT_GRACE_SECONDS."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    name: str
+    help: str
+    metavar: str = ""
+    """Name of the value. An option without one is a flag."""
+    short: str = ""
+    repeats: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        words = [self.short] if self.short else []
+        return [*words, *dict.fromkeys((f"--{self.name}", f"--{self.name.replace('-', '_')}"))]
+
+    @property
+    def attribute(self) -> str:
+        return self.name.replace("-", "_")
+
+
+_OPTIONS = (
+    _Option(
+        "nproc-per-node",
+        "ranks of this node: a number, or gpu, xpu, cpu or auto to count devices (default: "
+        "spec.procsPerWorker in a TrainingJob, else 1)",
+        "N",
+    ),
+    _Option("nnodes", "number of nodes (default: the nodes of an srun step, else 1)", "N"),
+    _Option("node-rank", "number of this node, from 0 (default: as srun numbers it)", "N"),
+    _Option(
+        "rdzv-endpoint",
+        "address of node 0, where the launchers of the other nodes connect to (default: the first "
+        "node of an srun step)",
+        "HOST[:PORT]",
+    ),
+    _Option("rdzv-id", "text that all nodes of this run share, and no other run has", "ID"),
+    _Option("rdzv-backend", "accepted for torchrun's sake: c10d or static, both are the same", "B"),
+    _Option(
+        "rdzv-conf",
+        "join_timeout=SECONDS: how long nodes wait for each other (default 600)",
+        "KEY=VALUE",
+    ),
+    _Option("standalone", "run on this node only, also in an srun step"),
+    _Option("master-addr", "host of --rdzv-endpoint", "HOST"),
+    _Option("master-port", "port of --rdzv-endpoint", "PORT"),
+    _Option(
+        "max-restarts",
+        "how often all ranks of all nodes may be restarted in place (default 0)",
+        "N",
+    ),
+    _Option(
+        "monitor-interval",
+        "accepted for torchrun's sake: the launcher notices the end of a rank at once",
+        "SECONDS",
+    ),
+    _Option("module", "SCRIPT is the name of a module, as with python -m", short="-m"),
+    _Option("no-python", "SCRIPT is a program that is not a Python script"),
+    _Option("log-dir", "folder for the files of --redirects and --tee", "DIR"),
+    _Option(
+        "redirects",
+        "streams that go to a file only: 1 stdout, 2 stderr, 3 both; or by local rank: 0:1,1:3",
+        "STREAMS",
+        short="-r",
+    ),
+    _Option("tee", "streams that go to a file and to the console", "STREAMS", short="-t"),
+    _Option(
+        "shutdown-timeout",
+        f"time from SIGTERM to SIGKILL for the ranks (default {DEFAULT_GRACE_SECONDS:g}; in a TrainingJob "
+        "a part of the pod's grace period)",
+        "SECONDS",
+    ),
+    _Option(
+        "preload",
+        "module, in addition to torch, that the fork server imports before it forks ranks; repeat it, "
+        "or separate modules by commas",
+        "MODULE",
+        repeats=True,
+    ),
+)
+
+REFUSED = {
+    "duplicate-stderr-filters": "use --tee, and filter the file",
+    "duplicate-stdout-filters": "use --tee, and filter the file",
+    "event-log-handler": "omit it: the launcher logs to its standard error",
+    "local-addr": "omit it: nodes connect to the host of --rdzv-endpoint only",
+    "local-ranks-filter": "use --redirects, for example --redirects 1:3,2:3 for local ranks 1 and 2",
+    "log-line-prefix-template": "omit it: each line begins with [rank N]",
+    "logs-specs": "use --log-dir with --redirects or --tee",
+    "numa-binding": "omit it and bind the ranks in the script, or put numactl before holdfast",
+    "print-completion": "see holdfast run --help",
+    "role": "omit it: all ranks have the role default",
+    "run-path": "omit it: a Python script is run in a forked process anyway",
+    "signals-to-handle": "omit it: SIGTERM and SIGINT make the ranks save and stop",
+    "start-method": "omit it: ranks are forked from a process that has imported torch",
+    "virtual-local-rank": "omit it and set the device by LOCAL_RANK",
+}
+"""Options of torchrun that have no meaning here, and what to do instead."""
+
+_DECIDED_BY_A_JOB = (
+    "nnodes",
+    "node-rank",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-backend",
+    "rdzv-conf",
+    "standalone",
+    "master-addr",
+    "master-port",
+    "max-restarts",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to `parser`, for its help and for `options_from`."""
+    for option in _OPTIONS:
+        if not option.metavar:
+            parser.add_argument(*option.words, action="store_true", help=option.help)
+        elif option.repeats:
+            parser.add_argument(
+                *option.words, action="append", metavar=option.metavar, help=option.help
+            )
+        else:
+            parser.add_argument(*option.words, metavar=option.metavar, help=option.help)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """Split a command line into options and command. Return whether `--` stands between them.
+
+    The first word is the verb. The command begins at the first other word that is neither an option nor
+    its value. Raises ConfigError for an option of torchrun that is refused.
+    """
+    takes_value = {word: bool(option.metavar) for option in _OPTIONS for word in option.words}
+    at = 1
+    while at < len(words):
+        word = words[at]
+        if word == "--":
+            return list(words[:at]), list(words[at + 1 :]), True
+        if not word.startswith("-"):
+            break
+        name, _, value = word.partition("=")
+        advice = REFUSED.get(name.lstrip("-").replace("_", "-"))
+        if advice is not None and name.startswith("--"):
+            raise ConfigError(f"holdfast run: {name} of torchrun has no meaning here: {advice}")
+        at += 2 if takes_value.get(word, False) and not value else 1
+    return list(words[:at]), list(words[at:]), False
+
+
+def options_from(
+    arguments: argparse.Namespace,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    is_command_line: bool,
+    in_pod: bool = False,
+) -> RunOptions:
+    """Return the options of a command line. Raises ConfigError for invalid values.
+
+    Args:
+        arguments: What the parser has read.
+        words: The command.
+        env: Environment of the launcher: defaults of torchrun (PET_*), and variables of srun.
+        is_command_line: Whether `--` stands before the command.
+        in_pod: Whether this is a worker pod, where the operator decides about nodes and restarts. Its
+            environment may have variables of another controller, which are ignored.
+    """
+    if in_pod:
+        _expect_none_for_a_job(arguments)
+        env = {}
+    _set_defaults(arguments, env)
+    nproc = arguments.nproc_per_node
+    if nproc is not None and nproc not in _COUNTED:
+        _number("--nproc-per-node", nproc, f"a number from 1, or {', '.join(_COUNTED)}", 1)
+    if arguments.monitor_interval is not None:
+        _seconds("--monitor-interval", arguments.monitor_interval)
+    grace = arguments.shutdown_timeout
+    return RunOptions(
+        parse_command(
+            words,
+            is_module=arguments.module,
+            is_command_line=is_command_line or arguments.no_python,
+        ),
+        nproc,
+        node_options(
+            NodeWords(
+                arguments.nnodes,
+                arguments.node_rank,
+                arguments.rdzv_endpoint,
+                arguments.rdzv_id,
+                arguments.rdzv_backend,
+                arguments.rdzv_conf,
+                arguments.master_addr,
+                arguments.master_port,
+                arguments.standalone,
+            ),
+            env,
+        ),
+        LogOptions(
+            arguments.log_dir,
+            parse_streams("--redirects", arguments.redirects),
+            parse_streams("--tee", arguments.tee),
+        ),
+        tuple(name for word in arguments.preload or () for name in word.split(",") if name),
+        _number("--max-restarts", arguments.max_restarts or "0", "a number from 0", 0),
+        None if grace is None else _seconds("--shutdown-timeout", grace),
+    )
+
+
+def _expect_none_for_a_job(arguments: argparse.Namespace) -> None:
+    given = [name for name in _DECIDED_BY_A_JOB if getattr(arguments, name.replace("-", "_"))]
+    if given:
+        names = ", ".join(f"--{name}" for name in given)
+        raise ConfigError(
+            f"holdfast run: {names}: omit it in a TrainingJob, where spec.workers and spec.failurePolicy "
+            "decide"
+        )
+
+
+def _set_defaults(arguments: argparse.Namespace, env: Mapping[str, str]) -> None:
+    for option in _OPTIONS:
+        text = env.get(f"PET_{option.attribute.upper()}", "")
+        if text and not option.repeats and not getattr(arguments, option.attribute):
+            value = text if option.metavar else text != "0"
+            setattr(arguments, option.attribute, value)
+
+
+def _number(name: str, text: str, expected: str, lowest: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = lowest - 1
+    if number < lowest:
+        raise ConfigError(f"holdfast run: {name} {text}: expected {expected}")
+    return number
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"holdfast run: {name} {text}: expected a number of seconds from 0")
+    return seconds

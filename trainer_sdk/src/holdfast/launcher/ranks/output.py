@@ -1,0 +1,115 @@
+"""Copies the ranks' output, prefixed by rank, to the launcher's stdout and stderr, and keeps its tail.
+
+Memory is bounded: a line above 64 KiB is split, and a tail keeps the last 2 KiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
+
+TAIL_BYTES = 2048
+_MAX_LINE_BYTES = 64 * 1024
+
+
+class Tail:
+    """The last TAIL_BYTES of a stream, as text."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def add(self, data: bytes) -> None:
+        self._data = (self._data + data)[-TAIL_BYTES:]
+
+    def text(self) -> str:
+        return self._data.decode(errors="replace").strip()
+
+
+class OutputPump:
+    """Reads one pipe until its end and writes complete lines, each with `prefix` in front.
+
+    Call `start` in a running event loop. `drained` is set at the end of the pipe.
+
+    Args:
+        descriptor: The pipe.
+        prefix: What each line begins with.
+        target: Receives the lines.
+        tail: Keeps the last bytes, or None.
+        copy: File that receives the same bytes without the prefix, or None. It is closed at the end.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        prefix: str,
+        target: BinaryIO,
+        tail: Tail | None,
+        copy: BinaryIO | None = None,
+    ) -> None:
+        self._copy = copy
+        self._descriptor = descriptor
+        self._prefix = prefix.encode()
+        self._target = target
+        self._tail = tail
+        self._partial = b""
+        self.drained = asyncio.Event()
+
+    def start(self) -> None:
+        os.set_blocking(self._descriptor, False)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._on_readable)
+
+    def close(self) -> None:
+        """Write an incomplete last line and close the pipe, even if a grandchild holds its other end."""
+        if not self.drained.is_set():
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            if self._partial:
+                self._emit(self._partial + b"\n")
+                self._partial = b""
+            os.close(self._descriptor)
+            if self._copy is not None:
+                with contextlib.suppress(OSError):  # a full disk, which was reported before
+                    self._copy.close()
+            self.drained.set()
+
+    def _on_readable(self) -> None:
+        try:
+            data = os.read(self._descriptor, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self.close()
+            return
+        if self._tail is not None:
+            self._tail.add(data)
+        if self._copy is not None:
+            self._append(self._copy, data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > _MAX_LINE_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
+        if lines:
+            self._emit(b"".join(self._prefix + line + b"\n" for line in lines))
+
+    def _append(self, file: BinaryIO, data: bytes) -> None:
+        try:
+            file.write(data)
+            file.flush()
+        except OSError as error:
+            # Training must continue, and the console still shows the lines.
+            logger.error("%s: %s: this file receives no more output", file.name, error)
+            self._copy = None
+
+    def _emit(self, data: bytes) -> None:
+        if data == self._partial + b"\n":
+            data = self._prefix + data
+        try:
+            self._target.write(data)
+            self._target.flush()
+        except (BrokenPipeError, ValueError):
+            # The reader of the log has ended (`holdfast run | head`). Training must continue.
+            self._target = open(os.devnull, "wb")  # noqa: SIM115

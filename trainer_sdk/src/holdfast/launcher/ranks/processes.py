@@ -1,0 +1,371 @@
+"""The launcher's side of the fork server: start it, fork ranks and stores, await their ends, kill them.
+
+It uses asyncio, with one instance for each launcher. After `close`, all processes that it started have
+ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from holdfast.base.settings import current_environment, single_thread_defaults
+from holdfast.launcher.command_line.command import Command, CommandKind
+from holdfast.launcher.command_line.log_options import Streams
+from holdfast.launcher.ranks import wire
+from holdfast.launcher.ranks.forkserver import TORCH_MODULES, kill_group
+from holdfast.launcher.ranks.log_files import LogFiles, StreamFile
+from holdfast.launcher.ranks.output import OutputPump, Tail
+from holdfast.launcher.ranks.stacks import Found, Watched, find
+from holdfast_core.errors import ConfigError, HoldfastError
+from holdfast_core.ids import Rank
+
+_DRAIN_SECONDS = 1.0
+"""Time to wait for the last lines of a rank that has ended."""
+
+
+class ForkServerError(HoldfastError):
+    """The fork server has ended or could not fork. No process can be started any more."""
+
+
+@dataclass(slots=True)
+class RankProcess:
+    """One forked rank. `code` is None while it runs."""
+
+    key: str
+    rank: Rank
+    pumps: tuple[OutputPump, ...]
+    stacks: int | None
+    """Descriptor of the file in memory that the rank writes its stack to on request. None: it has ended."""
+    tail: Tail = field(default_factory=Tail)
+    pid: int | None = None
+    code: int | None = None
+    forked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the rank has a pid or could not be forked."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def last_output(self) -> str:
+        return self.tail.text()
+
+    def close_stacks(self) -> None:
+        if self.stacks is not None:
+            os.close(self.stacks)
+            self.stacks = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Where a stream of a rank goes."""
+
+    stream: Streams
+    prefix: str
+    console: BinaryIO
+    tail: Tail | None
+
+    def open(self, to: StreamFile | None) -> tuple[int, OutputPump | None]:
+        """Return the descriptor for the rank, and the pump that reads the other end, if there is one.
+
+        A stream that is redirected to a file needs no pump: the rank itself writes to the file.
+        """
+        if to is not None and not to.on_console:
+            with to.file as file:
+                return os.dup(file.fileno()), None
+        read, write = os.pipe2(os.O_CLOEXEC)
+        copy = None if to is None else to.file
+        return write, OutputPump(read, self.prefix, self.console, self.tail, copy)
+
+
+class Processes:
+    """Owns the fork server and, through it, every process of this launcher."""
+
+    def __init__(self, command: Command, preload: Sequence[str], logs: LogFiles) -> None:
+        self._command = command
+        self._logs = logs
+        self._preload = tuple(preload)
+        self._serial = 0
+        self._ranks: dict[str, RankProcess] = {}
+        self._stores: dict[str, asyncio.Future[int]] = {}
+        self._store_pids: dict[str, int] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._ready: asyncio.Future[float] | None = None
+        self._closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_server_lost: Callable[[str], None] = lambda _: None
+
+    def start(self) -> None:
+        """Start the fork server. It imports torch after this returns; `ready` waits for that."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * wire.MAX_PACKET_BYTES)
+            self._server = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "holdfast.launcher.ranks.forkserver",
+                    str(theirs.fileno()),
+                    # A command that is started by exec cannot use modules that the server imported.
+                    *([] if self._command.kind is CommandKind.EXEC else TORCH_MODULES),
+                    *self._preload,
+                ],
+                pass_fds=[theirs.fileno()],
+                env=single_thread_defaults(current_environment()),
+                stdin=subprocess.DEVNULL,
+            )
+        ours.setblocking(False)
+        self._socket = ours
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        loop.add_reader(ours, self._on_readable)
+
+    async def ready(self) -> float:
+        """Wait for the fork server and return the seconds that its preload took.
+
+        Raises ConfigError when a module cannot be preloaded, and ForkServerError when the server ended.
+        """
+        if self._ready is None:
+            raise ForkServerError("the fork server was not started")
+        return await asyncio.shield(self._ready)
+
+    @property
+    def ranks(self) -> tuple[RankProcess, ...]:
+        return tuple(self._ranks.values())
+
+    async def find_stacks(self) -> tuple[Found, ...]:
+        """Return where each rank is that runs. It takes some seconds."""
+        with contextlib.ExitStack() as files:
+            running = []
+            for process in self._ranks.values():
+                if process.pid is not None and process.stacks is not None:
+                    # A rank that ends meanwhile closes its own descriptor, whose number may be used again.
+                    file = os.dup(process.stacks)
+                    files.callback(os.close, file)
+                    running.append(Watched(process.rank, process.pid, file))
+            return await find(running)
+
+    async def fork_rank(self, rank: Rank, env: dict[str, str], attempt: int) -> RankProcess:
+        """Request the fork of a rank. This returns before the process runs.
+
+        Args:
+            rank: The rank.
+            env: Variables that the rank gets in addition to those of the launcher.
+            attempt: The round, which is a part of the names of the rank's log files.
+
+        Raises:
+            ConfigError: A log file cannot be opened.
+            ForkServerError: The fork server has ended.
+        """
+        await self.ready()
+        key = self._next_key(f"rank{rank}")
+        local_rank = int(env["LOCAL_RANK"])
+        try:
+            files = await asyncio.to_thread(self._logs.open, local_rank, rank, attempt)
+        except OSError as error:
+            raise ConfigError(f"holdfast run: --log-dir: rank {rank}: {error}") from error
+        stacks = os.memfd_create(f"stacks of rank {rank}")
+        process = RankProcess(key, rank, (), stacks)
+        prefix = f"[rank {rank}] "
+        outputs = (
+            _Output(Streams.STDOUT, prefix, sys.stdout.buffer, None),
+            _Output(Streams.STDERR, prefix, sys.stderr.buffer, process.tail),
+        )
+        descriptors: list[int] = []
+        pumps: list[OutputPump] = []
+        try:
+            for output in outputs:
+                descriptor, pump = output.open(files.get(output.stream))
+                descriptors.append(descriptor)
+                if pump is not None:
+                    pumps.append(pump)
+            process.pumps = tuple(pumps)
+            request = wire.ForkRank(key, self._command.kind.value, self._command.argv, env)
+            self._send(request, [*descriptors, stacks])
+        except BaseException:
+            os.close(stacks)
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        for pump in process.pumps:
+            pump.start()
+        self._ranks[key] = process
+        return process
+
+    async def fork_store(self, host: str) -> tuple[str, int]:
+        """Fork a process that hosts a TCPStore, and return its key and port.
+
+        Clients can connect when this returns.
+
+        Args:
+            host: Address to listen on; "" for all addresses.
+        """
+        await self.ready()
+        key = self._next_key("store")
+        self._stores[key] = asyncio.get_running_loop().create_future()
+        self._send(wire.ForkStore(key, host), [])
+        return key, await self._stores[key]
+
+    def end_store(self, key: str) -> None:
+        pid = self._store_pids.get(key)
+        if pid is not None:
+            kill_group(pid)
+
+    def signal_ranks(self, number: signal.Signals) -> None:
+        """Send a signal to every rank's process, but not to its group: a rank stops its own children."""
+        for process in self._ranks.values():
+            if process.pid is not None and process.code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    async def end_ranks(self) -> None:
+        """Send SIGKILL to every rank's process group and wait until all ranks are reaped.
+
+        No other signal ends a rank that hangs in a collective.
+        """
+        for process in self._ranks.values():
+            if process.pid is not None and process.code is None:
+                kill_group(process.pid)
+        for process in tuple(self._ranks.values()):
+            if process.pid is None and process.code is None:
+                await process.forked.wait()  # the fork was requested; its pid arrives soon
+                if process.pid is not None and process.code is None:
+                    kill_group(process.pid)
+            await process.ended.wait()
+        self._ranks.clear()
+
+    async def close(self) -> None:
+        """Kill all processes, and end the fork server."""
+        self._closing = True
+        if self._server is None or self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket)
+        for pid in self._living():
+            kill_group(pid)
+        self._socket.close()  # the server then kills the remaining processes and exits
+        await asyncio.to_thread(self._join)
+        for process in self._ranks.values():
+            for pump in process.pumps:
+                pump.close()
+            process.close_stacks()
+
+    def _living(self) -> list[int]:
+        pids = [p.pid for p in self._ranks.values() if p.pid is not None and p.code is None]
+        return pids + list(self._store_pids.values())
+
+    def _join(self) -> None:
+        if self._server is None:
+            return
+        try:
+            self._server.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _next_key(self, what: str) -> str:
+        self._serial += 1
+        return f"{what}.{self._serial}"
+
+    def _send(self, message: wire.Message, descriptors: list[int]) -> None:
+        if self._socket is None:
+            raise ForkServerError("the fork server was not started")
+        try:
+            socket.send_fds(self._socket, [wire.encode(message)], descriptors)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ForkServerError("the fork server has ended: no rank can be started") from error
+
+    def _on_readable(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            packet = self._socket.recv(wire.MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            packet = b""
+        if not packet:
+            self._lost("the fork server ended unexpectedly")
+            return
+        match wire.decode(packet):
+            case wire.Ready(seconds):
+                if self._ready is not None:
+                    self._ready.set_result(seconds)
+            case wire.Forked(key, pid, port):
+                self._forked(key, pid, port)
+            case wire.Reaped(key, _, code):
+                self._reaped(key, code)
+            case wire.Failed(key, message):
+                self._failed(key, message)
+            case wire.ForkRank() | wire.ForkStore():
+                self._lost(
+                    "the fork server sent a request, expected a reply: launcher and fork "
+                    "server are of different versions"
+                )
+
+    def _forked(self, key: str, pid: int, port: int) -> None:
+        if key in self._ranks:
+            self._ranks[key].pid = pid
+            self._ranks[key].forked.set()
+        elif key in self._stores:
+            self._store_pids[key] = pid
+            self._stores[key].set_result(port)
+
+    def _reaped(self, key: str, code: int) -> None:
+        self._store_pids.pop(key, None)
+        process = self._ranks.get(key)
+        if process is not None:
+            self._spawn(self._conclude(process, code))
+
+    async def _conclude(self, process: RankProcess, code: int) -> None:
+        """Read the rest of an ended rank's output, then set its exit code and its events."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                for pump in process.pumps:
+                    await pump.drained.wait()
+        for pump in process.pumps:
+            pump.close()
+        process.close_stacks()
+        process.code = code
+        process.forked.set()
+        process.ended.set()
+
+    def _failed(self, key: str, message: str) -> None:
+        if not key:
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_exception(ConfigError(f"holdfast run: {message}"))
+        elif key in self._stores:
+            self._stores[key].set_exception(ForkServerError(f"TCPStore process: {message}"))
+        elif key in self._ranks:
+            process = self._ranks[key]
+            process.tail.add(f"holdfast run: the rank could not be forked: {message}".encode())
+            self._spawn(self._conclude(process, 1))
+
+    def _lost(self, why: str) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+        error = ForkServerError(f"holdfast run: {why}")
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)
+        for waiting in self._stores.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+        for pid in self._living():
+            kill_group(pid)
+        for process in self._ranks.values():
+            if process.code is None:
+                self._spawn(self._conclude(process, -signal.SIGKILL))
+        if not self._closing:
+            self.on_server_lost(why)

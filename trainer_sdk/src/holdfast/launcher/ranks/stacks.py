@@ -1,0 +1,148 @@
+"""Find out where ranks are that finish no step: their Python stacks, without extra rights (ADR 0094).
+
+ 1. The fork server registers faulthandler for STACK_SIGNAL in each rank, with a file in memory that launcher
+    and rank share. Its handler is C code: it runs although the main thread waits in a collective.
+ 2. The launcher sends the signal a few times and reads what the handler wrote.
+
+A rank that does not catch the signal, such as a program that is no Python script, does not get it: the signal
+would end it. It may be at work. One whose process is stopped could not answer, and is not at work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.ids import Rank
+from holdfast_core.messages.schema import RankStack
+
+STACK_SIGNAL = signal.SIGRTMIN + 12
+"""Real-time signals are free where scripts use SIGUSR1 and SIGUSR2, for example under slurm."""
+SAMPLES = 3
+"""Number of stacks whose places are compared, to tell a rank that is at work."""
+PAUSE_SECONDS = 1.0
+"""Time between two stacks."""
+ANSWER_SECONDS = 2.0
+"""Longest wait for a rank's stack."""
+_QUIET_SECONDS = 0.1
+"""Time without further bytes after which a stack is complete."""
+MAX_STACK_BYTES = 256 * 1024
+_FRAMES = 6
+_STOPPED = frozenset("Tt")
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/torch/cuda/__init__.py")
+"""Code in which a rank waits for others: a collective, the backward pass of DDP, or the device."""
+_WAITING_FRAMES = 3
+"""Number of innermost frames of which one must be in such code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A rank process whose stack may be requested."""
+
+    rank: Rank
+    pid: int
+    file: int
+    """Descriptor of the file that its handler writes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a rank is, and what the launcher writes to its log."""
+
+    stack: RankStack
+    log: str
+
+
+async def find(ranks: Sequence[Watched]) -> tuple[Found, ...]:
+    """Return where each rank is. It takes some seconds."""
+    return tuple(await asyncio.gather(*(_find_rank(rank) for rank in ranks)))
+
+
+async def _find_rank(watched: Watched) -> Found:
+    texts: list[str] = []
+    for sample in range(SAMPLES):
+        if sample:
+            await asyncio.sleep(PAUSE_SECONDS)
+        process = _look_at(watched.pid)
+        if process.problem:
+            stack = RankStack(watched.rank, process.problem, False, moves=process.may_work)
+            return Found(stack, process.problem)
+        text = await _stack_of(watched)
+        if not text:
+            problem = (
+                f"it has written no stack within {ANSWER_SECONDS:g} s, in state {process.state}"
+            )
+            return Found(RankStack(watched.rank, problem, is_known=False), problem)
+        texts.append(text)
+    places = [main_thread(text) for text in texts]
+    last = places[-1]
+    waits = any(part in frame for frame in last[:_WAITING_FRAMES] for part in _WAITING_FILES)
+    moves = any(place != last for place in places)
+    return Found(RankStack(watched.rank, shortened(last), True, waits, moves), texts[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """State of a process by /proc, and why it cannot write its stack ("": it can)."""
+
+    state: str
+    problem: str = ""
+    may_work: bool = False
+
+
+def _look_at(pid: int) -> _Process:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return _Process("", "its process has ended")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    state = fields.get("State", "?").strip()
+    if state[0] in _STOPPED:
+        return _Process(state, f"its process is stopped, in state {state}")
+    caught = int(fields.get("SigCgt", "0").strip(), 16)
+    if not caught & 1 << (STACK_SIGNAL - 1):
+        text = f"it is no Python script of this launcher; its process is in state {state}"
+        return _Process(state, text, may_work=True)
+    return _Process(state)
+
+
+async def _stack_of(watched: Watched) -> str:
+    """Return what the rank writes after the signal, or "" if it writes nothing in time."""
+    os.ftruncate(watched.file, 0)
+    os.lseek(watched.file, 0, os.SEEK_SET)  # the rank's handler writes at the same position
+    seen = 0
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(watched.pid, STACK_SIGNAL)
+    waited = 0.0
+    while waited < ANSWER_SECONDS:
+        await asyncio.sleep(_QUIET_SECONDS)
+        waited += _QUIET_SECONDS
+        size = os.fstat(watched.file).st_size
+        if size == seen > 0:
+            break
+        seen = size
+    return os.pread(watched.file, MAX_STACK_BYTES, 0).decode(errors="replace")
+
+
+def main_thread(text: str) -> tuple[str, ...]:
+    """Return the frames of the main thread, innermost first. faulthandler writes that thread last."""
+    frames: list[str] = []
+    for line in text.splitlines():
+        found = _FRAME.fullmatch(line)
+        if found is not None:
+            frames.append(f"{found['function']} ({found['file']}:{found['line']})")
+        elif "most recent call first" in line:
+            frames = []
+    return tuple(frames)
+
+
+def shortened(frames: Sequence[str]) -> str:
+    """Return the innermost frames as one line, without the folders of files."""
+    return " < ".join(re.sub(r"\(.*/", "(", frame) for frame in frames[:_FRAMES])

@@ -1,0 +1,1 @@
+"""Reads checkpoints without the training script, as whole tensors that are assembled when needed."""

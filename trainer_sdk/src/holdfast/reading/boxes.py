@@ -1,0 +1,189 @@
+"""Reads boxes of whole tensors from the shards of a checkpoint, verified chunk by chunk.
+
+A box is assembled from any shards whose slices cover it, as a restore on another number of ranks does. A
+chunk that does not verify is never returned: another shard that holds the same slice is read instead, and
+without one the read fails with the path of the file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from holdfast.reading.source import CheckpointSource
+from holdfast_core.closing import Closing
+from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, StateMismatchError
+from holdfast_core.format.dtypes import tensor_bytes
+from holdfast_core.format.manifest import Manifest
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of, parse_rank_layout
+from holdfast_core.ids import ByteRange, CheckpointId, Rank
+from holdfast_core.reshard.assemble import Copying, check_source
+from holdfast_core.reshard.plan import Move, plan
+from holdfast_core.reshard.reads import by_source
+from holdfast_core.tiers.base import ShardSource
+
+logger = logging.getLogger(__name__)
+
+_OPEN_SHARDS = 16
+"""Shards that stay open between two reads. Each may keep a buffer of 8 MiB."""
+_ALIGNMENT_BYTES = 64
+
+Memory = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class _Target:
+    """Memory that the moves of a plan fill."""
+
+    def __init__(self, size_bytes: int) -> None:
+        whole = np.empty(size_bytes + _ALIGNMENT_BYTES, np.uint8)
+        start = -whole.ctypes.data % _ALIGNMENT_BYTES
+        self.memory: Memory = whole[start : start + size_bytes]
+
+    def write_payload(self, offset: int, data: memoryview) -> None:
+        self.memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+
+class _BadLayout(Exception):
+    """A layout cannot be read. The search begins again without its rank."""
+
+
+class BoxReader(Closing):
+    """Reads one checkpoint. Not thread-safe.
+
+    It keeps the layouts that it has read, and up to 16 open shards.
+    """
+
+    def __init__(self, source: CheckpointSource, checkpoint: CheckpointId) -> None:
+        """Open a checkpoint. Raises NotFoundError, CorruptionError, FormatError."""
+        # The tensors refer to this object, so that the checkpoint is held as long as one of them exists.
+        self._hold: object = source.hold(checkpoint)
+        self.manifest: Manifest = source.manifest(checkpoint)
+        self._source = source
+        self._layouts: dict[Rank, RankLayout] = {}
+        self._shards: OrderedDict[Rank, ShardSource] = OrderedDict()
+
+    @property
+    def name(self) -> str:
+        return f"step {self.manifest.step} in {self._source.name}"
+
+    def layout(self, rank: Rank) -> RankLayout:
+        """Return the layout of a rank. Raises CorruptionError, NotFoundError."""
+        if rank not in self._layouts:
+            shard = self.manifest.shards[rank]
+            document = self._source.layout(self.manifest.ref(rank), shard.layout)
+            self._layouts[rank] = parse_rank_layout(document)
+        return self._layouts[rank]
+
+    def read_box(self, name: str, box: TensorSlice) -> Memory:
+        """Return the bytes of a box of the tensor `name`, in row-major order.
+
+        Args:
+            name: Name of the tensor.
+            box: The box. Its byte range has no meaning.
+
+        Raises:
+            CorruptionError: No readable shard holds a part of the box. The message has the reasons.
+            NotFoundError: The checkpoint was deleted.
+        """
+        size = tensor_bytes(box.dtype, box.lengths, name)
+        target = _Target(size)
+        if not size:
+            return target.memory
+        place = ByteRange(0, size)
+        owner = owner_of(name)
+        wanted = RankLayout(
+            Rank(0) if owner is None else owner,
+            {name: _at(box, place)},
+            {},
+            size,
+        )
+
+        # Only for this read: another tensor may lie in good chunks of the same shard.
+        bad: dict[Rank, str] = {}
+
+        def read(rank: Rank) -> RankLayout:
+            # The search looks at all names of a layout; only one matters here.
+            try:
+                found = self.layout(rank)
+            except (FormatError, NotFoundError) as error:
+                bad[rank] = str(error)
+                raise _BadLayout from error
+            own = found.tensors.get(name)
+            return replace(found, tensors={} if own is None else {name: own}, objects={})
+
+        while True:
+            try:
+                moves = plan(wanted, 1, self.manifest.shards, read, bad)
+            except _BadLayout:
+                continue
+            except (NotFoundError, StateMismatchError, FormatError) as error:
+                raise self._unreadable(name, error) from error
+            if self._take(moves, target, bad):
+                return target.memory
+
+    def read_objects(self, rank: Rank) -> bytes:
+        """Return the objects of a rank: JSON. Raises CorruptionError, NotFoundError."""
+        try:
+            places = set(self.layout(rank).objects.values())
+        except (NotFoundError, CorruptionError) as error:
+            raise self._unreadable(f"the layout of rank {rank}", error) from error
+        if not places:
+            return b""
+        place = places.pop()
+        target = _Target(place.length_bytes)
+        bad: dict[Rank, str] = {}
+        if not self._take((Move(rank, place.start, place.length_bytes, 0),), target, bad):
+            raise CorruptionError(f"the objects of rank {rank} of {self.name}: {bad[rank]}")
+        return target.memory.tobytes()
+
+    def close(self) -> None:
+        while self._shards:
+            self._shards.popitem()[1].close()
+        self._hold = None
+
+    def _take(self, moves: tuple[Move, ...], target: _Target, bad: dict[Rank, str]) -> bool:
+        """Copy the moves. If a shard cannot be read, put the reason into `bad` and return False."""
+        for rank, group in by_source(moves).items():
+            try:
+                Copying(group).take(self._open(rank), target)
+            except (CorruptionError, NotFoundError) as error:
+                self._expect_committed(error)
+                bad[rank] = str(error)
+                if (shard := self._shards.pop(rank, None)) is not None:
+                    shard.close()
+                logger.warning("shard of rank %d of %s: %s", rank, self.name, error)
+                return False
+        return True
+
+    def _open(self, rank: Rank) -> ShardSource:
+        shard = self._shards.get(rank)
+        if shard is None:
+            if len(self._shards) >= _OPEN_SHARDS:
+                self._shards.popitem(last=False)[1].close()
+            shard = self._source.open_shard(self.manifest.ref(rank))
+            self._shards[rank] = shard
+            check_source(shard.trailer.record, self.manifest.shards[rank])
+        self._shards.move_to_end(rank)
+        return shard
+
+    def _expect_committed(self, cause: Exception) -> None:
+        """Raise NotFoundError if the checkpoint was deleted, which explains that shards are missing."""
+        if isinstance(cause, NotFoundError):
+            with suppress(CorruptionError):
+                try:
+                    self._source.manifest(self.manifest.checkpoint)
+                except NotFoundError:
+                    raise NotFoundError(
+                        f"{self.name} was deleted while it was read: read another step"
+                    ) from cause
+
+    def _unreadable(self, what: str, error: Exception) -> Exception:
+        return CorruptionError(f"{what} of {self.name} cannot be read: {error}")
+
+
+def _at(box: TensorSlice, place: ByteRange) -> TensorSlice:
+    return TensorSlice(box.dtype, box.shape, box.offsets, box.lengths, place)

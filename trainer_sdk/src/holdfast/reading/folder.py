@@ -1,0 +1,62 @@
+"""The checkpoints of a folder, which a training may write to at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.directory.choice import JOB_UID, committed
+from holdfast.directory.commit import one_at_a_time
+from holdfast.directory.processes import hold
+from holdfast_core.closing import Closing
+from holdfast_core.errors import ConfigError, NotFoundError
+from holdfast_core.format.manifest import Manifest, parse_manifest_of
+from holdfast_core.ids import CheckpointId, Digest, ShardRef
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.tiers.base import ShardSource
+from holdfast_core.tiers.sources import ReaderSource
+
+
+class FolderSource(Closing):
+    """CheckpointSource of a folder. It changes no file of a checkpoint and quarantines nothing.
+
+    Raises ConfigError where `root` is not a folder of checkpoints.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if not (root / "tier").is_dir():
+            raise ConfigError(
+                f"{root}: expected a folder in which a Checkpointer has saved, found no directory "
+                f"{root / 'tier'}"
+            )
+        self._root = root
+        self._tier = DiskNodeTier(root / "tier", read_only=True, name="folder")
+        self._tier.open()
+
+    @property
+    def name(self) -> str:
+        return str(self._root)
+
+    def checkpoints(self) -> list[CheckpointId]:
+        return committed(self._root)
+
+    def hold(self, checkpoint: CheckpointId) -> object:
+        try:
+            with one_at_a_time(self._root):  # so that no process is about to delete it
+                return hold(self._root, checkpoint)
+        except OSError:
+            return None  # the folder cannot be written
+
+    def manifest(self, checkpoint: CheckpointId) -> Manifest:
+        document = self._tier.get_manifest(JOB_UID, checkpoint)
+        return parse_manifest_of(document, JOB_UID, checkpoint)
+
+    def layout(self, ref: ShardRef, digest: Digest) -> bytes:
+        return self._tier.get_layout(digest)
+
+    def open_shard(self, ref: ShardRef) -> ShardSource:
+        if self._tier.look_up(ref) is None:
+            raise NotFoundError(f"shard of {ref}: no file {self._tier.shard_path(ref)}")
+        return ReaderSource(self._tier.open_shard(ref))
+
+    def close(self) -> None:
+        """Do nothing: the tier holds no open file."""

@@ -1,0 +1,108 @@
+"""`open`: the checkpoints of a folder or a store, to be read without the training script."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+from urllib.parse import quote
+
+from holdfast.base.folder import folder_path
+from holdfast.base.object_store import required_store
+from holdfast.base.settings import current_environment
+from holdfast.directory.choice import JOB_UID, NAMESPACE
+from holdfast.reading.checkpoint import SavedCheckpoint
+from holdfast.reading.folder import FolderSource
+from holdfast.reading.source import CheckpointSource
+from holdfast_core.closing import Closing
+from holdfast_core.errors import NotFoundError
+from holdfast_core.ids import CheckpointId
+from holdfast_core.store_url import StoreUrl
+
+_ATTEMPTS = 10
+"""A training may prune the newest checkpoint that was listed before it was opened."""
+
+
+class SavedStep(NamedTuple):
+    """A committed checkpoint, as a listing shows it."""
+
+    step: int
+    round: int
+    """Restart round of the run that saved it. After a rollback, a higher round replaces later steps."""
+
+
+class Checkpoints(Closing):
+    """The committed checkpoints of a folder or a store. A training may write to it at the same time.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self._source = source
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({self._source.name!r}, steps={self.steps()})"
+
+    def list(self) -> tuple[SavedStep, ...]:
+        """Return the committed checkpoints, oldest first. A restore chooses the last one."""
+        found = reversed(self._source.checkpoints())
+        return tuple(SavedStep(checkpoint.step, checkpoint.round) for checkpoint in found)
+
+    def steps(self) -> tuple[int, ...]:
+        """Return the steps of all committed checkpoints in ascending order."""
+        return tuple(sorted({checkpoint.step for checkpoint in self._source.checkpoints()}))
+
+    def at(self, step: int | None = None) -> SavedCheckpoint:
+        """Open the checkpoint of a step, or the one that a restore would choose.
+
+        If several runs have saved the step, the newest one counts. Raises NotFoundError where there is no
+        such checkpoint, and CorruptionError where its manifest is damaged.
+        """
+        for _ in range(_ATTEMPTS):
+            checkpoint = self._find(step)
+            try:
+                return SavedCheckpoint(self._source, checkpoint)
+            except NotFoundError:
+                continue
+        raise NotFoundError(
+            f"{self._source.name}: {_ATTEMPTS} checkpoints were pruned while they were opened: the "
+            "training keeps too few of them (keep_last)"
+        )
+
+    def close(self) -> None:
+        """Release the source. Close the opened checkpoints before."""
+        self._source.close()
+
+    def _find(self, step: int | None) -> CheckpointId:
+        known = self._source.checkpoints()
+        for checkpoint in known:
+            if step is None or checkpoint.step == step:
+                return checkpoint
+        wanted = "any checkpoint" if step is None else f"step {step}"
+        steps = ", ".join(str(one) for one in sorted({c.step for c in known}))
+        raise NotFoundError(
+            f"{self._source.name}: expected {wanted}, found {'steps ' + steps if steps else 'none'}"
+        )
+
+
+def open_checkpoints(path_or_url: str | os.PathLike[str]) -> Checkpoints:
+    """Open the checkpoints of a folder or a store for reading, without the training script.
+
+    path_or_url: the folder in which a Checkpointer saved, or the store to which it uploaded (`store=`): a
+      path, file:///path, or s3://bucket/prefix with the endpoint and the keys as `store=` takes them.
+
+    Nothing is changed, and a training may save there at the same time. Raises ConfigError for anything else
+    than such a place.
+    """
+    text = os.fspath(path_or_url)
+    if isinstance(text, str) and text.strip().lower().startswith("s3:/"):
+        return Checkpoints(_store(required_store(text)))
+    root = folder_path(path_or_url)
+    if (root / NAMESPACE / JOB_UID / "manifests").is_dir():
+        return Checkpoints(_store(required_store(f"file://{quote(str(root))}")))
+    return Checkpoints(FolderSource(root))
+
+
+def _store(url: StoreUrl) -> CheckpointSource:
+    from holdfast.reading.object_store import StoreSource
+
+    return StoreSource(url, current_environment())

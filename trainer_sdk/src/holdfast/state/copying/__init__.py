@@ -1,0 +1,1 @@
+"""Copies the bytes of a snapshot into memory, as its plan says."""

@@ -1,0 +1,166 @@
+"""Calls that copy tensors and arrays into memory, split and batched so that two threads share the work."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from holdfast.state.tensors import Leaf, bytes_of, is_tensor, torch_view
+
+_NOTHING = nullcontext()
+
+
+Copy = Callable[[Sequence[Any]], object]
+"""Copies some of the sources into their places. Its argument is `Snapshot.sources`."""
+
+
+class Places:
+    """The memory of a payload, as tensors and arrays into which `copies_into` copies."""
+
+    def __init__(self, memory: np.ndarray[Any, Any]) -> None:
+        """`memory` is a uint8 array."""
+        self._memory = memory
+        self._typed: dict[Any, Any] = {}
+        """All of the memory as a flat tensor of each dtype."""
+
+    def of(self, leaf: Leaf, start: int) -> Any:
+        """Return the memory of a leaf's stored bytes, which begin at `start`."""
+        source, stop = leaf.source, start + leaf.byte_count
+        if leaf.is_raw:
+            # The memory may not be aligned to the element size, so that only bytes can be copied.
+            return self._memory[start:stop]
+        if not is_tensor(source):
+            return self._memory[start:stop].view(source.dtype).reshape(source.shape)
+        import torch
+
+        # In inference mode it would be a tensor that no other thread, and no later save, may write.
+        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _NOTHING:
+            return self._tensor(source, start)
+
+    def _tensor(self, source: Any, start: int) -> Any:
+        dtype, size = source.dtype, source.element_size()
+        typed = self._typed.get(dtype)
+        if typed is None:
+            whole = len(self._memory) // size
+            typed = torch_view(self._memory[: whole * size], dtype, (whole,))
+            self._typed[dtype] = typed
+        # One call for each place. A slice of the bytes, seen as a tensor of the dtype, takes five.
+        return typed.as_strided(source.shape, _strides(source.shape), start // size)
+
+
+def copies_into(
+    placed: Iterable[tuple[int, Leaf, Any]], piece_bytes: int, batch_bytes: int
+) -> Iterator[tuple[int, Copy]]:
+    """Yield calls that together copy the leaves' bytes, each after its byte count.
+
+    Large contiguous tensors in host memory are split and small tensors are batched, so that two threads can
+    share the work. A call serves all snapshots in which the leaves differ by nothing but their data.
+
+    Args:
+        placed: The position of each leaf's source, the leaf, and its memory; see `Places`. No leaf is empty.
+        piece_bytes: Largest size of a piece of a split tensor.
+        batch_bytes: Largest size of a batch of two tensors or more.
+    """
+    places: list[Any] = []
+    positions: list[int] = []
+    batched = 0
+    for position, leaf, place in placed:
+        source, size = leaf.source, leaf.byte_count
+        if leaf.is_raw:
+            yield size, _copy_one(_copy_raw, place, position)
+        elif isinstance(source, np.ndarray):
+            yield size, _copy_one(np.copyto, place, position)
+        elif size > piece_bytes and source.device.type == "cpu" and source.is_contiguous():
+            element_bytes = source.element_size()
+            count = max(1, piece_bytes // element_bytes)
+            for number, piece in enumerate(place.view(-1).split(count)):
+                copy = _copy_piece(piece, number * count, position)
+                yield piece.numel() * element_bytes, copy
+        else:
+            if batched + size > batch_bytes and places:
+                yield batched, _copy_batch(places, positions)
+                places, positions, batched = [], [], 0
+            places.append(place)
+            positions.append(position)
+            batched += size
+    if places:
+        yield batched, _copy_batch(places, positions)
+
+
+def _copy_one(copy: Callable[[Any, Any], object], place: Any, position: int) -> Copy:
+    return lambda sources: copy(place, sources[position])
+
+
+def _copy_piece(piece: Any, first: int, position: int) -> Copy:
+    last = first + piece.numel()
+    return lambda sources: piece.copy_(sources[position].view(-1)[first:last])
+
+
+def _copy_batch(places: list[Any], positions: list[int]) -> Copy:
+    """Return a call for many small tensors. A call for each of thousands costs more than their bytes."""
+    import torch
+
+    return lambda sources: torch._foreach_copy_(places, [sources[i] for i in positions])
+
+
+@cache
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    strides = accumulate(reversed(shape[1:]), operator.mul, initial=1)
+    return tuple(strides)[::-1] if shape else ()
+
+
+def copy_from_device(leaf: Leaf, target: np.ndarray[Any, Any], *, non_blocking: bool) -> None:
+    """Write a tensor's bytes into `target`, on the current stream of its device.
+
+    Args:
+        leaf: A leaf whose source is a tensor.
+        target: uint8 array of `leaf.byte_count` elements.
+        non_blocking: Return before the stream has done the copy. This requires a page-locked `target`.
+    """
+    import torch
+
+    source, dtype = leaf.source, leaf.source.dtype
+    if leaf.is_raw:
+        source, dtype = bytes_of(_plain(source)), torch.uint8
+    torch_view(target, dtype, tuple(source.shape)).copy_(source, non_blocking=non_blocking)
+
+
+def flat_bytes(leaf: Leaf) -> Any:
+    """Return the leaf's stored bytes as a one-dimensional uint8 tensor or array.
+
+    It shares memory with the leaf where that is one contiguous range of plain values, and is a copy
+    otherwise.
+    """
+    source = leaf.source
+    if not is_tensor(source):
+        return np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+    return bytes_of(_plain(source))
+
+
+def copy_flat(target: np.ndarray[Any, Any], flat: Any) -> None:
+    """Copy a range of `flat_bytes` into `target`, from a device too. Return when the copy is done."""
+    if is_tensor(flat):
+        import torch
+
+        torch.from_numpy(target).copy_(flat)
+    else:
+        target[:] = flat
+
+
+def _copy_raw(target: np.ndarray[Any, Any], source: Any) -> None:
+    if is_tensor(source):
+        target[:] = bytes_of(_plain(source.cpu())).numpy()
+    else:
+        target[:] = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+
+
+def _plain(source: Any) -> Any:
+    """Return a contiguous tensor of the values. The bytes of a conjugate or negative view are different."""
+    return source.resolve_conj().resolve_neg().contiguous()

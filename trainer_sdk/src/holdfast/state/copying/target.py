@@ -1,0 +1,103 @@
+"""Memory for the payloads of one plan: a slot, into which each save copies its snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from holdfast.state.copying.jobs import Copy, Places, copies_into, copy_from_device
+from holdfast.state.snapshot import SavePlan, Snapshot
+from holdfast.state.tensors import Leaf
+
+PIECE_BYTES = 32 << 20
+"""Largest piece of a tensor that one thread copies."""
+BATCH_BYTES = 4 << 20
+"""Largest batch of small tensors that one call copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    """Copy of one tensor from its device to its place in the payload."""
+
+    leaf: Leaf
+    run: Callable[[], None]
+
+    @property
+    def source(self) -> Any:
+        return self.leaf.source
+
+
+class PayloadTarget:
+    """Memory for the payloads of one plan. The calls that fill it are made once for each structure."""
+
+    def __init__(self, plan: SavePlan, target: np.ndarray[Any, Any]) -> None:
+        """`target` is a uint8 array of at least `plan.payload_bytes` elements."""
+        self.plan = plan
+        self._target = target
+        self._made_for: tuple[Any, Any] | None = None
+        self._copies: list[tuple[int, Copy]] = []
+
+    def write(
+        self,
+        snapshot: Snapshot,
+        run: Callable[[list[tuple[int, Callable[[], object]]]], None],
+        leave_out: Callable[[object], bool] | None = None,
+    ) -> None:
+        """Copy the state's current bytes.
+
+        Args:
+            snapshot: Snapshot that fits the plan.
+            run: Runs the copies and returns when all are done.
+            leave_out: Whether to leave out a tensor, which the caller copies itself.
+        """
+        head, target = self.plan.payload.header, self._target
+        target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+        place = self.plan.payload.objects
+        text = np.frombuffer(snapshot.objects, dtype=np.uint8)
+        target[place.start : place.start + len(text)] = text
+        target[place.start + len(text) : place.stop] = ord(" ")
+        made_for = snapshot.structure, leave_out
+        if snapshot.structure is None or made_for != self._made_for:
+            self._copies = list(self._make_copies(snapshot, leave_out))
+            self._made_for = made_for
+        run([(size, partial(copy, snapshot.sources)) for size, copy in self._copies])
+
+    def _make_copies(
+        self, snapshot: Snapshot, leave_out: Callable[[object], bool] | None
+    ) -> Iterator[tuple[int, Copy]]:
+        places, ranges = Places(self._target), self.plan.ranges
+        return copies_into(
+            (
+                (position, leaf, places.of(leaf, ranges[leaf.name].start))
+                for position, leaf in enumerate(snapshot.leaves)
+                if leaf.byte_count and (leave_out is None or not leave_out(leaf.source))
+            ),
+            PIECE_BYTES,
+            BATCH_BYTES,
+        )
+
+
+def device_copies(
+    plan: SavePlan,
+    snapshot: Snapshot,
+    target: np.ndarray[Any, Any],
+    is_on_device: Callable[[object], bool],
+    *,
+    non_blocking: bool,
+) -> list[DeviceCopy]:
+    """Return the copies that `PayloadTarget.write` leaves out with `leave_out=is_on_device`.
+
+    The caller runs them on the stream of its choice.
+    """
+    copies: list[DeviceCopy] = []
+    for leaf in snapshot.leaves:
+        if leaf.byte_count and is_on_device(leaf.source):
+            where = plan.ranges[leaf.name]
+            place = target[where.start : where.stop]
+            run = partial(copy_from_device, leaf, place, non_blocking=non_blocking)
+            copies.append(DeviceCopy(leaf, run))
+    return copies

@@ -1,0 +1,93 @@
+"""Decodes the JSON of a state; `tree` describes it and encodes it."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.state.kinds import NO_CLASSES, Classes
+from holdfast.state.optimizers import SavedOptimizer
+from holdfast.state.tree import FACTORIES
+from holdfast_core.errors import FormatError
+
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "$map": dict,
+    "$odict": collections.OrderedDict,
+    # Not Counter(pairs), which would count the pairs.
+    "$counter": lambda pairs: collections.Counter(dict(pairs)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Decodes JSON values. `resolve` returns the tensor or array of a reference."""
+
+    resolve: Callable[[dict[str, Any]], Any]
+    classes: Classes = NO_CLASSES
+    """Classes that enum members and named tuples may have."""
+
+    def decode(self, value: Any) -> Any:
+        """Return the Python value. Raises FormatError for invalid tags."""
+        if isinstance(value, list):
+            return [self.decode(v) for v in value]
+        if not isinstance(value, dict):
+            return value
+        tag = "$tensor"
+        if tag not in value:  # most of a large state are tensors
+            found = next((k for k in value if k.startswith("$")), None)
+            if found is None:
+                return {k: self.decode(v) for k, v in value.items()}
+            tag = found
+        try:
+            return self._tagged(tag, value[tag], value)
+        except (TypeError, ValueError, KeyError, AttributeError, struct.error) as error:
+            raise FormatError(f"state: {tag} is not well-formed: {error}") from error
+
+    def _tagged(self, tag: str, body: Any, value: dict[str, Any]) -> Any:
+        if tag == "$tensor":
+            return self.resolve(value)
+        if tag == "$tuple":
+            return tuple(self.decode(v) for v in body)
+        if tag in ("$map", "$odict", "$counter"):
+            return _MAPPINGS[tag]((self.decode(k), self.decode(v)) for k, v in body)
+        if tag == "$enum":
+            name, member = body
+            return self.classes.member(name, self.decode(member))
+        if tag == "$named":
+            name, fields, items = body
+            return self.classes.named_tuple(name, fields, [self.decode(v) for v in items])
+        if tag == "$defaultdict":
+            name, pairs = body
+            factory = None if name is None else FACTORIES[name]
+            return collections.defaultdict(
+                factory, ((self.decode(k), self.decode(v)) for k, v in pairs)
+            )
+        if tag == "$optimizer":
+            kind, inner = body
+            saved = SavedOptimizer(self.decode(inner))
+            saved.kind = str(kind)
+            return saved
+        if tag == "$bytes":
+            return base64.b64decode(body, validate=True)
+        if tag == "$bytearray":
+            return bytearray(base64.b64decode(body, validate=True))
+        if tag == "$size":
+            import torch
+
+            return torch.Size(body)
+        if tag == "$int":
+            return int(body, 16)
+        if tag == "$str":
+            return bytes.fromhex(body).decode(errors="surrogatepass")
+        if tag == "$float":
+            return struct.unpack(">d", bytes.fromhex(body))[0]
+        if tag == "$numpy":
+            name, data = body
+            return np.frombuffer(bytes.fromhex(data), dtype=np.dtype(name))[0]
+        raise FormatError(f"state: {tag} is not supported by this version")

@@ -1,0 +1,108 @@
+"""Values of the script's own classes: enum members, named tuples, and subclasses of int, float and str.
+
+A checkpoint holds such a value as built-in values, with the name of its class if it is an enum or a named
+tuple. A restore never imports a class by that name. It finds the class among those of the current state, so
+that a member comes back as a member where the state, or an object in it, has a value of that class. Without
+such a class the value comes back as built-in values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from holdfast_core.errors import StateMismatchError
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def class_name(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_named_tuple(kind: type[Any]) -> bool:
+    """Return whether it is a class made by collections.namedtuple or typing.NamedTuple."""
+    return (
+        issubclass(kind, tuple)
+        and isinstance(getattr(kind, "_fields", None), tuple)
+        and callable(getattr(kind, "_make", None))
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether an enum may have this value: a number, text, bytes, None, or a tuple of them."""
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(is_plain, value)))
+
+
+def is_member(kind: type[Enum], plain: Any) -> bool:
+    """Return whether a restore finds a member of the enum by this value."""
+    try:
+        kind(plain)
+    except Exception:  # noqa: BLE001 - _missing_ is the script's own code
+        return False
+    return True
+
+
+def without_class(value: Any) -> Any:
+    """Return an enum member's value, and a subclass's int, float or str. Return other values unchanged."""
+    if isinstance(value, Enum):
+        return without_class(value.value)
+    if type(value) in _PLAIN:
+        return value
+    # The subclass may define its own conversions.
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    return str.__str__(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Enums and named tuples by their names.
+
+    With `strict`, a value that its class does not accept any more raises StateMismatchError. Otherwise it is
+    returned without its class.
+    """
+
+    by_name: Mapping[str, type[Any] | None] = field(default_factory=dict)
+    """None: two classes have this name."""
+    strict: bool = True
+
+    def member(self, name: str, value: Any) -> Any:
+        """Return the member of the enum `name` that has this value, or the value if there is no such enum."""
+        kind = self.by_name.get(name)
+        if kind is None or not issubclass(kind, Enum):
+            return value
+        try:
+            return kind(value)
+        except Exception as error:  # _missing_ is the script's own code
+            if not self.strict:
+                return value
+            raise StateMismatchError(
+                f"the checkpoint holds {value!r} as a member of {name}, which has no such member now: "
+                "add the member, or restore with strict=False to get the value itself"
+            ) from error
+
+    def named_tuple(self, name: str, fields: Sequence[str], items: Sequence[Any]) -> Any:
+        """Return a named tuple of class `name`, or a plain tuple if there is no such class."""
+        values = dict(zip(fields, items, strict=True))
+        kind = self.by_name.get(name)
+        if kind is None or not is_named_tuple(kind):
+            return tuple(items)
+        expected: tuple[str, ...] = kind._fields
+        if values.keys() == set(expected):
+            return kind._make(values[one] for one in expected)
+        if not self.strict:
+            return tuple(items)
+        raise StateMismatchError(
+            f"the checkpoint holds a {name} with the fields {', '.join(fields)}, expected "
+            f"{', '.join(expected)}: give the class the saved fields, or restore with strict=False to "
+            "get a plain tuple"
+        )
+
+
+NO_CLASSES = Classes()
+"""For a reader that has no current state."""

@@ -1,0 +1,1 @@
+"""How a restore loads a saved state into the current one."""

@@ -1,0 +1,437 @@
+"""Loads a saved state into the current one, in place.
+
+1. Everything is compared first. Nothing is changed if something does not fit.
+2. The objects are loaded: models, optimizers with their param_groups, schedulers, data loaders, others.
+3. The caller's `before_rng` runs. It makes data iterators, which may draw random numbers.
+4. Random number generators are loaded last, or by a later call (`later_rng`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from holdfast.state.kinds import is_named_tuple
+from holdfast.state.loading.later_rng import Load
+from holdfast.state.optimizers import misfit
+from holdfast.state.rng import RNG
+from holdfast.state.snapshot import paused_collector
+from holdfast.state.tensors import (
+    clone,
+    copy_all_in,
+    copy_in,
+    describe,
+    is_alike,
+    is_distributed,
+    is_tensor,
+    local_part,
+    torch_module,
+)
+from holdfast.state.tree import is_stateful, unwrap
+from holdfast_core.errors import StateMismatchError
+
+_SHOWN = 10
+_EXTRA_STATE = "_extra_state"
+"""Last part of the name of what a module's `get_extra_state` returns (torch.nn.modules.module)."""
+
+_Own = Callable[[Any], Any]
+"""Returns a saved value, or its copy, that may be kept after the load."""
+
+
+class _Order(IntEnum):
+    MODEL = 0
+    OPTIMIZER = 1
+    SCHEDULER = 2
+    LOADER = 3
+    OTHER = 4
+    RNG = 5
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """The entries that do not fit, by path. With strict=False these paths are skipped."""
+
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def note(self, path: str, expected: str, found: str) -> None:
+        self.problems[path] = f"{path}: expected {expected}, found {found}"
+
+
+def load_state(
+    state: MutableMapping[str, Any],
+    saved: dict[str, Any],
+    *,
+    strict: bool = True,
+    before_rng: Callable[[], None] | None = None,
+    is_ours: bool = False,
+    defer: Callable[[Load], None] | None = None,
+) -> tuple[str, ...]:
+    """Load `saved` into `state`. Return one line for each skipped entry (none when strict).
+
+    Args:
+        state: The current state.
+        saved: The saved state. Unless `is_ours`, its tensors are views that are valid only during this
+            call, and what is kept of them is copied.
+        strict: Raise instead of skipping entries that do not fit.
+        before_rng: Called before random number generators are loaded.
+        is_ours: Whether the tensors of `saved` are those of `state`, or in memory that may be kept. The
+            caller has compared `saved` with `state` then: `fits` is true.
+        defer: Called with the load of each random number generator, instead of loading it.
+
+    Raises:
+        StateMismatchError: Entries do not fit. The error names the first ten with what was expected and
+            found, and nothing was loaded. It is also raised when an object's own load_state_dict raises;
+            other parts may have been loaded then. With strict=False such an object is skipped.
+    """
+    comparison = _Comparison() if is_ours else _comparison(state, saved)
+    if comparison.problems and strict:
+        raise StateMismatchError(_sentence(comparison.problems))
+    skip = comparison.problems.keys()
+    own: _Own = (lambda value: value) if is_ours else _copied
+    tasks: list[tuple[_Order, str, Any, Any]] = []
+    with paused_collector():
+        _merge(state, saved, "", skip, tasks, own)
+    tasks.sort(key=lambda task: task[0])
+    rest = [task for task in tasks if task[0] is not _Order.RNG]
+    last = [task for task in tasks if task[0] is _Order.RNG]
+    refused: list[str] = []
+
+    def load(task: tuple[_Order, str, Any, Any]) -> tuple[str, ...]:
+        try:
+            _load_object(*task, skip, own)
+        except StateMismatchError as error:
+            if strict:
+                raise StateMismatchError(
+                    f"{error}; parts of the state are already loaded: create the state again "
+                    "before you use it"
+                ) from error
+            return (str(error),)
+        return ()
+
+    for task in rest:
+        # Other objects may start processes, which would inherit the pause.
+        with paused_collector() if task[0] <= _Order.OPTIMIZER else nullcontext():
+            refused += load(task)
+    if before_rng is not None:
+        before_rng()
+    for order, path, target, value in last:
+        if defer is None:
+            refused += load((order, path, target, value))
+        else:
+            defer(partial(load, (order, path, target, own(value))))
+    return (*comparison.problems.values(), *refused)
+
+
+def fits(state: Mapping[str, Any], saved: dict[str, Any]) -> bool:
+    """Return whether names, shapes and types of `saved` fit, so that `load_state` would skip nothing.
+
+    This does not call an object's own load_state_dict, which may still refuse its part.
+    """
+    return not _comparison(state, saved).problems
+
+
+@paused_collector()
+def _comparison(state: Mapping[str, Any], saved: dict[str, Any]) -> _Comparison:
+    comparison = _Comparison()
+    _compare(state, saved, "", comparison, exact=True)
+    return comparison
+
+
+def _sentence(problems: dict[str, str]) -> str:
+    lines = list(problems.values())
+    shown = "\n  ".join(lines[:_SHOWN])
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return (
+        f"the checkpoint does not fit this state in {len(lines)} places:\n  {shown}{more}\nnothing "
+        "was loaded. Build the same model and optimizer, or restore with strict=False"
+    )
+
+
+def _order_of(value: Any) -> _Order:
+    torch = torch_module()
+    if isinstance(value, RNG):
+        return _Order.RNG
+    if torch is not None:
+        if isinstance(value, torch.nn.Module):
+            return _Order.MODEL
+        if isinstance(value, torch.optim.Optimizer):
+            return _Order.OPTIMIZER
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+            return _Order.SCHEDULER
+    if hasattr(value, "__iter__") or hasattr(value, "set_epoch"):
+        return _Order.LOADER
+    return _Order.OTHER
+
+
+def _is_array(value: Any) -> bool:
+    return is_tensor(value) or isinstance(value, np.ndarray)
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Return whether `value` contains tensors, arrays or stateful objects."""
+    if _is_array(value) or is_stateful(value):
+        return True
+    if isinstance(value, dict):
+        return any(_holds_arrays(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_arrays(v) for v in value)
+    return False
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+# ------------------------------------------------------------------------------- compare
+
+
+def _compare(current: Any, saved: Any, path: str, out: _Comparison, *, exact: bool) -> None:
+    """Record in `out` what does not fit.
+
+    With `exact` (the top level, and modules) a saved entry that the state does not have is a problem too.
+    """
+    if is_stateful(current):
+        _compare_object(unwrap(current), saved, path, out)
+    elif _is_array(current):
+        _compare_array(current, saved, path, out)
+    elif isinstance(current, dict | MutableMapping):
+        if not isinstance(saved, dict):
+            out.note(path, "a dict", type(saved).__name__)
+            return
+        if path and _is_data(current, saved):
+            return
+        for key, value in current.items():
+            if key in saved:
+                _compare(value, saved[key], _join(path, key), out, exact=False)
+            else:
+                out.note(_join(path, key), type(value).__name__, "nothing in the checkpoint")
+        if exact:
+            for key in saved.keys() - current.keys():
+                out.note(_join(path, key), "nothing", "an entry of the checkpoint")
+    elif isinstance(current, list | tuple) and _holds_arrays(current):
+        if is_named_tuple(type(current)) and type(saved) is not type(current):
+            out.note(path, type(current).__name__, type(saved).__name__)
+            return
+        if not isinstance(saved, list | tuple) or len(saved) != len(current):
+            size = len(saved) if isinstance(saved, list | tuple) else type(saved).__name__
+            out.note(path, f"{len(current)} entries", str(size))
+            return
+        for position, (one, other) in enumerate(zip(current, saved, strict=True)):
+            _compare(one, other, _join(path, position), out, exact=False)
+
+
+def _compare_array(current: Any, saved: Any, path: str, out: _Comparison) -> None:
+    if not _is_array(saved):
+        out.note(path, describe(current), type(saved).__name__)
+        return
+    local = local_part(current)
+    if not is_alike(local, saved):
+        out.note(path, describe(local), describe(saved))
+
+
+def _compare_object(current: Any, saved: Any, path: str, out: _Comparison) -> None:
+    match _order_of(current):
+        case _Order.MODEL:
+            expected = dict(current.state_dict())
+            if isinstance(saved, dict):
+                # set_extra_state decides which tensors fit. Some of them grow in training.
+                for name in filter(_is_extra_state, expected.keys() & saved.keys()):
+                    if is_tensor(expected[name]) and is_tensor(saved[name]):
+                        expected[name] = saved[name]
+            _compare(expected, saved, path, out, exact=True)
+        case _Order.OPTIMIZER:
+            reason = misfit(current, saved)
+            if reason is not None:
+                out.note(path, *reason)
+        case _Order.SCHEDULER | _Order.LOADER | _Order.OTHER | _Order.RNG:
+            pass  # their own load_state_dict decides what fits
+
+
+# ------------------------------------------------------------------------------- merge
+
+
+def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own: _Own) -> Any:
+    """Load containers and tensors, and append objects to `tasks`. Return the value to keep."""
+    if path in skip:
+        return current
+    if is_stateful(current):
+        target = unwrap(current)
+        tasks.append((_order_of(target), path, target, saved))
+        return current
+    if _is_array(current):
+        copy_in(current, saved)
+        return current
+    if isinstance(current, dict | MutableMapping) and isinstance(saved, dict):
+        if path and _is_data(current, saved):
+            current.clear()
+        for key, value in saved.items():
+            inner = _join(path, key)
+            if key in current:
+                current[key] = _merge(current[key], value, inner, skip, tasks, own)
+            elif inner not in skip:
+                current[key] = own(value)
+        if path:
+            _order_as(current, saved)
+        return current
+    if isinstance(current, list | tuple) and _holds_arrays(current):
+        items = [
+            _merge(one, other, _join(path, position), skip, tasks, own)
+            for position, (one, other) in enumerate(zip(current, saved, strict=True))
+        ]
+        if isinstance(current, tuple):
+            return _tuple_like(current, items)
+        current[:] = items
+        return current
+    kept = own(saved)
+    if isinstance(current, list) and isinstance(kept, list):
+        current[:] = kept
+        return current
+    return kept
+
+
+def _is_data(current: Any, saved: dict[Any, Any]) -> bool:
+    """Return whether the keys of a dict are data, as in a Counter, and not names that a script expects.
+
+    Such a dict is restored as it was saved: keys that were added later are removed.
+    """
+    if _holds_arrays(current) or _holds_arrays(saved):
+        return False
+    if isinstance(current, Counter | defaultdict):
+        return True
+    return any(not isinstance(key, str) for key in (*current, *saved))
+
+
+def _order_as(current: Any, saved: dict[Any, Any]) -> None:
+    """Put the keys of a built-in dict into the order of `saved`, and all other keys after them."""
+    wanted = [key for key in saved if key in current]
+    wanted += [key for key in current if key not in saved]
+    if type(current) in (dict, OrderedDict, Counter, defaultdict) and list(current) != wanted:
+        for key in wanted:
+            current[key] = current.pop(key)
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy of a saved value, in new memory."""
+    if _is_array(value):
+        return clone(value)
+    if isinstance(value, dict):
+        kept = copy.copy(value)  # a Counter stays a Counter
+        for key, item in value.items():
+            kept[key] = _copied(item)
+        return kept
+    if isinstance(value, list):
+        return [_copied(v) for v in value]
+    if type(value) is tuple or is_named_tuple(type(value)):
+        return _tuple_like(value, map(_copied, value))
+    return value
+
+
+def _tuple_like(one: tuple[Any, ...], items: Iterable[Any]) -> Any:
+    """Return a tuple of the class of `one`, which may be a named tuple."""
+    kind: Any = type(one)
+    return kind._make(items) if is_named_tuple(kind) else tuple(items)
+
+
+# ------------------------------------------------------------------------------- objects
+
+
+def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any, own: _Own) -> None:
+    try:
+        if order is _Order.MODEL:
+            _load_module(target, saved, path, skip, own)
+        elif order is _Order.OPTIMIZER:
+            target.load_state_dict(_optimizer_state(target, saved, own))
+        else:
+            target.load_state_dict(own(saved))
+    except StateMismatchError:
+        raise
+    except Exception as error:
+        raise StateMismatchError(
+            f"{path}: {type(target).__name__}.load_state_dict refused the saved state: {error}"
+        ) from error
+
+
+def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: _Own) -> None:
+    fitting = {k: v for k, v in saved.items() if _join(path, k) not in skip}
+    current = module.state_dict()
+    # torch searches the whole dict once for each submodule: 25,000 submodules take a minute.
+    from holdfast.state.loading.stock import only_copies
+
+    copies_here = only_copies(module) or any(map(is_distributed, current.values()))
+    pairs = []
+    for name, value in current.items():
+        # get_extra_state may return a new tensor. Only set_extra_state can load it.
+        is_own = is_tensor(value) and not _is_extra_state(name)
+        # load_state_dict writes outside of inference mode, where torch does not allow it.
+        is_copied = is_own and (copies_here or value.is_inference())
+        if is_copied and name in fitting:
+            pairs.append((value, fitting.pop(name)))
+    copy_all_in(pairs)
+    # load_state_dict copies tensors itself. Other values must not keep views of the slot.
+    kept = {k: v if is_tensor(v) and not _is_extra_state(k) else own(v) for k, v in fitting.items()}
+    module.load_state_dict(kept, strict=False)
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _optimizer_state(optimizer: Any, saved: dict[str, Any], own: _Own) -> dict[str, Any]:
+    """Return `saved` with tensors that the optimizer may keep. Tensors that it has are reused if they fit."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[Any, Any] = {}
+    reused: list[tuple[Any, Any]] = []
+    for index, entries in saved["state"].items():
+        known = isinstance(index, int) and index < len(parameters)
+        parameter = parameters[index] if known else None
+        have = optimizer.state.get(parameter, {}) if parameter is not None else {}
+        state[index] = {
+            k: _keep(have.get(k), v, parameter, own, reused) for k, v in entries.items()
+        }
+    copy_all_in(reused)
+    rest = {k: own(v) for k, v in saved.items() if k != "state"}
+    from holdfast.state.loading.stock import is_stock_optimizer
+
+    if is_stock_optimizer(optimizer):
+        rest["param_groups"] = [_numbered(group) for group in rest["param_groups"]]
+    return {**rest, "state": state}
+
+
+def _numbered(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved group with its parameters' numbers as a range, if they are one.
+
+    torch searches the numbers once for each tensor: in a list of 25,000 numbers this takes ten seconds.
+    """
+    numbers = group["params"]
+    first = next(iter(numbers), 0)
+    known = range(first, first + len(numbers)) if type(first) is int else numbers
+    return {**group, "params": known if list(known) == numbers else numbers}
+
+
+def _keep(have: Any, saved: Any, parameter: Any, own: _Own, reused: list[tuple[Any, Any]]) -> Any:
+    """Return the tensor to load, and append it to `reused` if the optimizer has it already."""
+    if not is_tensor(saved):
+        return own(saved)
+    if is_tensor(have) and is_alike(local_part(have), saved):
+        reused.append((have, saved))
+        return have
+    if is_distributed(parameter) and saved.shape == parameter.to_local().shape:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            own(saved).to(parameter.to_local().device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return own(saved)
