@@ -13,8 +13,9 @@ def page(found: Sequence[Figure], setting: str) -> str:
     lines = [
         "# Recoveries on the test bed's cluster",
         "",
-        f"Measured with {setting}. The cluster is kind: four nodes are containers of one machine, share its",
-        "cores and its disk, and lose power when their container is killed. Loads are in the JSON file.",
+        f"Measured with {setting}. The four nodes of the kind cluster are containers of one machine. They",
+        "share its cores and its disk. A node loses power when its container is killed. All loads are in the",
+        "JSON file.",
         "",
         "| id | what | p50 or count | p99 | max | unit | target | ok | repetitions | load |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -16,9 +16,10 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from holdfast_cli.cluster import GROUP, VERSION, Cluster, ClusterError
+from holdfast_cli.cluster import VERSION, Cluster, ClusterError
 from holdfast_cli.gangs import KINDS, Member
 from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
+from holdfast_core.names import GROUP
 
 
 def main() -> None:

@@ -16,11 +16,12 @@ from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION as KUBECO
 from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 from urllib3.exceptions import HTTPError, ProtocolError
 
-from holdfast_cli.gangs import JOB_UID_LABEL, KINDS, Member, accepted, members
+from holdfast_cli.gangs import KINDS, Member, accepted, members
 from holdfast_core.contract import METRICS_PORT
 from holdfast_core.errors import HoldfastError
+from holdfast_core.names import GROUP, JOB_UID_LABEL
 
-GROUP, VERSION = "holdfast.dev", "v1alpha1"
+VERSION = "v1alpha1"
 REQUEST_SECONDS = (5, 30)
 """Time-outs of a request: for the connection, and for each read."""
 READ_TRIES = 3

@@ -10,7 +10,6 @@ from holdfast_core.names import pod_name
 
 KINDS = {"TrainingJob": "trainingjobs", "CheckpointAdoption": "checkpointadoptions"}
 """Plural of each kind of gang."""
-JOB_UID_LABEL = "holdfast.dev/job-uid"
 
 
 @dataclass(frozen=True, slots=True)

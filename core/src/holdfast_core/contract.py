@@ -1,8 +1,9 @@
 """Environment, paths and ports that the operator, which renders pods, agrees on with their containers.
 
-`PodContract` is the environment of the trainer container, `SidecarContract` that of the sidecar. The
-operator renders them with `to_env`; the container parses them with `from_env`. The sidecar's settings
-also read single variables for processes that need no more: probes, hooks and pods that probe a store.
+`PodContract` is the environment of the trainer container, `SidecarContract` that of the sidecar. Both
+begin with the fields of `WorkerContract`. The operator renders them with `to_env`; the container parses them
+with `from_env`. The sidecar's settings also read single variables for processes that need no more: probes,
+hooks and pods that probe a store.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ SOCKET_NAME = "holdfast.sock"
 SLOTS_DIR = "slots"
 MIN_RING_BYTES = 16 << 20
 MAX_RING_BYTES = 64 << 30
-DEFAULT_MTBF_SECONDS = 6 * 3600.0
-"""Mean time between failures that an automatic interval between saves expects if the user names none."""
-"""Bounds of spec.checkpoint.memory.ringSize, the ring through which a save streams."""
+"""Both bound spec.checkpoint.memory.ringSize, the size of the ring through which a save streams."""
 LAYOUTS_DIR = "layouts"
 LAUNCHER_ROUND_FILE = "launcher-round.json"
+
+DEFAULT_MTBF_SECONDS = 6 * 3600.0
+"""Mean time between failures that an automatic interval between saves expects if the user names none."""
 
 CONTROL_PORT = 7070
 """HTTPS with mutual TLS, for messages from the operator and from other sidecars."""
@@ -112,8 +114,8 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PodContract:
-    """Environment of the trainer container."""
+class WorkerContract:
+    """Environment that both containers of a worker have."""
 
     job_uid: JobUid
     job: str
@@ -122,14 +124,20 @@ class PodContract:
     birth_round: RestartRound
     procs_per_worker: int
     shared_dir: str
+
+    def to_env(self) -> dict[str, str]:
+        return {f"{PREFIX}{name.upper()}": str(value) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PodContract(WorkerContract):
+    """Environment of the trainer container."""
+
     slots: int = 2
     ring_bytes: int = 1 << 30
     """Size of the ring through which saves stream if `slots` is 0."""
     stop_seconds: int = 10
     """Time from SIGTERM after which the launcher kills its ranks, if its command line names none."""
-
-    def to_env(self) -> dict[str, str]:
-        return {f"{PREFIX}{name.upper()}": str(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self | None:
@@ -144,16 +152,9 @@ class PodContract:
 
 
 @dataclass(frozen=True, slots=True)
-class SidecarContract:
+class SidecarContract(WorkerContract):
     """Environment of the sidecar container."""
 
-    job_uid: JobUid
-    job: str
-    namespace: str
-    worker: Worker
-    birth_round: RestartRound
-    procs_per_worker: int
-    shared_dir: str
     pod_name: str
     pod_ip: str
     node_dir: str
@@ -167,9 +168,6 @@ class SidecarContract:
     control_port: int = CONTROL_PORT
     bulk_port: int = BULK_PORT
     metrics_port: int = METRICS_PORT
-
-    def to_env(self) -> dict[str, str]:
-        return {f"{PREFIX}{name.upper()}": str(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self:

@@ -1,4 +1,4 @@
-"""Names of the objects that the operator creates for a job.
+"""Names of the objects that the operator creates for a job, and the label by which they are selected.
 
 Each name contains a digest of the job's uid. A job that is deleted and created again under the same
 name therefore cannot collide with pods, Services, Secrets or Checkpoints that remain of the first job.
@@ -14,6 +14,14 @@ import re
 from functools import lru_cache
 
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
+
+GROUP = "holdfast.dev"
+"""Group of the API's kinds, and prefix of labels and annotations."""
+
+JOB_UID_LABEL = f"{GROUP}/job-uid"
+"""Label with the uid of the TrainingJob. The Service, the NetworkPolicy and the pod anti-affinity select by
+it. It does not decide ownership, because any user who may create a pod can copy it. The command line uses it,
+too."""
 
 DIGEST_CHARACTERS = 6
 """Length of the uid's digest in names: 30 bits. With a job name of at most 40 characters, a pod's name

@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import random
-import re
 import runpy
 import select
 import signal
@@ -24,20 +23,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from tests.support.frameworks.digest import digest_of
 from tests.support.frameworks.kills import Trained
-from tests.support.frameworks.output import Output
-from tests.support.trainer.launched import committed_step
+from tests.support.frameworks.output import Output, read_steps
+from tests.support.trainer.launched import committed_step, until
 
-_STEP = re.compile(r"step (\d+)$")
 _SECONDS = 600.0
 """Bounds a script that hangs. No test asserts on it."""
 
@@ -131,10 +128,13 @@ class _Forker:
 
 @dataclass
 class _Ended:
-    steps: list[int] = field(default_factory=list)
-    digests: set[str] = field(default_factory=set)
-    output: list[str] = field(default_factory=list)
+    steps: list[int]
+    output: list[str]
     status: int = 0
+
+    @property
+    def digests(self) -> set[str]:
+        return {line.split()[1] for line in self.output if line.startswith("digest ")}
 
 
 def main(preload: str) -> None:
@@ -177,39 +177,19 @@ def _run(script: str, training: dict[str, Any], kill_after: int | None, kept: in
     os.close(writing)
     kill_after = kill_after if training["signal"] == signal.SIGKILL else None
     with os.fdopen(reading) as output:
-        ended = _read(output, kill_after)
+        ended = _Ended(*read_steps(output, kill_after))
     if kill_after is not None and len(ended.steps) == kill_after:
-        saved = kept == 0 or _has_checkpoint(Path(training["folder"]), ended.steps[0] - 1 + kept)
-        os.killpg(pid, signal.SIGKILL)
-        if not saved:
-            sys.exit(f"no checkpoint contains {kept} steps:\n" + "".join(ended.output))
+        try:
+            if kept > 0:
+                last = ended.steps[0] - 1 + kept
+                folder = Path(training["folder"])
+                until(lambda: committed_step(folder) >= last, f"a checkpoint of {kept} steps")
+        except AssertionError as error:
+            sys.exit(f"{error}\n" + "".join(ended.output))
+        finally:
+            os.killpg(pid, signal.SIGKILL)
     ended.status = os.waitpid(pid, 0)[1]
     return ended
-
-
-def _read(output: IO[str], kill_after: int | None) -> _Ended:
-    """Read the output to its end, or until it contains this number of different steps."""
-    ended = _Ended()
-    for line in output:
-        ended.output.append(line)
-        match = _STEP.match(line.strip())
-        if match is not None and int(match[1]) not in ended.steps:
-            ended.steps.append(int(match[1]))
-            if len(ended.steps) == kill_after:
-                break
-        if line.startswith("digest "):
-            ended.digests.add(line.split()[1])
-    return ended
-
-
-def _has_checkpoint(folder: Path, step: int) -> bool:
-    """Wait until a checkpoint of this step or a later one is committed."""
-    deadline = time.monotonic() + _SECONDS / 4
-    while committed_step(folder) < step:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def _be_child(script: str, training: dict[str, Any], kill_after: int | None, writing: int) -> None:

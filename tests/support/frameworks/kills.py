@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -18,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tests.support.frameworks.output import PROGRAM, STEPS_BEFORE_KILL
+from tests.support.frameworks.output import PROGRAM, STEPS_BEFORE_KILL, read_steps
 from tests.support.trainer.launched import committed_step, until
 
-_STEP = re.compile(r"(?:\[rank \d+\] )?step (\d+)$")
-"""A line `step <n>`, also with the prefix of `holdfast run`."""
 _SECONDS = 240.0
 """Bounds a script that hangs. No test asserts on it."""
 
@@ -86,7 +83,7 @@ def _killed(
     variables = {**(environment or {}), STEPS_BEFORE_KILL: str(steps)}
     with _started(command, folder, variables) as process:
         try:
-            seen, output = _steps(_lines(process), steps)
+            seen, output = read_steps(_lines(process), steps)
             text = "".join(output)
             assert len(seen) == steps, f"the script ended before it was killed:\n{text}"
             until(lambda: committed_step(folder) >= seen[0], "a checkpoint of this process")
@@ -101,7 +98,7 @@ def _finished(
 ) -> tuple[int, str]:
     """Let the script end. Return the first step that it trained, and its digest."""
     with _started(command, folder, environment) as process:
-        seen, output = _steps(_lines(process), None)
+        seen, output = read_steps(_lines(process), None)
         code = process.wait(_SECONDS)
     text = "".join(output)
     assert code == 0, f"exit code {code}:\n{text}"
@@ -109,20 +106,6 @@ def _finished(
     assert len(digests) == 1, f"expected one digest, found {sorted(digests)}:\n{text}"
     assert seen, f"the script printed no step:\n{text}"
     return seen[0], digests.pop()
-
-
-def _steps(lines: IO[str], wanted: int | None) -> tuple[list[int], list[str]]:
-    """Read lines until `wanted` different steps were printed, or to the end."""
-    seen: list[int] = []
-    output: list[str] = []
-    for line in lines:
-        output.append(line)
-        match = _STEP.match(line.strip())
-        if match is not None and int(match[1]) not in seen:
-            seen.append(int(match[1]))
-            if len(seen) == wanted:
-                break
-    return seen, output
 
 
 def _started(

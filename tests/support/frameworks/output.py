@@ -14,12 +14,14 @@ import re
 import runpy
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 PROGRAM = __name__
 STEPS_BEFORE_KILL = "STEPS_BEFORE_KILL"
-_STEP = re.compile(r"step (\d+)$")
+_STEP = re.compile(r"(?:\[rank \d+\] )?step (\d+)$")
+"""A line `step <n>`, also with the prefix of `holdfast run`."""
 
 
 class Output:
@@ -63,6 +65,23 @@ class Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+def read_steps(lines: Iterable[str], wanted: int | None) -> tuple[list[int], list[str]]:
+    """Read lines until they contain `wanted` different steps, or to their end.
+
+    Returns the steps and the lines that were read.
+    """
+    steps: list[int] = []
+    read: list[str] = []
+    for line in lines:
+        read.append(line)
+        match = _STEP.match(line.strip())
+        if match is not None and int(match[1]) not in steps:
+            steps.append(int(match[1]))
+            if len(steps) == wanted:
+                break
+    return steps, read
 
 
 def main(script: str, *arguments: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
@@ -186,6 +186,18 @@ class Gang:
         point = newest(await self.operator.state_until(0, there, f"step {step} committed"))
         assert point is not None
         return point
+
+    async def replicated(self, coordinator: int, steps: Collection[int]) -> None:
+        """Wait until this worker reports these steps and no others, and the last as its newest replicated."""
+
+        def there(state: CoordinatorState) -> bool:
+            point = state.last_replicated
+            known = {record.step for record in state.steps}
+            return point is not None and point.step == max(steps) and known == set(steps)
+
+        await self.operator.state_until(
+            coordinator, there, f"steps {sorted(steps)} at worker {coordinator}"
+        )
 
     async def restored(self) -> dict[int, bytes | None]:
         return {w: (await rank.restore())[1] for w, rank in self.ranks.items()}

@@ -1,6 +1,7 @@
 """The API `holdfast.dev/v1alpha1` as pydantic models: the one source of CRDs, chart and reference.
 
-May import ids, errors, clock and pydantic only; knows neither tiers nor Kubernetes clients.
+It imports ids, errors, clock, names and contract, and pydantic. It knows neither tiers nor Kubernetes
+clients.
 """
 
 from __future__ import annotations

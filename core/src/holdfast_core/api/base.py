@@ -22,6 +22,7 @@ from pydantic.alias_generators import to_camel
 
 from holdfast_core.clock import parse_stamp, stamp
 from holdfast_core.errors import ConfigError
+from holdfast_core.names import GROUP
 
 __all__ = [
     "API_VERSION",
@@ -36,7 +37,6 @@ __all__ = [
     "strict",
 ]
 
-GROUP = "holdfast.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 CATEGORY = "holdfast"

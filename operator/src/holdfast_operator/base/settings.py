@@ -31,7 +31,7 @@ class Settings:
     operator_namespace: str
     """Namespace of the operator, in which the jobs' certificate authorities and the lease are kept."""
     lease_name: str
-    """Lease by which the processes of one installation elect the one that writes."""
+    """Name of the lease by which the processes of one installation elect their leader."""
     pod_name: str
     """Name of this process in the lease. No other process that runs at the same time may have it."""
     sidecar_image_pull_policy: str = "IfNotPresent"

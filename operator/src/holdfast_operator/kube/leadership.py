@@ -64,7 +64,7 @@ class _Seen:
 
 
 class Leadership:
-    """The part of one process in the election.
+    """Take and renew the lease for one process of the election.
 
     Args:
         api: Session of the lease alone. It may write at any time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast_core.api import GROUP
+from holdfast_core.names import JOB_UID_LABEL
 
 JOB_NAME = f"{GROUP}/job"
 """Label with the name of the TrainingJob, for users' selectors, or of the CheckpointAdoption."""
@@ -10,9 +11,7 @@ JOB_NAME = f"{GROUP}/job"
 JOB_NAMESPACE = f"{GROUP}/job-namespace"
 """Label with the namespace of the TrainingJob, on objects in another namespace."""
 
-JOB_UID = f"{GROUP}/job-uid"
-"""Label with the uid of the TrainingJob. The Service, the NetworkPolicy and the pod anti-affinity select by
-it. It does not decide ownership, because any user who may create a pod can copy it (ownership.py)."""
+JOB_UID = JOB_UID_LABEL
 
 WORKER = f"{GROUP}/worker"
 """Label with the index of the pod's worker in the gang."""

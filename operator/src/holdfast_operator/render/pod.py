@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from holdfast_core.api import Gang, parse_quantity_bytes
@@ -26,6 +26,7 @@ from holdfast_core.contract import (
     TRAINER_CONTAINER,
     PodContract,
     SidecarContract,
+    WorkerContract,
 )
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
@@ -137,9 +138,8 @@ def render_pod(
 # --------------------------------------------------------------------------- trainer
 
 
-def trainer_contract(job: Gang, worker: Worker, birth_round: RestartRound) -> PodContract:
-    """Return the environment of the trainer container, without the pod's time to stop."""
-    return PodContract(
+def _worker_contract(job: Gang, worker: Worker, birth_round: RestartRound) -> WorkerContract:
+    return WorkerContract(
         job_uid=job.uid,
         job=job.name,
         namespace=job.namespace,
@@ -147,6 +147,13 @@ def trainer_contract(job: Gang, worker: Worker, birth_round: RestartRound) -> Po
         birth_round=birth_round,
         procs_per_worker=job.spec.procs_per_worker,
         shared_dir=SHARED_DIR,
+    )
+
+
+def trainer_contract(job: Gang, worker: Worker, birth_round: RestartRound) -> PodContract:
+    """Return the environment of the trainer container, without the pod's time to stop."""
+    return PodContract(
+        **asdict(_worker_contract(job, worker, birth_round)),
         slots=job.spec.checkpoint.memory.slots,
         ring_bytes=job.spec.checkpoint.memory.ring_bytes,
     )
@@ -157,13 +164,7 @@ def sidecar_contract(
 ) -> SidecarContract:
     """Return the environment of the sidecar container, without the pod's address."""
     return SidecarContract(
-        job_uid=job.uid,
-        job=job.name,
-        namespace=job.namespace,
-        worker=worker,
-        birth_round=birth_round,
-        procs_per_worker=job.spec.procs_per_worker,
-        shared_dir=SHARED_DIR,
+        **asdict(_worker_contract(job, worker, birth_round)),
         pod_name=name,
         pod_ip="",
         node_dir=NODE_DIR,
