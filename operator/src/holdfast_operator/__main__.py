@@ -1,9 +1,10 @@
-"""Start and orderly end of the operator process: settings, logs, ports, the controller and kopf."""
+"""Start and orderly end of the operator process: settings, logs, signals, ports, the controller and kopf."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
+import signal
 import sys
 
 from holdfast_core.clock import SystemClock
@@ -17,8 +18,6 @@ from holdfast_operator.kube.leadership import Leadership, LeaseName
 from holdfast_operator.loop.controller import Controller
 from holdfast_operator.loop.handlers import HandlerInputs, run_kopf
 from holdfast_operator.loop.plain_ports import PlainPorts
-
-KOPF_END_SECONDS = 15.0
 
 
 def main() -> None:
@@ -48,9 +47,12 @@ def allow_descriptors() -> None:
 
 
 async def run(settings: Settings, access: KubeAccess) -> int:
-    """Run until kopf or the controller ends, then stop the other one. Return the exit code."""
+    """Run until a signal arrives or the controller fails. Return the exit code."""
     metrics = Metrics()
     clock = SystemClock()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     lease_api = KubeApi(access)
     lease = LeaseName(settings.operator_namespace, settings.lease_name)
     leadership = Leadership(lease_api, lease, settings.pod_name, clock)
@@ -60,42 +62,27 @@ async def run(settings: Settings, access: KubeAccess) -> int:
     controller = Controller(settings, api, leadership, clock, metrics)
     ports = PlainPorts(metrics, controller.watch_age_seconds, controller.stalled_watches, clock)
     await ports.start("0.0.0.0", settings.metrics_port, settings.health_port)
-    stop = asyncio.Event()
     logs.info("operator starts", server=access.server, namespaces=settings.watch_namespaces)
     work = asyncio.create_task(controller.run())
-    inputs = HandlerInputs(settings, access, controller.enqueue, work.cancel)
-    kopf = asyncio.create_task(run_kopf(inputs, stop))
+    inputs = HandlerInputs(settings, access, controller.enqueue, lambda: metrics.unexpected("kopf"))
+    kopf = asyncio.create_task(run_kopf(inputs, clock))
+    signalled = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({work, kopf}, return_when=asyncio.FIRST_COMPLETED)
-        if _error(work) is None:
-            # When kopf stops first, it cancels all other tasks of the event loop, so the controller may
-            # end before kopf without an error.
-            await asyncio.wait({kopf}, timeout=KOPF_END_SECONDS)
-        return _exit_code(work, kopf)
+        await asyncio.wait({work, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            logs.info("a signal ends the operator")
+            return 0
+        error = work.exception() or RuntimeError("the controller stopped without a request")
+        logs.failure("controller ended", error)
+        return 1
     finally:
-        stop.set()
-        work.cancel()
-        await asyncio.gather(work, kopf, return_exceptions=True)
+        for task in (work, kopf, signalled):
+            task.cancel()
+        await asyncio.gather(work, kopf, signalled, return_exceptions=True)
         await api.close()
         await lease_api.close()
         await ports.close()
         logs.info("operator ends")
-
-
-def _exit_code(work: asyncio.Task[None], kopf: asyncio.Task[None]) -> int:
-    for name, task in (("controller", work), ("kopf", kopf)):
-        error = _error(task)
-        if error is not None:
-            logs.failure(f"{name} ended", error)
-            return 1
-    if not kopf.done():
-        logs.warning("the controller stopped although nothing requested it; the process exits")
-        return 1
-    return 0
-
-
-def _error(task: asyncio.Task[None]) -> BaseException | None:
-    return task.exception() if task.done() and not task.cancelled() else None
 
 
 if __name__ == "__main__":

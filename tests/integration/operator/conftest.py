@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.support.chart import NAMESPACE
+from tests.support.operator.api_proxy import ApiProxy
 from tests.support.operator.operator_account import OperatorAccount, audit_arguments
 from tests.support.operator.operator_bed import OperatorBed
 from tests.support.operator.played_kubelet import PlayedKubelet
 from tests.support.operator.waiting import poll
+from tests.support.operator.write_rules import broken_rules
 from tests.support.servers.control_plane import ControlPlane
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -79,4 +81,33 @@ def bed(empty_bed: OperatorBed) -> OperatorBed:
     """Return a job that trains in round 0, with a running operator."""
     empty_bed.start_operator()
     empty_bed.train()
+    return empty_bed
+
+
+@pytest.fixture
+def proxy(empty_bed: OperatorBed, tmp_path: Path) -> Iterator[ApiProxy]:
+    """Let the operator of the bed reach the API server through a proxy with faults.
+
+    The pods' node has no lease. A test fails if the operator's writes break a rule.
+    """
+    node = f"node-{empty_bed.namespace}"
+    found = empty_bed.plane.request("POST", "/api/v1/nodes", {"metadata": {"name": node}})
+    found["spec"]["taints"] = []  # the API server taints new nodes as not ready
+    empty_bed.plane.request("PUT", f"/api/v1/nodes/{node}", found)
+    empty_bed.kubelet.node = node
+    with ApiProxy(empty_bed.plane) as proxy:
+        empty_bed.kubeconfig = tmp_path / "kubeconfig-of-the-proxy"
+        proxy.write_kubeconfig(empty_bed.account.kubeconfig, empty_bed.kubeconfig)
+        yield proxy
+        if empty_bed.process is not None:
+            empty_bed.kill_operator()
+        assert broken_rules(proxy.writes) == []
+
+
+@pytest.fixture
+def gang(empty_bed: OperatorBed, proxy: ApiProxy) -> OperatorBed:
+    """Return a job that trains in round 0 and has stored step 40, with an operator behind the proxy."""
+    empty_bed.start_operator()
+    empty_bed.train()
+    empty_bed.store_at(0, 40)
     return empty_bed

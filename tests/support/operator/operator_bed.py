@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class OperatorBed:
     starts: int = 0
     also_watched: tuple[str, ...] = ()
     """Further namespaces that the operator watches from its next start on."""
+    kubeconfig: Path | None = None
+    """The operator's kubeconfig, if it is not the account's."""
 
     @property
     def plane(self) -> ControlPlane:
@@ -76,7 +78,7 @@ class OperatorBed:
         environment = {
             **os.environ,
             **self.account.environment(),
-            "KUBECONFIG": str(self.account.kubeconfig),
+            "KUBECONFIG": str(self.kubeconfig or self.account.kubeconfig),
             "HOLDFAST_WATCH_NAMESPACES": ",".join((self.namespace, *self.also_watched)),
             "HOLDFAST_POD_NAME": self.pod_name,
             "HOLDFAST_METRICS_PORT": str(self.metrics_port),
@@ -111,6 +113,35 @@ class OperatorBed:
         )
         self.kubelet.publish(self.pod(0, 0), training(2, 0, 40))
         self.until("Running", lambda: self.condition("Running").get("status") == "True")
+
+    def lose(self, worker: int) -> None:
+        """Delete the worker's pod of the present round, and its processes."""
+        self.kubelet.delete_pod(self.pod(worker, self.status()["members"][worker]))
+
+    def until_recovered(self, round_: int, worker: int = 1, step: int = 40) -> None:
+        """Run the new pod of the worker, and wait until the gang trains again in this round.
+
+        Worker 0 lists the step (`store_at`), which must be the restore point. Only the members' pods may
+        exist.
+        """
+        self.until(f"round {round_}", lambda: self.status().get("restartRound") == round_)
+        name = self.pod(worker, round_)
+        self.until("the new pod", lambda: name in self.pod_names())
+        fresh = self.kubelet.run_pod(name)
+        self.until(
+            "ROUND", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members)
+        )
+        assert fresh.rounds[-1].round == round_
+        assert fresh.rounds[-1].restore_point.step == step
+        state = training(10 * round_, round_, step + round_)
+        nothing_new = replace(state, last_local=None, last_replicated=None)
+        self.kubelet.publish(self.pod(0, 0), nothing_new)
+        self.until("Running again", lambda: self.condition("Running").get("status") == "True")
+        status = self.status()
+        assert status["restartRound"] == round_
+        assert status["restorePoint"]["step"] == step
+        members = [self.pod(w, birth) for w, birth in enumerate(status["members"])]
+        assert self.pod_names() == sorted(members)
 
     def store_at(self, worker: int, step: int) -> FakeSidecar:
         """Let the worker of round 0 list a complete checkpoint of round 0, and return its sidecar."""

@@ -86,6 +86,13 @@ class PlayedKubelet:
         self.plane.request("PUT", f"{path}/status", {**bound, "status": status})
         return sidecar
 
+    def run_again(self, name: str) -> FakeSidecar:
+        """Start the sidecar of a running pod at its address, with what a new process of the pod knows."""
+        pod = self.plane.request("GET", f"/api/v1/namespaces/{self.namespace}/pods/{name}")
+        start = self._start(pod, pod["metadata"]["labels"], pod["status"]["podIP"])
+        self.sidecars[name] = self._run(start)
+        return self.sidecars[name]
+
     def finish_pod(self, name: str, message: str) -> None:
         """Report that the pod's only container exited with code 0 and this termination message."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"

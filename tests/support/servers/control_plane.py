@@ -17,8 +17,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -70,6 +70,7 @@ class ControlPlane:
         self._keep_logs_in = keep_logs_in
         self._stack = ExitStack()
         self._api: subprocess.Popen[bytes] | None = None
+        self._etcd: subprocess.Popen[bytes] | None = None
         self.dir = Path()
         self.kubeconfig = Path()
         self.url = ""
@@ -86,7 +87,8 @@ class ControlPlane:
             self._etcd_url = f"http://127.0.0.1:{client}"
             self._apiserver = apiserver
             self._port = port
-            self._spawn(stack, "etcd", self._etcd_command(etcd, self._etcd_url, peer))
+            self._start_etcd = self._etcd_command(etcd, self._etcd_url, peer)
+            self._etcd = self._spawn(stack, "etcd", self._start_etcd)
             self._write_kubeconfig()
             self._stack = stack
             self.start_api()
@@ -125,6 +127,28 @@ class ControlPlane:
         assert self._api is not None
         self._api.kill()
         self._api.wait()
+
+    def copy_state(self, folder: Path) -> None:
+        """Copy all data of the API to the folder. Both servers stop for it, and run again afterwards."""
+        with self._stopped() as data:
+            shutil.copytree(data, folder)
+
+    def restore_state(self, folder: Path) -> None:
+        """Replace all data of the API by a copy, as when etcd is restored: resourceVersions go back."""
+        with self._stopped() as data:
+            shutil.rmtree(data)
+            shutil.copytree(folder, data)
+
+    @contextmanager
+    def _stopped(self) -> Iterator[Path]:
+        """Stop both servers, and start them again at the end. Yields the folder of etcd's data."""
+        self.kill_api()
+        assert self._etcd is not None
+        self._etcd.kill()
+        self._etcd.wait()
+        yield self.dir / "etcd"
+        self._etcd = self._spawn(self._stack, "etcd", self._start_etcd)
+        self.start_api()
 
     def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> str:
         """Run kubectl with this cluster's kubeconfig and return its stdout.

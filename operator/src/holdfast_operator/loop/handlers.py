@@ -1,15 +1,18 @@
-"""The kopf part of the operator: signals, login, and events of our kinds as hints.
+"""The kopf part of the operator: events of our kinds as hints.
 
-This is the only module that imports kopf. A handler turns an event into a key and does nothing else.
-When kopf ends, for whatever reason, the process shuts down in order; the next process needs nothing from
-its memory.
+This is the only module that imports kopf. A handler turns an event into a key and does nothing else. The
+reflectors of watch/ deliver the same events and survive every fault of the API server, while kopf ends at
+some of them, and cancels all tasks of its event loop then. So kopf has an event loop of its own, in a thread,
+and starts again when it has ended (docs/adr/0104-kopf-may-end.md).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +26,15 @@ from holdfast_core.api import (
     CheckpointStore,
     TrainingJob,
 )
+from holdfast_core.clock import Clock
+from holdfast_operator.base import logs
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.access import KubeAccess
 from holdfast_operator.model.keys import Key, adoption_key, job_key, store_key
+
+FIRST_DELAY_SECONDS = 1.0
+MAX_DELAY_SECONDS = 60.0
+END_SECONDS = 15.0
 
 
 class EndlessBackoff:
@@ -43,27 +52,97 @@ class EndlessBackoff:
 
 @dataclass(frozen=True, slots=True)
 class HandlerInputs:
-    """Inputs of the kopf handlers: settings, API access, and functions that queue a key and end the work."""
+    """Inputs of the kopf handlers: settings, API access, and the functions that they call.
+
+    Both functions are called in the event loop of `run_kopf`.
+    """
 
     settings: Settings
     access: KubeAccess
     enqueue: Callable[[Key], None]
-    end_work: Callable[[], object]
+    failed: Callable[[], None]
+    """Called each time that kopf has ended by itself."""
 
 
-async def run_kopf(inputs: HandlerInputs, stop: asyncio.Event) -> None:
-    """Run kopf until a signal arrives, `stop` is set, or kopf ends by itself. Raises what kopf raises."""
-    namespaces = inputs.settings.watch_namespaces
-    await kopf.operator(
-        registry=_registry(inputs),
-        settings=_settings(),
-        clusterwide=not namespaces,
-        namespaces=namespaces,
-        standalone=True,
-        # By default kopf uses the name of the Unix user, and uid 65532 of the image has none.
-        identity="holdfast",  # type: ignore[arg-type]  # its NewType is private to kopf
-        stop_flag=stop,
-    )
+async def run_kopf(inputs: HandlerInputs, clock: Clock) -> None:
+    """Run kopf until cancelled. If it ends by itself, it starts again after a growing, jittered delay."""
+    delay = FIRST_DELAY_SECONDS
+    while True:
+        begun = clock.monotonic()
+        error = await _run_once(inputs)
+        inputs.failed()
+        if clock.monotonic() - begun > MAX_DELAY_SECONDS:
+            delay = FIRST_DELAY_SECONDS
+        logs.warning(
+            "kopf has ended, and starts again; until then all events come from the operator's own watches: "
+            f"{error or 'without an error'}"
+        )
+        await clock.sleep(delay * (0.75 + random.random() / 2))
+        delay = min(delay * 2, MAX_DELAY_SECONDS)
+
+
+async def _run_once(inputs: HandlerInputs) -> BaseException | None:
+    """Run kopf in a thread until it ends, and return its error. If cancelled, end kopf and wait for it."""
+    here = asyncio.get_running_loop()
+    ended: asyncio.Future[BaseException | None] = here.create_future()
+    thread = _KopfThread(_registry(inputs, here), inputs.settings.watch_namespaces, here, ended)
+    thread.start()
+    try:
+        return await asyncio.shield(ended)
+    finally:
+        thread.stop()
+        async with asyncio.timeout(END_SECONDS):
+            await asyncio.shield(ended)
+
+
+class _KopfThread(threading.Thread):
+    """One run of kopf. A daemon: it does not keep the process alive."""
+
+    def __init__(
+        self,
+        registry: kopf.OperatorRegistry,
+        namespaces: Collection[str],
+        caller: asyncio.AbstractEventLoop,
+        ended: asyncio.Future[BaseException | None],
+    ) -> None:
+        super().__init__(name="kopf", daemon=True)
+        self._registry = registry
+        self._namespaces = namespaces
+        self._caller = caller
+        self._ended = ended
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """End kopf. It may have ended already."""
+        with contextlib.suppress(RuntimeError):  # its event loop is closed
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    def run(self) -> None:
+        error: BaseException | None = None
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._operate())
+        except Exception as failure:  # noqa: BLE001 - whatever ends kopf, it starts again
+            error = failure
+        with contextlib.suppress(RuntimeError):  # the process does not wait for kopf any more
+            self._caller.call_soon_threadsafe(self._report, error)
+
+    def _report(self, error: BaseException | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    async def _operate(self) -> None:
+        await kopf.operator(
+            registry=self._registry,
+            settings=_settings(),
+            clusterwide=not self._namespaces,
+            namespaces=self._namespaces,
+            standalone=True,
+            # By default kopf uses the name of the Unix user, and uid 65532 of the image has none.
+            identity="holdfast",  # type: ignore[arg-type]  # its NewType is private to kopf
+            stop_flag=self._stop,
+        )
 
 
 def _settings() -> kopf.OperatorSettings:
@@ -83,27 +162,26 @@ def _settings() -> kopf.OperatorSettings:
     return settings
 
 
-def _registry(inputs: HandlerInputs) -> kopf.OperatorRegistry:
+def _registry(inputs: HandlerInputs, caller: asyncio.AbstractEventLoop) -> kopf.OperatorRegistry:
+    """Return handlers that pass keys on to the event loop of the caller."""
     registry = kopf.OperatorRegistry()
 
+    def enqueue(key: Key) -> None:
+        caller.call_soon_threadsafe(inputs.enqueue, key)
+
     async def on_job(namespace: str | None, name: str | None, **_: Any) -> None:
-        inputs.enqueue(job_key(namespace or "", name or ""))
+        enqueue(job_key(namespace or "", name or ""))
 
     async def on_adoption(namespace: str | None, name: str | None, **_: Any) -> None:
-        inputs.enqueue(adoption_key(namespace or "", name or ""))
+        enqueue(adoption_key(namespace or "", name or ""))
 
     async def on_checkpoint(namespace: str | None, spec: kopf.Spec, **_: Any) -> None:
         job = (spec.get("jobRef") or {}).get("name")
         if job:
-            inputs.enqueue(job_key(namespace or "", str(job)))
+            enqueue(job_key(namespace or "", str(job)))
 
     async def on_store(namespace: str | None, name: str | None, **_: Any) -> None:
-        inputs.enqueue(store_key(namespace or "", name or ""))
-
-    async def on_cleanup(**_: Any) -> None:
-        # kopf waits for up to five seconds for all tasks of the event loop before it ends. The standby
-        # takes over as soon as the work has ended.
-        inputs.end_work()
+        enqueue(store_key(namespace or "", name or ""))
 
     def login(**_: Any) -> kopf.ConnectionInfo:
         access = inputs.access
@@ -120,5 +198,4 @@ def _registry(inputs: HandlerInputs) -> kopf.OperatorRegistry:
     kopf.on.event(GROUP, VERSION, Checkpoint.PLURAL, registry=registry)(on_checkpoint)
     kopf.on.event(GROUP, VERSION, CheckpointStore.PLURAL, registry=registry)(on_store)
     kopf.on.login(registry=registry)(login)
-    kopf.on.cleanup(registry=registry)(on_cleanup)
     return registry
