@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -64,12 +65,24 @@ def install_arguments() -> list[str]:
     return [RELEASE, str(CHART), "--create-namespace", *sets, *switches]
 
 
+def upgrade(*more: str) -> str:
+    """Install or upgrade the chart with the values of all scenarios and the arguments `more`."""
+    arguments = install_arguments()
+    return helm("upgrade", "--install", *arguments, *more, "--wait", "--timeout", "120s")
+
+
+def revision() -> int:
+    """Return the number of the release's revision that is deployed."""
+    (newest,) = json.loads(helm("history", RELEASE, "--max", "1", "-o", "json"))
+    return int(newest["revision"])
+
+
 def ensure_installed(kube: Kube) -> None:
     """Install or upgrade the chart and wait until the operator is Ready.
 
     A new image restarts the operator.
     """
-    helm("upgrade", "--install", *install_arguments(), "--wait", "--timeout", "120s")
+    upgrade()
     wait_for(
         "the operator to be Ready",
         lambda: bool(operator_pod(kube)),

@@ -48,6 +48,13 @@ def installed(kube: Kube) -> Kube:
     return kube
 
 
+@pytest.fixture(scope="module")
+def installed_again(kube: Kube) -> Iterator[None]:
+    """Install the release with the values of all scenarios after the module, even if a test failed."""
+    yield
+    install.ensure_installed(kube)
+
+
 @pytest.fixture
 def nodes_back() -> Iterator[None]:
     """Restore all nodes after the scenario, and wait until they are Ready."""

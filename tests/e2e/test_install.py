@@ -1,13 +1,12 @@
 """Helm: install, upgrade under a running job, uninstall and install again.
 
-All scenarios share the release, so this module restores it at the end.
+All scenarios share the release, so the fixture `installed_again` restores it at the end.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 from kubernetes import client
@@ -18,19 +17,7 @@ from testbed.driver.kube import PLURALS, Kube, is_true, kubeconfig_path, show, w
 LONG = Training(workers=2, steps=4000, sleep_per_step=0.05)
 """Long enough to be still training at the end of each test."""
 
-pytestmark = pytest.mark.alone
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed_again(kube: Kube) -> Iterator[None]:
-    """Install the release with the values of all scenarios after this module, even if a test failed."""
-    yield
-    install.ensure_installed(kube)
-
-
-def upgrade(*more: str) -> str:
-    arguments = install.install_arguments()
-    return install.helm("upgrade", "--install", *arguments, *more, "--wait", "--timeout", "120s")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("installed_again")]
 
 
 def operator_spec(kube: Kube) -> dict:
@@ -74,7 +61,7 @@ def test_an_upgrade_does_not_affect_a_running_job(scenario, installed):
     pods = {p["metadata"]["uid"] for p in job.pods()}
     before = install.operator_pod(installed)
 
-    upgrade("--set-string", "operator.logLevel=debug")
+    install.upgrade("--set-string", "operator.logLevel=debug")
     after = wait_for(
         "another operator pod",
         lambda: (p := install.operator_pod(installed)) != before and p,
@@ -134,7 +121,7 @@ def test_the_notes_print_commands_that_work(installed):
 
 def test_a_misspelt_value_is_refused(installed):
     with pytest.raises(AssertionError, match="logLevell"):
-        upgrade("--dry-run=client", "--set-string", "operator.logLevell=debug")
+        install.upgrade("--dry-run=client", "--set-string", "operator.logLevell=debug")
 
 
 def test_a_reinstalled_operator_takes_over_the_jobs_of_the_one_before(scenario, kube):
