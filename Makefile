@@ -96,8 +96,14 @@ test-integration: tools ## real MinIO, real API server, real sidecars and traine
 
 .PHONY: test-e2e
 test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
-	$(RUN) pytest tests/e2e -m "not alone" -q -n 2 --dist loadfile --durations=0
-	$(RUN) pytest tests/e2e -m alone -q --durations=0
+	$(RUN) pytest tests/e2e -m "not alone and not jobset" -q -n 2 --dist loadfile --durations=0
+	$(RUN) pytest tests/e2e -m "alone and not jobset" -q --durations=0
+
+.PHONY: e2e-jobset
+e2e-jobset: cluster-up ## adopted pods with the real JobSet controller; its first build takes up to 11 minutes
+	$(PY) -m testbed jobset
+	$(RUN) pytest tests/e2e -m jobset -v --durations=0
+	$(PY) -m testbed jobset --remove
 
 .PHONY: test
 test: check test-unit test-frameworks test-integration test-e2e ## everything; what CI runs

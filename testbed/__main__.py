@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from testbed import cluster, engine, faults, host, images, load, minio, nodeimage, tools
+from testbed import cluster, engine, faults, host, images, jobset, load, minio, nodeimage, tools
 from testbed.config import CLUSTER, Bed, bed_root, current_bed
 from testbed.shell import BedError
 from testbed.steps import Step, run_steps, told
@@ -68,6 +68,15 @@ def only_load(arguments: argparse.Namespace) -> None:
 def only_minio(_: argparse.Namespace) -> None:
     bed = current_bed()
     run_steps([Step("minio", lambda log: minio.deploy(bed, log), always=True)], bed)
+
+
+def with_jobset(arguments: argparse.Namespace) -> None:
+    bed = current_bed()
+    if arguments.remove:
+        steps = [Step("remove jobset", lambda log: jobset.remove(bed, log), always=True)]
+    else:
+        steps = jobset.steps(bed)
+    run_steps(steps, bed)
 
 
 def down(_: argparse.Namespace) -> None:
@@ -170,6 +179,10 @@ def parser() -> argparse.ArgumentParser:
     loading = verb("load", only_load, "load changed images into the nodes")
     loading.add_argument("tags", nargs="*", help="default: the project's images")
     verb("minio", only_minio, "deploy MinIO and create its bucket")
+    of_jobset = verb(
+        "jobset", with_jobset, "build the JobSet controller, and install it in the cluster"
+    )
+    of_jobset.add_argument("--remove", action="store_true", help="uninstall it again")
     on_node = verb("node", node, "start or end a fault of a node")
     on_node.add_argument("fault", choices=NODE_FAULTS)
     on_node.add_argument("node")

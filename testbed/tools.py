@@ -92,6 +92,11 @@ TOOL_SETS = (
     ),
 )
 
+JOBSET_VERSION = "v0.8.2"
+JOBSET = ToolSet("jobset", {"jobset": "sigs.k8s.io/jobset"})
+"""The controller of JobSet, which `make e2e-jobset` alone needs. Its build takes 5 to 11 minutes on two
+cores, so no other target builds it."""
+
 
 def go_environment(*, cgo: bool) -> dict[str, str]:
     """Return the environment for Go: the caller's settings (proxy, caches) without flags that affect

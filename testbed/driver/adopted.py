@@ -1,4 +1,4 @@
-"""Gangs of the example trainer whose pods a batch/v1 Job creates and a CheckpointAdoption adopts."""
+"""Gangs of the example trainer whose pods another controller creates and a CheckpointAdoption adopts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from kubernetes.client.exceptions import ApiException
 from holdfast_core.contract import SIDECAR_CONTAINER
 from testbed.driver.jobs import TRAINER_IMAGE, Job, Training, checkpoint_policy
 from testbed.driver.kube import GROUP, VERSION, Object, ignore_missing, is_true, show, wait_for
+
+EVICTED_AFTER_SECONDS = 5
+"""Seconds that a pod stays on a node that does not answer. Where a template says nothing, it is 300."""
 
 
 def adoption_manifest(name: str, namespace: str, workers: int) -> Object:
@@ -42,6 +45,7 @@ def batch_job_manifest(name: str, namespace: str, training: Training) -> Object:
             "runAsUser": 1000,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
+        "tolerations": [_leaves(taint) for taint in ("not-ready", "unreachable")],
         "containers": [trainer],
     }
     return {
@@ -58,6 +62,15 @@ def batch_job_manifest(name: str, namespace: str, training: Training) -> Object:
     }
 
 
+def _leaves(taint: str) -> Object:
+    return {
+        "key": f"node.kubernetes.io/{taint}",
+        "operator": "Exists",
+        "effect": "NoExecute",
+        "tolerationSeconds": EVICTED_AFTER_SECONDS,
+    }
+
+
 class AdoptedJob(Job):
     """A CheckpointAdoption, and the indexed Job of the same name that creates its pods."""
 
@@ -70,8 +83,17 @@ class AdoptedJob(Job):
         self.wait(
             "the policy to add the sidecar", lambda: self._is_adopted(job["spec"]["template"])
         )
-        self._batch.create_namespaced_job(self.namespace, job)
+        self.create_owner(job)
         return self
+
+    def create_owner(self, job: Object) -> None:
+        """Create the object whose controller creates the pods. It is this Job, or contains its spec."""
+        self._batch.create_namespaced_job(self.namespace, job)
+
+    def delete_owner(self) -> None:
+        self._batch.delete_namespaced_job(
+            self.name, self.namespace, propagation_policy="Background"
+        )
 
     def _is_adopted(self, template: Object) -> bool:
         """Return whether the API server would give a sidecar to a pod of this template.
@@ -114,9 +136,7 @@ class AdoptedJob(Job):
     def delete(self, timeout_seconds: float = 120) -> None:
         """Delete both objects, and wait until the pods and the Secrets of the gang are gone."""
         with ignore_missing():
-            self._batch.delete_namespaced_job(
-                self.name, self.namespace, propagation_policy="Background"
-            )
+            self.delete_owner()
         Job.delete(self, timeout_seconds)
         wait_for(
             f"Secrets of {self.namespace}/{self.name} to be deleted",

@@ -7,6 +7,7 @@ from typing import Any
 
 from testbed.driver.adopted import AdoptedJob
 from testbed.driver.jobs import Job, Training, job_manifest
+from testbed.driver.jobset import AdoptedJobSet
 from testbed.driver.kube import Kube
 from testbed.driver.oracle import compare_digests, gather, judge, leaks_after_delete
 
@@ -35,6 +36,15 @@ class Scenario:
         job = AdoptedJob(self.kube, self.namespace, name)
         self.jobs.append(job)
         return job.start_training(training)
+
+    def adopt_jobset(
+        self, training: Training = SHORT, name: str = "gpt", *, backoff_limit: int = 10
+    ) -> AdoptedJobSet:
+        """Start a JobSet whose pods are adopted."""
+        job = AdoptedJobSet(self.kube, self.namespace, name, backoff_limit=backoff_limit)
+        self.jobs.append(job)
+        job.start_training(training)
+        return job
 
     def finish_and_judge(self, job: Job, training: Training = SHORT, copies: int = 1) -> None:
         """Assert that the job completes, is bit-identical to an uninterrupted run and meets I1 to I7.

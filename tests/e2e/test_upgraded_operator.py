@@ -61,7 +61,7 @@ def lose_a_pod_during(change: Callable[[], str], tag: str, job: Job, worker: int
         )
         job.kube.delete_pod(job.namespace, job.pod_name(worker), grace_seconds=1)
         changed.result()
-    job.wait_round(before + 1)
+    job.wait_round(before + 1, 400)
     wait_for(
         f"no operator pod but those with tag {tag}",
         lambda: operator_tags(job.kube) == {tag},
@@ -71,7 +71,7 @@ def lose_a_pod_during(change: Callable[[], str], tag: str, job: Job, worker: int
     return replicated
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_job_loses_pods_during_an_upgrade_and_during_the_rollback(
     scenario, installed: Kube, next_image: None
 ):
