@@ -105,6 +105,7 @@ class LocalCluster:
     sidecars: dict[str, SidecarView] = field(default_factory=dict)
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     services: set[str] = field(default_factory=set)
+    disruption_budget: int | None = None
     secrets: set[str] = field(default_factory=set)
     coordinator: CoordinatorState | None = None
     acted_version: int = 0
@@ -173,6 +174,7 @@ class LocalCluster:
             checkpoints=tuple(self.checkpoints.values()),
             store=self.store,
             services=frozenset(self.services),
+            disruption_budget=self.disruption_budget,
             secrets=frozenset(self.secrets),
             memory=self.memory,
         )
@@ -275,7 +277,11 @@ class LocalCluster:
             await asyncio.to_thread(pod.delete)
 
     async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
-        """Do nothing: there is no network between processes, and nothing evicts them."""
+        """Do nothing: there is no network between processes."""
+
+    async def set_disruption_budget(self, job: Gang, body: Mapping[str, Any], workers: int) -> None:
+        """Only record the number, because nothing evicts processes."""
+        self.disruption_budget = workers
 
     async def create_service(self, job: Gang, body: Mapping[str, Any]) -> None:
         self.services.add(body["metadata"]["name"])

@@ -46,6 +46,7 @@ def test_rights_of_the_operator_are_the_golden_ones(render: Render) -> None:
         ("create", "networkpolicies.networking.k8s.io", "team-a", True),
         ("delete", "networkpolicies.networking.k8s.io", "team-a", False),
         ("create", "poddisruptionbudgets.policy", "team-a", True),
+        ("patch", "poddisruptionbudgets.policy", "team-a", True),
         ("delete", "poddisruptionbudgets.policy", "team-a", False),
         ("patch", "pods", "team-a", False),
         ("create", "pods/exec", "team-a", False),

@@ -68,7 +68,7 @@ namespace of the operator is known to it. */}}
   verbs: [create]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [create]
+  verbs: [create, patch]
 # What the restart policy of an adopted gang's controller costs.
 - apiGroups: [batch]
   resources: [jobs]

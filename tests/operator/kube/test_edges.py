@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from prometheus_client import generate_latest
 from tests.support.operator import builders
 from tests.support.operator.builders import metadata
+from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.api import (
     GoodputStatus,
@@ -262,3 +264,21 @@ def test_metrics_count_what_a_status_write_adds() -> None:
     assert "process_resident_memory_bytes" in text
     metrics.forget("team", "gpt")
     assert "holdfast_goodput_ratio{" not in generate_latest(metrics.registry).decode()
+
+
+# --------------------------------------------------------------------------- PodDisruptionBudgets
+
+
+def test_a_disruption_budget_that_exists_gets_the_new_number() -> None:
+    """It is created, changed, and created again after a user has deleted it."""
+    api, key = FakeApi(), ("poddisruptionbudgets", "team-a", "gang")
+    cluster = Cluster(api)
+
+    def set_to(number: int) -> int:
+        body = {"metadata": {"name": "gang", "labels": {}}, "spec": {"minAvailable": number}}
+        asyncio.run(cluster.set_disruption_budget("team-a", body))
+        return int(api.objects[key]["spec"]["minAvailable"])
+
+    assert [set_to(1), set_to(2), set_to(2)] == [1, 2, 2]
+    del api.objects[key]
+    assert set_to(0) == 0

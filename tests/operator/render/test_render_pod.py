@@ -282,7 +282,7 @@ def test_checkpoint_objects_outlive_their_job() -> None:
 
 @pytest.mark.parametrize(("workers", "remain"), [(1, 0), (2, 1), (4096, 4095)])
 def test_one_worker_at_a_time_may_be_evicted(workers: int, remain: int) -> None:
-    budget = render_disruption_budget(job(workers))
+    budget = render_disruption_budget(job(workers), workers)
     assert budget["spec"]["minAvailable"] == remain
     assert budget["spec"]["selector"] == {"matchLabels": {labels.JOB_UID: UID}}
 

@@ -3,7 +3,8 @@
 1. The status write, alone. If it fails, the pass ends. A conflict shows that the decision is based on an old
    object.
 2. Service and certificates.
-3. Pods, seals, ROUND and the requests to save or stop, concurrently. No pod is created if stage 2 failed.
+3. The PodDisruptionBudget, pods, seals, ROUND and the requests to save or stop, concurrently. No pod is
+   created if stage 2 failed.
 4. Checkpoint objects, prunes and deletes, concurrently.
 5. Events.
 In stages 2 to 4 the error of one action does not stop the others: all actions are idempotent, and the next
@@ -39,6 +40,7 @@ from holdfast_operator.model.actions import (
     RequestStop,
     SealWorker,
     SendRound,
+    SetDisruptionBudget,
     StatusWrite,
     UpdateCheckpoint,
     WriteStatus,
@@ -170,7 +172,14 @@ def _stages(
                 write = action
             case CreateService() | CreateCertificates():
                 first.append(action)
-            case CreatePod() | SealWorker() | SendRound() | RequestSave() | RequestStop():
+            case (
+                SetDisruptionBudget()
+                | CreatePod()
+                | SealWorker()
+                | SendRound()
+                | RequestSave()
+                | RequestStop()
+            ):
                 then.append(action)
             case (
                 CreateCheckpointObject()
@@ -237,13 +246,15 @@ class _Interpreter:
             case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
                 await effects.write_job_status(job, action.resource_version, action.status)
             case CreateService():
-                # The policies come first: once the Service is recorded, this action is not repeated.
+                # The policy comes first: once the Service is recorded, this action is not repeated.
                 if self._sidecar.network is not None:
                     await effects.create_policy(
                         job, render_network_policy(job, self._sidecar.network)
                     )
-                await effects.create_policy(job, render_disruption_budget(job))
                 await effects.create_service(job, render_service(job))
+            case SetDisruptionBudget():
+                body = render_disruption_budget(job, action.workers)
+                await effects.set_disruption_budget(job, body, action.workers)
             case CreateCertificates():
                 await effects.create_certificates(job, action)
             case CreatePod():

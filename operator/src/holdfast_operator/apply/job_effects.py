@@ -48,7 +48,8 @@ _LOGGED = frozenset({Reason.RECOVERED, Reason.RECOVERY_INTERRUPTED})
 """Reasons of the Events that are also logged: one line for each round."""
 
 SURE_SECONDS = 600.0
-"""Time after which the create of a Service is repeated, in case it was deleted. Services are not watched."""
+"""Time after which the create of a Service or a PodDisruptionBudget is repeated, in case it was deleted. They
+are not watched."""
 
 SECRET_SURE_SECONDS = 60.0
 """Time after which, while pods wait to start, the create of their Secret is repeated."""
@@ -75,6 +76,7 @@ class JobEffects:
         self._metrics = metrics
         self._clock = clock
         self._services: dict[JobUid, dict[str, float]] = {}
+        self._budgets: dict[JobUid, tuple[int, float]] = {}
         self._secrets: dict[JobUid, dict[str, float]] = {}
 
     # ------------------------------------------------------------------ what is known to exist
@@ -83,6 +85,11 @@ class JobEffects:
         """Return the Services of the job that were created or found in the last SURE_SECONDS."""
         oldest = self._clock.monotonic() - SURE_SECONDS
         return frozenset(n for n, at in self._services.get(uid, {}).items() if at > oldest)
+
+    def disruption_budget(self, uid: JobUid) -> int | None:
+        """Return the number of workers of the PodDisruptionBudget if it was written in SURE_SECONDS."""
+        workers, at = self._budgets.get(uid, (None, 0.0))
+        return workers if self._clock.monotonic() - at < SURE_SECONDS else None
 
     def secrets(self, uid: JobUid) -> frozenset[str]:
         """Return the certificate Secrets of the job that this process created or found."""
@@ -99,6 +106,7 @@ class JobEffects:
     def forget(self, uid: JobUid) -> None:
         """Drop the records of a job that is gone."""
         self._services.pop(uid, None)
+        self._budgets.pop(uid, None)
         self._secrets.pop(uid, None)
 
     # ------------------------------------------------------------------ the job
@@ -129,6 +137,10 @@ class JobEffects:
 
     async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
         await self._cluster.create_policy(job.namespace, body)
+
+    async def set_disruption_budget(self, job: Gang, body: Mapping[str, Any], workers: int) -> None:
+        await self._cluster.set_disruption_budget(job.namespace, body)
+        self._budgets[job.uid] = (workers, self._clock.monotonic())
 
     async def create_service(self, job: Gang, body: Mapping[str, Any]) -> None:
         """Create the Service. If another owner has the name, only emit an Event.

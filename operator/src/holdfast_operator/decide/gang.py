@@ -31,6 +31,7 @@ from holdfast_operator.model.actions import (
     DeletePod,
     SealWorker,
     SendRound,
+    SetDisruptionBudget,
     round_digest,
 )
 from holdfast_operator.model.job import JobMemory, Now
@@ -55,6 +56,8 @@ def member_actions(world: World) -> list[Action]:
     service = service_name(job.name, job.uid)
     if service not in world.observed.services:
         actions.append(CreateService(service))
+    if world.observed.disruption_budget != len(world.members):
+        actions.append(SetDisruptionBudget(len(world.members)))
     births: list[Action] = []
     unstarted = any(world.awaits_start(m) for m in world.members)
     # acceptance.birth_problem checks what else a new pod requires.
@@ -256,7 +259,6 @@ def _highest_version(world: World) -> int:
 
 def round_message(world: World) -> Round:
     """Return ROUND with its present content and version 0."""
-    job = world.observed.job
     status = world.status
     members = tuple(
         Member(
@@ -276,7 +278,7 @@ def round_message(world: World) -> Round:
         store_host=store_host(world),
         workers=len(members),
         members=members,
-        copies=place_copies(_domains(world), job.spec.peer.copies),
+        copies=place_copies(_domains(world), world.copies),
         policy=_policy(world),
         pinned=_pinned_steps(world),
         quarantined=tuple(
@@ -306,7 +308,7 @@ def _policy(world: World) -> Policy:
         timing=timing(world),
         slots=checkpoint.memory.slots,
         keep_last=checkpoint.retention.keep_last,
-        peer_copies=min(spec.peer.copies, len(world.members) - 1),
+        peer_copies=world.copies,
         peer_encryption=spec.peer.encryption.value,
         object_every_steps=None if object_ is None else object_.every.steps,
         object_every_seconds=None if object_ is None else object_.every.seconds,

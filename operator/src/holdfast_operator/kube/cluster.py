@@ -41,9 +41,6 @@ class Created:
     """Whether the object existed before."""
 
 
-_POLICIES = {"NetworkPolicy": "networkpolicies", "PodDisruptionBudget": "poddisruptionbudgets"}
-
-
 class Cluster:
     """Typed requests to the Kubernetes API."""
 
@@ -61,12 +58,20 @@ class Cluster:
         return await self._create_owned(f"/api/v1/namespaces/{namespace}/services", body)
 
     async def create_policy(self, namespace: str, body: Mapping[str, Any]) -> Created:
-        """Create a NetworkPolicy or a PodDisruptionBudget. Raises ApiError.
+        """Create a NetworkPolicy. Raises ApiError. The owner of one that exists is not compared."""
+        path = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
+        return await self._create(path, body)
 
-        The owner of one that exists is not compared.
+    async def set_disruption_budget(self, namespace: str, body: Mapping[str, Any]) -> None:
+        """Create a PodDisruptionBudget, or give the one that exists this minAvailable. Raises ApiError.
+
+        Raises ConflictError if it was deleted in between.
         """
-        version, resource = body["apiVersion"], _POLICIES[str(body["kind"])]
-        return await self._create(f"/apis/{version}/namespaces/{namespace}/{resource}", body)
+        path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
+        created = await self._create(path, body)
+        if created.existed:
+            patch = {"spec": {"minAvailable": body["spec"]["minAvailable"]}}
+            await self._patch(f"{path}/{body['metadata']['name']}", patch)
 
     async def refusal_of_pod(self, namespace: str, body: Mapping[str, Any]) -> str | None:
         """Return the server's message if it would refuse this pod, else None. Nothing is created.

@@ -26,6 +26,7 @@ from holdfast_operator.model.job import (
 )
 from holdfast_operator.model.keys import gang_key
 from holdfast_operator.model.pod_source import pod_source
+from holdfast_operator.model.size import present_workers
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.watch.cache import ClusterCache
 
@@ -80,6 +81,7 @@ class Observer:
             checkpoints=self._checkpoints(job),
             store=self._store(job),
             services=self._effects.services(job.uid),
+            disruption_budget=self._effects.disruption_budget(job.uid),
             secrets=self._effects.secrets(job.uid),
             doubtful_secrets=self._effects.doubtful_secrets(job.uid),
             memory=memory,
@@ -108,7 +110,7 @@ class Observer:
             others,
             coordinator,
             self.suspects(job, pods),
-            ranks=job.spec.workers * job.spec.procs_per_worker,
+            ranks=present_workers(job) * job.spec.procs_per_worker,
         )
 
     def suspects(self, job: Gang, pods: tuple[PodView, ...]) -> frozenset[str]:

@@ -63,6 +63,13 @@ class CreateService:
 
 
 @dataclass(frozen=True, slots=True)
+class SetDisruptionBudget:
+    """Creation of the PodDisruptionBudget, or its change to this number of workers."""
+
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
 class CreateCertificates:
     """Creation of one Secret with the leaf certificates of pods that are or may be created in `round`."""
 
@@ -219,6 +226,7 @@ Action = (
     | CommitPersisted
     | WriteStatus
     | CreateService
+    | SetDisruptionBudget
     | CreateCertificates
     | CreatePod
     | DeletePod

@@ -416,6 +416,8 @@ class Observed:
     parsed or is being deleted."""
     services: frozenset[str] = frozenset()
     """Names of the job's Services that this process created or found recently."""
+    disruption_budget: int | None = None
+    """Number of workers for which this process recently wrote the PodDisruptionBudget. None: it did not."""
     secrets: frozenset[str] = frozenset()
     """Names of certificate Secrets that this process created or found. The operator may not read them."""
     doubtful_secrets: frozenset[str] = frozenset()

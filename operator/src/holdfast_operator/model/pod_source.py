@@ -32,6 +32,7 @@ from holdfast_operator.model.actions import (
     CreateService,
     DeleteCertificates,
     DeletePod,
+    SetDisruptionBudget,
 )
 from holdfast_operator.model.job import PodView
 
@@ -187,5 +188,5 @@ class AdoptedPods:
         return changed(status, pods=tuple(records[w] for w in sorted(records)))
 
     def permitted(self, actions: Sequence[Action]) -> tuple[Action, ...]:
-        theirs = (CreatePod, DeletePod, CreateService, DeleteCertificates)
+        theirs = (CreatePod, DeletePod, CreateService, SetDisruptionBudget, DeleteCertificates)
         return tuple(a for a in actions if not isinstance(a, theirs))

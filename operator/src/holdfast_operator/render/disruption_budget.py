@@ -14,7 +14,7 @@ from holdfast_operator.model import labels
 from holdfast_operator.render.metadata import job_labels, owner_reference
 
 
-def render_disruption_budget(job: Gang) -> dict[str, Any]:
+def render_disruption_budget(job: Gang, workers: int) -> dict[str, Any]:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -27,7 +27,7 @@ def render_disruption_budget(job: Gang) -> dict[str, Any]:
         "spec": {
             # For pods without a scale subresource, Kubernetes accepts a number of minAvailable only
             # (https://kubernetes.io/docs/tasks/run-application/configure-pdb).
-            "minAvailable": job.spec.workers - 1,
+            "minAvailable": workers - 1,
             "selector": {"matchLabels": {labels.JOB_UID: job.uid}},
             "unhealthyPodEvictionPolicy": "IfHealthyBudget",
         },
