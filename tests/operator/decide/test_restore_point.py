@@ -241,7 +241,6 @@ def test_an_older_checkpoint_object_is_better_than_waiting() -> None:
         {"phase": "Deleting"},
         {"deleting": True},
         {"persisted": False},
-        {"world_size": 4},
         {"job": "other"},
         {"job_uid": "another-uid"},
     ],
@@ -253,7 +252,16 @@ def test_checkpoint_objects_that_are_no_candidates(changes: dict[str, Any]) -> N
     assert isinstance(pick(state, [pod(0, 1), NEW_B], [], checkpoints=(bad,)), Wait)
 
 
-def test_another_world_size_is_no_candidate() -> None:
+def test_a_persisted_checkpoint_of_another_number_of_ranks_is_a_candidate() -> None:
+    """The store has all of its shards, so that the ranks can reshard it."""
+    state = status(1, (1, 1), last_committed_step=Step(10))
+    older = checkpoint(10, 0, world_size=4)
+    choice = pick(state, [pod(0, 1), NEW_B], [], checkpoints=(older,))
+    assert isinstance(choice, Chosen)
+    assert (choice.point.step, choice.point.sources) == (10, TierCounts(object=4))
+
+
+def test_another_world_size_on_the_nodes_is_no_candidate() -> None:
     seen = sidecar(A, 1, manifests=[manifest(20, 0, world_size=3), manifest(10, 0)], shards=COPIED)
     assert chosen_step(pick(SURVIVOR_AND_NEW, [A, NEW_B], [seen])) == 10
 

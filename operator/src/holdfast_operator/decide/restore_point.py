@@ -1,7 +1,8 @@
 """Choose the step from which a round starts, once per round. Pure.
 
 1. A candidate is a step with a manifest that is on the lineage and was saved by as many ranks as the gang
-   has. Persisted commits are candidates as well, because the object store has all of their shards.
+   has. Persisted commits are candidates whatever their number of ranks, because the object store has all of
+   their shards.
 2. The newest complete candidate is chosen. A candidate is complete if it is persisted, or if each rank's
    shard is held by a member that has answered for this round.
 3. A survivor that has not answered may hold any step. Until it answers or its pod is gone, no step below the
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 from holdfast_core.api import LineageEntry, RestorePointStatus, TierCounts, changed
 from holdfast_core.ids import CheckpointId, Step, TierName, worker_of
+from holdfast_operator.decide.checkpoints import own_checkpoints
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.quarantine import quarantined
 from holdfast_operator.decide.facts.readable import Candidate, Holders
@@ -231,7 +233,8 @@ def _sources(world: World, best: Candidate, holders: Holders) -> TierCounts:
     per_worker = world.observed.job.spec.procs_per_worker
     counts = dict.fromkeys(TierName, 0)
     if best.info is None:
-        return TierCounts(object=per_worker * len(world.members))
+        saved = (c.status.world_size for c in own_checkpoints(world) if c.id == best.id)
+        return TierCounts(object=next(saved, None) or per_worker * len(world.members))
     for shard in best.info.shards:
         held = holders.get((best.id, shard.rank, shard.blake3), [])
         own = {tier for worker, tier in held if worker == worker_of(shard.rank, per_worker)}

@@ -54,7 +54,7 @@ def why_pods_stay(world: World) -> str | None:
         return "another controller creates the pods"
     if world.nodes_are_fixed:
         return "the template sets spec.nodeName, so that a new pod would get the same node"
-    if min(job.spec.peer.copies, len(world.members) - 1) == 0:
+    if world.copies == 0:
         return "no other pod has copies of its shards, so that its last step would be lost"
     return None
 

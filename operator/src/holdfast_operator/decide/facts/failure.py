@@ -305,10 +305,10 @@ def _has_left(world: World, pod: PodView, state: CoordinatorState) -> bool:
     The round then begins before the kubelet reports that the pod is gone. If several pods leave, one of them
     may hold the copies of another one.
     """
-    spec, progress, copied = world.observed.job.spec, state.progress, state.last_replicated
+    progress, copied = state.progress, state.last_replicated
     return (
         pod.trainer_exit_code is not None
-        and min(spec.peer.copies, len(world.members) - 1) > 0
+        and world.copies > 0
         and sum(m.pod is not None and m.pod.leaving for m in world.members) == 1
         and progress is not None
         and copied is not None

@@ -91,8 +91,8 @@ def _never_trained_in(member: MemberState, pod: PodView, world: World) -> bool:
 def candidates(world: World, answered: list[MemberState]) -> list[Candidate]:
     """Return the checkpoints from which the round may start, newest step first, then newest round first.
 
-    They are on the lineage, have the gang's number of ranks, are not quarantined, and are persisted or listed
-    by `answered`.
+    They are on the lineage, not quarantined, and persisted, or have the gang's number of ranks and are
+    listed by `answered`. The store has all shards of a persisted one, whatever its number of ranks.
     """
     status, apart = world.status, quarantined(world)
     size = world.observed.job.spec.procs_per_worker * len(world.members)
@@ -162,7 +162,6 @@ def _restorable(world: World, checkpoint: Checkpoint) -> bool:
         and checkpoint.persisted
         and status.phase is CheckpointPhase.COMMITTED
         and not checkpoint.deleting
-        and status.world_size == job.spec.procs_per_worker * len(world.members)
     )
 
 
@@ -371,7 +370,7 @@ def _survives_by_copies(world: World, without: Collection[Worker]) -> bool:
     if state.last_replicated.round != world.round:
         return False
     away = {m.worker for m in world.members if not (m.alive and m.reachable)} | set(without)
-    return len(away) <= min(world.observed.job.spec.peer.copies, len(world.members) - 1)
+    return len(away) <= world.copies
 
 
 def _untouched_since_chosen(world: World, answered: list[MemberState]) -> bool:

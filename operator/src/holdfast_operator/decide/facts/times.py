@@ -89,7 +89,7 @@ def _since(begun: float | None, holds: bool, at: float) -> float | None:
 def _with_copies(memory: JobMemory, world: World, now: Now) -> JobMemory:
     """Measure how long a step takes from its local commit until all of its copies are durable."""
     state = world.coordinator
-    copies = min(world.observed.job.spec.peer.copies, len(world.members) - 1)
+    copies = world.copies
     newest = None if state is None or state.last_local is None else state.last_local.step
     if state is None or newest is None or copies <= 0:
         return memory

@@ -119,6 +119,12 @@ class World:
         return not spec.suspend or spec.store is not None
 
     @cached_property
+    def copies(self) -> int:
+        """Return the number of copies of each shard on other workers of the present gang."""
+        peer = self.observed.job.spec.checkpoint.peer
+        return min(1 if peer is None else peer.copies, len(self.members) - 1)
+
+    @cached_property
     def unscheduled(self) -> tuple[MemberState, ...]:
         """Return the members whose pods the scheduler has not placed, or whose creation is refused.
 

@@ -98,7 +98,9 @@ def refresh(
     begun = status.restart_round is not None
     return changed(
         status,
-        workers=WorkersStatus(ready=ready if begun else 0, total=job.spec.workers),
+        workers=WorkersStatus(
+            ready=ready if begun else 0, total=len(status.members) or job.spec.workers
+        ),
         phase=compute_phase(status),
         observed_generation=job.generation,
     )
