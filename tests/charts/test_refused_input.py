@@ -428,11 +428,11 @@ WITH_STORE = job_object(
 )
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "workers": (
+    "no workers": (WITH_STORE, {"workers": 0}, "workers must be 1 to 4096, got 0"),
+    "fewer workers than copies": (
         WITH_STORE,
-        {"workers": 5},
-        "workers of a job is immutable for now (4, found 5): create a new job with this number "
-        "and restoreFrom",
+        {"workers": 2, "checkpoint": {"peer": {"copies": 2}}},
+        "checkpoint.peer.copies is 2, but only 1 other workers can keep copies of a shard",
     ),
     "procsPerWorker": (
         WITH_STORE,
@@ -476,6 +476,7 @@ def test_what_must_not_change(cluster: ControlPlane, case: str) -> None:
     ("data", "change"),
     [
         pytest.param(WITH_STORE, {"suspend": True}, id="suspend"),
+        pytest.param(WITH_STORE, {"workers": 5}, id="workers"),
         pytest.param(WITH_STORE, {"checkpoint": {"interval": {"steps": 25}}}, id="interval"),
         pytest.param(
             WITH_STORE, {"checkpoint": {"object": {"every": {"steps": 50}}}}, id="upload interval"

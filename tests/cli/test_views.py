@@ -172,6 +172,21 @@ def test_an_adoption_is_shown_with_its_pods_checkpoints_and_what_its_controller_
     assert "lm-s40" in text and "lm-s20" in text and "lm-s10" not in text
 
 
+@pytest.mark.parametrize(
+    ("value", "reason", "listed"),
+    [
+        ("True", "Stopping", True),
+        ("False", "ResizeFailed", True),
+        ("False", "NoObjectTier", True),
+        ("False", "Resized", False),
+    ],
+)
+def test_a_resize_that_goes_on_or_is_refused_is_shown(value, reason, listed):
+    condition = {"type": "Resizing", "status": value, "reason": reason, "message": "to have 3"}
+    text = shown(status_view(Screen(adoption(conditions=[condition]))))
+    assert (f"Resizing: {reason}: to have 3" in text) is listed
+
+
 def test_a_worker_whose_pod_is_gone_or_leaves_is_still_listed():
     given = adoption(members=[0, 0], pods=[{"worker": 1, "uid": "b", "birth": 0}])
     lost, leaving = members(given, [pod("lm-1", "b", deletionTimestamp="2026-01-01T00:00:00Z")])

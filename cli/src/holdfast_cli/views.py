@@ -34,7 +34,9 @@ _TROUBLE = frozenset(
     }
 )
 """Conditions that the screen shows in red, with the status at which it shows them."""
-_WORDS = frozenset({("Adopted", "True"), ("Complete", "True")})
+_REFUSED_RESIZES = frozenset({"NoObjectTier", "ResizeFailed"})
+"""Reasons of Resizing=False that the screen shows in red."""
+_WORDS = frozenset({("Adopted", "True"), ("Complete", "True"), ("Resizing", "True")})
 """Conditions that the screen shows although they are no trouble."""
 SHOWN_CHECKPOINTS = 3
 _GANG_COLUMNS = (
@@ -94,9 +96,11 @@ def status_view(screen: Screen) -> RenderableType:
         parts.append(checkpoints_view(newest(screen.checkpoints)))
     for condition in status.get("conditions", []):
         known = (condition["type"], condition["status"])
-        if known in _TROUBLE | _WORDS:
+        refused = known == ("Resizing", "False") and condition["reason"] in _REFUSED_RESIZES
+        trouble = refused or known in _TROUBLE
+        if trouble or known in _WORDS:
             text = f"{condition['type']}: {condition['reason']}: {condition['message']}"
-            parts.append(Text(text, style="red" if known in _TROUBLE else ""))
+            parts.append(Text(text, style="red" if trouble else ""))
     parts.extend(Text(problem, style="red") for problem in screen.problems)
     return Group(*parts)
 

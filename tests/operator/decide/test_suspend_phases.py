@@ -6,104 +6,18 @@ pods, and leave the newest committed step in the store, from which the job resum
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from tests.support.operator.life import Life, dies_within
 from tests.support.operator.oracle import broken_rules
+from tests.support.operator.phases import PHASES, Phase, heal, restart_unschedulable
 
 from holdfast_core.api import JobCondition, TrainingJobStatus
 from holdfast_core.ids import CheckpointId
 from holdfast_operator.model.reasons import Reason
 
-Phase = Callable[[Life], None]
-
-
-def not_accepted(life: Life) -> None:
-    """The job exists, and no pass has seen it."""
-
-
-def pods_refused(life: Life) -> None:
-    life.cluster.pod_refusal = "exceeded quota: gpus"
-    life.run(4)
-    assert life.cluster.pods == {}
-
-
-def pending(life: Life) -> None:
-    life.cluster.hold_starts = True
-    life.run(4)
-    assert len(life.cluster.pods) == 4
-
-
-def partly_unschedulable(life: Life) -> None:
-    life.cluster.full_nodes = set(list(life.cluster.nodes)[1:])
-    life.cluster.hold_starts = True
-    life.run(4)
-    assert len(life.cluster.pods) == 4
-
-
-def starting(life: Life) -> None:
-    life.run(30, until=lambda s: s.restore_point is not None)
-    assert not life.status.is_true(JobCondition.RUNNING)
-
-
-def training(life: Life) -> None:
-    life.run(40)
-    assert life.status.is_true(JobCondition.RUNNING)
-
-
-def pod_lost(life: Life) -> None:
-    life.run(40)
-    life.cluster.lose_pod(life.pod(1))
-
-
-def coordinator_lost(life: Life) -> None:
-    life.run(40)
-    life.cluster.lose_pod(life.pod(0))
-
-
-def rank_failed(life: Life) -> None:
-    life.run(40)
-    life.rank_dies()
-
-
-def restarting(life: Life) -> None:
-    pod_lost(life)
-    life.run(3)
-    assert life.status.restart_round == 1
-
-
-def restart_unschedulable(life: Life) -> None:
-    life.run(40)
-    life.cluster.full_nodes = set(life.cluster.nodes)
-    life.cluster.lose_pod(life.pod(1))
-    life.run(5)
-    assert life.status.restart_round == 1
-
-
-PHASES: tuple[Phase, ...] = (
-    not_accepted,
-    pods_refused,
-    pending,
-    partly_unschedulable,
-    starting,
-    training,
-    pod_lost,
-    coordinator_lost,
-    rank_failed,
-    restarting,
-    restart_unschedulable,
-)
-
 
 def is_suspended(status: TrainingJobStatus) -> bool:
     return status.is_true(JobCondition.SUSPENDED)
-
-
-def heal(life: Life) -> None:
-    life.cluster.pod_refusal = ""
-    life.cluster.hold_starts = False
-    life.cluster.full_nodes = set()
 
 
 def is_suspended_with_everything_saved(life: Life, newest: CheckpointId | None) -> None:

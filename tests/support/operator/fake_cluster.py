@@ -206,7 +206,6 @@ class FakeCluster:
             and n in self.sidecars
             and (self._has_disk(p) or (with_lost_nodes and p.view.alive))
         ]
-        ranks = range(self.job["spec"]["workers"])
         bases = {c.status["restartRound"]: point_of(c.status) for c in self.choices}
         found = [
             p.id
@@ -217,7 +216,7 @@ class FakeCluster:
                 p.id in self.store.checkpoints
                 or (
                     any(p.id in s.manifests for s in there)
-                    and all(any((p.id, r) in s.shards for s in there) for r in ranks)
+                    and all(any((p.id, r) in s.shards for s in there) for r in range(len(p.pods)))
                 )
             )
         ]

@@ -153,6 +153,8 @@ class ToyGang:
     """Every checkpoint whose manifest was written anywhere."""
     poisoned: set[CheckpointId] = field(default_factory=set)
     """Checkpoints whose content makes the script fail after the restore."""
+    cannot_reshard_to: set[int] = field(default_factory=set)
+    """Numbers of workers on which the ranks refuse a checkpoint of another number."""
     restored: dict[RestartRound, CheckpointId | None] = field(default_factory=dict)
     """The checkpoint from which each round's training started."""
     peers_hang: bool = False
@@ -252,8 +254,14 @@ class ToyGang:
                 run.cannot_restore = f"no shard of {id_} for rank {rank}"
                 run.version += 1
                 return
-            sidecar.keep(id_, rank)
-            sidecar.manifests[id_] = info
+            if info.world_size == len(present):  # a resharded restore keeps nothing on the nodes
+                sidecar.keep(id_, rank)
+                sidecar.manifests[id_] = info
+        if info.world_size != len(present) and len(present) in self.cannot_reshard_to:
+            error = "holdfast.errors.StateMismatchError: tensor w.0 is a plain tensor"
+            run.dead = (DeadRank(Rank(0), Worker(0), 1, error),)
+            run.version += 1
+            return
         self.restored[run.round] = id_
         if id_ in self.poisoned:
             run.dead = (DeadRank(Rank(0), Worker(0), 1, "ValueError: NaN in the optimizer"),)

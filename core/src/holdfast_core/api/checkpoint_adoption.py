@@ -14,7 +14,12 @@ from pydantic import ConfigDict, Field
 from holdfast_core.api.base import ApiModel, changed
 from holdfast_core.api.meta import ApiObject
 from holdfast_core.api.rules.cel import cel_rules, rule
-from holdfast_core.api.training_job import NAME_OF_GANG, GangSpec, TrainingJob
+from holdfast_core.api.training_job import (
+    COPIES_BELOW_WORKERS,
+    NAME_OF_GANG,
+    GangSpec,
+    TrainingJob,
+)
 from holdfast_core.api.training_job_status import (
     MAX_WORKERS,
     RoundField,
@@ -26,6 +31,21 @@ from holdfast_core.ids import JobUid, RestartRound, Worker
 
 class CheckpointAdoptionSpec(GangSpec):
     """Which pods belong to the gang, how it is checkpointed and what it survives."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            COPIES_BELOW_WORKERS,
+            rule(
+                "self.workers == oldSelf.workers",
+                message_expression=(
+                    "'workers is immutable (%d, found %d): another controller creates the pods; create a "
+                    "new CheckpointAdoption'.format([oldSelf.workers, self.workers])"
+                ),
+                field_path=".workers",
+                forbidden=True,
+            ),
+        )
+    )
 
     container: Annotated[
         str,

@@ -60,22 +60,24 @@ class NodeLossSpec(ApiModel):
     ] = 20
 
 
+COPIES_BELOW_WORKERS = rule(
+    "!has(self.checkpoint.peer) || self.workers < 1 || self.checkpoint.peer.copies < self.workers",
+    message_expression=(
+        "'checkpoint.peer.copies is %d, but only %d other workers can keep copies of "
+        "a shard (workers: %d): lower copies or add "
+        "workers'.format([self.checkpoint.peer.copies, self.workers - 1, "
+        "self.workers])"
+    ),
+    field_path=".checkpoint.peer.copies",
+)
+
+
 class GangSpec(ApiModel):
     """How a gang is checkpointed and what it survives, whatever creates its pods."""
 
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
-            rule(
-                "!has(self.checkpoint.peer) || self.workers < 1"
-                " || self.checkpoint.peer.copies < self.workers",
-                message_expression=(
-                    "'checkpoint.peer.copies is %d, but only %d other workers can keep copies of "
-                    "a shard (workers: %d): lower copies or add "
-                    "workers'.format([self.checkpoint.peer.copies, self.workers - 1, "
-                    "self.workers])"
-                ),
-                field_path=".checkpoint.peer.copies",
-            ),
+            COPIES_BELOW_WORKERS,
         )
     )
 
@@ -84,21 +86,9 @@ class GangSpec(ApiModel):
         Field(
             ge=1,
             le=4096,
-            description="Pods of the gang; ranks = workers * procsPerWorker. Immutable for now.",
-            json_schema_extra={
-                **remedy("set the number of pods that train together"),
-                **cel_rules(
-                    rule(
-                        "self == oldSelf",
-                        message_expression=(
-                            "'workers of a job is immutable for now (%d, found %d): create a "
-                            "new job with this number and restoreFrom'"
-                            ".format([oldSelf, self])"
-                        ),
-                        forbidden=True,
-                    )
-                ),
-            },
+            description="Pods of the gang; ranks = workers * procsPerWorker. A change in a TrainingJob with "
+            "an object store makes the gang save, stop and continue with the new number.",
+            json_schema_extra=remedy("set the number of pods that train together"),
         ),
     ]
     procs_per_worker: Annotated[

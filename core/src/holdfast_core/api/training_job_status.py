@@ -64,6 +64,8 @@ class JobCondition(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     """True after the pods of a gang could not all be scheduled in time, until all of them are; absent before
     that happens."""
+    RESIZING = "Resizing"
+    """True while the gang changes to another number of workers; absent before that happens."""
     FAILURE_RULES_APPLY = "FailureRulesApply"
     """False while a rule of failurePolicy.rules can never match; absent before that happens."""
 
@@ -316,11 +318,40 @@ class SchedulingStatus(ApiModel):
     ] = None
 
 
+class ResizeStatus(ApiModel):
+    """The newest change of the number of workers."""
+
+    round: Annotated[
+        RoundField, Field(description="Restart round that began with the present number.")
+    ]
+    from_workers: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_WORKERS,
+            description="Number of workers to which the gang goes back if its ranks fail before their "
+            "first step. Absent: a round with the present number has trained.",
+        ),
+    ] = None
+    refused_workers: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_WORKERS,
+            description="Number of workers with which the gang failed before its first step. It is not "
+            "tried again until spec.workers changes.",
+        ),
+    ] = None
+    refused_because: Annotated[
+        str, Field(max_length=1024, description="The failure with that number.")
+    ] = ""
+
+
 class WorkersStatus(ApiModel):
     """How much of the gang is there."""
 
     ready: Annotated[int, Field(ge=0, description="Workers whose ranks train.")]
-    total: Annotated[int, Field(ge=0, description="spec.workers.")]
+    total: Annotated[int, Field(ge=0, description="Workers of the present gang.")]
     summary: Annotated[
         str, Field(max_length=16, description="ready/total, computed, for the WORKERS column.")
     ] = ""
@@ -531,6 +562,12 @@ class TrainingJobStatus(WithConditions):
         SchedulingStatus | None,
         Field(
             description="Tries that could not schedule all pods; absent once all of them have nodes."
+        ),
+    ] = None
+    resize: Annotated[
+        ResizeStatus | None,
+        Field(
+            description="The newest change of the number of workers; absent before there was one."
         ),
     ] = None
     workers: Annotated[

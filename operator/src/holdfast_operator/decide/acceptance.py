@@ -11,8 +11,8 @@ from typing import Any
 from holdfast_core.api import Checkpoint, CheckpointPhase, CheckpointStore
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.decide.isolation import find_breach, items_of
 from holdfast_operator.decide.report.status import Note
+from holdfast_operator.model.isolation import find_breach, items_of
 from holdfast_operator.model.reasons import Reason
 
 

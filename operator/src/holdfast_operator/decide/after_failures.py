@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from holdfast_core.api import JobCondition
 from holdfast_operator.decide import checkpoints, lifecycle, new_rounds
-from holdfast_operator.decide.facts import restarts, times
+from holdfast_operator.decide.facts import resize, restarts, times
 from holdfast_operator.decide.facts.failure import Failure, is_disruption
 from holdfast_operator.decide.facts.rules import Ruling, rule_on
 from holdfast_operator.decide.facts.world import World
@@ -47,6 +48,9 @@ def plan(world: World, memory: JobMemory, now: Now, failures: tuple[Failure, ...
         text = f"{failures[0].message}; further pods may be lost with it"
         return Decision((), left, text, memory)
     memory = times.with_cause(memory, now)
+    refused = resize.failed_first_start(world, failures)
+    if refused is not None:
+        return _go_back(world, memory, now, refused)
     ruling = rule_on(world, failures)
     end = lifecycle.failure_of_job(world, ruling, now)
     if end is not None:
@@ -70,6 +74,17 @@ def _restart(world: World, memory: JobMemory, now: Now, ruling: Ruling) -> Decis
     text = f"round {status.restart_round} begins: {new_rounds.cause_of(ruling)}"
     event = EmitEvent(EventKind.WARNING, failures[0].reason, text)
     return begin_round(world, memory, now, status, gone, event)
+
+
+def _go_back(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decision:
+    """Begin a round with the number of workers before the resize that failed."""
+    status = recovery.interrupted(new_rounds.round_of_way_back(world, cause, now), memory)
+    found = status.condition(JobCondition.RESIZING)
+    text = (
+        f"round {status.restart_round} begins: {cause.message if found is None else found.message}"
+    )
+    event = EmitEvent(EventKind.WARNING, Reason.RESIZE_FAILED, text)
+    return begin_round(world, memory, now, status, (), event)
 
 
 def _take_in(world: World, memory: JobMemory, now: Now, ruling: Ruling) -> Decision:

@@ -1,4 +1,4 @@
-"""Passes over a job that is over, suspended, not scheduled in time, or has no round yet. Pure."""
+"""Passes over a job that is over, suspended, resized, not scheduled in time, or has no round yet. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from holdfast_core.api import JobCondition, changed
 from holdfast_operator.decide import acceptance, checkpoints, gang, lifecycle, new_rounds, releases
-from holdfast_operator.decide.facts import scheduling
+from holdfast_operator.decide.facts import failure, resize, scheduling
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.status import Note, set_condition
@@ -77,6 +77,26 @@ def first_round(world: World, memory: JobMemory, now: Now) -> Decision:
     begun = new_rounds.first_round(World(with_status(world, status)), now)
     event = EmitEvent(EventKind.NORMAL, Reason.ROUND_BEGAN, f"round {begun.restart_round} begins")
     return begin_round(world, memory, now, begun, (), event)
+
+
+def resize_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
+    """Return the decision that begins the round with the new number of workers, or None if it is not due."""
+    if world.observed.job.spec.suspend or not lifecycle.may_resize(world):
+        return None
+    asked = lifecycle.stop_requested(world.status)
+    if not (asked and lifecycle.stopped_and_saved(world)):
+        state = world.coordinator
+        at_work = state is not None and state.running and not state.dead
+        if at_work or failure.drains(world, memory, now) or not lifecycle.may_suspend_now(world):
+            return None
+    workers = resize.next_workers(world)
+    text = f"spec.workers is {workers}, and the gang had {len(world.members)} workers"
+    status = new_rounds.resized_round(world, workers, Note(Reason.RESIZED, text), now)
+    status = recovery.interrupted(status, memory)
+    event = EmitEvent(
+        EventKind.NORMAL, Reason.RESIZED, f"round {status.restart_round} begins: {text}"
+    )
+    return begin_round(world, memory, now, status, (), event)
 
 
 def schedule(world: World, memory: JobMemory, now: Now) -> Decision | None:

@@ -167,14 +167,14 @@ def _with_commit(
     ):
         size_bytes = state.last_persisted_bytes
     parents = [e.base_manifest for e in world.status.lineage if e.round == last.round]
-    ranks = job.spec.procs_per_worker * len(world.members)
+    ranks = _ranks_of(world, last)
     status = changed(
         status,
         round=last.round,
         manifest=last.manifest,
         bytes=size_bytes or None,
         world_size=ranks,
-        shards=ShardCounts(total=ranks, object=ranks) if persisted else None,
+        shards=ShardCounts(total=ranks, object=ranks) if persisted and ranks else None,
         job_uid=job.uid,
         job_namespace=job.namespace,
         parent=parents[0] if parents else None,
@@ -183,6 +183,17 @@ def _with_commit(
     )
     committed = CheckpointPhase.COMMITTED
     return with_phase(status, committed, now, pinned=pinned, persisted=persisted, replicated=True)
+
+
+def _ranks_of(world: World, commit: PersistedStep) -> int | None:
+    """Return the number of ranks that saved a commit, or None for one from before the newest resize.
+
+    Its object was recorded before the resize, and a user has deleted it since.
+    """
+    resize = world.status.resize
+    if resize is not None and commit.round < resize.round:
+        return None
+    return world.observed.job.spec.procs_per_worker * len(world.members)
 
 
 # --------------------------------------------------------------------------- requests

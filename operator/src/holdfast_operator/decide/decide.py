@@ -9,10 +9,11 @@ The rules apply in this order, and the first that fits decides the pass:
  6. activeDeadlineSeconds has passed: the job fails.
  7. Failures: a new round (CAS 1), a wait, or the end of the job.
  8. Completion, or suspension after the gang has saved and stopped.
- 9. The pods cannot all be scheduled in time: a new round (CAS 1) creates them again after a back-off.
-10. Adopted pods that have started are recorded in the status.
-11. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
-12. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
+ 9. spec.workers has changed, and no committed step would be lost with the pods: a new round (CAS 1).
+10. The pods cannot all be scheduled in time: a new round (CAS 1) creates them again after a back-off.
+11. Adopted pods that have started are recorded in the status.
+12. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
+13. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
 A pass that begins a round or chooses its restore point only emits Events besides. No pass writes the status
 more than once.
 """
@@ -22,7 +23,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.decide import after_failures, beginnings, lifecycle, releases, rounds
+from holdfast_operator.decide import (
+    after_failures,
+    beginnings,
+    lifecycle,
+    releases,
+    rounds,
+)
 from holdfast_operator.decide.facts import failure, times
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import readability
@@ -77,6 +84,9 @@ def _decide(observed: Observed, now: Now) -> Decision:
         return written(
             world, memory, now, status, [], "the gang has stopped and saved: the job is suspended"
         )
+    resized = beginnings.resize_gang(world, memory, now)
+    if resized is not None:
+        return resized
     later = beginnings.schedule(world, memory, now)
     if later is not None:
         return later

@@ -14,8 +14,9 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
+from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.checkpoints import has_object, pending_commit
-from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts import readable, resize
 from holdfast_operator.decide.facts.evidence import failed_from_restore_point
 from holdfast_operator.decide.facts.failure import Failure
 from holdfast_operator.decide.facts.quarantine import is_due, is_full
@@ -30,7 +31,12 @@ from holdfast_operator.model.reasons import Reason
 EXIT_GRACE = timedelta(seconds=60)
 """Time after the end of a complete job for its launchers to exit. Pods that still run then are deleted."""
 
-_UNTIL_THE_END = (JobCondition.RUNNING, JobCondition.RESTARTING, JobCondition.UNSCHEDULABLE)
+_UNTIL_THE_END = (
+    JobCondition.RUNNING,
+    JobCondition.RESTARTING,
+    JobCondition.UNSCHEDULABLE,
+    JobCondition.RESIZING,
+)
 """Conditions of a gang, which are false once the job is over or suspended."""
 
 
@@ -160,6 +166,38 @@ def after_the_end(world: World, now: Now) -> list[Action]:
     return actions
 
 
+# --------------------------------------------------------------------------- resize
+
+
+def may_resize(world: World) -> bool:
+    """Return whether spec.workers asks for another number of workers, and nothing stands in the way."""
+    return resize.is_asked_for(world) and resize_obstacle(world) is None
+
+
+def resize_obstacle(world: World) -> Note | None:
+    """Return why the gang keeps its number of workers although the spec asks for another one, or None.
+
+    A gang that stopped while its store is away could neither save nor restore. Without a store, a gang may
+    change until one of its pods has started.
+    """
+    begun = readable.recorded_commit(world) is not None or any(
+        m.pod is not None and m.pod.started for m in world.members
+    )
+    if world.observed.job.spec.store is None and begun:
+        return Note(
+            Reason.NO_OBJECT_TIER,
+            "the job has no object store, from which the new ranks could read the shards of the old ones. "
+            f"It continues with {len(world.members)} workers. Create a new job with this number",
+        )
+    problem = birth_problem(world)
+    if problem is not None:
+        return problem
+    healthy = world.status.condition(JobCondition.REMOTE_TIER_HEALTHY)
+    if healthy is not None and healthy.is_false:
+        return Note(Reason.STORE_UNAVAILABLE, f"the object store is away: {healthy.message}")
+    return None
+
+
 # --------------------------------------------------------------------------- suspension
 
 
@@ -253,11 +291,16 @@ def suspend_note(world: World) -> Note:
 def stop_requested(status: TrainingJobStatus) -> bool:
     """Return whether the gang of this round may have been asked to save and stop.
 
-    The record, reason Stopping of condition Suspended, is written before the gang is asked. It stays until
-    the next round begins, because the request cannot be withdrawn, and ranks that stop for it return 0
-    although they have not finished.
+    The record, reason Stopping of condition Suspended or Resizing, is written before the gang is asked. It
+    stays until the next round begins, because the request cannot be withdrawn, and ranks that stop for it
+    return 0 although they have not finished.
     """
-    condition = status.condition(JobCondition.SUSPENDED)
+    return any(asked_for(status, kind) for kind in (JobCondition.SUSPENDED, JobCondition.RESIZING))
+
+
+def asked_for(status: TrainingJobStatus, kind: JobCondition) -> bool:
+    """Return whether this condition records that the gang was asked to save and stop."""
+    condition = status.condition(kind)
     return condition is not None and condition.reason == Reason.STOPPING
 
 
@@ -267,17 +310,19 @@ def stopped_and_saved(world: World) -> bool:
 
 
 def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
-    """Return a failure if the gang stopped for a suspension and must start again in its pods.
+    """Return a failure if the gang stopped for a suspension or a resize and must start again in its pods.
 
-    Either spec.suspend is false again, or the newest step did not reach the store.
+    Either the stop is no longer wanted, or the newest step did not reach the store.
     """
     if not stop_requested(world.status) or not _stopped(world):
         return ()
-    if not world.observed.job.spec.suspend:
-        text = "the gang stopped for a suspension, and spec.suspend is false again"
+    if not world.observed.job.spec.suspend and not may_resize(world):
+        text = "the gang was asked to stop, and this is no longer wanted"
+        if asked_for(world.status, JobCondition.SUSPENDED):
+            text = "the gang stopped for a suspension, and spec.suspend is false again"
         return (Failure(Reason.RESUMED, text, disruption=True),)
     if _unsaved(world):
-        text = "the gang stopped for the suspension, but the object store lacks the newest step"
+        text = "the gang stopped, but the object store lacks the newest step"
         return (Failure(Reason.NOT_PERSISTED, text, disruption=True),)
     return ()
 
@@ -303,6 +348,13 @@ def _unsaved(world: World) -> bool:
     local = None if state is None or state.last_local is None else state.last_local.step
     known = [s for s in (local, readable.recorded_commit(world)) if s is not None]
     return bool(known) and (persisted is None or persisted.step < max(known))
+
+
+def must_stop(world: World) -> bool:
+    """Return whether the gang trains and has to save and stop, for a suspension or a resize."""
+    spec = world.observed.job.spec
+    wanted = spec.store is not None if spec.suspend else may_resize(world)
+    return wanted and trains(world)
 
 
 def request_stop(world: World) -> list[Action]:

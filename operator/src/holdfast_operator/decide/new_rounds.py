@@ -11,6 +11,7 @@ from holdfast_core.api import (
     FailureAction,
     JobCondition,
     RecoveryStatus,
+    ResizeStatus,
     RestartRecord,
     SchedulingStatus,
     TrainingJobStatus,
@@ -19,6 +20,7 @@ from holdfast_core.api import (
 from holdfast_core.api.base import stamp
 from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS
 from holdfast_core.ids import RestartRound, Worker
+from holdfast_operator.decide.facts import resize
 from holdfast_operator.decide.facts.evidence import failed_from_restore_point
 from holdfast_operator.decide.facts.failure import Failure, is_disruption, severity
 from holdfast_operator.decide.facts.interval import with_expected_failures
@@ -33,7 +35,7 @@ from holdfast_operator.decide.facts.restarts import (
 from holdfast_operator.decide.facts.rules import Ruling
 from holdfast_operator.decide.facts.scheduling import describe, next_try, timeouts
 from holdfast_operator.decide.facts.world import MemberState, World
-from holdfast_operator.decide.lifecycle import stop_requested
+from holdfast_operator.decide.lifecycle import asked_for
 from holdfast_operator.decide.report.status import Note, set_condition, with_levels
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
@@ -81,8 +83,7 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
         recent = with_restart(recent, record)
         status = with_failed_restore_point(status, world, recent, now)
     note = Note(cause.reason, f"round {round_}: {cause_of(ruling)}")
-    if stop_requested(status):  # the gang of the new round was not asked
-        status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
+    status = _not_asked(status, note, now, job.generation)
     status = changed(
         status,
         restart_round=round_,
@@ -97,6 +98,16 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
     status = status.with_recovery(_recovery(world, round_, failures))
     status = set_condition(status, JobCondition.RESTARTING, True, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
+
+
+def _not_asked(
+    status: TrainingJobStatus, note: Note, now: Now, generation: int
+) -> TrainingJobStatus:
+    """Return the status of a new round, whose gang was not asked to stop yet."""
+    for kind, value in ((JobCondition.SUSPENDED, False), (JobCondition.RESIZING, True)):
+        if asked_for(status, kind):
+            status = set_condition(status, kind, value, note, now, generation)
+    return status
 
 
 def _members(
@@ -200,13 +211,64 @@ def resumed_round(world: World, now: Now) -> TrainingJobStatus:
     round_ = world.next_round
     job = world.observed.job
     note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
+    workers = resize.next_workers(world)
     status = changed(
         with_expected_failures(world.status, world),
         restart_round=round_,
-        members=(round_,) * job.spec.workers,
+        members=(round_,) * workers,
+        resize=resize.resized(world, workers, round_),
         restore_point=None,
         coordinator=None,
         start_time=now.utc,
     ).with_recovery(RecoveryStatus(round=round_, reason=Reason.RESUMED, begun_at=now.utc))
     status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
+    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
+
+
+def resized_round(world: World, workers: int, note: Note, now: Now) -> TrainingJobStatus:
+    """Return the status that begins a round with another number of workers. All of its pods are new.
+
+    The newest committed step must be in the object store, if there is one.
+    """
+    record = resize.resized(world, workers, world.next_round)
+    return _with_new_pods(world, workers, record, note, now)
+
+
+def round_of_way_back(world: World, failure: Failure, now: Now) -> TrainingJobStatus:
+    """Return the status that begins a round with the number of workers before the resize that failed.
+
+    status.resize must name this number. The failed start counts neither as a restart of the gang nor against
+    the checkpoint.
+    """
+    old, present = world.status.resize, len(world.members)
+    assert old is not None
+    before = old.from_workers or present
+    record = ResizeStatus(
+        round=world.next_round, refused_workers=present, refused_because=failure.message[:1024]
+    )
+    text = (
+        f"the gang failed with {present} workers before its first step, and goes back to {before}"
+    )
+    note = Note(Reason.RESIZE_FAILED, f"{text}: {failure.message}")
+    status = _with_new_pods(world, before, record, note, now)
+    generation = world.observed.job.generation
+    return set_condition(status, JobCondition.RESIZING, False, note, now, generation)
+
+
+def _with_new_pods(
+    world: World, workers: int, record: ResizeStatus | None, note: Note, now: Now
+) -> TrainingJobStatus:
+    round_, job = world.next_round, world.observed.job
+    status = with_expected_failures(with_levels(world.status, world), world)
+    status = _not_asked(status, note, now, job.generation)
+    status = changed(
+        status,
+        restart_round=round_,
+        members=(round_,) * workers,
+        restore_point=None,
+        coordinator=None,
+        resize=record,
+        scheduling=None,
+    ).with_recovery(RecoveryStatus(round=round_, reason=note.reason, begun_at=now.utc))
+    status = set_condition(status, JobCondition.RESIZING, True, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)

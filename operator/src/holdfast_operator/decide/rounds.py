@@ -153,7 +153,7 @@ def run(world: World, memory: JobMemory, now: Now) -> Decision:
     memory = planned.memory
     if running:
         actions.extend(gang.delete_old_certificates(world))
-    if job.spec.suspend and lifecycle.trains(world) and job.spec.store is not None:
+    if lifecycle.must_stop(world):
         actions.extend(lifecycle.request_stop(world))
     actions.extend(_departing(world))
     commit = checkpoints.committable(world)

@@ -25,6 +25,7 @@ from holdfast_operator.decide.report.status import (
     refresh,
     set_condition,
 )
+from holdfast_operator.decide.resizing import with_resizing
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -60,7 +61,8 @@ def with_status_write(
     job = world.observed.job
     status = _with_suspend_note(world, now, job.status)
     status = lifecycle.accepted(World(with_status(world, status)), now, None)
-    status = with_silence(refresh(world, now, memory, status, note), world, now)
+    status = with_resizing(refresh(world, now, memory, status, note), world, now)
+    status = with_silence(status, world, now)
     reason = note.message if note is not None else f"round {world.round} runs"
     if must_write(job.status, status, memory, now):
         actions = [WriteStatus(job.resource_version, _renamed(world, now, status)), *actions]
@@ -97,6 +99,7 @@ def committed(
     job = world.observed.job
     status = changed(job.status, last_persisted=commit)
     status = refresh(world, now, memory, _with_suspend_note(world, now, status), note)
+    status = with_resizing(status, world, now)
     text = f"step {commit.step} of round {commit.round} is persisted"
     first: list[Action] = [CommitPersisted(job.resource_version, status)]
     event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)
@@ -144,7 +147,7 @@ def _with_suspend_note(world: World, now: Now, status: TrainingJobStatus) -> Tra
         note = Note(Reason.NOT_SUSPENDED, "spec.suspend is false")
     else:
         note = lifecycle.suspend_note(world)
-    if lifecycle.stop_requested(job.status):
+    if lifecycle.asked_for(job.status, JobCondition.SUSPENDED):
         note = replace(note, reason=Reason.STOPPING)
     return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
 

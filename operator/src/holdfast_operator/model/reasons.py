@@ -66,7 +66,12 @@ class Reason(StrEnum):
     STATUS_BEHIND = "StatusBehind"
     """A sidecar or a pod has a higher round than the status, for example because etcd was restored."""
     RESUMED = "Resumed"
-    """spec.suspend is false again."""
+    """spec.suspend is false again, or the gang stopped for a resize that is no longer wanted."""
+    RESIZED = "Resized"
+    """spec.workers has changed. Also the reason of Resizing=False once the gang has trained with it."""
+    RESIZE_FAILED = "ResizeFailed"
+    """The gang failed with a new number of workers before its first step, and goes back to the number
+    before. Also the reason of Resizing=False until spec.workers changes."""
 
     # --- Running, Restarting
     TRAINING = "Training"
@@ -115,9 +120,11 @@ class Reason(StrEnum):
     STOPPING = "Stopping"
     """The gang was asked to save and stop."""
     NO_OBJECT_TIER = "NoObjectTier"
-    """A suspension would lose every checkpoint: the job has no store, so its pods hold all copies."""
+    """A suspension would lose every checkpoint: the job has no store, so its pods hold all copies. A resize
+    needs the store as well."""
     NOT_PERSISTED = "NotPersisted"
-    """A suspension would lose a step that is not in the store, or the newest upload is not recorded yet."""
+    """A suspension or a resize would lose a step that is not in the store, or the newest upload is not
+    recorded yet."""
     NOT_SUSPENDED = "NotSuspended"
     COMPLETED = "Completed"
     """Every rank returned 0, and every commit in the store is recorded."""

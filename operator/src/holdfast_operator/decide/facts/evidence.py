@@ -18,18 +18,34 @@ def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> Ch
     against the checkpoint that they restored. Nor does a store or a member that is away while the checkpoint
     is read: the same would happen to an older checkpoint.
     """
-    point, state = world.status.restore_point, world.coordinator
+    point = world.status.restore_point
     if point is None or point.step is None or point.round is None or point.job_uid is not None:
         return None
-    if world.status.is_true(JobCondition.RUNNING) or state is None:
-        return None
-    if state.progress is not None and state.progress.last > point.step:
+    resize = world.status.resize
+    if resize is not None and resize.from_workers is not None:
+        return None  # the ranks may be unable to reshard it (facts/resize.py)
+    if trained_since_restored(world):
         return None
     killed = (-signal.SIGKILL, -signal.SIGTERM)
     if any(f.reason is Reason.OOM_KILLED or f.exit_code in killed for f in failures):
         return None  # the ranks that failed beside it lost their peer
-    own = {Reason.RANK_FAILED}
-    if not state.restore_may_succeed:
-        own.add(Reason.RESTORE_FAILED)
+    own = own_failures(world)
     failed = any(f.reason in own for f in failures)
     return CheckpointId(point.step, point.round) if failed else None
+
+
+def trained_since_restored(world: World) -> bool:
+    """Return whether a rank may have finished a step of this round, or none has been started."""
+    point, state = world.status.restore_point, world.coordinator
+    if point is None or state is None or world.status.is_true(JobCondition.RUNNING):
+        return True
+    return state.progress is not None and state.progress.last > (point.step or 0)
+
+
+def own_failures(world: World) -> frozenset[Reason]:
+    """Return the reasons of failures that the gang itself causes, and no store or member that is away."""
+    state = world.coordinator
+    own = {Reason.RANK_FAILED}
+    if state is not None and not state.restore_may_succeed:
+        own.add(Reason.RESTORE_FAILED)
+    return frozenset(own)

@@ -21,10 +21,10 @@ from holdfast_core.ids import Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.departures import leaving_taint
-from holdfast_operator.decide.facts.rank_ends import how_it_ended
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView
+from holdfast_operator.model.rank_ends import how_it_ended
 from holdfast_operator.model.reasons import Reason
 
 KUBELET_SECONDS = 10.0

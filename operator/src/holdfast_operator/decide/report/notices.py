@@ -72,6 +72,7 @@ def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEve
             events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
     for kind in _BAD_IF_TRUE:
         events.extend(_turned(kind, before, after))
+    events.extend(_resize(before, after))
     events.extend(_quarantine(before, after))
     old, new = before.condition(JobCondition.RUNNING), after.condition(JobCondition.RUNNING)
     trouble = new is not None and not new.is_true and new.reason in _TROUBLE
@@ -125,6 +126,21 @@ def _turned(
     if not new.is_true and was_bad:
         return [EmitEvent(EventKind.NORMAL, new.reason, new.message)]
     return []
+
+
+def _resize(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
+    """Return the Event of a resize that stops the gang, is refused, or is over.
+
+    The rounds that it begins have Events of their own.
+    """
+    old, new = before.condition(JobCondition.RESIZING), after.condition(JobCondition.RESIZING)
+    if new is None or (old is not None and old.reason == new.reason):
+        return []
+    if new.reason == Reason.NO_OBJECT_TIER:
+        return [EmitEvent(EventKind.WARNING, new.reason, new.message)]
+    done = new.reason == Reason.RESIZED and new.is_false
+    told = new.reason == Reason.STOPPING or (done and old is not None)
+    return [EmitEvent(EventKind.NORMAL, new.reason, new.message)] if told else []
 
 
 def _quarantine(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
