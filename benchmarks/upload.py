@@ -197,13 +197,15 @@ def profiled(transfer: Transfer, key: str) -> None:
 
 
 def ours(setting: dict[str, Any]) -> Client:
+    from tests.support.servers.credentials import StaticCredentials
+
     from holdfast_core.contract import StoreConfig
     from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
     from holdfast_core.node.files import BufferPool
     from holdfast_core.node.shard_file import DiskShardReader
     from holdfast_core.node.tier import DiskNodeTier
     from holdfast_core.store.s3.client import S3Client
-    from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+    from holdfast_core.store.s3.credentials import Keys
     from holdfast_core.store.s3.store import S3ObjectStore
     from holdfast_core.store.tier import ObjectTier
 

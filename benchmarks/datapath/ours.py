@@ -232,8 +232,10 @@ class HoldfastUploader:
     """The object tier with the default configuration of a store."""
 
     def __init__(self, store: dict[str, str], directory: Path, mib: int) -> None:
+        from tests.support.servers.credentials import StaticCredentials
+
         from holdfast_core.store.s3.client import S3Client
-        from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+        from holdfast_core.store.s3.credentials import Keys
         from holdfast_core.store.s3.store import S3ObjectStore
         from holdfast_core.store.tier import ObjectTier
 

@@ -380,7 +380,7 @@ def main() -> None:
     try:
         print(RESULT + json.dumps(KINDS[options.kind](options)), flush=True)
         code = 0
-    except Exception:  # noqa: BLE001 - told to whoever started this visit
+    except Exception:  # noqa: BLE001 - the process that started this visit gets it
         traceback.print_exc()
     finally:
         # Some peers leave threads that never end. The process that started this visit kills their

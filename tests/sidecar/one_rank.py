@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.clock import ManualClock
 from tests.support.shards.builders import (
     JOB,
     BytesSource,
@@ -15,7 +16,6 @@ from tests.support.shards.builders import (
 from tests.support.sidecar.contracts import contract_with
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests

@@ -8,12 +8,12 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.support.clock import ManualClock
 from tests.support.shards.builders import BytesSource
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.faulty import Faults, FaultyObjectStore, FaultySource
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import JobIdentity, parse_manifest

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from tests.support.shards.builders import pack_objects
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.payload import (
     OBJECTS_NAME,
     PayloadPlan,
     header_bytes,
-    pack_objects,
     parse_payload,
     plan_payload,
     unpack_objects,
@@ -170,12 +170,6 @@ def test_a_header_in_another_spelling_is_refused(old: bytes, new: bytes) -> None
 def test_what_is_no_payload_is_refused(head: bytes, total: int) -> None:
     with pytest.raises(FormatError):
         parse_payload(head, total)
-
-
-def test_objects_must_fit_their_capacity() -> None:
-    assert pack_objects({"a": 1}, 10) == b'{"a":1}   '
-    with pytest.raises(FormatError, match="capacity of 3"):
-        pack_objects({"a": 1}, 3)
 
 
 def test_tensors_that_do_not_change_come_last_of_their_size() -> None:

@@ -9,10 +9,10 @@ import os
 import sys
 from pathlib import Path
 
+from tests.support.clock import ManualClock
 from tests.support.crash.failpoints import install_from_env
 from tests.support.shards.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.files import BufferPool
 from holdfast_core.node.layouts import UNUSED_SECONDS, UnusedLayouts

@@ -326,8 +326,7 @@ def test_usage_is_counted_again_at_the_start(root: Path, tier: DiskNodeTier) -> 
     tier.put_manifest(JOB_UID, CHECKPOINT, b"{}")
     tier.put_layout(b"{}")
     tier.write_round(RestartRound(1), 0)
-    again, report = reopened(root)
-    assert report.shard_bytes == write(again).file_bytes
+    again, _ = reopened(root)
     assert 0 <= again.used_bytes() - tier.used_bytes() < 100  # the difference is round.json
 
 

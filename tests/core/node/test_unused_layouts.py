@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, VARIABLE, failpoints
 from tests.support.shards.builders import (
     JOB_UID,
@@ -20,7 +21,6 @@ from tests.support.shards.builders import (
 )
 from tests.support.trainer.launched import until
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.node.files import BufferPool

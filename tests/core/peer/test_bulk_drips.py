@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from tests.core.peer.hostile_peer import HostilePeer, filled, requested, trailer_of
+from tests.support.clock import ManualClock
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import ReadReply, ReadShard

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.clock import ManualClock
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import AccessDeniedError, HoldfastError, NotFoundError, UnavailableError
 from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 

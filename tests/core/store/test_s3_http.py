@@ -17,8 +17,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from tests.support.clock import ManualClock
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import ConfigError, CorruptionError, UnavailableError
 from holdfast_core.store.s3.http import (
     Body,

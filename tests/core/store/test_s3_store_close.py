@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.servers.credentials import StaticCredentials
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import UnavailableError
 from holdfast_core.store.s3.client import S3Client
-from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+from holdfast_core.store.s3.credentials import Keys
 from holdfast_core.store.s3.store import S3ObjectStore
 
 CONFIG = StoreConfig("localhost:1", False, "bucket", "", "")

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from tests.support.servers.credentials import StaticCredentials
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import AccessDeniedError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.store.s3.client import S3Client, S3Reply, S3Request
-from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+from holdfast_core.store.s3.credentials import Keys
 from holdfast_core.store.s3.errors import S3Failure
 from holdfast_core.store.s3.store import S3ObjectStore
 from holdfast_core.tiers.objects import Part

@@ -316,7 +316,7 @@ def test_a_layout_without_a_manifest_leaves_the_store(store: ObjectTier, tmp_pat
 
 
 def test_checkpoints_with_equal_layouts_have_one_each(store: ObjectTier, tmp_path: Path) -> None:
-    """A deletion of one can therefore not take the layout of another, whoever saves it meanwhile."""
+    """A deletion of one checkpoint therefore cannot remove the layout of another that is being saved."""
     first, second = with_layout(store, 1), with_layout(store, 2)
     store.delete_checkpoint(NAMESPACE, JOB_UID, first)
     assert layouts_in(tmp_path) == {f"s{second.step:012d}"}

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.servers.credentials import StaticCredentials
 from tests.support.servers.hostile_s3 import (
     Action,
     Answer,
@@ -27,7 +28,7 @@ from tests.support.servers.store_server import ACCESS_KEY, StoreServer
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.store.probe import ProbeReason, StoreFeatures, probe
-from holdfast_core.store.s3.credentials import FileCredentials, Keys, StaticCredentials
+from holdfast_core.store.s3.credentials import FileCredentials, Keys
 from holdfast_core.store.s3.http import Timeouts
 from holdfast_core.store.s3.retry import Retrier
 

@@ -20,7 +20,7 @@ from tests.support.servers.hostile_s3 import (
     on,
 )
 from tests.support.shards.builders import shard_header
-from tests.support.shards.shard_files import write_shard
+from tests.support.shards.shard_files import file_span, write_shard
 
 from holdfast_core.errors import (
     AccessDeniedError,
@@ -30,7 +30,6 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import CheckpointId, ShardRef
 from holdfast_core.node.shard_file import DiskShardReader
-from holdfast_core.shards.chunks import file_span
 from holdfast_core.shards.file import trailer_bytes
 from holdfast_core.store.tier import ObjectTier
 

@@ -245,7 +245,7 @@ def test_a_coordinator_that_does_not_know_that_it_was_deposed_commits_after_a_sw
     place.honest.delete_checkpoint(NAMESPACE, JOB_UID, NEXT)
     place.upload(place.honest, NEXT, None)
     swept = place.honest.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(0), tuple)
-    assert swept == {NEXT}, "what nobody will commit goes"
+    assert swept == {NEXT}, "shards that no process will commit are removed"
 
 
 def test_two_deleters_and_a_commit_between(
@@ -362,7 +362,7 @@ def test_one_of_them_pauses_at_each_request_and_the_other_does_all(
         st.one_of(st.none(), st.integers(0, 8)), st.one_of(st.none(), st.integers(0, 16))
     ),
 )
-def test_what_exists_comes_back_and_what_nobody_needs_goes(
+def test_existing_steps_are_restored_and_unneeded_objects_are_deleted(
     objects: ObjectStore,
     readers: dict[CheckpointId, DiskShardReader],
     tmp_path: Path,

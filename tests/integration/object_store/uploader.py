@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from tests.support.servers.credentials import StaticCredentials
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
 from tests.support.tiers.stores import s3_tier
 
@@ -20,7 +21,7 @@ from holdfast_core.node.files import BufferPool
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import FOOTER, Trailer
 from holdfast_core.shards.pack import unpack_index, unshared_index
-from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+from holdfast_core.store.s3.credentials import Keys
 
 
 def main(config: str, path: str, ref: str, index: str = "", width: str = "") -> None:

@@ -15,6 +15,7 @@ from tests.support.shards.builders import weights
 from tests.support.shards.placements import Tensor, layout_of, objects_of, planned
 from tests.support.sidecar import SidecarProcess
 from tests.support.sidecar.gang import Gangs
+from tests.support.trainer.snapshots import take_snapshot
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -22,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
 from holdfast.state.copying.target import PayloadTarget
-from holdfast.state.snapshot import plan_save, take_snapshot
+from holdfast.state.snapshot import plan_save
 from holdfast_core.contract import PodContract, StoreConfig
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout

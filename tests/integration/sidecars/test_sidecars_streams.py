@@ -239,7 +239,7 @@ async def test_a_write_that_fails_within_a_stream(worker: OneWorker) -> None:
 
 
 async def test_a_copy_that_fails_within_a_stream(worker: OneWorker) -> None:
-    """The sidecar is told, drops what it has, and takes the next save."""
+    """The sidecar receives the notice, drops the segments that it has, and takes the next save."""
 
     async with worker.gang as gang:
         await worker.begin()

@@ -171,7 +171,7 @@ NEW = replace(
         pytest.param(
             Applied(failed=(ActionFailed(ASK, UnavailableError("x")),)),
             replace(NEW, save_requests=()),
-            id="asked in vain",
+            id="a save request failed",
         ),
         pytest.param(Applied(conflict=True), replace(OLD, round_seen_at=20.0), id="conflict"),
         pytest.param(

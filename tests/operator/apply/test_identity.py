@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.operator.builders import (
     UID,
     checkpoint,
@@ -17,7 +18,6 @@ from tests.support.operator.builders import (
 from tests.support.operator.fake_api import FakeApi, Raw
 
 from holdfast_core.api import CheckpointStatus, TrainingJob
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.names import checkpoint_name, pod_name

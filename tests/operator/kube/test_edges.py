@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import yaml
 from prometheus_client import generate_latest
+from tests.support.clock import ManualClock
 from tests.support.operator import builders
 from tests.support.operator.builders import metadata
 from tests.support.operator.fake_api import FakeApi
@@ -23,7 +24,6 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import RestartRound
 from holdfast_operator.base.logs import Changed

@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.operator.fake_api import FakeApi
 
-from holdfast_core.clock import ManualClock
 from holdfast_operator.kube.access import KubeAccess
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.kube.leadership import (

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import aiohttp
 import pytest
+from tests.support.clock import ManualClock
 
-from holdfast_core.clock import ManualClock, SystemClock
+from holdfast_core.clock import SystemClock
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.loop.plain_ports import PLACES, SILENT_WATCH_SECONDS, PlainPorts

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.clock import ManualClock
 
-from holdfast_core.clock import ManualClock
 from holdfast_operator.loop.workqueue import WorkQueue
 
 

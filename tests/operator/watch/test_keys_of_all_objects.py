@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from tests.support.api_objects import checkpoint_object, job_object, store_object
+from tests.support.clock import ManualClock
 from tests.support.operator.fake_api import FakeApi
 
-from holdfast_core.clock import ManualClock
 from holdfast_operator.model.keys import Key, adoption_key, job_key, store_key
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.clock import ManualClock
 
-from holdfast_core.clock import ManualClock
 from holdfast_operator.watch.node_leases import NodeLeases
 
 THRESHOLD = 20.0

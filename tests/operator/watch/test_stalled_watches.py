@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.operator.fake_api import FakeApi
 
-from holdfast_core.clock import ManualClock
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.watch.cache import STALLED_SECONDS, ClusterCache
 from holdfast_operator.watch.expectations import Expectations

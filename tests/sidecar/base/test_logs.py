@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
+from tests.support.clock import ManualClock
 
-from holdfast_core.clock import ManualClock
 from holdfast_sidecar.base import logs
 
 

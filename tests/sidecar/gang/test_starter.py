@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar import FakeLauncher, until
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
 
-from holdfast_core.clock import Clock, ManualClock, SystemClock
+from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import End, HelloReply
 from holdfast_sidecar.base.pod import CurrentRound, Pod

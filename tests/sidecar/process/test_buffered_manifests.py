@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.shards.builders import BytesSource, manifest, shard_file, shard_header
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.rounds import first_round
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import BufferNotice, LevelNotice, ManifestPut, Ok, Refusal

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.clock import ManualClock
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.shm.shared_files import connect_unix
 from holdfast_sidecar.base.settings import HOOKS_SOCKET
 from holdfast_sidecar.process.hook_server import HookServer

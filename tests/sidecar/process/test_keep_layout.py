@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.rounds import first_round
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Digest, RestartRound, TierName, Worker

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import round_message
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import StaleRoundError
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import Round, Seal

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from tests.sidecar.one_rank import DOCUMENT, HEADER, MANIFEST, PAYLOAD, rehydrator_of
+from tests.support.clock import ManualClock
 from tests.support.shards.builders import JOB, BytesSource
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import NotFoundError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (

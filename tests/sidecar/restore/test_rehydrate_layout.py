@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 from tests.sidecar.one_rank import HEADER, LAYOUT, MANIFEST, RECORD, rehydrator_of
+from tests.support.clock import ManualClock
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import (
     AccessDeniedError,
     CapacityError,

@@ -17,6 +17,7 @@ from tests.sidecar.one_rank import (
     PAYLOAD,
     rehydrator_of,
 )
+from tests.support.clock import ManualClock
 from tests.support.shards.builders import (
     JOB,
     BytesSource,
@@ -24,7 +25,6 @@ from tests.support.shards.builders import (
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.errors import (
     CorruptionError,
     HoldfastError,

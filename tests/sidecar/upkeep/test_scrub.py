@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, fetcher_of
+from tests.support.clock import ManualClock
 from tests.support.shards.builders import JOB, BytesSource
 from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.contracts import contract_with
@@ -21,7 +22,7 @@ from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import Clock, ManualClock, SystemClock
+from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import TierError, UnavailableError
 from holdfast_core.format.digest import hex_of
 from holdfast_core.ids import Digest, ShardRef, Step, TierName, Worker

@@ -10,10 +10,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.servers.ports import silent_connections
 from tests.support.sidecar.served import served
 
-from holdfast_core.clock import ManualClock
 from holdfast_sidecar.wire.server import PlainServer
 
 

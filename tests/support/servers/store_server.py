@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from minio import Minio
+from tests.support.servers.credentials import StaticCredentials
 from tests.support.servers.ports import free_port
 from tests.support.servers.settings import TESTBED_DIR_VARIABLE, find_tool, testbed_dir
 
@@ -25,7 +26,7 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import UnavailableError
 from holdfast_core.store.s3.client import S3Client, S3Request
-from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+from holdfast_core.store.s3.credentials import Keys
 from holdfast_core.store.s3.http import Timeouts
 
 ACCESS_KEY = "holdfast-test"

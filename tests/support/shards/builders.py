@@ -7,10 +7,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from holdfast_core.format.canonical import dumps_canonical
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_shards
-from holdfast_core.format.payload import PayloadPlan, pack_objects, plan_payload
+from holdfast_core.format.payload import PayloadPlan, plan_payload
 from holdfast_core.format.rank_layout import (
     LayoutDigests,
     RankLayout,
@@ -165,3 +167,10 @@ def weights(size_bytes: int, *, seed: int = 0) -> bytes:
     few = payload(-(-(size_bytes - 3) // 4) if size_bytes > 3 else 0, seed=seed + 1)
     data[3::4] = few.translate(bytes(0x38 + (byte & 7) for byte in range(256)))
     return bytes(data)
+
+
+def pack_objects(value: Any, capacity_bytes: int) -> bytes:
+    """Return the objects of a payload as canonical JSON, padded to the capacity."""
+    text = dumps_canonical(value)
+    assert len(text) <= capacity_bytes
+    return text.ljust(capacity_bytes)

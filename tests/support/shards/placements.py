@@ -10,9 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tests.support.shards.builders import pack_objects
+
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import ManifestShard, manifest_shards
-from holdfast_core.format.payload import pack_objects, plan_payload
+from holdfast_core.format.payload import plan_payload
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_digests
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.boxes import Box

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import JOB_UID, shard_header
-from tests.support.shards.shard_files import CopyWriters, write_shard
+from tests.support.shards.shard_files import CopyWriters, file_span, write_shard
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format import keys
 from holdfast_core.ids import Rank, ShardRef
 from holdfast_core.node.shard_file import DiskShardReader
-from holdfast_core.shards.chunks import file_span
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import PackIndex, pack_index, unshared_index
 from holdfast_core.shards.pack_plan import Earlier, plan_pack, shared_with

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from tests.support.shards.builders import shard_file
 
-from holdfast_core.ids import ShardRef
+from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.node.files import BufferPool
 from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.shards.chunks import payload_span
+from holdfast_core.shards.file import head_bytes
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import ShardStream
 
@@ -83,3 +85,10 @@ class CopyWriters:
         path = self._directory / f"copy{len(self.opened)}-{ref.rank}"
         self.opened.append(FileCopyWriter(path, ref, file_bytes))
         return self.opened[-1]
+
+
+def file_span(header: ShardHeader, chunks: range) -> ByteRange:
+    """Return the byte range of consecutive chunks in the shard file."""
+    span = payload_span(header, chunks)
+    start = head_bytes(header)
+    return ByteRange(start + span.start, start + span.stop)

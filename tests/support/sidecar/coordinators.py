@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support.clock import ManualClock
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import first_round
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.clock import ManualClock
 from holdfast_core.messages.schema import Policy
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod

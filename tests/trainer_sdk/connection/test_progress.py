@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.clock import ManualClock
 from tests.support.trainer.launched import until
 
 import holdfast
 from holdfast.connection.progress import LOOP_ENDED, ProgressReporter
 from holdfast.connection.session import Session
 from holdfast.testing import FakeSidecar
-from holdfast_core.clock import ManualClock
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Hello, Progress
 

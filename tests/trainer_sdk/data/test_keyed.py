@@ -1,4 +1,4 @@
-"""A keyed collator gives a batch the same random numbers, whoever fetches it and when."""
+"""A keyed collator gives a batch the same random numbers in every worker and at every time."""
 
 from __future__ import annotations
 

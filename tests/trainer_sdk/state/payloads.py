@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from tests.support.trainer.snapshots import take_snapshot
 
 from holdfast.slots.staging import Copier
 from holdfast.state.copying.target import PayloadTarget
-from holdfast.state.snapshot import plan_save, take_snapshot
+from holdfast.state.snapshot import plan_save
 from holdfast_core.ids import Rank
 
 RANK = Rank(0)

@@ -6,9 +6,9 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from tests.support.trainer.snapshots import take_snapshot
 
 from holdfast.state.loading.load import load_state
-from holdfast.state.snapshot import take_snapshot
 from holdfast_core.errors import StateDictError
 from holdfast_core.ids import Rank
 

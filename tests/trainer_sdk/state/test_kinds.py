@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.snapshots import take_snapshot
 from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.state.loading.load import load_state
 from holdfast.state.loading.restore_target import RestoreTarget
-from holdfast.state.snapshot import Snapshots, read_payload, take_snapshot
+from holdfast.state.snapshot import Snapshots, read_payload
 from holdfast_core.errors import StateMismatchError
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.snapshots import take_snapshot
 from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.state.loading.load import load_state
-from holdfast.state.snapshot import read_payload, take_snapshot
+from holdfast.state.snapshot import read_payload
 from holdfast_core.errors import StateDictError, UnsupportedStateError
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 from tests.support.shards.packs import plan_ranks, trailer_of
 from tests.support.shards.placements import shards_of
+from tests.support.trainer.snapshots import take_snapshot
 
 import holdfast
 from holdfast.slots.staging import Copier
 from holdfast.state.copying.target import PayloadTarget
-from holdfast.state.snapshot import SavePlan, plan_save, take_snapshot
+from holdfast.state.snapshot import SavePlan, plan_save
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
 from holdfast_core.shards.pack_plan import replica_group

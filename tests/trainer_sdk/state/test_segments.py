@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.snapshots import take_snapshot
 from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.slots.segments import SEGMENT_SLOTS, segment_bytes, segments_of
 from holdfast.slots.staging import Copier
 from holdfast.state.copying.segments import SegmentWriter
-from holdfast.state.snapshot import plan_save, take_snapshot
+from holdfast.state.snapshot import plan_save
 from holdfast_core.shards.record import CHUNK_BYTES
 
 KIB = 1 << 10

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.support.shards.placements import shards_of
+from tests.support.trainer.snapshots import take_snapshot
 from tests.trainer_sdk.state.payloads import RANK, stored
 
 import holdfast
 from holdfast.state.loading.load import load_state
 from holdfast.state.loading.restore_target import RestoreTarget
-from holdfast.state.snapshot import Snapshots, plan_save, read_payload, take_snapshot
+from holdfast.state.snapshot import Snapshots, plan_save, read_payload
 from holdfast.state.tensors import is_writable
 from holdfast_core.errors import StateMismatchError, UnsupportedStateError
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import torch as safetensors_torch
+from tests.support.trainer.snapshots import take_snapshot
 from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.slots.staging import Copier
 from holdfast.state.copying.target import PayloadTarget, device_copies
-from holdfast.state.snapshot import SavePlan, plan_save, read_payload, take_snapshot
+from holdfast.state.snapshot import SavePlan, plan_save, read_payload
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank

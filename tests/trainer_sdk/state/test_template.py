@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.snapshots import take_snapshot
 from tests.trainer_sdk.state.payloads import RANK
 
 import holdfast
 from holdfast.slots.staging import Copier
 from holdfast.state.copying.target import PayloadTarget
-from holdfast.state.snapshot import Snapshot, Snapshots, plan_save, read_payload, take_snapshot
+from holdfast.state.snapshot import Snapshot, Snapshots, plan_save, read_payload
 from holdfast.state.tensors import Leaf
 from holdfast_core.errors import UnsupportedStateError
 

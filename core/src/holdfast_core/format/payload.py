@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.canonical import dumps_canonical, loads_strict
+from holdfast_core.format.canonical import loads_strict
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes, tensor_bytes
 from holdfast_core.format.rank_layout import MAX_DIMENSION, MAX_DIMENSIONS, check_fqn
 from holdfast_core.ids import ByteRange
@@ -168,22 +168,8 @@ def parse_payload(head: bytes, payload_bytes: int) -> PayloadPlan:
     return _plan(head[:size], entries, payload_bytes)
 
 
-def pack_objects(value: Any, capacity_bytes: int) -> bytes:
-    """Encode the state that is not a tensor as canonical JSON, padded to the capacity.
-
-    Raises FormatError if JSON cannot represent it or it exceeds the capacity.
-    """
-    text = dumps_canonical(value)
-    if len(text) > capacity_bytes:
-        raise FormatError(
-            f"objects: {len(text)} bytes of JSON in a capacity of {capacity_bytes}: "
-            "plan the payload again with more"
-        )
-    return text + b" " * (capacity_bytes - len(text))
-
-
 def unpack_objects(data: bytes) -> Any:
-    """Parse the bytes that `pack_objects` returned. Raises FormatError."""
+    """Parse the canonical JSON of a payload's objects, padded with spaces. Raises FormatError."""
     return loads_strict(data, "objects", limit_bytes=max(len(data), 1))
 
 

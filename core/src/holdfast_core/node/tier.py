@@ -85,7 +85,6 @@ class OpenReport:
     """Result of `DiskNodeTier.open`."""
 
     shards: int
-    shard_bytes: int
     removed_temporaries: int
     quarantined: tuple[str, ...]
     """The reason for each torn or misplaced file. With `read_only` the files are not moved."""
@@ -175,7 +174,6 @@ class DiskNodeTier:
                 self._quarantine_file(torn.path, torn.reason)
         return OpenReport(
             shards=len(found.shards),
-            shard_bytes=sum(shard.record.file_bytes for shard in found.shards),
             removed_temporaries=found.removed_temporaries,
             quarantined=tuple(torn.reason for torn in found.torn),
             skipped=found.skipped,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import chunk_digest
 from holdfast_core.ids import ByteRange
-from holdfast_core.shards.file import Trailer, chunk_count, head_bytes
+from holdfast_core.shards.file import Trailer, chunk_count
 from holdfast_core.shards.record import ShardHeader
 
 
@@ -23,13 +23,6 @@ def payload_span(header: ShardHeader, chunks: range) -> ByteRange:
         )
     stop = min(chunks.stop * header.chunk_bytes, header.payload_bytes)
     return ByteRange(chunks.start * header.chunk_bytes, stop)
-
-
-def file_span(header: ShardHeader, chunks: range) -> ByteRange:
-    """Return the byte range of consecutive chunks in the shard file. Raises FormatError."""
-    span = payload_span(header, chunks)
-    start = head_bytes(header)
-    return ByteRange(start + span.start, start + span.stop)
 
 
 def payload_runs(header: ShardHeader, run_bytes: int) -> Iterator[range]:

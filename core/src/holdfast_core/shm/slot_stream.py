@@ -55,7 +55,7 @@ class SegmentStream:
         self._end = 0
         """Payload bytes that were added."""
         self._position = 0
-        """Payload offset of the next byte to read. Unlike `bytes_read`, nobody sets it back."""
+        """Payload offset of the next byte to read. Unlike `bytes_read`, it never decreases."""
         self._start = 0
         """Payload offset of the first slot in the queue."""
         self._is_reading = False

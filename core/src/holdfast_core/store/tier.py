@@ -272,7 +272,7 @@ class ObjectTier:
             needs: The payload bytes that each earlier checkpoint stores for it.
         """
         for earlier, count in sorted(needs.items()):
-            # Whoever deletes `checkpoint` finds its `by` markers by way of its `needs` markers.
+            # The process that deletes `checkpoint` finds its `by` markers through its `needs` markers.
             for key in (
                 keys.needs_key(checkpoint, earlier, count),
                 keys.needed_by_key(earlier, checkpoint),

@@ -10,6 +10,7 @@ import logging
 import sys
 from typing import Any
 
+from holdfast_core.api import Gang
 from holdfast_core.clock import Clock, SystemClock, stamp
 from holdfast_core.net.bounded_logs import BoundedLogs
 
@@ -50,6 +51,11 @@ def configure(level: str, clock: Clock | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     LOGGER.setLevel(level.upper())
+
+
+def job_fields(job: Gang) -> dict[str, Any]:
+    """Return the fields of a log line about a job."""
+    return {"namespace": job.namespace, "job": job.name, "round": job.status.restart_round}
 
 
 def info(message: str, **fields: Any) -> None:

@@ -1,18 +1,16 @@
-"""The operator's loop: key -> observe -> decide -> apply, and the periodic work between events.
+"""The operator's loop: key -> observe -> decide -> apply, the gauges, and the sweep of deleted jobs.
 
-The controller keeps only state that a restart of the process may lose: the memory that decisions hand
-on, and refusals of pod templates. It uses neither kopf nor HTTP directly, and decide() takes all
+The controller keeps only state that a restart of the process may lose: the memory that one decision hands to
+the next. It uses neither kopf nor HTTP directly, and decide() takes all
 decisions about jobs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any, assert_never
 
 from holdfast_core.api import (
@@ -25,7 +23,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import JobUid
 from holdfast_operator.apply.apply import Applied, apply, memory_after
 from holdfast_operator.apply.job_effects import JobEffects
 from holdfast_operator.apply.unreadable_reports import UnreadableReports
@@ -33,7 +31,6 @@ from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.decide import releases
-from holdfast_operator.decide.acceptance import template_problem
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster
@@ -41,42 +38,24 @@ from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.kube.leadership import Leadership
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.owners import Owners
+from holdfast_operator.loop.silence_checks import SilenceChecks
 from holdfast_operator.loop.stores import Stores
+from holdfast_operator.loop.template_checks import TemplateChecks
 from holdfast_operator.loop.workqueue import WorkQueue
 from holdfast_operator.model.actions import EventKind
 from holdfast_operator.model.job import JobMemory, Now, Unreadable
 from holdfast_operator.model.keys import Key, KeyKind, gang_key, store_key
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
-from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
+from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations
 
 _KINDS = {KeyKind.JOB: TrainingJob.KIND, KeyKind.ADOPTION: CheckpointAdoption.KIND}
 TICK_SECONDS = 1.0
 SWEEP_SECONDS = 3600.0
-REFUSAL_SECONDS = (1.0, 30.0)
-"""Shortest and longest wait before a refused template is checked again. Between these limits the wait
-equals the time for which the template has been refused so far. The first check comes soon, because a new
-namespace may not have its service account yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    generation: int
-    text: str | None
-    since: float
-    at: float
-
-    @property
-    def valid_until(self) -> float:
-        """Return the monotonic time of the next check. An accepted template is not checked again."""
-        if self.text is None:
-            return math.inf
-        shortest, longest = REFUSAL_SECONDS
-        return self.at + min(max(self.at - self.since, shortest), longest)
 
 
 class IncompletePass(HoldfastError):
@@ -150,10 +129,12 @@ class Controller:
             settings.failing_conditions,
             settings.leaving_taints,
         )
+        self._templates = TemplateChecks(self._cluster, self._sidecar, clock, self._queue.add_after)
+        self._silence = SilenceChecks(
+            self._cache, self._observer, self._cluster, clock, metrics, self.enqueue
+        )
         self._stores = Stores(self._cluster, self._cache, events, self._sidecar, clock)
         self._memory: dict[JobUid, JobMemory] = {}
-        self._refusals: dict[JobUid, _Refusal] = {}
-        self._silent: frozenset[str] = frozenset()
         self._log_changes = logs.Changed()
         self._tasks: set[asyncio.Task[None]] = set()
         metrics.depth(lambda: self._queue.depth)
@@ -197,7 +178,7 @@ class Controller:
                 await self._leadership.gained.wait()
                 self._cache.enqueue_all()
                 group.create_task(self._queue.run(self._settings.workers, self._handle))
-                group.create_task(self._tick())
+                group.create_task(self._silence.run())
                 group.create_task(self._sweep())
         finally:
             for task in self._tasks:
@@ -238,12 +219,12 @@ class Controller:
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
-        refusal = await self._template_refusal(key, job)
+        refusal = await self._templates.refusal(key, job)
         owner = await self._owners.of(job, self._observer.pods(job))
         memory = self._memory.get(job.uid, JobMemory())
         observed = self._observer.observe(job, memory, refusal, owner)
         decision = decide(observed, Now(self._clock.monotonic(), self._clock.utc_now()))
-        self._log_changes.info(str(key), decision.reason, **_fields(job))
+        self._log_changes.info(str(key), decision.reason, **logs.job_fields(job))
         applied = await apply(decision, observed, self._effects, self._sidecar)
         self._memory[job.uid] = memory_after(decision, observed, applied)
         if applied.complete:
@@ -280,39 +261,13 @@ class Controller:
             logs.info(
                 "the API server has pods that the watch does not show",
                 pods=applied.not_gone,
-                **_fields(job),
+                **logs.job_fields(job),
             )
         for failed in applied.failed:
             name = type(failed.action).__name__
             text = f"{name} failed: {failed.error}"
-            self._log_changes.warning(f"{key} {name}", text, **_fields(job))
+            self._log_changes.warning(f"{key} {name}", text, **logs.job_fields(job))
         return IncompletePass(failed=bool(applied.failed))
-
-    async def _template_refusal(self, key: Key, job: Gang) -> str | None:
-        """Return why the API server would refuse the job's pod, or None.
-
-        The server is asked only before the first round: once for each generation of the job, and again
-        after a wait (REFUSAL_SECONDS) while it refuses.
-        """
-        if job.status.restart_round is not None or job.deleting or job.spec.template is None:
-            self._refusals.pop(job.uid, None)
-            return None
-        now = self._clock.monotonic()
-        known = self._refusals.get(job.uid)
-        if known is not None and known.generation == job.generation and now < known.valid_until:
-            if known.text is not None:
-                self._queue.add_after(key, known.valid_until - now)
-            return known.text
-        if template_problem(job.spec.template) is not None:
-            return None  # the template cannot be rendered, and `decide` reports that itself
-        body = render_pod(job, Worker(0), RestartRound(0), None, self._sidecar)
-        text = await self._cluster.refusal_of_pod(job.namespace, body)
-        since = now if known is None or known.generation != job.generation else known.since
-        refusal = _Refusal(job.generation, text, since, now)
-        self._refusals[job.uid] = refusal
-        if text is not None:
-            self._queue.add_after(key, refusal.valid_until - now)
-        return text
 
     def _pass_failed(self, key: Key, error: Exception) -> None:
         if isinstance(error, IncompletePass) and not error.failed:
@@ -339,56 +294,6 @@ class Controller:
             hidden = self._cache.unreadable_objects()
             self._metrics.unreadable(Counter(u.kind for u in hidden))
 
-    async def _tick(self) -> None:
-        """Every TICK_SECONDS, look after each job between its passes."""
-        while True:
-            await self._clock.sleep(TICK_SECONDS)
-            silent: set[str] = set()
-            unproven: set[str] = set()
-            for job in self._cache.jobs():
-                try:
-                    self._look_after(job, silent, unproven)
-                except Exception as error:  # noqa: BLE001 - an error of one job must not stop the tick
-                    self._metrics.unexpected("tick")
-                    if self._log_changes.is_new(f"tick {job.uid}", repr(error)):
-                        logs.failure(
-                            "checking the job between passes failed", error, **_fields(job)
-                        )
-            self._silent = frozenset(silent)
-            for node in sorted(unproven):
-                await self._confirm(node)
-
-    def _look_after(self, job: Gang, silent: set[str], unproven: set[str]) -> None:
-        """Start the sidecar calls that no decision requests, and collect the job's late nodes.
-
-        Adds the job's key to the queue where a node has become silent since the last tick.
-
-        Args:
-            silent: Receives the job's nodes that are proven to be silent.
-            unproven: Receives the nodes whose leases are stale but must be confirmed by a direct read.
-        """
-        pods = self._observer.pods(job)
-        if not pods:
-            return
-        self._observer.follow_sidecars(job, pods)
-        quiet = self._observer.silent_nodes(job, pods)
-        if quiet - self._silent:
-            self._queue.add(gang_key(job))
-        silent |= quiet
-        unproven |= self._observer.unproven_nodes(job, pods)
-
-    async def _confirm(self, node: str) -> None:
-        """Read the node's lease from the API server, because the watch of leases is silent as well."""
-        try:
-            renewed = await self._cluster.lease_renewed(LEASES_PATH, node)
-        except HoldfastError as error:
-            self._log_changes.warning(
-                f"lease {node}", f"reading the lease of node {node} failed: {error}"
-            )
-            return
-        if renewed is not None:
-            self._cache.leases.observe(node, renewed, self._clock.monotonic())
-
     async def _sweep(self) -> None:
         """Every SWEEP_SECONDS, delete authorities of jobs that no longer exist and queue all stores.
 
@@ -411,8 +316,8 @@ class Controller:
 
     def _job_gone(self, job: Gang | Unreadable) -> None:
         uid = JobUid(job.uid)
-        for known in (self._memory, self._refusals):
-            known.pop(uid, None)
+        self._memory.pop(uid, None)
+        self._templates.forget(uid)
         self._expectations.forget(uid)
         self._effects.forget(uid)
         self._sidecars.forget(uid)
@@ -436,7 +341,3 @@ class Controller:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _fields(job: Gang) -> dict[str, Any]:
-    return {"namespace": job.namespace, "job": job.name, "round": job.status.restart_round}

@@ -401,7 +401,7 @@ class Coordinator:
     def _changed(self) -> None:
         """Show the operator a change now, and look for messages that follow from it for any member.
 
-        This looks at all members. What only counts a member's message must not call it.
+        This looks at all members, so code that only counts the messages of one member must not call it.
         """
         self._versioned.bump(urgent=True)
         self._outbox.wake()

@@ -96,7 +96,7 @@ class LocalHandler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Reply that carries an open file. Whoever sends it closes the file."""
+    """Reply that carries an open file. The sender closes the file."""
 
     message: Any
     fd: int

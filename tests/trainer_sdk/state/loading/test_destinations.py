@@ -12,13 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.trainer.snapshots import take_snapshot
 from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.state.loading.destinations import Destinations
 from holdfast.state.loading.load import fits, load_state
 from holdfast.state.loading.restore_target import RestoreTarget
 from holdfast.state.rng import RNG
-from holdfast.state.snapshot import Snapshots, read_payload, take_snapshot
+from holdfast.state.snapshot import Snapshots, read_payload
 from holdfast.state.tensors import is_in_host_memory
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.payload import LENGTH_BYTES, PayloadPlan, header_bytes, parse_payload

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.snapshots import take_snapshot
 from tests.trainer_sdk.state.payloads import stored
 
 from holdfast.slots.staging import Copier
 from holdfast.state.copying.target import PayloadTarget
 from holdfast.state.loading.load import load_state
 from holdfast.state.rng import RNG
-from holdfast.state.snapshot import plan_save, read_payload, take_snapshot
+from holdfast.state.snapshot import plan_save, read_payload
 from holdfast_core.errors import StateMismatchError
 from holdfast_core.ids import Rank
 

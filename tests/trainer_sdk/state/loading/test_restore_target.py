@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from tests.support.shards.placements import planned, shards_of
+from tests.support.trainer.snapshots import take_snapshot
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -18,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
 from holdfast.state.loading.restore_target import RestoreTarget
-from holdfast.state.snapshot import Snapshots, plan_save, take_snapshot
+from holdfast.state.snapshot import Snapshots, plan_save
 from holdfast.state.tensors import placement
 from holdfast_core.errors import StateMismatchError, UnsupportedStateError
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout

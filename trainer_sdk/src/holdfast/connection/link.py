@@ -44,7 +44,7 @@ _MAX_FILES = 4
 
 @dataclass(frozen=True, slots=True)
 class OpenedFile:
-    """A reply that carried an open file. Whoever gets it closes the file."""
+    """A reply that carried an open file. The receiver closes the file."""
 
     file: ShardFile
     fd: int

@@ -262,7 +262,7 @@ class Session:
     def stream(self, stage: Stage, handle: SaveHandle, segments: Iterator[StageSegment]) -> None:
         """Hand over a save in segments. Return when it is durable on the node tier.
 
-        If this raises, the other side is told to drop the save.
+        If this raises, it asks the other side to drop the save.
 
         Args:
             stage: The save.

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from holdfast.directory.choice import JOB_UID, candidates, checkpoint_of_name, committed
 from holdfast.directory.claims import holder
-from holdfast.directory.processes import held
+from holdfast.directory.processes import claimed_checkpoints
 from holdfast_core.errors import ConfigError, FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.rank_layout import LayoutDigests
@@ -196,7 +196,7 @@ class Committer:
         committed = self._committed()
         if leader:
             extra = committed[: -self.keep_last] if self.keep_last else []
-            being_read = held(self.prepared_dir.parent) if extra else frozenset()
+            being_read = claimed_checkpoints(self.prepared_dir.parent) if extra else frozenset()
             for checkpoint in extra:
                 # The restore point of this run stays, to which a restart can return.
                 is_kept = checkpoint == newest or checkpoint in protected
@@ -323,7 +323,7 @@ def delete_step(root: Path, step: Step, *, even_last: bool) -> bool:
         wanted = _of_step(root, step)
         if not wanted:
             return False
-        if not held(root).isdisjoint(wanted):
+        if not claimed_checkpoints(root).isdisjoint(wanted):
             raise ConfigError(
                 f"step {step} in {root} is in use: a training was restored from it and still runs, or a "
                 "process reads or uploads it. Delete it when that process has ended"

@@ -67,7 +67,7 @@ def wait_for_writers(directory: Path, longest_seconds: float = _LONGEST_WAIT_SEC
             remove_if_free(process.trainer)
 
 
-def hold(root: Path, checkpoint: CheckpointId) -> Claim | None:
+def claim_checkpoint(root: Path, checkpoint: CheckpointId) -> Claim | None:
     """Record that this process reads `checkpoint`, until the claim is released or the process ends.
 
     Return None where the folder cannot be written or has no locks.
@@ -76,7 +76,7 @@ def hold(root: Path, checkpoint: CheckpointId) -> Claim | None:
     return claim(root / _READERS / name) if os.access(root, os.W_OK) else None
 
 
-def held(root: Path) -> frozenset[CheckpointId]:
+def claimed_checkpoints(root: Path) -> frozenset[CheckpointId]:
     """Return the checkpoints that any process reads, this one included."""
     found: set[CheckpointId] = set()
     with contextlib.suppress(OSError):  # there is no such directory

@@ -8,7 +8,7 @@ once:
  3. The rank whose vote completes the counter writes the decision `accepted`.
  4. A rank that has done the step before it knows the decision writes `rejected`.
 The first write of the decision counts. `accepted` therefore means that every rank has voted and reads the
-decision after the step. Whoever still wants something after a rejection proposes it again for a later step.
+decision after the step. After a rejection, a rank proposes its request again for a later step.
 
 No collective is needed, and no rank waits. If a rank or the rank that proposed dies, the decision is
 `accepted` or `rejected` for all other ranks, too. The training thread sends a request to the store only
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
 import random
 import threading
@@ -27,8 +26,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast.gang.store import GangStore
-
-logger = logging.getLogger(__name__)
 
 _ACCEPTED = "accepted"
 _REJECTED = "rejected"

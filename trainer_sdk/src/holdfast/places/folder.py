@@ -20,7 +20,7 @@ from holdfast.directory.claims import Claim, claim
 from holdfast.directory.commit import delete_step
 from holdfast.directory.options import UPLOAD_SECONDS, format_options
 from holdfast.directory.presence import device_of
-from holdfast.directory.processes import Process, hold, wait_for_writers
+from holdfast.directory.processes import Process, claim_checkpoint, wait_for_writers
 from holdfast.gang.store import GangStore
 from holdfast.places.folder_start import FolderStart
 from holdfast.places.persister_process import PersisterProcess
@@ -355,7 +355,7 @@ class FolderPlace:
         if self._settings.rank != 0 or not self._is_mounted():
             return
         before, restore = self._restore_point, self._start.restore
-        self._restore_point = None if restore is None else hold(self._root, restore)
+        self._restore_point = None if restore is None else claim_checkpoint(self._root, restore)
         if before is not None:
             before.release()
 

@@ -59,8 +59,8 @@ class BoxReader(Closing):
 
     def __init__(self, source: CheckpointSource, checkpoint: CheckpointId) -> None:
         """Open a checkpoint. Raises NotFoundError, CorruptionError, FormatError."""
-        # The tensors refer to this object, so that the checkpoint is held as long as one of them exists.
-        self._hold: object = source.hold(checkpoint)
+        # The tensors refer to this object, so that the claim exists as long as one of them exists.
+        self._claim: object = source.claim(checkpoint)
         self.manifest: Manifest = source.manifest(checkpoint)
         self._source = source
         self._layouts: dict[Rank, RankLayout] = {}
@@ -143,7 +143,7 @@ class BoxReader(Closing):
     def close(self) -> None:
         while self._shards:
             self._shards.popitem()[1].close()
-        self._hold = None
+        self._claim = None
 
     def _take(self, moves: tuple[Move, ...], target: _Target, bad: dict[Rank, str]) -> bool:
         """Copy the moves. If a shard cannot be read, put the reason into `bad` and return False."""

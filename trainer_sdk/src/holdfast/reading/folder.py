@@ -6,7 +6,7 @@ from pathlib import Path
 
 from holdfast.directory.choice import JOB_UID, committed
 from holdfast.directory.commit import one_at_a_time
-from holdfast.directory.processes import hold
+from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.closing import Closing
 from holdfast_core.errors import ConfigError, NotFoundError
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
@@ -39,10 +39,10 @@ class FolderSource(Closing):
     def checkpoints(self) -> list[CheckpointId]:
         return committed(self._root)
 
-    def hold(self, checkpoint: CheckpointId) -> object:
+    def claim(self, checkpoint: CheckpointId) -> object:
         try:
             with one_at_a_time(self._root):  # so that no process is about to delete it
-                return hold(self._root, checkpoint)
+                return claim_checkpoint(self._root, checkpoint)
         except OSError:
             return None  # the folder cannot be written
 

@@ -1,6 +1,6 @@
 """The checkpoints of a training without a cluster in an object store.
 
-This module imports what only the extra `holdfast-sdk[s3]` installs.
+This module imports packages that only the extra `holdfast-sdk[s3]` installs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StoreSource(Closing):
         found = self._tier.list_manifests(NAMESPACE, JOB_UID)
         return sorted(found, key=age_of, reverse=True)
 
-    def hold(self, checkpoint: CheckpointId) -> object:
+    def claim(self, checkpoint: CheckpointId) -> object:
         """Return None: a run that uploads to the store cannot see its readers."""
         return None
 

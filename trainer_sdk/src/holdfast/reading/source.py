@@ -11,7 +11,7 @@ from holdfast_core.tiers.base import ShardSource
 
 
 class CheckpointSource(Closing, Protocol):
-    """The committed checkpoints of one training. Nothing is written except `hold`'s record."""
+    """The committed checkpoints of one training. Nothing is written except the record of `claim`."""
 
     @property
     def name(self) -> str:
@@ -22,7 +22,7 @@ class CheckpointSource(Closing, Protocol):
         """Return the committed checkpoints, the one that a restore would choose first."""
         ...
 
-    def hold(self, checkpoint: CheckpointId) -> object:
+    def claim(self, checkpoint: CheckpointId) -> object:
         """Keep others from deleting `checkpoint` while the returned object exists, where that is possible."""
         ...
 

@@ -119,7 +119,11 @@ class Snapshots:
 
     @paused_collector()
     def take(self, state: Mapping[str, Any]) -> Snapshot:
-        """Read the state without copying its tensors. Raises what `take_snapshot` raises."""
+        """Read the state without copying its tensors.
+
+        Raises UnsupportedStateError that names the path of what cannot be saved, and StateDictError that
+        names the path of a part whose own state_dict() raised.
+        """
         state_dicts = StateDictCache()
         if self._template is not None and self._last is not None:
             found = self._template.collect(state, state_dicts)
@@ -144,16 +148,6 @@ class Snapshots:
             self._template = make_template(state, encoder, text)
             self._unused += 1
         return replace(snapshot, structure=self._template)
-
-
-@paused_collector()
-def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
-    """Read the state without copying its tensors.
-
-    Raises UnsupportedStateError that names the path of what cannot be saved, and StateDictError that names
-    the path of a part whose own state_dict() raised.
-    """
-    return _encode(state, Encoder(rank))[0]
 
 
 def _encode(state: Mapping[str, Any], encoder: Encoder) -> tuple[Snapshot, StateText]:

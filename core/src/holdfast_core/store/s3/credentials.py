@@ -54,19 +54,6 @@ class CredentialsProvider(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StaticCredentials:
-    """Keys that never change."""
-
-    keys: Keys
-
-    def retrieve(self) -> Keys:
-        return self.keys
-
-    def refresh(self) -> Keys:
-        return self.keys
-
-
 class FileCredentials:
     """Credentials from the files accessKey, secretKey and, if present, sessionToken of a directory.
 

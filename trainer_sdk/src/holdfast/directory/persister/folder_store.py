@@ -1,7 +1,7 @@
 """The object store of a folder: what it holds, and which training it belongs to.
 
-This module and `uploads` import what only the extra `holdfast-sdk[s3]` installs. Nothing imports them in a
-process that has no store.
+This module and `uploads` import packages that only the extra `holdfast-sdk[s3]` installs. A process without
+a store imports neither.
 """
 
 from __future__ import annotations

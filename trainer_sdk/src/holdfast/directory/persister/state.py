@@ -121,7 +121,7 @@ class UploadFiles:
         return not self._directory.exists()
 
     def write(self, state: UploadState) -> None:
-        """Write the state, and remove the records of shards that nobody needs any more."""
+        """Write the state, and remove the records of shards that are no longer needed."""
         self._put(self._directory / "state.json", codec.dumps(state))
         names = {str(checkpoint_of(one)) for one in state.wanted}
         with contextlib.suppress(OSError):

@@ -33,7 +33,7 @@ from holdfast.directory.persister.state import (
     UploadState,
     checkpoint_of,
 )
-from holdfast.directory.processes import hold
+from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.errors import (
     AlreadyExistsError,
     HoldfastError,
@@ -89,7 +89,7 @@ class Uploads:
         """Committed checkpoints that this process has not seen an outcome of."""
         self._told: set[CheckpointId] = set()
         self._pushes: list[Push] = []
-        self._held: tuple[CheckpointId, Claim | None] | None = None
+        self._claimed: tuple[CheckpointId, Claim | None] | None = None
         """The checkpoint that is being uploaded, which no process may delete, and its claim."""
         # A persister that replaces another one in its round continues what that one has begun: the trainer
         # may wait for an upload, and neither takes the store again nor saves before.
@@ -265,7 +265,7 @@ class Uploads:
         self._take()
         self._accept()
         checkpoint = self._state.first
-        self._hold(checkpoint)
+        self._claim_checkpoint(checkpoint)
         if checkpoint is None:
             self._sweep()
             return _POLL_SECONDS
@@ -277,18 +277,18 @@ class Uploads:
             self._write(self._state.ended(checkpoint, str(error)))
             return 0.0
 
-    def _hold(self, checkpoint: CheckpointId | None) -> None:
+    def _claim_checkpoint(self, checkpoint: CheckpointId | None) -> None:
         """Keep a script from deleting the checkpoint that is being uploaded, and release the one before."""
-        if self._held is not None and self._held[0] != checkpoint:
-            if (before := self._held[1]) is not None:
+        if self._claimed is not None and self._claimed[0] != checkpoint:
+            if (before := self._claimed[1]) is not None:
                 before.release()
-            self._held = None
-        if self._held is None and checkpoint is not None:
+            self._claimed = None
+        if self._claimed is None and checkpoint is not None:
             claim = None
             with contextlib.suppress(NotFoundError):  # nothing is written below a mount point
                 self._folder.expect_present()
-                claim = hold(self._folder.options.root, checkpoint)
-            self._held = checkpoint, claim
+                claim = claim_checkpoint(self._folder.options.root, checkpoint)
+            self._claimed = checkpoint, claim
 
     def _take(self) -> None:
         """Take the store, and find out what is to be uploaded. Only the first success has an effect."""

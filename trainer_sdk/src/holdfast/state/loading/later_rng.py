@@ -1,8 +1,8 @@
 """Random number generators that a restore leaves for a later call, because the loop still draws numbers.
 
-A run must never go on with generators that nobody has restored. So the second call is required after each
-restore that has deferred it, also after one that has found no checkpoint: a script without that call fails
-in its first run, and not only after its first failure.
+A run must never go on with generators that were not restored. The second call is therefore required after
+each restore that has deferred it, also after one that has found no checkpoint: a script without that call
+fails in its first run, and not only after its first failure.
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""A clock that tests move."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+
+
+class ManualClock:
+    """Clock that moves only in `advance`. Sleepers wake in order of their deadlines."""
+
+    def __init__(self, start: float = 1000.0) -> None:
+        self._now = start
+        self._sleepers: list[tuple[float, asyncio.Event]] = []
+
+    @property
+    def sleepers(self) -> int:
+        """Return the number of sleeps that `advance` has not ended yet."""
+        return len(self._sleepers)
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def utc_now(self) -> datetime:
+        return datetime.fromtimestamp(self._now, UTC)
+
+    async def sleep(self, seconds: float) -> None:
+        event = asyncio.Event()
+        self._sleepers.append((self._now + seconds, event))
+        await event.wait()
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+        due = [s for s in self._sleepers if s[0] <= self._now]
+        self._sleepers = [s for s in self._sleepers if s[0] > self._now]
+        for _, event in sorted(due, key=lambda s: s[0]):
+            event.set()
