@@ -52,9 +52,6 @@ class AdoptedJobSet(AdoptedJob):
     def delete_owner(self) -> None:
         self._jobsets("delete", self.name, propagation_policy="Background")
 
-    def suspend(self, suspended: bool) -> None:
-        self._jobsets("patch", self.name, {"spec": {"suspend": suspended}})
-
     def restarts(self) -> int:
         """Return how often JobSet has created all pods again."""
         return int(self._read().get("status", {}).get("restarts", 0))
