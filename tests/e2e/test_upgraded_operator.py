@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("installed_again")]
 
 NEXT = "next"
 """The tag of the upgraded chart's operator image."""
-PATIENT = replace(SHORT, steps=260, sleep_per_step=0.3)
-"""Still training when the second pod is lost."""
+PATIENT = replace(SHORT, steps=400, sleep_per_step=0.3)
+"""Still training when the second pod is lost: about 90 s are left when the rollback begins."""
 
 
 @pytest.fixture
@@ -84,13 +84,13 @@ def test_a_job_loses_pods_during_an_upgrade_and_during_the_rollback(
         )
     ]
     assert install.revision() == first + 1
-    job.wait_replicated(promised[0] + 40)
+    job.wait_replicated(promised[0] + 40, 400)
     back = ("rollback", install.RELEASE, str(first), "--wait", "--timeout", "120s")
     promised.append(lose_a_pod_during(lambda: install.helm(*back), "dev", job, 2))
     assert install.revision() == first + 2
     assert job.status["members"] == [0, 1, 2], "only the lost workers have new pods"
 
-    job.wait_complete()
+    job.wait_complete(600)
     recoveries = job.status["recoveries"]
     assert [r["workers"] for r in recoveries] == [[1], [2]]
     for recovery, step in zip(recoveries, promised, strict=True):
