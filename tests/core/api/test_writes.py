@@ -83,6 +83,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         },
         "interval": None,
         "scheduling": None,
+        "resize": None,
         "workers": {"ready": 1, "total": 2, "summary": "1/2"},
         "startTime": "2026-01-01T12:30:15Z",
         "completionTime": None,

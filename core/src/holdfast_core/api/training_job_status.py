@@ -343,8 +343,8 @@ class ResizeStatus(ApiModel):
         ),
     ] = None
     refused_because: Annotated[
-        str, Field(max_length=1024, description="The failure with that number.")
-    ] = ""
+        str | None, Field(max_length=1024, description="The failure with that number.")
+    ] = None
 
 
 class WorkersStatus(ApiModel):

@@ -45,7 +45,7 @@ def _with_record(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     if status.is_true(JobCondition.RUNNING) and record.from_workers is not None:
         record = changed(record, from_workers=None)
     if record.refused_workers not in (None, world.observed.job.spec.workers):
-        record = changed(record, refused_workers=None, refused_because="")
+        record = changed(record, refused_workers=None, refused_because=None)
     return changed(status, resize=record)
 
 
