@@ -198,8 +198,8 @@ def test_a_list_that_expires_between_its_pages_is_repeated(
     assert gang.status()["restarts"] == 1
 
 
-def test_events_that_come_again_and_late_change_nothing(gang: OperatorBed, proxy: ApiProxy) -> None:
-    """All earlier events of an object come before each new one, which comes twice."""
+def test_events_that_come_twice_change_nothing(gang: OperatorBed, proxy: ApiProxy) -> None:
+    """Each event of each watch comes twice, over three lost pods."""
     proxy.replays = True
     proxy.cut_watches(everything)
     for round_ in (1, 2, 3):

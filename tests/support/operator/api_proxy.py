@@ -176,8 +176,6 @@ class Stream:
     frozen: bool = False
     lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     """Lines for the operator; None ends the stream."""
-    sent: dict[str, list[bytes]] = field(default_factory=dict)
-    """Events of each object so far, by uid."""
 
 
 class ApiProxy:
@@ -190,7 +188,7 @@ class ApiProxy:
         self.streams: list[Stream] = []
         self.writes: list[Write] = []
         self.replays = False
-        """Whether each event of a watch comes after all earlier events of its object, and twice."""
+        """Whether each event of a watch comes twice."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._runner: web.AppRunner | None = None
@@ -413,12 +411,7 @@ class ApiProxy:
             return []
         if not self.replays:
             return [line]
-        uid = json.loads(line)["object"]["metadata"].get("uid", "")
-        if not uid:  # a bookmark
-            return [line]
-        known = stream.sent.setdefault(uid, [])
-        known.append(line)
-        return [*known, line]
+        return [line, line]
 
     # ------------------------------------------------------------------ parts
 
