@@ -21,6 +21,9 @@ from pathlib import Path
 from holdfast_core.contract import PodContract, SidecarContract
 from holdfast_core.ids import JobUid, RestartRound, Worker
 
+_STOP_SECONDS = 120
+"""Time in which the ranks of an evicted pod save and stop. It is longer than they need on a busy machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class PodSpec:
@@ -129,7 +132,14 @@ class LocalPod:
         assert sidecar is not None
         hook = self._spawn(
             "hook",
-            [sys.executable, "-m", "holdfast_sidecar", "pre-stop"],
+            [
+                sys.executable,
+                "-m",
+                "holdfast_sidecar",
+                "pre-stop",
+                "--timeout",
+                f"{grace_seconds:.0f}",
+            ],
             {"HOLDFAST_NODE_DIR": str(self.node)},
         )
         trainer.send_signal(signal.SIGTERM)
@@ -182,6 +192,7 @@ class LocalPod:
             birth_round=self.spec.birth_round,
             procs_per_worker=1,
             shared_dir=str(self.shared),
+            stop_seconds=_STOP_SECONDS,
         )
         return self._spawn("trainer", list(self.spec.command), contract.to_env())
 

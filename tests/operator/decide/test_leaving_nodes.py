@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import job, now, pod, sidecar, status, template
+from tests.support.operator.builders import job, now, pod, sidecar, status, store, template
 
 from holdfast_core.api import JobCondition, RestorePointStatus, TrainingJob, changed
 from holdfast_core.ids import Rank, RestartRound, Worker
@@ -42,6 +42,12 @@ def training(*pods: PodView, of: TrainingJob | None = None, **state: Any) -> Obs
 
 def deleted(observed: Observed) -> list[str]:
     return [a.name for a in decide(observed, now(1000)).actions if isinstance(a, DeletePod)]
+
+
+def test_without_copies_a_pod_is_deleted_if_its_last_step_goes_to_the_object_store() -> None:
+    assert deleted(training(of=job(3, peer_copies=0))) == []
+    with_store = replace(training(of=job(3, peer_copies=0, store="main")), store=store())
+    assert deleted(with_store) == [pod(1).name]
 
 
 def test_one_pod_is_deleted_gracefully_and_an_event_says_why() -> None:

@@ -79,3 +79,20 @@ def test_ranks_that_end_with_their_launcher(
         gang.exited(Exited(ROUND, Rank(rank), 0))
     gang.launcher_lost(map(Rank, RANKS), "the launcher ended")
     assert gang.dead == {r: DeadRank(r, Worker(1), -9, "the launcher ended") for r in lost}
+
+
+def test_a_pod_leaves_once_it_ends_and_its_ranks_have_stopped() -> None:
+    gang = training()
+    gang.ends = True
+    assert not gang.leaves, "its ranks may still save"
+    ended(gang)
+    assert gang.leaves
+    gang.reset()
+    assert gang.leaves, "a seal does not keep the pod"
+
+
+def test_a_pod_whose_ranks_have_returned_for_good_does_not_leave() -> None:
+    """The coordinator persists the last step of a gang that has finished in any case."""
+    gang = training()
+    gang.ends, gang.done = True, True
+    assert not gang.leaves

@@ -89,6 +89,9 @@ class WorkerReport:
     """All ranks of the pod returned 0."""
     idle: bool = False
     """This worker has no save left to write, copy or upload."""
+    leaves: bool = False
+    """The pod is ending, and its ranks have stopped. Without copies on peers, the gang's newest step is lost
+    with it unless it is persisted."""
     saves_skipped: Natural = 0
     saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
     reported_to: str = ""
@@ -114,6 +117,7 @@ class WorkerReport:
             self.restore_may_succeed,
             self.done,
             self.idle and self.done,
+            self.leaves,
             bool(self.progress),
             self.stacks_token,
         )

@@ -118,6 +118,8 @@ class Coordinator:
         shard. Retention counts them besides the ledger's steps."""
         self._done_at: float | None = None
         self._finished_version: int | None = None
+        self._left_version: int | None = None
+        """Version that reports the last step of a gang with a leaving pod as persisted."""
         self._gave_up = False
         self._pressed = asyncio.Event()
         """Set when a report contains a failure for lack of room on a node."""
@@ -195,6 +197,17 @@ class Coordinator:
     def idle(self) -> bool:
         """Whether no step can reach a higher level without another save."""
         return not self._ledger.pending and not self._ledger.on_way_to_store
+
+    @property
+    def may_end(self) -> bool:
+        """Whether this pod may end: it is idle, and the operator has received what no other pod can tell it.
+
+        A restore from the object store alone needs the record of the last persisted step.
+        """
+        if not self._leaves_store_only:
+            return self.idle
+        version = self._left_version
+        return self.idle and version is not None and self._versioned.acknowledged(version)
 
     async def close(self) -> None:
         if self._weighing is not None:
@@ -616,6 +629,8 @@ class Coordinator:
         """
         while self._finished_version is None:
             await self._versioned.wait_tick(at_most_seconds=5.0)
+            if self._leaves_store_only:
+                self._persist_last_step()
             if not self._gathered.done:
                 continue
             if self._done_at is None:
@@ -628,6 +643,18 @@ class Coordinator:
             if self._settled():
                 self._finished_version = self._versioned.bump(urgent=True)
                 logs.info("finished", round=self._message.round)
+
+    @property
+    def _leaves_store_only(self) -> bool:
+        """Whether a pod leaves whose shards only the object store can keep, because no peer has copies."""
+        return self._gathered.leaves and self._store is not None and not self._ledger.expects_copies
+
+    def _persist_last_step(self) -> None:
+        """Persist the step at which the ranks have stopped, then report it to the operator immediately."""
+        self._uploads.finish(self._newest_that_stays())
+        if self._left_version is None and self.idle:
+            self._left_version = self._versioned.bump(urgent=True)
+            logs.info("the last step is persisted: a pod leaves", round=self._message.round)
 
     def _newest_that_stays(self) -> StepEntry | None:
         """Return the newest local step, which the end of the job uploads.

@@ -23,9 +23,9 @@ class CoordinatorRole:
         """None while another worker coordinates, or while the sidecar is sealed."""
 
     @property
-    def idle(self) -> bool:
-        """Whether no step waits for this worker to raise its level."""
-        return self.coordinator is None or self.coordinator.idle
+    def may_end(self) -> bool:
+        """Whether no step waits for this worker to raise its level, or to report it to the operator."""
+        return self.coordinator is None or self.coordinator.may_end
 
     def begin(self, message: Round) -> None:
         """Coordinate the round if its ROUND names this worker. No Coordinator may exist."""

@@ -67,6 +67,7 @@ def compose(
         restore_may_succeed=rehydrator.restore_may_succeed,
         done=gang.done,
         idle=sources.stager.idle and sources.flow.idle,
+        leaves=gang.leaves,
         saves_skipped=gang.saves_skipped,
         saves=tuple(_saves(state, sources)),
         stacks_token=gang.stacks_token,

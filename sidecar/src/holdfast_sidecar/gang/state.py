@@ -23,7 +23,7 @@ KILLED = -9
 
 
 class LocalGang:
-    """Record of the pod's ranks. A seal resets all but `running_round`, which depends on the launcher."""
+    """Record of the pod's ranks. A seal resets all but `running_round` and `ends`."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -37,6 +37,8 @@ class LocalGang:
         """Ranks that have exited with code 0."""
         self.done = False
         """Whether the launcher has sent Finish. It does not if the ranks stopped because the pod leaves."""
+        self.ends = False
+        """Whether the preStop hook of the pod has been called. No seal resets this."""
         self.intervals: dict[Rank, Interval] = {}
         """The interval between saves as each rank has reported it, if it is given as a time."""
         self.saves_skipped = 0
@@ -54,6 +56,16 @@ class LocalGang:
         self.intervals = {}
         self.saves_skipped = 0
         self.stacks_token, self.stacks = "", ()
+
+    @property
+    def may_save(self) -> bool:
+        """Whether a rank of this pod can hand over another save."""
+        return self.running_round is not None and not self.done
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the pod is ending and its ranks have stopped, without having returned for good."""
+        return self.ends and not self.done and not self.may_save
 
     def stacked(self, message: Stacks) -> None:
         """Record where the launcher has found the pod's ranks."""

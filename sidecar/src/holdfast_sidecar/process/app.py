@@ -205,6 +205,10 @@ class Sidecar:
         The preStop hook calls this, so the limit on background bytes is lifted.
         """
         self._background.remove_limit()
+        gang = self._journeys.gang
+        gang.ends = True
+        if gang.leaves:
+            self._reporter.changed()
         return self._journeys.flushed
 
 

@@ -42,13 +42,16 @@ class Journeys:
     @property
     def flushed(self) -> bool:
         """Whether preStop may end: all is idle, and no rank of this pod can hand over another save."""
-        return self.saves.idle and not self._may_save and self.role.idle
+        idle = self.saves.idle and not self.saves.only_here and self.role.may_end
+        return idle and not self.gang.may_save
 
     @property
     def stuck(self) -> bool:
         """Whether nothing that preStop waits for makes progress now, as when other pods are gone."""
-        return self.saves.stager.idle and self.saves.flow.stuck and not self._may_save
-
-    @property
-    def _may_save(self) -> bool:
-        return self.gang.running_round is not None and not self.gang.done
+        waits = self.saves.only_here and self.saves.flow.idle
+        return (
+            self.saves.stager.idle
+            and self.saves.flow.stuck
+            and not waits
+            and not self.gang.may_save
+        )

@@ -50,6 +50,8 @@ class Pruner:
     def level(self, message: LevelNotice) -> Ok:
         """Notify the ranks of the step's level, and begin to delete the steps that it makes dispensable."""
         self._notices.level(message)
+        if message.level is Level.PERSISTED:
+            self._saves.persisted(message.step)
         if not message.released:
             # If shards of this step were in memory only, the copies to peers begin now.
             self._saves.flow.committed(message.step, message.step_round)

@@ -38,12 +38,32 @@ class SaveJourney:
         self.stager.buffered_changed.subscribe(self._buffered.wake)
         self.stager.buffered_changed.subscribe(changed)
         self.flow = Flow(pod, tiers, members, self.layouts, telemetry, changed)
+        self._current = pod.current
+        self._store = tiers.store
+        self._persisted: Step | None = None
+        """Newest step that the coordinator has reported as persisted."""
 
     @property
     def idle(self) -> bool:
         """Whether everything that was handed over is durable, copied and uploaded by this pod as required."""
         waiting = not self.flow.idle or self.flow.expects_commit
         return self.stager.idle and not self.stager.waiting and not waiting
+
+    @property
+    def only_here(self) -> bool:
+        """Whether the newest own shard is lost with this node: no peer and no object store has it.
+
+        False for a job that has neither, because no flush can change it.
+        """
+        accepted = self._current().accepted
+        if accepted is None or self._store is None or self._current().copy_targets():
+            return False
+        newest = max((s.ref.step for s in self.flow.shards() if s.reported), default=None)
+        return newest is not None and (self._persisted is None or self._persisted < newest)
+
+    def persisted(self, step: Step) -> None:
+        """Record that all shards and the manifest of the step are in the object store."""
+        self._persisted = step if self._persisted is None else max(step, self._persisted)
 
     def start(self) -> None:
         """Begin to report the steps in memory to the coordinator."""

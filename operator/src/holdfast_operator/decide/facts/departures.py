@@ -54,8 +54,11 @@ def why_pods_stay(world: World) -> str | None:
         return "another controller creates the pods"
     if world.nodes_are_fixed:
         return "the template sets spec.nodeName, so that a new pod would get the same node"
-    if world.copies == 0:
-        return "no other pod has copies of its shards, so that its last step would be lost"
+    if world.copies == 0 and job.spec.store is None:
+        return (
+            "no other pod has copies of its shards, and the job has no object store, so that its last step "
+            "would be lost"
+        )
     return None
 
 

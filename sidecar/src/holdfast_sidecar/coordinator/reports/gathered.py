@@ -39,6 +39,7 @@ class Gathered:
         self._open = set[Worker]()
         self._done = set[Worker]()
         self._idle = set[Worker]()
+        self._leaving = set[Worker]()
         self._full = set[Worker]()
         self._paused = set[Worker]()
         self._dead = set[Worker]()
@@ -61,6 +62,7 @@ class Gathered:
             (self._open, report.barrier_open),
             (self._done, report.done),
             (self._idle, report.idle),
+            (self._leaving, report.leaves),
             (self._full, any(f.reason in FULL for f in report.failures)),
             (self._paused, any(p.paused for p in report.progress)),
             (self._dead, bool(report.dead)),
@@ -172,6 +174,11 @@ class Gathered:
     @property
     def idle(self) -> bool:
         return len(self._idle) == len(self.workers)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether a pod is ending whose ranks have stopped."""
+        return bool(self._leaving)
 
     @property
     def dead(self) -> tuple[DeadRank, ...]:
