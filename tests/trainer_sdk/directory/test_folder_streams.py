@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,10 +80,14 @@ def test_the_writer_is_killed_within_a_stream(
     with ckpt:
         failed = ckpt.save(1, state_of(1))
         assert failed.failure is not None
-        state = state_of(
-            2
-        )  # made once: the next persister starts at a lower priority than this loop
-        until(lambda: ckpt.save(2, state).failure is None, "a save of the next persister")
+        state = state_of(2)
+
+        def saved() -> bool:
+            """Save again, at most once a second: the persister starts at a lower priority than this loop."""
+            time.sleep(1)
+            return ckpt.save(2, state).failure is None
+
+        until(saved, "a save of the next persister", seconds=270)
     assert restored(folder) == 2
     assert temporary_files(folder) == []
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from holdfast_core.errors import FormatError
 from holdfast_core.messages import codec
+from holdfast_core.messages.bounds import Bounds, ClippedText
 
 MAX_PACKET_BYTES = 160 * 1024
 """Limit of a packet. It is enough for usual environments and command lines, and it is below the default
 send buffer of a Unix socket."""
+
+_IN_PACKET = Bounds(characters=MAX_PACKET_BYTES, items=MAX_PACKET_BYTES)
+"""Bounds of a command line and an environment, which the size of the packet limits."""
+_Text = Annotated[str, _IN_PACKET]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +33,8 @@ class ForkRank:
     key: str
     """Name of the process in every later message. The launcher chooses it."""
     kind: str
-    argv: tuple[str, ...]
-    env: dict[str, str]
+    argv: Annotated[tuple[_Text, ...], _IN_PACKET]
+    env: Annotated[dict[_Text, _Text], _IN_PACKET]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class Failed:
     """Server to launcher: a request failed. `key` is empty when the server cannot serve at all."""
 
     key: str
-    message: str
+    message: ClippedText
 
 
 Message = ForkRank | ForkStore | Ready | Forked | Reaped | Failed
