@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.api_proxy import ApiProxy
-from tests.support.operator.operator_bed import DIGEST, STORE, OperatorBed, training, training_job
+from tests.support.operator.operator_bed import DIGEST, OperatorBed, training, training_job
 from tests.support.operator.write_rules import broken_rules
 
 from holdfast_core.ids import RestartRound, Step
@@ -61,12 +61,7 @@ def test_records_of_commits_are_created_again_after_their_crd(
     """The commit is in the job's status, so the object that was deleted with its CRD comes back."""
     bed = empty_bed
     bed.start_operator()
-    bed.plane.request("POST", bed.path("checkpointstores"), STORE)
-    bed.until("a probe's pod", lambda: bed.pod_names())
-    [probe] = bed.pod_names()
-    answer = '{"available": true, "reason": "Probed", "message": "ok", "features": {}}'
-    bed.kubelet.finish_pod(probe, answer)
-    bed.until("the probe goes", lambda: bed.pod_names() == [])
+    bed.add_store()
     bed.train(training_job(object={"storeRef": {"name": "main"}, "every": {"steps": 10}}))
     saved = RestorePoint(Step(40), RestartRound(0), DIGEST)
     bed.kubelet.publish(bed.pod(0, 0), replace(training(3, 0, 40), last_persisted=saved))

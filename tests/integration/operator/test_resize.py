@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.fake_sidecar import FakeSidecar
-from tests.support.operator.operator_bed import DIGEST, STORE, OperatorBed, training, training_job
+from tests.support.operator.operator_bed import DIGEST, OperatorBed, training, training_job
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
@@ -23,13 +23,7 @@ def stored_bed(empty_bed: OperatorBed) -> OperatorBed:
     """Return a job with an object store that trains in round 0, with a running operator."""
     bed = empty_bed
     bed.start_operator()
-    bed.plane.request("POST", bed.path("checkpointstores"), STORE)
-    [probe] = bed.until("a probe's pod", bed.kubelet.pods)
-    bed.kubelet.finish_pod(
-        probe["metadata"]["name"],
-        '{"available": true, "reason": "Probed", "message": "ok", "features": {}}',
-    )
-    bed.until("the probe goes", lambda: bed.pod_names() == [])
+    bed.add_store()
     bed.train(training_job(object={"storeRef": {"name": "main"}, "every": {"steps": 10}}))
     return bed
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.chart import NAMESPACE
 from tests.support.operator.fake_sidecar import FakeSidecar
 from tests.support.operator.operator_account import EVERYWHERE, Right
-from tests.support.operator.operator_bed import DIGEST, STORE, OperatorBed, training, training_job
+from tests.support.operator.operator_bed import DIGEST, OperatorBed, training, training_job
 
 from holdfast_core.api import Checkpoint
 from holdfast_core.contract import SIDECAR_CONTAINER
@@ -29,16 +29,6 @@ NODE = "node-of-rights"
 
 def until_called(bed: OperatorBed, since: int, right: Right) -> None:
     bed.until(f"a call that needs {right}", lambda: right in bed.account.calls(since).granted)
-
-
-def probe_the_store(bed: OperatorBed) -> None:
-    bed.plane.request("POST", bed.path("checkpointstores"), STORE)
-    [probe] = bed.until("a probe's pod", bed.kubelet.pods)
-    bed.kubelet.finish_pod(
-        probe["metadata"]["name"],
-        '{"available": true, "reason": "Probed", "message": "ok", "features": {}}',
-    )
-    bed.until("the probe goes", lambda: bed.pod_names() == [])
 
 
 def replace_pod(bed: OperatorBed, worker: int, round_: int, coordinator: str) -> FakeSidecar:
@@ -111,7 +101,7 @@ def test_the_operator_needs_each_of_its_rights_and_no_other(empty_bed: OperatorB
     bed.plane.request("POST", unseen, training_job())
     bed.forget_lease()
     bed.start_operator()
-    probe_the_store(bed)
+    bed.add_store()
     job = training_job(object={"storeRef": {"name": "main"}, "every": {"steps": 10}})
     job["spec"] |= {"nodeLoss": {"suspectAfterSeconds": 15}, "ttlSecondsAfterFinished": 0}
     bed.create(job)

@@ -5,6 +5,7 @@ The operator has the service account, the rights and the environment that the ch
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -99,6 +100,19 @@ class OperatorBed:
         self.plane.request("POST", self.path("trainingjobs"), job)
         names = [self.pod(w, 0) for w in range(WORKERS)]
         self.until("pods of round 0", lambda: self.pod_names() == names)
+
+    def add_store(self) -> None:
+        """Create the store `main`, whose probes all succeed, and wait until it is available."""
+        answer = {"available": True, "reason": "Probed", "message": "ok", "features": {}}
+        self.kubelet.probe_answer = json.dumps(answer)
+        self.plane.request("POST", self.path("checkpointstores"), STORE)
+        self.until("the store is available", self._store_is_available)
+        self.until("the probe goes", lambda: self.pod_names() == [])
+
+    def _store_is_available(self) -> bool:
+        store = self.plane.request("GET", self.path("checkpointstores", "main"))
+        conditions = (store.get("status") or {}).get("conditions", [])
+        return any(c["type"] == "Available" and c["status"] == "True" for c in conditions)
 
     def run_gang(self) -> None:
         """Run the pods of round 0 until it trains."""
@@ -196,8 +210,12 @@ class OperatorBed:
         return found[0] if found else {}
 
     def until(self, what: str, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+        def checked() -> Any:
+            self.kubelet.answer_probes()
+            return condition()
+
         try:
-            return poll(what, condition, seconds)
+            return poll(what, checked, seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}\nlog: {self.log()[-4000:]}") from error
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tests.support.operator.fake_sidecar import FakeSidecar
-from tests.support.servers.control_plane import ControlPlane
+from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 from tests.support.servers.ports import free_address
 
 from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.model import labels
+from holdfast_operator.model.ownership import PROBE_PREFIX
 from holdfast_operator.sidecars.certificates import Leaf
 
 T = TypeVar("T")
@@ -40,6 +42,8 @@ class PlayedKubelet:
     node: str = "node-a"
     sidecars: dict[str, FakeSidecar] = field(default_factory=dict)
     """Sidecars by pod name."""
+    probe_answer: str = ""
+    """The termination message of every store probe that `answer_probes` finds."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -108,6 +112,22 @@ class PlayedKubelet:
         }
         status = {"phase": "Succeeded", "containerStatuses": [container]}
         self.plane.request("PUT", f"{path}/status", {**pod, "status": status})
+
+    def answer_probes(self) -> None:
+        """Finish the store probes that have not ended, if `probe_answer` is set.
+
+        A store is probed again for a job that was created a second after the last probe.
+        """
+        if not self.probe_answer:
+            return
+        for pod in self.pods():
+            name, phase = pod["metadata"]["name"], pod["status"].get("phase")
+            if name.startswith(PROBE_PREFIX) and phase == "Pending":
+                try:
+                    self.finish_pod(name, self.probe_answer)
+                except ControlPlaneError as error:
+                    if not re.search("HTTP 40[49]", str(error)):
+                        raise  # otherwise the operator has deleted the pod meanwhile
 
     def delete_pod(self, name: str) -> None:
         """Delete the pod without a grace period, as if its node had confirmed the deletion."""
