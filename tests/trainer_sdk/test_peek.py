@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.trainer.counted import Training
+from tests.support.trainer.launched import run_two_ranks
 
 import holdfast
 from holdfast import TensorInfo
@@ -252,15 +251,6 @@ with holdfast.Checkpointer(dir=sys.argv[1]) as ckpt:
     expect(agreed(ckpt.peek()), 1)
     assert agreed(ckpt.restore(state)) == 1
 """
-
-
-def run_two_ranks(program: str, folder: Path) -> None:
-    path = folder / "program.py"
-    path.write_text(program)
-    launch = [sys.executable, "-m", "holdfast.run", "--nproc-per-node", "2", "--", "python"]
-    command = [*launch, str(path), str(folder / "ckpt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_ranks_see_the_same_and_agree_on_an_older_step_if_it_is_damaged(tmp_path: Path) -> None:

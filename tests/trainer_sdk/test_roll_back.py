@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support.crash.failpoints import in_every_python
 from tests.support.trainer.counted import Training, lap, restored
-from tests.support.trainer.launched import committed_step
+from tests.support.trainer.launched import committed_step, run_two_ranks
 
 import holdfast
 from holdfast.base.settings import RankSettings
@@ -164,8 +161,7 @@ def test_a_second_loop_ends_the_first(folder: Path) -> None:
 
 
 def test_ranks_roll_back_together(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
+    program = (
         "import sys, torch, holdfast\n"
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -188,20 +184,7 @@ def test_ranks_roll_back_together(tmp_path: Path) -> None:
         "        raise AssertionError('it was found')\n"
         "    ckpt.save(9, {'t': t}).wait(timeout=60)\n"
     )
-    text = [
-        sys.executable,
-        "-m",
-        "holdfast.run",
-        "--nproc-per-node",
-        "2",
-        "--",
-        "python",
-        str(program),
-    ]
-    done = subprocess.run(
-        [*text, str(tmp_path / "ckpt")], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_two_ranks(program, tmp_path)
     assert committed_step(tmp_path / "ckpt") == 9
 
 
@@ -209,8 +192,7 @@ def test_a_skipped_save_is_made_after_a_roll_back(tmp_path: Path) -> None:
     """All ranks leave step 4 out because their one slot is still being written. They do step 4 again after
     a roll back, when the slot is free."""
     written = tmp_path / "written"
-    program = tmp_path / "program.py"
-    program.write_text(
+    program = (
         "import pathlib, sys, torch, holdfast\n"
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -230,26 +212,6 @@ def test_a_skipped_save_is_made_after_a_roll_back(tmp_path: Path) -> None:
         "    assert ckpt.restore({'t': t}) == 2\n"
         "    assert list(saved(3, 4)) == [4]\n"
     )
-    text = [
-        sys.executable,
-        "-m",
-        "holdfast.run",
-        "--nproc-per-node",
-        "2",
-        "--",
-        "python",
-        str(program),
-    ]
-    done = subprocess.run(
-        [*text, str(tmp_path / "ckpt"), str(written)],
-        env={
-            **os.environ,
-            **in_every_python(tmp_path, f"directory.write_shard=wait:{written}"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    waits = in_every_python(tmp_path, f"directory.write_shard=wait:{written}")
+    run_two_ranks(program, tmp_path, str(written), environment=waits)
     assert committed_step(tmp_path / "ckpt") == 4

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.support.crash.failpoints import failpoints
 from tests.support.trainer.counted import Training, lap
+from tests.support.trainer.launched import run_two_ranks
 
 import holdfast
 from holdfast.testing import FakeSidecar
@@ -70,8 +69,7 @@ def test_a_copied_folder_keeps_its_identity(tmp_path: Path) -> None:
 
 
 def test_all_ranks_have_the_same_identity(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
+    program = (
         "import sys, holdfast\n"
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -81,19 +79,6 @@ def test_all_ranks_have_the_same_identity(tmp_path: Path) -> None:
         "    assert found[0] == found[1], found\n"
         "    print('found', *found[0])\n"
     )
-    text = [
-        sys.executable,
-        "-m",
-        "holdfast.run",
-        "--nproc-per-node",
-        "2",
-        "--",
-        "python",
-        str(program),
-    ]
-    done = subprocess.run(
-        [*text, str(tmp_path / "ckpt")], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    output = run_two_ranks(program, tmp_path)
     kept = (tmp_path / "ckpt" / "run-id").read_text().strip()
-    assert f"found {kept} None None" in done.stdout
+    assert f"found {kept} None None" in output

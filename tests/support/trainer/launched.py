@@ -30,6 +30,29 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> N
         time.sleep(0.01)
 
 
+def run_two_ranks(
+    program: str, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> str:
+    """Run a program in two ranks until it ends, and return its output.
+
+    Its arguments are the checkpoint directory `<folder>/ckpt` and `arguments`. Raises AssertionError with the
+    error output if it fails.
+    """
+    path = folder / "program.py"
+    path.write_text(program)
+    launch = [sys.executable, "-m", "holdfast.run", "--nproc-per-node", "2", "--", "python"]
+    done = subprocess.run(
+        [*launch, str(path), str(folder / "ckpt"), *arguments],
+        env={**current_environment(), **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def committed_step(directory: Path) -> int:
     """Return the newest step of a directory that has a manifest, or 0 if there is none.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support.shards.placements import shards_of
+from tests.support.trainer.launched import run_two_ranks
 from tests.support.trainer.snapshots import take_snapshot
 from tests.trainer_sdk.state.payloads import RANK, stored
 
@@ -182,22 +181,7 @@ class Container:
 
 
 def test_boxes_of_two_ranks_are_restored_whole_and_in_other_boxes(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    command = [
-        sys.executable,
-        "-m",
-        "holdfast.run",
-        "--nproc-per-node",
-        "2",
-        "--",
-        "python",
-        str(program),
-    ]
-    done = subprocess.run(
-        [*command, str(tmp_path / "ckpt")], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_two_ranks(PROGRAM, tmp_path)
     whole = torch.arange(15.0).view(5, 3)
     middle = boxed(torch.zeros(3, 2), (5, 3), (1, 1))
     container = Container(torch.zeros(5, 3))
