@@ -169,7 +169,10 @@ def test_a_list_that_lacks_pods_that_exist_deletes_and_replaces_nothing(
     text = "the API server has pods that the watch does not show"
     gang.until("the pods are looked up", lambda: text in gang.log())
     assert gang.status()["restartRound"] == 0
+    whole = proxy.add(Edit(lambda page: page), lists_of_workers)
     proxy.remove(partial)
+    # A watch that began after an empty LIST would never show the pods. The second LIST follows a whole one.
+    gang.until("a whole LIST", lambda: len(whole.hits) >= 2)
     proxy.remove(gap)
     gang.lose(1)
     gang.until_recovered(1)
