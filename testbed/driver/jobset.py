@@ -56,6 +56,20 @@ class AdoptedJobSet(AdoptedJob):
         """Return how often JobSet has created all pods again."""
         return int(self._read().get("status", {}).get("restarts", 0))
 
+    def suspend(self, timeout_seconds: float) -> None:
+        """Suspend the JobSet and wait until its pods are gone."""
+        self._jobsets("patch", self.name, {"spec": {"suspend": True}})
+        wait_for(
+            f"pods of JobSet {self.namespace}/{self.name} to be gone",
+            lambda: not self.pods(),
+            timeout_seconds=timeout_seconds,
+            describe=self.describe,
+        )
+
+    def resume(self) -> None:
+        """Let JobSet create the pods again."""
+        self._jobsets("patch", self.name, {"spec": {"suspend": False}})
+
     def wait_batch_job(self) -> None:
         """Wait until the JobSet is complete."""
         wait_for(

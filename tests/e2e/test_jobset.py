@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from testbed import faults
 from testbed.driver import jobset
 from testbed.driver.jobset import AdoptedJobSet
 from testbed.driver.kube import Kube
@@ -30,6 +31,11 @@ def only_recovery(job: AdoptedJobSet) -> dict:
     (recovery,) = job.status["recoveries"]
     print({k: recovery.get(k) for k in sorted(recovery)})
     return recovery
+
+
+def uids(job: AdoptedJobSet) -> set[str]:
+    """Return the uids of the members' pods."""
+    return {pod["uid"] for pod in job.status.get("pods") or []}
 
 
 @pytest.mark.timeout(1800)
@@ -62,3 +68,44 @@ def test_a_gang_that_jobset_restarts_continues_from_the_store(scenario):
     assert recovery["restoredStep"] >= persisted
     job.wait_batch_job()
     scenario.finish_and_judge(job, TRAINING)
+
+
+@pytest.mark.timeout(1800)
+def test_a_suspended_jobset_continues_from_the_step_that_it_saved_last(scenario):
+    """It is suspended twice. JobSet deletes all pods each time, so that only the store has the step."""
+    training = replace(TRAINING, steps=200)
+    job = scenario.adopt_jobset(training)
+    persisted = job.wait_persisted(20, PATIENCE_SECONDS)["step"]
+    for _ in range(2):
+        round_, pods = job.round, uids(job)
+        job.suspend(PATIENCE_SECONDS)
+        job.resume()
+        job.wait_round(round_ + 1, PATIENCE_SECONDS)
+        assert not uids(job) & pods
+        recovery = job.status["recoveries"][-1]
+        print({k: recovery.get(k) for k in sorted(recovery)})
+        assert recovery["restoredStep"] >= persisted
+        persisted = job.wait_persisted(recovery["restoredStep"] + 20, PATIENCE_SECONDS)["step"]
+    job.wait_complete(PATIENCE_SECONDS)
+    job.wait_batch_job()
+    scenario.finish_and_judge(job, training)
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+def test_a_jobset_replaces_the_pod_of_a_lost_node(scenario, nodes_back):
+    training = replace(TRAINING, workers=4)
+    job = scenario.adopt_jobset(training)
+    job.wait_replicated(20, PATIENCE_SECONDS)
+    lost = job.node_of(2)
+    faults.kill_node(lost)
+    job.wait_round(1, PATIENCE_SECONDS)
+    assert job.node_of(2) != lost
+    job.wait_complete(PATIENCE_SECONDS)
+    recovery = job.status["recoveries"][-1]
+    print({k: recovery.get(k) for k in sorted(recovery)})
+    assert recovery["reason"] == "NodeLost"
+    assert recovery["restoredStep"] >= 20
+    faults.heal_nodes()  # a Job is not complete before the pod of the lost node has ended
+    job.wait_batch_job()
+    scenario.finish_and_judge(job, training)
