@@ -186,6 +186,30 @@ async def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -
         assert b.server.lists == 1, "one object that cannot be read does not stop the watch"
 
 
+async def test_an_object_that_a_list_lacked_is_found_without_an_event() -> None:
+    async with bench(replace(FAST, relist_soonest_seconds=0.0), a=1, b=2) as b:
+        hidden = b.server.objects.pop("a")
+        await b.reflector.synced.wait()
+        await b.until(lambda: b.server.watches >= 1)
+        b.server.objects["a"] = hidden
+        assert b.values() == {"b": 2}
+        b.reflector.relist_soon()
+        await b.converged()
+        assert b.reflector.errors == 0
+        b.server.put("b", 3)
+        await b.converged()
+
+
+async def test_lists_that_are_asked_for_are_limited() -> None:
+    async with bench(a=1) as b:
+        await b.reflector.synced.wait()
+        await b.until(lambda: b.server.watches >= 1)
+        b.reflector.relist_soon()
+        b.server.put("a", 2)
+        await b.converged()
+        assert b.reflector.lists == 1
+
+
 async def test_contact_follows_events_and_bookmarks() -> None:
     async with bench(a=1) as b:
         await b.until(lambda: b.server.watches >= 1)

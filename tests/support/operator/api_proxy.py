@@ -253,6 +253,10 @@ class ApiProxy:
         """End the open watches."""
         return self._each_stream(matches, lambda stream: stream.lines.put_nowait(None))
 
+    def open_watches(self, matches: Matches = everything) -> int:
+        """Return the number of open watches."""
+        return self._each_stream(matches, lambda stream: None)
+
     def send_to_watches(self, event: dict[str, Any], matches: Matches = everything) -> int:
         """Send an event into the open watches."""
         line = json.dumps(event).encode() + b"\n"

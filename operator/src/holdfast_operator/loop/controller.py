@@ -258,11 +258,10 @@ class Controller:
         the delay, and an event starts the next pass without waiting for it.
         """
         if applied.not_gone:
-            logs.info(
-                "the API server has pods that the watch does not show",
-                pods=applied.not_gone,
-                **logs.job_fields(job),
-            )
+            names = ", ".join(applied.not_gone)
+            text = f"the API server has pods that the watch does not show: {names}. They are listed again"
+            self._log_changes.info(f"{key} pods", text, **logs.job_fields(job))
+            self._cache.relist_pods()
         for failed in applied.failed:
             name = type(failed.action).__name__
             text = f"{name} failed: {failed.error}"
@@ -325,6 +324,7 @@ class Controller:
         self._owners.forget(uid)
         self._metrics.forget(job.namespace, job.name)
         self._log_changes.forget(str(gang_key(job)))
+        self._log_changes.forget(f"{gang_key(job)} pods")
         if self._leadership.leads:  # otherwise the leader does it, or the sweep of the next leader
             self._spawn(self._forget_authority(uid))
 

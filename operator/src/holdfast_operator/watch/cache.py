@@ -88,6 +88,7 @@ class ClusterCache:
         """Names of Node objects that cannot be parsed."""
         self.leases = NodeLeases()
         self.reflectors: list[Reflector[Any]] = []
+        self._pod_watches: tuple[Reflector[Any], ...] = ()
 
         watch = self._watch
         ours = f"/apis/{GROUP}/{VERSION}"
@@ -107,9 +108,12 @@ class ClusterCache:
             watch(api, adoptions, CheckpointAdoption.from_dict, self._job)
             watch(api, checkpoints, Checkpoint.from_dict, self._ckpt)
             watch(api, stores, CheckpointStore.from_dict, self._store)
-            watch(api, Collection("pods", f"/api/v1{scope}/pods", mine, "Pod"), read_pod, self._pod)
+            own = Collection("pods", f"/api/v1{scope}/pods", mine, "Pod")
             theirs = Collection("adopted-pods", f"/api/v1{scope}/pods", adopted, "Pod")
-            watch(api, theirs, read_adopted_pod, self._pod)
+            self._pod_watches += (
+                watch(api, own, read_pod, self._pod),
+                watch(api, theirs, read_adopted_pod, self._pod),
+            )
         nodes = Collection("nodes", "/api/v1/nodes", kind="Node")
         self._node_watch = watch(api, nodes, node_view, self._node)
         leases = Collection("leases", LEASES_PATH, kind="Lease")
@@ -135,6 +139,11 @@ class ClusterCache:
         """Wait until each reflector has completed its first LIST."""
         for reflector in self.reflectors:
             await reflector.synced.wait()
+
+    def relist_pods(self) -> None:
+        """List the pods again soon, because the copies lack one that exists."""
+        for reflector in self._pod_watches:
+            reflector.relist_soon()
 
     def stalled_watches(self) -> list[str]:
         """Return the names of reflectors that neither receive anything nor fail any more.

@@ -4,6 +4,7 @@
 2. WATCH from the resourceVersion of the LIST, with bookmarks and a read time-out. When the server ends
    the watch, a new one starts from the newest resourceVersion.
 3. After any error, wait for a jittered back-off and continue with 1, after a time-out with 2.
+4. `relist_soon` ends the watch, and 1 follows.
 
 Objects are parsed on arrival, and only the records are kept.
 """
@@ -54,6 +55,8 @@ class Timings:
     max_backoff_seconds: float = 5.0
     relist_seconds: float = 1800.0
     """Mean time between two LISTs, jittered by a quarter."""
+    relist_soonest_seconds: float = 15.0
+    """Shortest time between a LIST and the next one that `relist_soon` causes."""
     short_watch_seconds: float = 1.0
     """A watch that ends sooner is followed by a back-off."""
 
@@ -89,6 +92,9 @@ class Reflector(Generic[T]):
         self._clock = clock
         self._timings = timings or Timings()
         self._version: str | None = None
+        self._listed = 0.0
+        self._watching: asyncio.Timeout | None = None
+        """Limit of the present watch, which `relist_soon` moves to now."""
         self._list_due = 0.0
         self._items: dict[str, T | Unreadable] = {}
         self._log_changes = logs.Changed()
@@ -114,7 +120,7 @@ class Reflector(Generic[T]):
                 if self._version is None or self._clock.monotonic() >= self._list_due:
                     await self.relist()
                 begun = self._clock.monotonic()
-                await self._watch()
+                await self._watch_until_relist()
                 if self._clock.monotonic() - begun < self._timings.short_watch_seconds:
                     await self._pause()  # the server may end every watch immediately
                 else:
@@ -176,9 +182,35 @@ class Reflector(Generic[T]):
         self._version = version
         self.lists += 1
         now = self._clock.monotonic()
+        self._listed = now
         self._list_due = now + self._timings.relist_seconds * (0.75 + random.random() / 2)
         self.last_contact = now
         self.synced.set()
+
+    def relist_soon(self) -> None:
+        """End the watch for a LIST, unless the last one is recent, because the copy lacks an object.
+
+        Otherwise an object that one LIST lacked would stay hidden until it changes, or for half an hour.
+        """
+        now = self._clock.monotonic()
+        if now - self._listed < self._timings.relist_soonest_seconds:
+            return
+        self._list_due = now
+        if self._watching is not None:
+            self._watching.reschedule(asyncio.get_running_loop().time())
+
+    async def _watch_until_relist(self) -> None:
+        """Watch until the server ends the watch, or `relist_soon` does."""
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._watching = limit
+                await self._watch()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        finally:
+            self._watching = None
 
     async def _watch(self) -> None:
         seconds = random.randint(*self._timings.watch_seconds)
