@@ -193,7 +193,9 @@ async def test_an_object_that_a_list_lacked_is_found_without_an_event() -> None:
         await b.until(lambda: b.server.watches >= 1)
         b.server.objects["a"] = hidden
         assert b.values() == {"b": 2}
-        b.reflector.relist_soon()
+        for _ in range(5):  # passes of several jobs ask for it while the watch ends
+            b.reflector.relist_soon()
+            await asyncio.sleep(0)
         await b.converged()
         assert b.reflector.errors == 0
         b.server.put("b", 3)

@@ -94,7 +94,7 @@ class Reflector(Generic[T]):
         self._version: str | None = None
         self._listed = 0.0
         self._watching: asyncio.Timeout | None = None
-        """Limit of the present watch, which `relist_soon` moves to now."""
+        """Limit of the present watch, until `relist_soon` has moved it to now."""
         self._list_due = 0.0
         self._items: dict[str, T | Unreadable] = {}
         self._log_changes = logs.Changed()
@@ -198,6 +198,7 @@ class Reflector(Generic[T]):
         self._list_due = now
         if self._watching is not None:
             self._watching.reschedule(asyncio.get_running_loop().time())
+            self._watching = None  # a limit that has passed cannot be moved again
 
     async def _watch_until_relist(self) -> None:
         """Watch until the server ends the watch, or `relist_soon` does."""
