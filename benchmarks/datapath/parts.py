@@ -10,6 +10,7 @@ SAVING = "benchmarks.peers.saving"
 STORES = "benchmarks.peers.stores"
 TRANSPORT = "benchmarks.peers.transport"
 LIMITS = "benchmarks.datapath.limits"
+BARE = "benchmarks.datapath.bare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,19 @@ FULL = (
         "load",
         ("A4",),
         (
-            _limit("disk"),
+            _limit("memory with CRC32C, and disk"),
             Participant("holdfast", "load", OURS),
             *_peers("load", SAVING, "dcp-sync", "torch.save", "safetensors"),
         ),
         2,
     ),
     Part("upload", ("A5-MINIO",), _UPLOADERS, 2),
-    Part("drained upload", ("A5",), _UPLOADERS, 2),
+    Part(
+        "drained upload",
+        ("A5",),
+        (Participant("bare sendfile", "upload", BARE), *_UPLOADERS),
+        2,
+    ),
     Part(
         "copy",
         ("A6",),

@@ -258,8 +258,8 @@ def limit(options: Options) -> dict[str, Any]:
     match options.name:
         case "memory and disk":
             return {**limits.memory(size), **limits.disk(Path(options.directory), size)}
-        case "disk":
-            return dict(limits.disk(Path(options.directory), size))
+        case "memory with CRC32C, and disk":
+            return {**limits.verified_memcpy(size), **limits.disk(Path(options.directory), size)}
         case "loopback":
             return dict(limits.loopback(size))
         case _:
