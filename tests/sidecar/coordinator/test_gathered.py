@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,3 +72,17 @@ def test_progress_alone_is_not_urgent() -> None:
     assert not receive(2)
     assert receive(2, FULL)
     assert receive(3), "the failure is over"
+
+
+def test_pods_that_end_keep_no_copies() -> None:
+    gathered = Gathered(WORKERS, 3, 0.0)
+    report = WorkerReport(RestartRound(0), Worker(1))
+    gathered.receive(report, 1.0)
+    assert gathered.stays([Worker(1)])
+    gathered.receive(replace(report, ends=True), 2.0)
+    assert not gathered.stays([Worker(1)]), "a worker whose ranks still run keeps no copy either"
+    assert gathered.stays([Worker(1), Worker(2)])
+    assert not gathered.stays([])
+    assert gathered.leaving == frozenset()
+    gathered.receive(replace(report, ends=True, leaves=True), 3.0)
+    assert gathered.leaving == {Worker(1)}

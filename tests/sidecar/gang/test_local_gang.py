@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import DeadRank, Exited, Progress
+from holdfast_core.messages.schema import DeadRank, Exited, Ok, Progress, WorkerReport
 from holdfast_sidecar.gang.state import LocalGang
 
 ROUND = RestartRound(3)
@@ -96,3 +97,15 @@ def test_a_pod_whose_ranks_have_returned_for_good_does_not_leave() -> None:
     gang = training()
     gang.ends, gang.done = True, True
     assert not gang.leaves
+
+
+def test_only_a_reply_to_a_report_that_the_pod_ends_says_where_its_copies_stay() -> None:
+    """Before, the coordinator does not count this pod among those that end."""
+    gang = training()
+    report, reply = WorkerReport(ROUND, Worker(1)), Ok(ROUND, copies_stay=False)
+    gang.replied(report, reply)
+    assert gang.copies_stay is None
+    gang.replied(replace(report, ends=True), reply)
+    assert gang.copies_stay is False
+    gang.reset()
+    assert gang.copies_stay is None

@@ -77,6 +77,13 @@ class Round:
     fan_in: Annotated[int, Bounds(low=1)] = 64
     """Number of consecutive workers that exchange messages with the coordinator through one relay."""
 
+    def targets(self) -> dict[Worker, tuple[Worker, ...]]:
+        """Return the workers that receive copies of the shards of each worker."""
+        found: dict[Worker, tuple[Worker, ...]] = {}
+        for copy in self.copies:
+            found[copy.source] = (*found.get(copy.source, ()), copy.target)
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Seal:

@@ -89,9 +89,11 @@ class WorkerReport:
     """All ranks of the pod returned 0."""
     idle: bool = False
     """This worker has no save left to write, copy or upload."""
+    ends: bool = False
+    """The pod is ending. Copies that it has of other workers' shards are lost with it."""
     leaves: bool = False
-    """The pod is ending, and its ranks have stopped. Without copies on peers, the gang's newest step is lost
-    with it unless it is persisted."""
+    """The pod is ending, and its ranks have stopped. Unless a pod that stays has copies of its shards, the
+    gang's newest step is lost with it, or is persisted before."""
     saves_skipped: Natural = 0
     saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
     reported_to: str = ""
@@ -117,6 +119,7 @@ class WorkerReport:
             self.restore_may_succeed,
             self.done,
             self.idle and self.done,
+            self.ends,
             self.leaves,
             bool(self.progress),
             self.stacks_token,
@@ -132,3 +135,6 @@ class Ok:
     stacks_token: str = ""
     """In the reply to WorkerReport: the coordinator requests the stacks of all ranks, because the gang
     finishes no step. It identifies the request. "": there is none."""
+    copies_stay: bool = True
+    """In the reply to WorkerReport: a worker whose pod does not end receives copies of the sender's shards.
+    If not, only the object store can keep the sender's newest shards when its pod ends."""

@@ -99,6 +99,8 @@ class Coordinator:
         self._settings = settings
         self._contract = settings.contract
         self._message = message
+        self._targets = message.targets()
+        """The workers that receive copies of each worker's shards."""
         self._node = node
         self._store = store
         self._peers = peers
@@ -188,6 +190,7 @@ class Coordinator:
         if complete and not all(m.address for m in self._message.members):
             self._gathered.started = self._clock.monotonic()
         self._message = message
+        self._targets = message.targets()
         self._ledger.expects_copies = _expects_copies(message)
         self._outbox.update(message)
         self._uploads.policy(message)
@@ -204,7 +207,7 @@ class Coordinator:
 
         A restore from the object store alone needs the record of the last persisted step.
         """
-        if not self._leaves_store_only:
+        if not self._only_store_stays:
             return self.idle
         version = self._left_version
         return self.idle and version is not None and self._versioned.acknowledged(version)
@@ -295,7 +298,8 @@ class Coordinator:
         ranks = map(Rank, ranks_of(message.worker, self._contract.procs_per_worker))
         self._give_up(abandoned_steps(self._ledger, saves, ranks, pressed=pressed))
         self._versioned.bump(urgent=urgent)
-        return Ok(message.round, self.instance, self._hangs.token)
+        copies_stay = self._copies_stay(message.worker)
+        return Ok(message.round, self.instance, self._hangs.token, copies_stay)
 
     def request(self, path: str, message: GangRequest) -> Ok:
         """Queue a save-now or stop request for worker 0, which runs rank 0.
@@ -629,7 +633,7 @@ class Coordinator:
         """
         while self._finished_version is None:
             await self._versioned.wait_tick(at_most_seconds=5.0)
-            if self._leaves_store_only:
+            if self._only_store_stays:
                 self._persist_last_step()
             if not self._gathered.done:
                 continue
@@ -645,9 +649,18 @@ class Coordinator:
                 logs.info("finished", round=self._message.round)
 
     @property
-    def _leaves_store_only(self) -> bool:
-        """Whether a pod leaves whose shards only the object store can keep, because no peer has copies."""
-        return self._gathered.leaves and self._store is not None and not self._ledger.expects_copies
+    def _only_store_stays(self) -> bool:
+        """Whether a pod leaves whose shards only the object store can keep.
+
+        Either no peer has copies, or all peers that have copies are ending, too.
+        """
+        leaving = self._gathered.leaving
+        return self._store is not None and not all(self._copies_stay(w) for w in leaving)
+
+    def _copies_stay(self, worker: Worker) -> bool:
+        """Return whether a worker whose pod does not end receives copies of this worker's shards."""
+        targets = self._targets.get(worker, ())
+        return self._ledger.expects_copies and self._gathered.stays(targets)
 
     def _persist_last_step(self) -> None:
         """Persist the step at which the ranks have stopped, then report it to the operator immediately."""

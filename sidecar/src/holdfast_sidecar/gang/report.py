@@ -67,6 +67,7 @@ def compose(
         restore_may_succeed=rehydrator.restore_may_succeed,
         done=gang.done,
         idle=sources.stager.idle and sources.flow.idle,
+        ends=gang.ends,
         leaves=gang.leaves,
         saves_skipped=gang.saves_skipped,
         saves=tuple(_saves(state, sources)),
@@ -205,6 +206,7 @@ class Reporter:
                 reply = await self._peers.call(state.accepted.coordinator, report, Ok)
             except HoldfastError as error:
                 changes.log("report", str(error), round=state.round)
+                self._sources.gang.copies_stay = None
                 self._changed.set()
                 await _wait(self._urgent, min(backoff.next_seconds(), 2.0))
                 continue
@@ -213,6 +215,7 @@ class Reporter:
             self._last = report
             self._note_coordinator(state.accepted.coordinator, reply)
             self._sources.starter.take_stacks(reply.round, reply.stacks_token)
+            self._sources.gang.replied(report, reply)
             await _wait(self._urgent, self._interval_seconds())
 
     def _note_coordinator(self, coordinator: Worker, reply: Ok) -> None:

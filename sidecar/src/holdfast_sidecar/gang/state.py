@@ -13,10 +13,12 @@ from holdfast_core.messages.schema import (
     DeadRank,
     Exited,
     Interval,
+    Ok,
     Progress,
     RankProgress,
     RankStack,
     Stacks,
+    WorkerReport,
 )
 
 KILLED = -9
@@ -43,6 +45,9 @@ class LocalGang:
         """The interval between saves as each rank has reported it, if it is given as a time."""
         self.saves_skipped = 0
         """Saves that ranks skipped in this round because no slot was free."""
+        self.copies_stay: bool | None = None
+        """`Ok.copies_stay` of the reply to a report that the pod ends. None while there is none, and while
+        the coordinator does not reply."""
         self.stacks_token = ""
         """The request of the coordinator that `stacks` is the reply to."""
         self.stacks: tuple[RankStack, ...] = ()
@@ -55,6 +60,7 @@ class LocalGang:
         self.done = False
         self.intervals = {}
         self.saves_skipped = 0
+        self.copies_stay = None
         self.stacks_token, self.stacks = "", ()
 
     @property
@@ -66,6 +72,11 @@ class LocalGang:
     def leaves(self) -> bool:
         """Whether the pod is ending and its ranks have stopped, without having returned for good."""
         return self.ends and not self.done and not self.may_save
+
+    def replied(self, report: WorkerReport, reply: Ok) -> None:
+        """Record the coordinator's reply to a report of the current round."""
+        if report.ends:
+            self.copies_stay = reply.copies_stay
 
     def stacked(self, message: Stacks) -> None:
         """Record where the launcher has found the pod's ranks."""

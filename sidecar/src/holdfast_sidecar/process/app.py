@@ -207,8 +207,7 @@ class Sidecar:
         self._background.remove_limit()
         gang = self._journeys.gang
         gang.ends = True
-        if gang.leaves:
-            self._reporter.changed()
+        self._reporter.changed()
         return self._journeys.flushed
 
 

@@ -42,16 +42,21 @@ class Journeys:
     @property
     def flushed(self) -> bool:
         """Whether preStop may end: all is idle, and no rank of this pod can hand over another save."""
-        idle = self.saves.idle and not self.saves.only_here and self.role.may_end
+        idle = self.saves.idle and not self._only_here and self.role.may_end
         return idle and not self.gang.may_save
 
     @property
     def stuck(self) -> bool:
         """Whether nothing that preStop waits for makes progress now, as when other pods are gone."""
-        waits = self.saves.only_here and self.saves.flow.idle
+        replies = self.gang.copies_stay is not None
+        waits = self._only_here and self.saves.flow.idle and replies
         return (
             self.saves.stager.idle
             and self.saves.flow.stuck
             and not waits
             and not self.gang.may_save
         )
+
+    @property
+    def _only_here(self) -> bool:
+        return self.saves.only_here(self.gang.copies_stay)

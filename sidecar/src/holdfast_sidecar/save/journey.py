@@ -49,14 +49,19 @@ class SaveJourney:
         waiting = not self.flow.idle or self.flow.expects_commit
         return self.stager.idle and not self.stager.waiting and not waiting
 
-    @property
-    def only_here(self) -> bool:
-        """Whether the newest own shard is lost with this node: no peer and no object store has it.
+    def only_here(self, copies_stay: bool | None) -> bool:
+        """Return whether the newest own shard is lost with this pod, unless the object store receives it.
 
-        False for a job that has neither, because no flush can change it.
+        False for a job without an object store, because no flush can change it.
+
+        Args:
+            copies_stay: Whether a pod that does not end receives copies of this pod's shards. None: the
+                coordinator has not replied yet.
         """
         accepted = self._current().accepted
-        if accepted is None or self._store is None or self._current().copy_targets():
+        if accepted is None or self._store is None:
+            return False
+        if self._current().copy_targets() and copies_stay:
             return False
         newest = max((s.ref.step for s in self.flow.shards() if s.reported), default=None)
         return newest is not None and (self._persisted is None or self._persisted < newest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from holdfast_core.ids import Rank, Step, Worker
@@ -39,6 +40,7 @@ class Gathered:
         self._open = set[Worker]()
         self._done = set[Worker]()
         self._idle = set[Worker]()
+        self._ending = set[Worker]()
         self._leaving = set[Worker]()
         self._full = set[Worker]()
         self._paused = set[Worker]()
@@ -62,6 +64,7 @@ class Gathered:
             (self._open, report.barrier_open),
             (self._done, report.done),
             (self._idle, report.idle),
+            (self._ending, report.ends),
             (self._leaving, report.leaves),
             (self._full, any(f.reason in FULL for f in report.failures)),
             (self._paused, any(p.paused for p in report.progress)),
@@ -176,9 +179,13 @@ class Gathered:
         return len(self._idle) == len(self.workers)
 
     @property
-    def leaves(self) -> bool:
-        """Whether a pod is ending whose ranks have stopped."""
-        return bool(self._leaving)
+    def leaving(self) -> frozenset[Worker]:
+        """The workers whose pods are ending, and whose ranks have stopped."""
+        return frozenset(self._leaving)
+
+    def stays(self, workers: Iterable[Worker]) -> bool:
+        """Return whether the pod of one of these workers is not ending."""
+        return any(worker not in self._ending for worker in workers)
 
     @property
     def dead(self) -> tuple[DeadRank, ...]:
