@@ -297,12 +297,14 @@ def saved(copied: int) -> CoordinatorState:
         pytest.param(40, {}, {}, False, id="its shards are being copied"),
         pytest.param(42, {"peer_copies": 0}, {}, False, id="no step has copies"),
         pytest.param(42, {}, {"terminating": True}, False, id="the pod with the copies leaves too"),
+        pytest.param(42, {}, None, False, id="the pod with the copies is gone"),
     ],
 )
 def test_the_round_begins_when_the_last_step_does_not_need_the_pod_that_stopped(
-    copied: int, spec: dict[str, Any], others: dict[str, Any], restarts: bool
+    copied: int, spec: dict[str, Any], others: dict[str, Any] | None, restarts: bool
 ) -> None:
-    pods = (pod(0, **others), pod(1, terminating=True, trainer_exit_code=143))
+    leaving = pod(1, terminating=True, trainer_exit_code=143)
+    pods = (leaving,) if others is None else (pod(0, **others), leaving)
     observed = world(pods=pods, coordinator=saved(copied), spec=spec)
     first = decide(observed, now())
     second = decide(replace(observed, memory=first.memory), now(1001.0))

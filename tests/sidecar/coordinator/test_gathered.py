@@ -83,6 +83,6 @@ def test_pods_that_end_keep_no_copies() -> None:
     assert not gathered.stays([Worker(1)]), "a worker whose ranks still run keeps no copy either"
     assert gathered.stays([Worker(1), Worker(2)])
     assert not gathered.stays([])
-    assert gathered.leaving == frozenset()
+    assert (gathered.ending, gathered.leaves) == ({Worker(1)}, False)
     gathered.receive(replace(report, ends=True, leaves=True), 3.0)
-    assert gathered.leaving == {Worker(1)}
+    assert gathered.leaves

@@ -136,5 +136,5 @@ class Ok:
     """In the reply to WorkerReport: the coordinator requests the stacks of all ranks, because the gang
     finishes no step. It identifies the request. "": there is none."""
     copies_stay: bool = True
-    """In the reply to WorkerReport: a worker whose pod does not end receives copies of the sender's shards.
-    If not, only the object store can keep the sender's newest shards when its pod ends."""
+    """In the reply to WorkerReport: workers whose pods do not end receive copies of the shards of each pod
+    that ends. If not, no pod may end before the newest step is in the object store."""

@@ -298,8 +298,7 @@ class Coordinator:
         ranks = map(Rank, ranks_of(message.worker, self._contract.procs_per_worker))
         self._give_up(abandoned_steps(self._ledger, saves, ranks, pressed=pressed))
         self._versioned.bump(urgent=urgent)
-        copies_stay = self._copies_stay(message.worker)
-        return Ok(message.round, self.instance, self._hangs.token, copies_stay)
+        return Ok(message.round, self.instance, self._hangs.token, self._copies_stay)
 
     def request(self, path: str, message: GangRequest) -> Ok:
         """Queue a save-now or stop request for worker 0, which runs rank 0.
@@ -654,13 +653,18 @@ class Coordinator:
 
         Either no peer has copies, or all peers that have copies are ending, too.
         """
-        leaving = self._gathered.leaving
-        return self._store is not None and not all(self._copies_stay(w) for w in leaving)
+        return self._store is not None and self._gathered.leaves and not self._copies_stay
 
-    def _copies_stay(self, worker: Worker) -> bool:
-        """Return whether a worker whose pod does not end receives copies of this worker's shards."""
-        targets = self._targets.get(worker, ())
-        return self._ledger.expects_copies and self._gathered.stays(targets)
+    @property
+    def _copies_stay(self) -> bool:
+        """Whether workers whose pods do not end receive copies of the shards of each pod that ends.
+
+        This is a property of the gang and not of a worker, because a step is persisted only if all workers
+        upload their shards: none of them may end before.
+        """
+        ending = self._gathered.ending
+        kept = all(self._gathered.stays(self._targets.get(worker, ())) for worker in ending)
+        return kept and (self._ledger.expects_copies or not ending)
 
     def _persist_last_step(self) -> None:
         """Persist the step at which the ranks have stopped, then report it to the operator immediately."""

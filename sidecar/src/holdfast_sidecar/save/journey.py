@@ -50,13 +50,13 @@ class SaveJourney:
         return self.stager.idle and not self.stager.waiting and not waiting
 
     def only_here(self, copies_stay: bool | None) -> bool:
-        """Return whether the newest own shard is lost with this pod, unless the object store receives it.
+        """Return whether the newest step is lost with the pods that end, unless the store receives it.
 
         False for a job without an object store, because no flush can change it.
 
         Args:
-            copies_stay: Whether a pod that does not end receives copies of this pod's shards. None: the
-                coordinator has not replied yet.
+            copies_stay: Whether pods that do not end receive copies of the shards of each pod that ends.
+                None: the coordinator has not replied yet.
         """
         accepted = self._current().accepted
         if accepted is None or self._store is None:

@@ -302,13 +302,14 @@ def _may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
 def _has_left(world: World, pod: PodView, state: CoordinatorState) -> bool:
     """Return whether the trainer has ended and other pods have copies of the newest step.
 
-    The round then begins before the kubelet reports that the pod is gone. If several pods leave, one of them
-    may hold the copies of another one.
+    The round then begins before the kubelet reports that the pod is gone. If several pods leave, or another
+    one is gone, the copies may have been there.
     """
     progress, copied = state.progress, state.last_replicated
     return (
         pod.trainer_exit_code is not None
         and world.copies > 0
+        and all(m.pod is not None for m in world.members)
         and sum(m.pod is not None and m.pod.leaving for m in world.members) == 1
         and progress is not None
         and copied is not None

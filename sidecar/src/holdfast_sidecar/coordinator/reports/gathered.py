@@ -179,9 +179,14 @@ class Gathered:
         return len(self._idle) == len(self.workers)
 
     @property
-    def leaving(self) -> frozenset[Worker]:
-        """The workers whose pods are ending, and whose ranks have stopped."""
-        return frozenset(self._leaving)
+    def ending(self) -> frozenset[Worker]:
+        """The workers whose pods are ending."""
+        return frozenset(self._ending)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether a pod is ending whose ranks have stopped."""
+        return bool(self._leaving)
 
     def stays(self, workers: Iterable[Worker]) -> bool:
         """Return whether the pod of one of these workers is not ending."""
