@@ -99,13 +99,13 @@ def test_a_pod_whose_ranks_have_returned_for_good_does_not_leave() -> None:
     assert not gang.leaves
 
 
-def test_only_a_reply_to_a_report_that_the_pod_ends_says_where_its_copies_stay() -> None:
+def test_only_the_reply_to_a_report_that_the_pod_ends_counts() -> None:
     """Before, the coordinator does not count this pod among those that end."""
     gang = training()
-    report, reply = WorkerReport(ROUND, Worker(1)), Ok(ROUND, copies_stay=False)
+    report, reply = WorkerReport(ROUND, Worker(1)), Ok(ROUND, waits_for_store=True)
     gang.replied(report, reply)
-    assert gang.copies_stay is None
+    assert gang.waits_for_store is None
     gang.replied(replace(report, ends=True), reply)
-    assert gang.copies_stay is False
+    assert gang.waits_for_store is True
     gang.reset()
-    assert gang.copies_stay is None
+    assert gang.waits_for_store is None

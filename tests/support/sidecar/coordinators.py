@@ -12,6 +12,7 @@ from tests.support.sidecar.rounds import first_round
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.messages.schema import Policy
+from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
@@ -23,7 +24,13 @@ from holdfast_sidecar.coordinator.commit import Coordinator
 class CoordinatorWorld:
     """The coordinator of the first round. The context manager closes it."""
 
-    def __init__(self, folder: Path, members: Any, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        members: Any,
+        policy: Policy | None = None,
+        store: ObjectTier | None = None,
+    ) -> None:
         """Make the world. `members` receive what the coordinator sends, once it is started."""
         message = first_round().accepted
         assert message is not None
@@ -36,7 +43,7 @@ class CoordinatorWorld:
                 CurrentRound(first_round()),
             ),
             message if policy is None else replace(message, policy=policy),
-            Tiers(MemoryTier(), None, self.pools),
+            Tiers(MemoryTier(), store, self.pools),
             members,
             Failures(lambda: None),
         )

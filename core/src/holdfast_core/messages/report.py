@@ -135,6 +135,6 @@ class Ok:
     stacks_token: str = ""
     """In the reply to WorkerReport: the coordinator requests the stacks of all ranks, because the gang
     finishes no step. It identifies the request. "": there is none."""
-    copies_stay: bool = True
-    """In the reply to WorkerReport: workers whose pods do not end receive copies of the shards of each pod
-    that ends. If not, no pod may end before the newest step is in the object store."""
+    waits_for_store: bool = False
+    """In the reply to WorkerReport: no pod may end before the newest step is in the object store, because no
+    pod that stays receives copies of the shards of a pod that ends."""

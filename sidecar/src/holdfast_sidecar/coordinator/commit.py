@@ -76,6 +76,9 @@ _SHOWN_STEPS = 16
 _PRESSED_EVERY_SECONDS = 1.0
 """Interval of pruning while a node has no room. It gives the nodes time to delete what was pruned."""
 
+_SILENT_SECONDS = 20.0
+"""Time without a report after which pods that end no longer wait for a worker's upload. It is several times
+the interval of reports."""
 _LOOK_SECONDS = 1.0
 """Interval in which the coordinator looks whether the gang hangs."""
 _WEIGH_AFTER_SECONDS = 0.01
@@ -298,7 +301,7 @@ class Coordinator:
         ranks = map(Rank, ranks_of(message.worker, self._contract.procs_per_worker))
         self._give_up(abandoned_steps(self._ledger, saves, ranks, pressed=pressed))
         self._versioned.bump(urgent=urgent)
-        return Ok(message.round, self.instance, self._hangs.token, self._copies_stay)
+        return Ok(message.round, self.instance, self._hangs.token, self._waits_for_store)
 
     def request(self, path: str, message: GangRequest) -> Ok:
         """Queue a save-now or stop request for worker 0, which runs rank 0.
@@ -657,14 +660,21 @@ class Coordinator:
 
     @property
     def _copies_stay(self) -> bool:
-        """Whether workers whose pods do not end receive copies of the shards of each pod that ends.
-
-        This is a property of the gang and not of a worker, because a step is persisted only if all workers
-        upload their shards: none of them may end before.
-        """
+        """Whether workers whose pods do not end receive copies of the shards of each pod that ends."""
         ending = self._gathered.ending
         kept = all(self._gathered.stays(self._targets.get(worker, ())) for worker in ending)
         return kept and (self._ledger.expects_copies or not ending)
+
+    @property
+    def _waits_for_store(self) -> bool:
+        """Whether no pod may end before the newest step is persisted.
+
+        A step is persisted only if all workers upload their shards. So it is the same for all workers, and
+        false once one of them is silent.
+        """
+        since = self._clock.monotonic() - _SILENT_SECONDS
+        can_persist = self._store is not None and self._gathered.all_reported_since(since)
+        return can_persist and not self._copies_stay
 
     def _persist_last_step(self) -> None:
         """Persist the step at which the ranks have stopped, then report it to the operator immediately."""

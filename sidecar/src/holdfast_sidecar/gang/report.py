@@ -206,7 +206,7 @@ class Reporter:
                 reply = await self._peers.call(state.accepted.coordinator, report, Ok)
             except HoldfastError as error:
                 changes.log("report", str(error), round=state.round)
-                self._sources.gang.copies_stay = None
+                self._sources.gang.waits_for_store = None
                 self._changed.set()
                 await _wait(self._urgent, min(backoff.next_seconds(), 2.0))
                 continue

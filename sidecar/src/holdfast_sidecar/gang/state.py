@@ -45,9 +45,9 @@ class LocalGang:
         """The interval between saves as each rank has reported it, if it is given as a time."""
         self.saves_skipped = 0
         """Saves that ranks skipped in this round because no slot was free."""
-        self.copies_stay: bool | None = None
-        """`Ok.copies_stay` of the reply to a report that the pod ends. None while there is none, and while
-        the coordinator does not reply."""
+        self.waits_for_store: bool | None = None
+        """`Ok.waits_for_store` of the reply to a report that the pod ends. None while there is none, and
+        while the coordinator does not reply."""
         self.stacks_token = ""
         """The request of the coordinator that `stacks` is the reply to."""
         self.stacks: tuple[RankStack, ...] = ()
@@ -60,7 +60,7 @@ class LocalGang:
         self.done = False
         self.intervals = {}
         self.saves_skipped = 0
-        self.copies_stay = None
+        self.waits_for_store = None
         self.stacks_token, self.stacks = "", ()
 
     @property
@@ -76,7 +76,7 @@ class LocalGang:
     def replied(self, report: WorkerReport, reply: Ok) -> None:
         """Record the coordinator's reply to a report of the current round."""
         if report.ends:
-            self.copies_stay = reply.copies_stay
+            self.waits_for_store = reply.waits_for_store
 
     def stacked(self, message: Stacks) -> None:
         """Record where the launcher has found the pod's ranks."""

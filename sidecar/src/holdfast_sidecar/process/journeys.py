@@ -48,8 +48,7 @@ class Journeys:
     @property
     def stuck(self) -> bool:
         """Whether nothing that preStop waits for makes progress now, as when other pods are gone."""
-        replies = self.gang.copies_stay is not None
-        waits = self._only_here and self.saves.flow.idle and replies
+        waits = self._only_here and self.saves.flow.idle and bool(self.gang.waits_for_store)
         return (
             self.saves.stager.idle
             and self.saves.flow.stuck
@@ -59,4 +58,4 @@ class Journeys:
 
     @property
     def _only_here(self) -> bool:
-        return self.saves.only_here(self.gang.copies_stay)
+        return self.saves.only_here(self.gang.waits_for_store)

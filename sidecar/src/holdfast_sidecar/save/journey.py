@@ -49,19 +49,15 @@ class SaveJourney:
         waiting = not self.flow.idle or self.flow.expects_commit
         return self.stager.idle and not self.stager.waiting and not waiting
 
-    def only_here(self, copies_stay: bool | None) -> bool:
+    def only_here(self, waits_for_store: bool | None) -> bool:
         """Return whether the newest step is lost with the pods that end, unless the store receives it.
 
         False for a job without an object store, because no flush can change it.
 
         Args:
-            copies_stay: Whether pods that do not end receive copies of the shards of each pod that ends.
-                None: the coordinator has not replied yet.
+            waits_for_store: The coordinator's reply to the report that the pod ends. None: there is none yet.
         """
-        accepted = self._current().accepted
-        if accepted is None or self._store is None:
-            return False
-        if self._current().copy_targets() and copies_stay:
+        if self._current().accepted is None or self._store is None or waits_for_store is False:
             return False
         newest = max((s.ref.step for s in self.flow.shards() if s.reported), default=None)
         return newest is not None and (self._persisted is None or self._persisted < newest)
