@@ -32,6 +32,7 @@ def sources() -> dict[str, ast.Module]:
         str(path.relative_to(ROOT)): ast.parse(path.read_text())
         for folder in USERS
         for path in sorted((ROOT / folder).rglob("*.py"))
+        if ".venv" not in path.parts  # of the peers, which `make bench-peers` creates
     }
 
 

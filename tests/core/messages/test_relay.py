@@ -30,7 +30,9 @@ def test_answers_survive(sent: tuple[Answer, ...]) -> None:
 
 def test_other_messages_are_json() -> None:
     assert decode(Ok, encode(Ok(RestartRound(3), "a"))) == Ok(RestartRound(3), "a")
-    assert encode(Ok(RestartRound(3))) == b'{"round":3,"instance":"","stacksToken":""}'
+    assert encode(Ok(RestartRound(3))) == (
+        b'{"round":3,"instance":"","stacksToken":"","waitsForStore":false}'
+    )
 
 
 @pytest.mark.parametrize(

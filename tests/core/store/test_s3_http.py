@@ -74,8 +74,8 @@ def read_request(connection: socket.socket) -> bytes:
     for line in head.split(b"\r\n"):
         if line.lower().startswith(b"content-length:"):
             length = int(line.split(b":")[1])
-    while len(body) < length:
-        body += connection.recv(1 << 20)
+    while len(body) < length and (piece := connection.recv(1 << 20)):
+        body += piece
     return head + b"\r\n\r\n" + body
 
 
