@@ -133,7 +133,7 @@ class AdoptedJob(Job):
         found: Object = self.kube.plain(self._batch.read_namespaced_job(self.name, self.namespace))
         return found
 
-    def delete(self, timeout_seconds: float = 120) -> None:
+    def delete(self, timeout_seconds: float = 300) -> None:
         """Delete both objects, and wait until the pods and the Secrets of the gang are gone."""
         with ignore_missing():
             self.delete_owner()

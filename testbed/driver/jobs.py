@@ -369,7 +369,7 @@ class Job:
             self.kube.logs(self.namespace, name, "trainer") for name in self.pod_names()
         )
 
-    def delete(self, timeout_seconds: float = 120) -> None:
+    def delete(self, timeout_seconds: float = 300) -> None:
         """Delete the job and wait until its pods are gone."""
         self.close()
         self.kube.delete(self.KIND, self.namespace, self.name)

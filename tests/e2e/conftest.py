@@ -66,7 +66,7 @@ def nodes_back() -> Iterator[None]:
 def namespace(installed: Kube, request: pytest.FixtureRequest) -> Iterator[str]:
     name = "e2e-" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
     installed.delete_namespace(name)
-    installed.wait_namespace_gone(name, 120)
+    installed.wait_namespace_gone(name, 300)
     prepare_namespace(installed, name)
     yield name
     installed.delete_namespace(name)
