@@ -5,7 +5,9 @@ SHELL := /bin/bash
 # uv of the machine, or one of this checkout, which `prerequisites` installs.
 UV_FOLDER := $(CURDIR)/.tools/uv
 UV ?= uv
-export PATH := $(PATH):$(UV_FOLDER)/bin
+# Go of the machine, or one of this checkout, which `prerequisites-cluster` installs if that one is too old.
+GO_FOLDER := $(CURDIR)/.tools/go
+export PATH := $(GO_FOLDER)/bin:$(PATH):$(UV_FOLDER)/bin
 RUN := $(UV) run --frozen
 PY := $(RUN) python
 # Many tests start processes that import torch. Without compiled modules on disk, each would compile it again.
@@ -27,6 +29,7 @@ prerequisites:
 .PHONY: prerequisites-cluster
 prerequisites-cluster:
 	@tools/prerequisites.sh cluster
+	@python3 tools/install_go.py $(GO_FOLDER)
 
 .PHONY: sync
 sync: prerequisites ## create .venv from uv.lock

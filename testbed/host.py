@@ -31,7 +31,7 @@ def check_prerequisites(bed: Bed) -> None:
     if shutil.which("go") is None:
         raise BedError(
             "Go is missing: it builds the test bed's tools",
-            "install Go >= 1.26 from go.dev/dl, or: apt-get install golang-go",
+            "run `make prerequisites-cluster`, which installs it, or install Go from go.dev/dl",
         )
     if not bed.local:
         return

@@ -169,7 +169,7 @@ def build_step(bed: Bed, tools: ToolSet) -> Step:
         lambda log: build(bed, tools, log),
         inputs=(tools.folder, repr(tools)),
         outputs=[bed.bin / name for name in tools.packages],
-        advice="requires Go >= 1.26 with a module proxy (runc also gcc), and free disk space",
+        advice="requires a module proxy for Go (runc also gcc), and free disk space",
     )
 
 

@@ -18,7 +18,7 @@ WANTED = [
     *range(40, 63),
     *range(64, 80),
     *range(89, 770),
-    *range(790, 795),
+    *range(790, 797),
 ]
 
 
