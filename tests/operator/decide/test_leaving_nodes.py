@@ -8,11 +8,21 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status, store, template
 
-from holdfast_core.api import JobCondition, RestorePointStatus, TrainingJob, changed
+from holdfast_core.api import (
+    FailureAction,
+    FailureReason,
+    FailureRule,
+    JobCondition,
+    RestorePointStatus,
+    TrainingJob,
+    changed,
+)
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import DeletePod, EmitEvent
+from holdfast_operator.decide.facts.departures import why_pods_stay
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.actions import DeletePod, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView, Taint
 from holdfast_operator.model.reasons import Reason
 
@@ -103,6 +113,47 @@ def test_a_pod_stays_exactly_if_it_tolerates_the_taint(
 ) -> None:
     tolerant = replace(pod(1), tolerations=frozenset({toleration}))
     assert deleted(training(tolerant)) == [pod(2).name if stays else pod(1).name]
+
+
+LOST = (FailureReason.NODE_LOST, FailureReason.POD_LOST)
+FAIL = FailureRule(on_reasons=LOST, action=FailureAction.FAIL_JOB)
+RESTART = FailureRule(on_reasons=LOST, action=FailureAction.RESTART_GANG)
+
+
+@pytest.mark.parametrize(
+    ("rules", "stays"),
+    [
+        pytest.param((FAIL,), True, id="it fails the job"),
+        pytest.param((FAIL, RESTART), True, id="it fails the job before another rule applies"),
+        pytest.param((RESTART, FAIL), False, id="another rule applies before"),
+        pytest.param(
+            (FailureRule(on_exit_codes=(1,), action=FailureAction.FAIL_JOB),),
+            False,
+            id="it is about exit codes",
+        ),
+        pytest.param(
+            (FailureRule(on_reasons=(FailureReason.POD_EVICTED,), action=FailureAction.FAIL_JOB),),
+            False,
+            id="it is about evictions",
+        ),
+    ],
+)
+def test_a_rule_that_fails_the_job_after_the_deletion_keeps_the_pods(
+    rules: tuple[FailureRule, ...], stays: bool
+) -> None:
+    observed = training(of=job(3, rules=rules))
+    assert deleted(observed) == ([] if stays else [pod(1).name])
+    text = why_pods_stay(World(observed))
+    assert (text is not None and "failurePolicy.rules[0] fails the job" in text) is stays
+
+
+def test_a_job_that_would_fail_after_the_deletion_trains_on() -> None:
+    """The pods of such a job stay, and the job does not fail."""
+    actions = decide(training(of=job(3, rules=(FAIL,))), now(1000)).actions
+    written = [a.status for a in actions if isinstance(a, WriteStatus)]
+    shown = [s.condition(JobCondition.NODES_LEAVING) for s in written]
+    assert [c.reason for c in shown if c is not None] == [Reason.NODE_LEAVING_POD_STAYS]
+    assert all(s.is_true(JobCondition.RUNNING) for s in written)
 
 
 def test_a_suspended_job_and_one_whose_node_is_chosen_by_the_template_keep_their_pods() -> None:

@@ -6,13 +6,15 @@ delete of the pod costs none, because the gang then saves, and the pod flushes b
 2. Only one pod is deleted at a time, and only while all ranks train. The PodDisruptionBudget allows an
    eviction under the same condition.
 3. A pod is deleted once, because a pod that is being deleted leaves already.
+4. Pods stay if a failure rule fails the job after the deletion: the operator must not cause that itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import FailureAction, FailureReason, FailureRule, JobCondition
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import NodeView, PodView
 
@@ -59,6 +61,19 @@ def why_pods_stay(world: World) -> str | None:
             "no other pod has copies of its shards, and the job has no object store, so that its last step "
             "would be lost"
         )
+    return _fails_the_job(job.spec.failure_policy.rules)
+
+
+def _fails_the_job(rules: Sequence[FailureRule]) -> str | None:
+    """Return which rule would fail the job after the deletion, or None.
+
+    The failure has no exit code, and the pod no condition of an eviction, so only onReasons can match.
+    """
+    for index, rule in enumerate(rules):
+        if FailureReason.POD_LOST in rule.on_reasons:
+            if rule.action is not FailureAction.FAIL_JOB:
+                return None
+            return f"failurePolicy.rules[{index}] fails the job after PodLost, which the deletion causes"
     return None
 
 
