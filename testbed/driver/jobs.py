@@ -239,7 +239,7 @@ class Job:
     def pod_names(self) -> list[str]:
         """Return the names of the members' pods, by worker."""
         job = self.read()
-        uid, members = job["metadata"]["uid"], job["status"].get("members") or []
+        uid, members = job["metadata"]["uid"], (job.get("status") or {}).get("members") or []
         return [pod_name(self.name, uid, worker, birth) for worker, birth in enumerate(members)]
 
     def pods(self) -> list[Object]:
