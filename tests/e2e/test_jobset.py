@@ -85,6 +85,7 @@ def test_a_suspended_jobset_continues_from_the_step_that_it_saved_last(scenario)
         recovery = job.status["recoveries"][-1]
         print({k: recovery.get(k) for k in sorted(recovery)})
         assert recovery["restoredStep"] >= persisted
+        assert recovery["lostSteps"] == 0, "the pods ended before the last step was in the store"
         persisted = job.wait_persisted(recovery["restoredStep"] + 20, PATIENCE_SECONDS)["step"]
     job.wait_complete(PATIENCE_SECONDS)
     job.wait_batch_job()
