@@ -201,6 +201,10 @@ bench-gpu: sync ## what a save costs a training on a GPU, beside torch DCP, into
 bench-ranks: sync ## a real coordinator with played members, 64 to 4096 workers, into benchmarks/results/ranks.{json,md,png}
 	$(PY) -m benchmarks.ranks $(BENCH)
 
+.PHONY: bench-scale
+bench-scale: tools ## one operator with 1,000 jobs of 10 workers on a real API server, into benchmarks/results/scale.{json,md}
+	$(PY) -m benchmarks.scale $(BENCH)
+
 .PHONY: bench-interval
 bench-interval: sync ## goodput of automatic and fixed intervals, replayed in virtual time, into benchmarks/results/interval.json
 	$(PY) -m benchmarks.interval

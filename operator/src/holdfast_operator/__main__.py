@@ -9,6 +9,7 @@ import sys
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import ConfigError
+from holdfast_core.net.tls import use_small_read_buffers
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
@@ -34,6 +35,7 @@ def main() -> None:
         sys.exit(2)
     logs.configure(settings.log_level)
     allow_descriptors()
+    use_small_read_buffers()
     sys.exit(asyncio.run(run(settings, access)))
 
 

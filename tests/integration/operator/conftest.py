@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 from tests.support.chart import NAMESPACE
 from tests.support.operator.api_proxy import ApiProxy
-from tests.support.operator.operator_account import OperatorAccount, audit_arguments
+from tests.support.operator.operator_account import (
+    OperatorAccount,
+    audit_arguments,
+    install_crds,
+)
 from tests.support.operator.operator_bed import OperatorBed
 from tests.support.operator.played_kubelet import PlayedKubelet
-from tests.support.operator.waiting import poll
 from tests.support.operator.write_rules import broken_rules
 from tests.support.servers.control_plane import ControlPlane
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="session")
@@ -30,26 +29,11 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorAccoun
     folder = tmp_path_factory.mktemp("operator-account")
     plugin = "--enable-admission-plugins=OwnerReferencesPermissionEnforcement"
     with ControlPlane(extra_args=(*audit_arguments(folder), plugin)) as plane:
-        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        names = []
-        for file in sorted((REPOSITORY / "crds").glob("*.yaml")):
-            body = yaml.safe_load(file.read_text())
-            names.append(body["metadata"]["name"])
-            plane.request("POST", path, body)
-        assert len(names) == 4, f"expected four CRDs in crds/, found {names}: run `make generate`"
-        for name in names:
-            poll(f"{name} is served", partial(_established, plane, f"{path}/{name}"))
+        install_crds(plane)
         plane.create_namespace(NAMESPACE)
         account = OperatorAccount(plane, folder)
         account.install()
         yield account
-
-
-def _established(plane: ControlPlane, path: str) -> bool:
-    status = plane.request("GET", path).get("status") or {}
-    return any(
-        c["type"] == "Established" and c["status"] == "True" for c in status.get("conditions") or []
-    )
 
 
 @pytest.fixture

@@ -365,6 +365,17 @@ def test_levels_are_written_at_most_every_10_seconds() -> None:
     assert second.status.step == 60
 
 
+def test_with_many_jobs_levels_are_written_less_often() -> None:
+    first = decide(world(), now())
+    (write,) = only(first, WriteStatus)
+    later = replace(world(memory=first.memory), routine_seconds=40.0)
+    later = replace(later, job=changed(later.job, status=write.status))
+    assert later.coordinator is not None
+    moved = replace(later, coordinator=replace(later.coordinator, progress=progress_of(60)))
+    assert not only(decide(moved, now(1039.0)), WriteStatus)
+    assert only(decide(moved, now(1040.0)), WriteStatus)
+
+
 def test_a_changed_truth_is_written_at_once() -> None:
     first = decide(world(), now())
     (write,) = only(first, WriteStatus)

@@ -120,3 +120,27 @@ def test_never_two_workers_on_one_key(keys: list[str], workers: int) -> None:
         await stop(task)
 
     asyncio.run(story())
+
+
+async def test_keys_that_come_first_overtake_the_others() -> None:
+    first, done = {"recovers"}, list[str]()
+    queue: WorkQueue[str] = WorkQueue(
+        ManualClock(), lambda *_: None, random.Random(7), first.__contains__
+    )
+
+    async def handle(key: str) -> None:
+        done.append(key)
+
+    for key in ("new", "later", "newer", "recovers"):
+        queue.add(key)
+    first.add("later")
+    queue.add("later")  # it has become urgent while it waited
+    assert queue.depth == 4
+    task = asyncio.create_task(queue.run(1, handle))
+    await settle()
+    assert done == ["recovers", "later", "new", "newer"]
+    assert queue.depth == 0
+    queue.add("new")
+    await settle()
+    assert done[4:] == ["new"]
+    await stop(task)

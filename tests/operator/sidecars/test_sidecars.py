@@ -5,9 +5,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import pytest
-from tests.support.operator.bench import AUTHORITY, KEY, NOW, UID, bench, leaf_of, pod_view
+from tests.support.operator.bench import (
+    AUTHORITY,
+    KEY,
+    NOW,
+    SPEED,
+    UID,
+    bench,
+    leaf_of,
+    pod_view,
+)
 
 from holdfast_core.contract import peer_dns_name
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
@@ -23,9 +33,11 @@ from holdfast_core.messages.schema import (
 from holdfast_operator.model.job import Reachable
 from holdfast_operator.sidecars.answers import back_off_seconds
 from holdfast_operator.sidecars.certificates import (
+    LEAF_LIFE,
     new_authority,
     new_leaf,
 )
+from holdfast_operator.sidecars.poll import POLL_AGAIN_SECONDS
 
 
 def round_message(round_: int, version: int) -> Round:
@@ -314,3 +326,78 @@ async def test_an_answer_of_another_pod_at_the_address_does_not_count() -> None:
 
         await b.until(unreachable)
         assert b.servers[0].calls == []
+
+
+async def test_the_polls_of_a_coordinator_share_a_connection() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+
+        def is_known(version: int) -> bool:
+            state = b.sidecars.coordinator_state(UID)
+            return state is not None and state.version == version
+
+        b.follow(pod, coordinator=0)
+        for version in range(3, 10):
+            server.publish(CoordinatorState(version, RestartRound(0)))
+            await b.until(partial(is_known, version))
+            b.sidecars.acted_on(UID, version)
+        await b.until(lambda: server.since == 9)
+        assert [kind for kind, _ in server.calls].count("state") >= 8
+        assert server.handshakes <= 4, (
+            "one for the polls; the inventory may have been read more than once"
+        )
+
+
+async def test_a_kept_connection_does_not_hide_a_new_leaf() -> None:
+    """It was opened with the old leaf. Each poll on it would make another renewal due."""
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod, leaf_of(pod, LEAF_LIFE * 0.7))
+        b.follow(pod, coordinator=0)
+        server.publish(CoordinatorState(3, RestartRound(0)))
+        await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
+        b.follow(pod, coordinator=0)
+        await b.until(lambda: [kind for kind, _ in server.calls].count("certificate") == 1)
+        b.sidecars.acted_on(UID, 3)
+        await b.until(lambda: server.since == 3)
+        server.publish(CoordinatorState(4, RestartRound(0)))
+        await b.until(
+            lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.version == 4
+        )
+        b.clock.ahead = timedelta(minutes=2)
+        b.follow(pod, coordinator=0)
+        b.sidecars.seal(UID, pod.uid, RestartRound(1))
+        await b.until(lambda: b.view(pod).sealed_round == 1)
+        b.follow(pod, coordinator=0)
+        assert [kind for kind, _ in server.calls].count("certificate") == 1
+
+
+async def test_a_sidecar_that_does_not_coordinate_yet_is_polled_when_it_has_received_its_round() -> (
+    None
+):
+    """The polls of many gangs that start would delay the ROUND that they wait for."""
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        b.follow(pod, coordinator=0)
+        await b.until(lambda: ("state", 0) in server.calls)
+        await asyncio.sleep(20 / SPEED)
+        assert server.calls.count(("state", 0)) == 1
+        server.state = CoordinatorState(1, RestartRound(0), running=True)
+        b.sidecars.send_round(UID, pod.uid, round_message(0, 1), 0)
+        await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
+
+
+async def test_a_state_on_which_no_pass_acts_is_read_less_and_less_often() -> None:
+    """A pass that waits in the queue would wait longer if all coordinators were polled meanwhile."""
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        server.state = CoordinatorState(3, RestartRound(0))
+        b.follow(pod, coordinator=0)
+        await b.until(lambda: ("state", 0) in server.calls)
+        begun = asyncio.get_running_loop().time()
+        await b.until(lambda: server.calls.count(("state", 0)) >= 5)
+        seconds = asyncio.get_running_loop().time() - begun
+        assert seconds > sum(POLL_AGAIN_SECONDS * 2**n for n in range(4)) - 0.1

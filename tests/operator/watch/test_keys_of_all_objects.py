@@ -48,3 +48,20 @@ async def test_the_keys_of_all_objects_are_queued_again() -> None:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_checkpoint_queues_its_job_and_those_that_restore_from_it() -> None:
+    """The cluster may have thousands of other jobs."""
+    api, queued = FakeApi(), set[Key]()
+    source = {**job_object("copy")}
+    source["spec"] = {**source["spec"], "restoreFrom": {"checkpointRef": {"name": "newest"}}}
+    for job in (job_object("owner"), job_object("other"), source):
+        api.put("trainingjobs", job)
+    cache = ClusterCache(api, ManualClock(), (), Expectations(), queued.add, lambda job: None)
+    for reflector in cache.reflectors:
+        await reflector.relist()
+    queued.clear()
+    api.put("checkpoints", checkpoint_object("newest", jobRef={"name": "owner"}))
+    for reflector in cache.reflectors:
+        await reflector.relist()
+    assert queued == {job_key("team-a", "owner"), job_key("team-a", "copy")}

@@ -123,3 +123,14 @@ def test_a_lease_that_was_not_seen_to_change_may_be_of_any_age() -> None:
     leases.observe("a", "t1", clock.monotonic() + 2.0)
     assert not leases.is_undated("a")
     assert not leases.is_undated("no lease"), "it would be avoided for ever"
+
+
+def test_late_nodes_are_those_that_a_check_must_look_at() -> None:
+    leases = NodeLeases()
+    leases.observe("fresh", "a", 10.0)
+    leases.observe("late", "a", 4.0)
+    leases.miss("gone", 9.0)
+    assert leases.late(5.0, 10.0) == {"late", "gone"}
+    leases.observe("late", "b", 10.0)
+    leases.found("gone")
+    assert leases.late(5.0, 10.0) == set()

@@ -120,7 +120,7 @@ class World(CoordinatorWorld):
             )
 
     async def state(self) -> CoordinatorState:
-        return await self.coordinator.state(0, 0.0, acknowledges=False)
+        return await self.coordinator.state(0, 0.0, 0.0, acknowledges=False)
 
 
 async def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) -> None:

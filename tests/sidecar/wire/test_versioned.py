@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast_sidecar.wire.versioned import Versioned
+from holdfast_sidecar.wire.versioned import BUNDLE_SECONDS, Versioned
 
 
 async def test_a_poll_returns_on_an_urgent_change() -> None:
@@ -46,3 +46,17 @@ async def test_the_end_of_a_life_answers_everybody() -> None:
     await asyncio.sleep(0)
     level.close()
     await asyncio.wait_for(poll, 120)
+
+
+async def test_the_operator_chooses_how_long_other_changes_are_bundled() -> None:
+    level = Versioned()
+    level.bundle_for(3600)
+    before = level.version
+    level.bump(urgent=False)
+    await level.wait_above(before, 2 * BUNDLE_SECONDS)
+    assert level.version == before, "the change waits"
+    level.bump(urgent=True)
+    assert level.version == before + 1, "an urgent change does not"
+    level.bundle_for(0)
+    level.bump(urgent=False)
+    await asyncio.wait_for(level.wait_above(before + 1, 3600), 120)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,19 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.net.tls import ignore_validity_period, load_leaf
 from holdfast_operator.sidecars.certificates import Leaf
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def server_context(authority: str, leaf: Leaf) -> ssl.SSLContext:
+    """Return a server's TLS context. `authority` is the PEM text of ca.crt."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=authority)
+    ignore_validity_period(context)
+    load_leaf(context, leaf.certificate, leaf.key)
+    return context
 
 
 @dataclass
@@ -77,27 +91,29 @@ class FakeSidecar:
 
     async def start(self, address: str, port: int, authority: str, leaf: Leaf) -> None:
         """Listen with the leaf certificate. `authority` is the PEM text of ca.crt."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=authority)
-        ignore_validity_period(context)
-        load_leaf(context, leaf.certificate, leaf.key)
+        context = server_context(authority, leaf)
         context.sni_callback = self._count_handshake
         self._context = context
         app = web.Application()
-        app.router.add_post("/v1/seal", self._seal)
-        app.router.add_post("/v1/round", self._round)
-        app.router.add_get("/v1/inventory", self._inventory)
-        app.router.add_get("/v1/manifest", self._manifest)
-        app.router.add_get("/v1/state", self._state)
-        app.router.add_post("/v1/prune", self._prune)
-        app.router.add_post("/v1/certificate", self._certificate)
-        for path in ("/v1/save-now", "/v1/stop"):
-            app.router.add_post(path, self._ask)
+        for (method, path), handler in self.handlers().items():
+            app.router.add_route(method, path, handler)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, address, port, ssl_context=context).start()
+
+    def handlers(self) -> dict[tuple[str, str], Handler]:
+        """Return what answers each request of the protocol, by method and path."""
+        return {
+            ("POST", "/v1/seal"): self._seal,
+            ("POST", "/v1/round"): self._round,
+            ("GET", "/v1/inventory"): self._inventory,
+            ("GET", "/v1/manifest"): self._manifest,
+            ("GET", "/v1/state"): self._state,
+            ("POST", "/v1/prune"): self._prune,
+            ("POST", "/v1/certificate"): self._certificate,
+            ("POST", "/v1/save-now"): self._ask,
+            ("POST", "/v1/stop"): self._ask,
+        }
 
     def _count_handshake(self, *client_hello: object) -> None:
         self.handshakes += 1

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tests.support.chart import NAMESPACE, RELEASE, render_chart
+from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane
 
+_REPOSITORY = Path(__file__).resolve().parents[3]
 USER = f"system:serviceaccount:{NAMESPACE}:{RELEASE}"
 WATCHED = "watched-namespace"
 """Namespace in the rendered objects, in whose place each test puts its own."""
@@ -93,6 +97,26 @@ def _log(folder: Path) -> Path:
     return folder / "audit.log"
 
 
+def install_crds(plane: ControlPlane) -> None:
+    """Create the CustomResourceDefinitions of the repository, and wait until all are served."""
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    names = []
+    for file in sorted((_REPOSITORY / "crds").glob("*.yaml")):
+        body = yaml.safe_load(file.read_text())
+        names.append(body["metadata"]["name"])
+        plane.request("POST", path, body)
+    assert len(names) == 4, f"expected four CRDs in crds/, found {names}: run `make generate`"
+    for name in names:
+        poll(f"{name} is served", partial(_established, plane, f"{path}/{name}"))
+
+
+def _established(plane: ControlPlane, path: str) -> bool:
+    status = plane.request("GET", path).get("status") or {}
+    return any(
+        c["type"] == "Established" and c["status"] == "True" for c in status.get("conditions") or []
+    )
+
+
 class OperatorAccount:
     """The operator's service account, for operators that watch some namespaces of a control plane.
 
@@ -114,6 +138,19 @@ class OperatorAccount:
             if o["metadata"]["name"] != f"{RELEASE}-trainingjobs":  # the policy on users
                 self._create(o)
         self.plane.write_kubeconfig_of(NAMESPACE, RELEASE, self.kubeconfig)
+
+    def may_nothing(self, namespace: str) -> None:
+        """Take all rights in the namespace away, until `may_again`."""
+        for o in self._bindings(namespace):
+            path = _KINDS["RoleBinding"].format(namespace=namespace)
+            self.plane.request("DELETE", f"{path}/{o['metadata']['name']}")
+
+    def may_again(self, namespace: str) -> None:
+        for o in self._bindings(namespace):
+            self._create(o)
+
+    def _bindings(self, namespace: str) -> list[dict[str, Any]]:
+        return [o for o in self._in(namespace) if o["kind"] == "RoleBinding"]
 
     def may_watch(self, namespace: str) -> None:
         """Give the account the rights in a namespace that the operator will watch."""

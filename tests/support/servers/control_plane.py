@@ -11,6 +11,7 @@ import base64
 import json
 import secrets
 import shutil
+import signal
 import ssl
 import subprocess
 import tempfile
@@ -127,6 +128,24 @@ class ControlPlane:
         assert self._api is not None
         self._api.kill()
         self._api.wait()
+
+    def freeze_api(self) -> None:
+        """Stop kube-apiserver with SIGSTOP: it accepts connections, and answers nothing."""
+        assert self._api is not None
+        self._api.send_signal(signal.SIGSTOP)
+
+    def thaw_api(self) -> None:
+        assert self._api is not None
+        self._api.send_signal(signal.SIGCONT)
+
+    def freeze_etcd(self) -> None:
+        """Stop etcd with SIGSTOP: kube-apiserver answers with errors, after its own time-outs."""
+        assert self._etcd is not None
+        self._etcd.send_signal(signal.SIGSTOP)
+
+    def thaw_etcd(self) -> None:
+        assert self._etcd is not None
+        self._etcd.send_signal(signal.SIGCONT)
 
     def copy_state(self, folder: Path) -> None:
         """Copy all data of the API to the folder. Both servers stop for it, and run again afterwards."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from asyncio import sslproto
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from typing import Any, Self
 
 from holdfast_core.errors import AccessDeniedError, ConfigError
 
+READ_BYTES = 32 << 10
+"""Read buffer of a TLS connection, see `use_small_read_buffers`."""
 _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME of OpenSSL's x509_vfy.h. Python's ssl module has no name for it."""
 OUT_OF_TIME = frozenset({9, 10})
@@ -45,6 +48,15 @@ class TlsFiles:
 def ignore_validity_period(context: ssl.SSLContext) -> None:
     """Make the context accept certificates outside their validity period. Other checks still apply."""
     context.verify_flags = ssl.VerifyFlags(context.verify_flags | _NO_CHECK_TIME)
+
+
+def use_small_read_buffers() -> None:
+    """Give each TLS connection of asyncio that is opened from now on a read buffer of READ_BYTES.
+
+    By default asyncio fills 256 KiB with zeros for each connection. A process with a thousand long polls
+    would need 250 MiB for that alone. A TLS record has at most 16 KiB.
+    """
+    sslproto.SSLProtocol.max_size = READ_BYTES
 
 
 def load_leaf(context: ssl.SSLContext, certificate_pem: str, key_pem: str) -> None:

@@ -5,6 +5,7 @@ A rule that does not apply returns None.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import timedelta
 
@@ -99,12 +100,19 @@ def failure_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
 
 def deadline_passed(world: World, now: Now) -> Note | None:
     """Return the reason for failure if activeDeadlineSeconds has passed, else None."""
-    job = world.observed.job
-    start = world.status.start_time
-    seconds = job.spec.active_deadline_seconds
-    if seconds is None or start is None or (now.utc - start).total_seconds() < seconds:
+    if seconds_to_deadline(world, now) > 0:
         return None
+    seconds = world.observed.job.spec.active_deadline_seconds
     return Note(Reason.DEADLINE_EXCEEDED, f"activeDeadlineSeconds {seconds} has passed")
+
+
+def seconds_to_deadline(world: World, now: Now) -> float:
+    """Return the time until activeDeadlineSeconds have passed; infinite without a deadline or a start."""
+    start = world.status.start_time
+    seconds = world.observed.job.spec.active_deadline_seconds
+    if seconds is None or start is None:
+        return math.inf
+    return seconds - (now.utc - start).total_seconds()
 
 
 def completed(world: World, now: Now) -> TrainingJobStatus | None:

@@ -157,15 +157,26 @@ def run(world: World, memory: JobMemory, now: Now) -> Decision:
         actions.extend(lifecycle.request_stop(world))
     actions.extend(_departing(world))
     commit = checkpoints.committable(world)
-    requeue = RUNNING_SECONDS
     if not (rounds.complete and running):
         requeue = times.again_after(memory.chosen_seen_at, STARTING_SECONDS, now)
+    elif not actions and _is_undisturbed(world):
+        requeue = max(RUNNING_SECONDS, world.observed.routine_seconds)
+    else:
+        requeue = RUNNING_SECONDS
+    requeue = min(requeue, lifecycle.seconds_to_deadline(world, now))
     note = None if running else _refused(world) or _pod_trouble(world)
     if note is None and not running and not job.status.is_true(JobCondition.RUNNING):
         note = Note(Reason.STARTING, f"round {world.round}: ranks restore and rendezvous")
     if commit is None:
         return with_status_write(world, memory, now, actions, note, requeue)
     return committed(world, memory, now, commit, actions, note)
+
+
+def _is_undisturbed(world: World) -> bool:
+    """Return whether nothing can become due with time alone: whatever happens next requests a pass."""
+    return all(m.alive and m.reachable for m in world.members) and not any(
+        c.deleting for c in world.observed.checkpoints
+    )
 
 
 def _departing(world: World) -> list[Action]:

@@ -64,7 +64,7 @@ def with_status_write(
     status = with_resizing(refresh(world, now, memory, status, note), world, now)
     status = with_silence(status, world, now)
     reason = note.message if note is not None else f"round {world.round} runs"
-    if must_write(job.status, status, memory, now):
+    if must_write(job.status, status, memory, now, world.observed.routine_seconds):
         actions = [WriteStatus(job.resource_version, _renamed(world, now, status)), *actions]
         memory = after_write(memory, world, now)
     elif _renamed(world, now, status).coordinator != job.status.coordinator:

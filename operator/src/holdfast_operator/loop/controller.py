@@ -93,7 +93,9 @@ class Controller:
             pull_policy=settings.sidecar_image_pull_policy,
             network=settings.worker_network,
         )
-        self._queue: WorkQueue[Key] = WorkQueue(clock, self._pass_failed, random.Random())
+        self._queue: WorkQueue[Key] = WorkQueue(
+            clock, self._pass_failed, random.Random(), self._comes_first
+        )
         self._expectations = Expectations()
         self._cluster = Cluster(api)
         self._cache = ClusterCache(
@@ -131,7 +133,13 @@ class Controller:
         )
         self._templates = TemplateChecks(self._cluster, self._sidecar, clock, self._queue.add_after)
         self._silence = SilenceChecks(
-            self._cache, self._observer, self._cluster, clock, metrics, self.enqueue
+            self._cache,
+            self._observer,
+            self._sidecars,
+            self._cluster,
+            clock,
+            metrics,
+            self.enqueue,
         )
         self._stores = Stores(self._cluster, self._cache, events, self._sidecar, clock)
         self._memory: dict[JobUid, JobMemory] = {}
@@ -186,6 +194,14 @@ class Controller:
             await self._leadership.release()
             await self._sidecars.close()
             await self._client.close()
+
+    def _comes_first(self, key: Key) -> bool:
+        """Return whether passes over this object go before those over jobs that have not trained yet.
+
+        A gang that has lost a pod must not wait until a thousand new jobs have their pods.
+        """
+        job = self._cache.job(key)
+        return job is None or job.status.step is not None
 
     # ------------------------------------------------------------------ one pass
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,21 @@ class EndlessBackoff:
         while True:
             yield delay * (0.75 + random.random() / 2)
             delay = min(delay * 2, 10.0)
+
+
+class NoDiffs(kopf.DiffBaseStorage):
+    """Storage of nothing. No handler asks what has changed, and kopf would copy each object to find out."""
+
+    def build(
+        self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None
+    ) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +164,7 @@ def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.peering.standalone = True
+    settings.persistence.diffbase_storage = NoDiffs()
     # Without scanning, kopf ends when a CRD is missing for a moment (an upgrade of the chart).
     settings.scanning.disabled = False
     settings.networking.error_backoffs = EndlessBackoff()

@@ -6,6 +6,7 @@ request before it has decided. `Observer.follow_sidecars` may start background c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from holdfast_operator.model.job import (
 )
 from holdfast_operator.model.keys import gang_key
 from holdfast_operator.model.pod_source import pod_source
+from holdfast_operator.model.routine import routine_seconds
 from holdfast_operator.model.size import present_workers
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.watch.cache import ClusterCache
@@ -85,6 +87,7 @@ class Observer:
             secrets=self._effects.secrets(job.uid),
             doubtful_secrets=self._effects.doubtful_secrets(job.uid),
             memory=memory,
+            routine_seconds=routine_seconds(self._cache.job_count),
             unreadable=self._unreadable(job),
             template_refusal=template_refusal,
             owner=owner,
@@ -133,6 +136,13 @@ class Observer:
             if (stale is not None and stale >= limit) or self._problem(pod.node):
                 found.add(pod.node)
         return frozenset(found)
+
+    def disturbed_nodes(self, jobs: Iterable[Gang]) -> set[str]:
+        """Return the nodes that one of these jobs may have to suspect (`suspects`)."""
+        thresholds = (j.spec.node_loss.suspect_after_seconds for j in jobs)
+        limit = min(thresholds, default=0.0) * SUSPECT_SHARE
+        late = self._cache.leases.late(limit, self._clock.monotonic())
+        return late.union(n for n in self._cache.node_names() if self._problem(n))
 
     def _problem(self, name: str) -> str:
         """Return by what Kubernetes or a node-problem detector shows that a node is lost or fails, or ""."""

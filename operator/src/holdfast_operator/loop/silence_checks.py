@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from itertools import count
 
 from holdfast_core.api import Gang
 from holdfast_core.clock import Clock
@@ -12,13 +13,17 @@ from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.model.keys import Key, gang_key
+from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
 
 TICK_SECONDS = 1.0
+JOBS_PER_TICK = 200
+"""Undisturbed jobs that are checked in a tick, so that thousands of jobs do not take all of the time. For
+such a job a check only renews a certificate or an old inventory."""
 
 
 class SilenceChecks:
-    """Checks of all jobs, every TICK_SECONDS.
+    """Checks of jobs, every TICK_SECONDS. Undisturbed jobs take turns if there are more than JOBS_PER_TICK.
 
     Args:
         enqueue: Requests a pass over a job.
@@ -28,6 +33,7 @@ class SilenceChecks:
         self,
         cache: ClusterCache,
         observer: Observer,
+        sidecars: Sidecars,
         cluster: Cluster,
         clock: Clock,
         metrics: Metrics,
@@ -35,6 +41,7 @@ class SilenceChecks:
     ) -> None:
         self._cache = cache
         self._observer = observer
+        self._sidecars = sidecars
         self._cluster = cluster
         self._clock = clock
         self._metrics = metrics
@@ -43,12 +50,17 @@ class SilenceChecks:
         self._log_changes = logs.Changed()
 
     async def run(self) -> None:
-        """Check every job every TICK_SECONDS until cancelled."""
-        while True:
+        """Check jobs every TICK_SECONDS until cancelled."""
+        for tick in count():
             await self._clock.sleep(TICK_SECONDS)
             silent: set[str] = set()
             unproven: set[str] = set()
-            for job in self._cache.jobs():
+            jobs = tuple(self._cache.jobs())
+            turns = -(-len(jobs) // JOBS_PER_TICK)
+            disturbed = self._observer.disturbed_nodes(jobs)
+            for number, job in enumerate(jobs):
+                if number % turns != tick % turns and not self._is_disturbed(job, disturbed):
+                    continue
                 try:
                     self._check(job, silent, unproven)
                 except Exception as error:  # noqa: BLE001 - an error of one job must not stop the checks
@@ -60,6 +72,11 @@ class SilenceChecks:
             self._silent = frozenset(silent)
             for node in sorted(unproven):
                 await self._confirm(node)
+
+    def _is_disturbed(self, job: Gang, nodes: Set[str]) -> bool:
+        return not self._sidecars.all_answer(job.uid) or any(
+            p.node in nodes for p in self._cache.pods(job)
+        )
 
     def _check(self, job: Gang, silent: set[str], unproven: set[str]) -> None:
         """Start the sidecar calls that no decision requests, and collect the job's late nodes.

@@ -1,7 +1,8 @@
 """A work queue of keys. A key is queued at most once, and only one worker handles it at a time.
 
 A key that is added while a worker handles it is queued again afterwards. If the handler raises, the key
-is retried after a growing, jittered delay. The queue does not depend on Kubernetes.
+is retried after a growing, jittered delay. Keys that come first overtake all others. The queue does not
+depend on Kubernetes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Hashable
+from itertools import count
 from typing import Generic, TypeVar
 
 from holdfast_core.clock import Clock
@@ -20,16 +22,30 @@ MAX_RETRY_SECONDS = 15.0
 
 
 class WorkQueue(Generic[K]):
-    """Work queue whose size is bounded by the number of distinct keys."""
+    """Work queue whose size is bounded by twice the number of distinct keys.
+
+    Args:
+        comes_first: Called when a key is added. Returns whether it overtakes the keys for which it returned
+            False.
+    """
 
     def __init__(
-        self, clock: Clock, on_error: Callable[[K, Exception], None], jitter: random.Random
+        self,
+        clock: Clock,
+        on_error: Callable[[K, Exception], None],
+        jitter: random.Random,
+        comes_first: Callable[[K], bool] = lambda _: True,
     ) -> None:
         self._clock = clock
         self._on_error = on_error
         self._jitter = jitter
-        self._ready: asyncio.Queue[K] = asyncio.Queue()
-        self._waiting: set[K] = set()
+        self._comes_first = comes_first
+        self._ready: asyncio.PriorityQueue[tuple[int, int, K]] = asyncio.PriorityQueue()
+        self._numbers = count()
+        self._waiting: dict[K, int] = {}
+        """Number of the queued entry of each key. A key that has overtaken leaves its older entry behind."""
+        self._late = set[K]()
+        """Waiting keys that do not come first."""
         self._active: set[K] = set()
         self._again: set[K] = set()
         self._delayed: dict[K, tuple[float, asyncio.Task[None]]] = {}
@@ -38,15 +54,22 @@ class WorkQueue(Generic[K]):
     @property
     def depth(self) -> int:
         """Number of keys that wait for a worker. Delayed keys do not count."""
-        return self._ready.qsize()
+        return len(self._waiting)
 
     def add(self, key: K) -> None:
         """Queue the key for the next free worker. Call from the event loop's thread only."""
         if key in self._active:
             self._again.add(key)
         elif key not in self._waiting:
-            self._waiting.add(key)
-            self._ready.put_nowait(key)
+            self._put(key, self._comes_first(key))
+        elif key in self._late and self._comes_first(key):
+            self._put(key, True)
+
+    def _put(self, key: K, first: bool) -> None:
+        (self._late.discard if first else self._late.add)(key)
+        self._waiting[key] = next(self._numbers)
+        # Numbers differ, so that keys are never compared.
+        self._ready.put_nowait((0 if first else 1, self._waiting[key], key))
 
     def add_after(self, key: K, seconds: float) -> None:
         """Add the key after a delay. Of several delays of one key, only the earliest is kept."""
@@ -92,8 +115,12 @@ class WorkQueue(Generic[K]):
                 self._done(key)
 
     async def _take(self) -> K:
-        key = await self._ready.get()
-        self._waiting.discard(key)
+        while True:
+            _, number, key = await self._ready.get()
+            if self._waiting.get(key) == number:
+                break
+        del self._waiting[key]
+        self._late.discard(key)
         self._active.add(key)
         known = self._delayed.pop(key, None)
         if known is not None:

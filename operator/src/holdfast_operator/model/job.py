@@ -423,6 +423,8 @@ class Observed:
     doubtful_secrets: frozenset[str] = frozenset()
     """Members of `secrets` that may have been deleted since they were created or found."""
     memory: JobMemory = JobMemory()
+    routine_seconds: float = 0.0
+    """Shortest time between two passes without a reason, and between two writes of routine news."""
     unreadable: tuple[Unreadable, ...] = ()
     """Objects that exist and cannot be parsed: pods of the job, its store, its Checkpoints and the one that
     spec.restoreFrom names."""

@@ -96,9 +96,10 @@ class _Kind:
 
         The job then moves to the end of the turns.
         """
-        for job in list(turns):
-            if self._held.get(job, 0) >= self._per_job:
-                continue
+        while True:
+            job = next((j for j in turns if self._held.get(j, 0) < self._per_job), None)
+            if job is None:
+                return None
             queue = turns.pop(job)
             while queue:
                 future = queue.popleft()
@@ -106,7 +107,6 @@ class _Kind:
                     if queue:
                         turns[job] = queue
                     return job, future
-        return None
 
 
 _Turns = dict[JobUid, deque[asyncio.Future[None]]]

@@ -89,6 +89,13 @@ class Sidecars:
         job = self._jobs.get(uid)
         return None if job is None else job.state
 
+    def all_answer(self, uid: JobUid) -> bool:
+        """Return whether all sidecars of the job answered their last call, and report no dead rank."""
+        job = self._jobs.get(uid)
+        if job is None or (job.state is not None and job.state.dead):
+            return False
+        return all(p.view.reachable is Reachable.YES for p in job.pods.values())
+
     # ------------------------------------------------------------------ who there is
 
     def follow(
@@ -177,6 +184,7 @@ class Sidecars:
             reply = await self._client.round(context, pod.target, message)
             inventory = await self._with_manifests(context, pod, reply)
             self._answers.answered(pod)
+            pod.round_received.set()
             pod.view = replace(
                 pod.view,
                 inventory=pod.newest(inventory),
@@ -336,6 +344,7 @@ class Sidecars:
             newest = refused.round if known is None else max(known, refused.round)
             pod.view = replace(pod.view, sealed_round=RestartRound(newest))
         if name == "round":
+            pod.round_received.set()
             self._answers.back_off(pod)
             pod.called_at = None  # before the next ROUND its round and version must be read
             await self._read_inventory(job, pod)

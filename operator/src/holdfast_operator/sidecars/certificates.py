@@ -162,11 +162,10 @@ def ca_secret_name(job_uid: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """The operator's TLS contexts for one job, which share one leaf."""
+    """The operator's leaf for one job, with its TLS context."""
 
+    leaf: Leaf
     context: ssl.SSLContext
-    renewal: ssl.SSLContext
-    """The context that accepts expired server leaves."""
     renew_at: datetime
     """When both are replaced (UTC)."""
 
@@ -209,7 +208,8 @@ class Certificates:
 
     async def renewal_client(self, job_uid: JobUid) -> ssl.SSLContext:
         """Return the TLS context for sending a new leaf to a sidecar whose leaf may have expired."""
-        return (await self._client(job_uid)).renewal
+        leaf = (await self._client(job_uid)).leaf
+        return renewal_context(await self._authority(job_uid), leaf)
 
     async def _client(self, job_uid: JobUid) -> _Client:
         known = self._clients.get(job_uid)
@@ -218,11 +218,7 @@ class Certificates:
             return known
         authority = await self._authority(job_uid)
         leaf = await asyncio.to_thread(new_leaf, authority, operator_dns_name(job_uid), now)
-        client = _Client(
-            client_context(authority, leaf),
-            renewal_context(authority, leaf),
-            now + LEAF_LIFE * RENEW_AT,
-        )
+        client = _Client(leaf, client_context(authority, leaf), now + LEAF_LIFE * RENEW_AT)
         self._clients[job_uid] = client
         return client
 

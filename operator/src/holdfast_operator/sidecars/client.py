@@ -1,7 +1,7 @@
 """Client for single calls to a sidecar: mutual TLS, explicit time-outs, strictly parsed replies.
 
-The client connects to the pod's IP and verifies the pod's name in the certificate. It keeps no state
-between calls.
+The client connects to the pod's IP and verifies the pod's name in the certificate. Between calls it keeps
+only the connections of polls.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import ssl
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import aiohttp
@@ -48,6 +49,8 @@ PRUNE_SECONDS = 60.0
 """Time-out of a prune, which lists and deletes objects in the object store."""
 POLL_SECONDS = 25
 """Time after which a sidecar answers a long poll without a change."""
+KEEP_SECONDS = 15.0
+"""Time for which a poll's connection is kept for the next poll."""
 INLINE_BYTES = 32 << 10
 """Larger replies are parsed in a thread, because the event loop serves all jobs."""
 
@@ -90,6 +93,14 @@ class Target:
     """The client updates it with each connection."""
 
 
+@dataclass(slots=True)
+class _Connection:
+    """How a request reaches the sidecar."""
+
+    kept: bool = False
+    """Whether it uses the connection of an earlier request, whose handshake showed an older leaf, maybe."""
+
+
 class _Response(aiohttp.ClientResponse):
     """A response that reads the server's certificate before aiohttp may release the connection."""
 
@@ -117,24 +128,20 @@ class SidecarClient:
     def __init__(self, port: int = CONTROL_PORT) -> None:
         self._port = port
         self._session: aiohttp.ClientSession | None = None
+        self._polls: aiohttp.ClientSession | None = None
         # Large replies are parsed one at a time, which bounds memory and processor time.
         self._large = asyncio.Lock()
 
     async def start(self) -> None:
-        # One connection per call: a pooled connection to a dead pod would cost the whole time-out, and
-        # the pool does not record for which certificate a connection was verified.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        # Sidecars do not compress. Without decompression a small body cannot grow in memory.
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            trust_env=False,
-            auto_decompress=False,
-            response_class=_Response,
-        )
+        # One connection per call: a kept connection to a dead pod would cost the whole time-out.
+        self._session = _session(aiohttp.TCPConnector(limit=0, force_close=True))
+        # The pool keeps connections apart by address, TLS context and name of the pod.
+        self._polls = _session(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS))
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        for session in (self._session, self._polls):
+            if session is not None:
+                await session.close()
 
     async def seal(self, context: ssl.SSLContext, target: Target, message: Seal) -> Inventory:
         return await self._post(context, target, "/v1/seal", message, Inventory, SEAL_SECONDS)
@@ -171,11 +178,27 @@ class SidecarClient:
             raise
         return reply.manifest.encode()
 
-    async def state(self, context: ssl.SSLContext, target: Target, since: int) -> CoordinatorState:
-        """Return the coordinator's state when its version is above `since`, or after POLL_SECONDS."""
-        path = f"/v1/state?since={since}&timeout={POLL_SECONDS}"
+    async def state(
+        self, context: ssl.SSLContext, target: Target, since: int, quiet_seconds: float
+    ) -> CoordinatorState:
+        """Return the coordinator's state when its version is above `since`, or after POLL_SECONDS.
+
+        The connection is kept for the next poll. A coordinator that is lost during a poll costs the poll's
+        whole time-out in any case.
+
+        Args:
+            quiet_seconds: Time for which the coordinator keeps back changes that are not urgent.
+        """
+        path = f"/v1/state?since={since}&timeout={POLL_SECONDS}&quiet={round(quiet_seconds)}"
         return await self._call(
-            context, target, "GET", path, None, CoordinatorState, POLL_SECONDS + CALL_SECONDS
+            context,
+            target,
+            "GET",
+            path,
+            None,
+            CoordinatorState,
+            POLL_SECONDS + CALL_SECONDS,
+            keep=True,
         )
 
     async def _post(
@@ -198,12 +221,16 @@ class SidecarClient:
         message: Any | None,
         reply: type[R],
         seconds: float = CALL_SECONDS,
+        *,
+        keep: bool = False,
     ) -> R:
-        if self._session is None:
+        session = self._polls if keep else self._session
+        if session is None:
             raise UnavailableError(f"{method} {path} to {target.pod}: the session is not open")
         host = f"[{target.address}]" if ":" in target.address else target.address
         try:
-            async with self._session.request(
+            connection = _Connection()
+            async with session.request(
                 method,
                 f"https://{host}:{self._port}{path}",
                 data=None if message is None else dumps(message),
@@ -214,8 +241,9 @@ class SidecarClient:
                     total=seconds, connect=HANDSHAKE_SECONDS, sock_connect=CONNECT_SECONDS
                 ),
                 allow_redirects=False,
+                trace_request_ctx=connection,
             ) as response:
-                if isinstance(response, _Response):
+                if isinstance(response, _Response) and not connection.kept:
                     target.leaf.ends_at = response.leaf_ends_at
                 kind = reply if response.status == 200 else Refused
                 data = await _bounded(response, reply_limit_bytes(kind, target.ranks))
@@ -245,6 +273,24 @@ class SidecarClient:
             return loads(reply, data, limit_bytes=limit_bytes)
         async with self._large:
             return await asyncio.to_thread(loads, reply, data, limit_bytes=limit_bytes)
+
+
+def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_reused)
+    # Sidecars do not compress. Without decompression a small body cannot grow in memory.
+    return aiohttp.ClientSession(
+        connector=connector,
+        trust_env=False,
+        auto_decompress=False,
+        response_class=_Response,
+        trace_configs=[trace],
+    )
+
+
+async def _reused(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
+    """Record that the request uses a kept connection."""
+    context.trace_request_ctx.kept = True
 
 
 def _unavailable(error: Exception) -> type[UnavailableError]:

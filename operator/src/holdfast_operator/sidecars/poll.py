@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Worker
-from holdfast_core.messages.schema import CoordinatorState
+from holdfast_core.messages.schema import CoordinatorState, Refusal
 from holdfast_operator.model.job import PodView
 from holdfast_operator.model.keys import Key
+from holdfast_operator.model.routine import routine_seconds
 from holdfast_operator.sidecars.answers import Answers, back_off_seconds
 from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused
 from holdfast_operator.sidecars.leaves import Leaves
 from holdfast_operator.sidecars.state import JobCalls, PodCalls
 
 POLL_AGAIN_SECONDS = 0.2
-"""Longest wait of the long poll for the pass that acts on the state just received."""
+"""Longest wait of the long poll for the pass that acts on the state just received. It doubles with each poll
+that no pass has acted on, to MAX_POLL_AGAIN_SECONDS. Otherwise the polls of a thousand jobs would take the
+time that their passes wait for."""
+MAX_POLL_AGAIN_SECONDS = 5.0
+ROUTINE_SECONDS = 1.0
+"""If the polls of a job are further apart than this, because there are many jobs, mere progress requests no
+pass. The next routine pass reads it."""
+NOT_COORDINATOR_SECONDS = 30.0
+"""Longest wait after a sidecar has answered that it does not coordinate. A ROUND that it receives from this
+process ends the wait."""
 POLL_SECONDS_PER_ENTRY = 200e-6
 """Pause after a poll for each entry of the state. Parsing and comparing an entry costs about 10 us, so a
 coordinator that always answers immediately uses at most a twentieth of one processor."""
@@ -44,6 +56,8 @@ class CoordinatorPolls:
         self._answers = answers
         self._clock = clock
         self._enqueue = enqueue
+        self._running = 0
+        """Number of jobs that are polled."""
 
     def follow(
         self, job: JobCalls, present: Mapping[str, PodView], coordinator: Worker | None
@@ -69,12 +83,20 @@ class CoordinatorPolls:
             job.poll = None
         job.coordinator_pod = wanted
         job.since = 0
+        job.act_seconds = POLL_AGAIN_SECONDS
         if job.state is not None and job.state.round != job.round:
             job.state = None
         if wanted is not None and pod is not None:
             job.poll = asyncio.create_task(self._poll(job, pod.uid))
 
     async def _poll(self, job: JobCalls, pod_uid: str) -> None:
+        self._running += 1
+        try:
+            await self._poll_until_gone(job, pod_uid)
+        finally:
+            self._running -= 1
+
+    async def _poll_until_gone(self, job: JobCalls, pod_uid: str) -> None:
         """Poll the coordinator's state until cancelled or the pod is gone.
 
         `follow` cancels the poll when the coordinator, its address, its restarts or the round change.
@@ -100,20 +122,35 @@ class CoordinatorPolls:
             )
 
     async def _poll_once(self, job: JobCalls, pod: PodCalls) -> bool:
-        """Poll once. If a state was received, store it, wait for its pass, and return True."""
+        """Poll once. If a state was received, store it, wait for its pass, and return True.
+
+        A sidecar that has not become the coordinator yet counts as well.
+        """
+        quiet = routine_seconds(self._running)
         job.acted.clear()
+        pod.round_received.clear()
         try:
             state = await self._leaves.call(
                 job.uid,
                 pod,
-                partial(self._client.state, target=pod.target, since=job.since),
+                partial(
+                    self._client.state,
+                    target=pod.target,
+                    since=job.since,
+                    quiet_seconds=quiet,
+                ),
             )
         except SidecarRefused as refusal:
             self._answers.answered(pod)
             self._answers.log_refusal(
                 f"poll {job.uid}", f"the state request by {pod.target.pod}", refusal
             )
-            return False
+            if refusal.code is not Refusal.NOT_COORDINATOR:
+                return False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NOT_COORDINATOR_SECONDS):
+                    await pod.round_received.wait()
+            return True
         except HoldfastError as error:
             before = pod.view
             self._answers.failed(pod, error)
@@ -123,8 +160,10 @@ class CoordinatorPolls:
             return False
         self._answers.answered(pod)
         self._answers.log_changes.forget(f"poll {job.uid}")
-        if state != job.state:
-            job.state = state
+        older, job.state = job.state, state
+        if quiet > ROUTINE_SECONDS and _is_routine(job, older, state):
+            job.since = state.version
+        elif state != older:
             self._enqueue(job.key)
         await self._until_acted(job, state.version)
         wait = job.polls.wait_seconds(self._clock.monotonic())
@@ -132,18 +171,26 @@ class CoordinatorPolls:
         return True
 
     async def _until_acted(self, job: JobCalls, version: int) -> None:
-        """Wait until a pass has acted on this version, at most POLL_AGAIN_SECONDS.
+        """Wait until a pass has acted on this version, at most `job.act_seconds`.
 
         The next poll then sends the version as `since`. With an older `since` the sidecar would answer
         immediately with the same state.
         """
         try:
-            async with asyncio.timeout(POLL_AGAIN_SECONDS):
+            async with asyncio.timeout(job.act_seconds):
                 while job.since < version:
                     job.acted.clear()
                     await job.acted.wait()
+            job.act_seconds = POLL_AGAIN_SECONDS
         except TimeoutError:
-            return
+            job.act_seconds = min(2 * job.act_seconds, MAX_POLL_AGAIN_SECONDS)
+
+
+def _is_routine(job: JobCalls, before: CoordinatorState | None, state: CoordinatorState) -> bool:
+    """Return whether only progress is new in a state, and everything before is durable in the API."""
+    if before is None or job.since < before.version:
+        return False
+    return replace(state, version=before.version, progress=before.progress) == before
 
 
 def _entries(state: CoordinatorState) -> int:

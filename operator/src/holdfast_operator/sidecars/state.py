@@ -50,6 +50,8 @@ class PodCalls:
     renewed_at: datetime | None = None
     """When it last accepted a new leaf of this operator process (UTC)."""
     renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    round_received: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the sidecar may have received a ROUND that makes it the coordinator."""
     under_way: set[str] = field(default_factory=set)
     starts: tuple[bool, int] = (False, 0)
     """Whether the sidecar has started, and its restart count. A change ends the back-off."""
@@ -90,6 +92,8 @@ class JobCalls:
     new coordinator reset it to 0, so that the next poll returns the state without waiting for a change."""
     acted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when `since` grows."""
+    act_seconds: float = 0.0
+    """Longest wait of the poll for the pass that acts on its answer."""
     pruned: dict[str, PruneReply] = field(default_factory=dict)
     """Replies to prunes that no pass has read yet, by name of the Checkpoint."""
     requests: set[str] = field(default_factory=set)

@@ -76,6 +76,8 @@ class ClusterCache:
         self._enqueue = enqueue
         self._on_job_gone = on_job_gone
         self._jobs: dict[Key, Gang] = {}
+        self._restoring = set[Key]()
+        """Jobs whose spec names a Checkpoint."""
         self._written: dict[JobUid, str] = {}
         self._pods = PodCache()
         self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
@@ -187,6 +189,10 @@ class ClusterCache:
     def jobs(self) -> Iterable[Gang]:
         return tuple(self._jobs.values())
 
+    @property
+    def job_count(self) -> int:
+        return len(self._jobs)
+
     def job_uids(self) -> set[JobUid]:
         """Return the uids of all jobs that exist, including those that cannot be parsed."""
         kinds = [kind.KIND for kind in GANGS]
@@ -246,6 +252,9 @@ class ClusterCache:
     def node(self, name: str) -> NodeView | None:
         return self._nodes.get(name)
 
+    def node_names(self) -> Iterable[str]:
+        return self._nodes.keys()
+
     def nodes_with(self, conditions: frozenset[tuple[str, str]]) -> set[str]:
         """Return the names of the nodes that have one of these conditions."""
         if not conditions:
@@ -294,9 +303,12 @@ class ClusterCache:
         known = self._jobs.get(key)
         if known is not None and not isinstance(old, Unreadable | None) and known.uid == old.uid:
             del self._jobs[key]
+            self._restoring.discard(key)
         self._note_unreadable(old, new)
         if isinstance(new, TrainingJob | CheckpointAdoption):
             self._jobs[key] = new
+            if new.spec.source_checkpoint is not None:
+                self._restoring.add(key)
             expected = self._written.get(new.uid)
             if expected is not None and is_at_least(new.resource_version, expected):
                 del self._written[new.uid]
@@ -351,11 +363,14 @@ class ClusterCache:
         if subject is None:
             return
         jobs = {item.job for item in (old, new) if item is not None and item.job is not None}
-        for key, job in self._jobs.items():
-            reads = job.spec.source_checkpoint == subject.name or job.name in jobs
-            if job.namespace == subject.namespace and reads:
+        for key in self._restoring:
+            job = self._jobs[key]
+            if (job.namespace, job.spec.source_checkpoint) == (subject.namespace, subject.name):
                 self._enqueue(key)
         for name in jobs:
+            for key in (job_key(subject.namespace, name), adoption_key(subject.namespace, name)):
+                if key in self._jobs:
+                    self._enqueue(key)
             if not self.name_is_used(subject.namespace, name):
                 self._enqueue(job_key(subject.namespace, name))
 

@@ -78,6 +78,11 @@ class NodeLeases:
         known = self._seen.get(node)
         return None if known is None else now - known.changed_at
 
+    def late(self, threshold_seconds: float, now: float) -> set[str]:
+        """Return the missing nodes, and those whose leases did not change for this time."""
+        late = {n for n, s in self._seen.items() if now - s.changed_at >= threshold_seconds}
+        return late | self._missing.keys()
+
     def is_undated(self, node: str) -> bool:
         """Return whether the node has a lease that this process has never seen change."""
         known = self._seen.get(node)

@@ -300,7 +300,10 @@ class Coordinator:
         saves = self._gathered.saves(self.instance, message.worker)
         ranks = map(Rank, ranks_of(message.worker, self._contract.procs_per_worker))
         self._give_up(abandoned_steps(self._ledger, saves, ranks, pressed=pressed))
-        self._versioned.bump(urgent=urgent)
+        if urgent or message != before:
+            self._versioned.bump(urgent=urgent)
+        else:
+            self._versioned.tick()
         return Ok(message.round, self.instance, self._hangs.token, self._waits_for_store)
 
     def request(self, path: str, message: GangRequest) -> Ok:
@@ -356,15 +359,18 @@ class Coordinator:
     # ------------------------------------------------------------------ state for the operator
 
     async def state(
-        self, since: int, timeout_seconds: float, *, acknowledges: bool
+        self, since: int, timeout_seconds: float, quiet_seconds: float, *, acknowledges: bool
     ) -> CoordinatorState:
         """Return the state once its version is above `since`, or after the time-out.
 
         Args:
+            quiet_seconds: Time for which the operator wants to hear of urgent changes only. Ignored for other
+                callers.
             acknowledges: The caller has durably recorded every version up to `since`.
         """
         if acknowledges:
             self._versioned.acknowledge(since)
+            self._versioned.bundle_for(quiet_seconds)
             self._release()
         await self._versioned.wait_above(since, timeout_seconds)
         state = self._state()

@@ -87,13 +87,13 @@ class Control:
         return await self._lifecycle.inventory()
 
     async def coordinator_state(
-        self, caller: Caller, since: int, timeout_seconds: float
+        self, caller: Caller, since: int, timeout_seconds: float, quiet_seconds: float
     ) -> CoordinatorState:
         refused = refuse_state(self.state, caller)
         if refused is not None:
             raise_refused(refused)
         return await self._role.require().state(
-            since, timeout_seconds, acknowledges=caller.operator
+            since, timeout_seconds, quiet_seconds, acknowledges=caller.operator
         )
 
     async def rendezvous(

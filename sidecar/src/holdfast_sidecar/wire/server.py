@@ -57,6 +57,8 @@ _IDLE_SECONDS = 330.0
 """Time-out between two requests of a connection, and for the head of a request. Only callers with a
 certificate of this job come so far."""
 _PLAIN_IDLE_SECONDS = 5.0
+_MAX_QUIET_SECONDS = 600.0
+"""Longest time for which the operator may ask not to hear of progress."""
 _PLAIN_PLACES = Places(unauthenticated=32, unauthenticated_per_address=16)
 _RENDER_SECONDS = 0.2
 """Least time between two renderings of /metrics, which anyone may request at any rate. Requests that arrive
@@ -77,7 +79,7 @@ class Handler(Protocol):
     async def inventory(self, caller: Caller) -> Inventory: ...
 
     async def coordinator_state(
-        self, caller: Caller, since: int, timeout_seconds: float
+        self, caller: Caller, since: int, timeout_seconds: float, quiet_seconds: float
     ) -> CoordinatorState: ...
 
     async def rendezvous(
@@ -223,7 +225,10 @@ class ControlServer:
 
     async def _state(self, request: web.Request, caller: Caller) -> CoordinatorState:
         return await self._handler.coordinator_state(
-            caller, _number(request, "since", 0), _timeout(request)
+            caller,
+            _number(request, "since", 0),
+            _timeout(request),
+            min(float(_number(request, "quiet", 0)), _MAX_QUIET_SECONDS),
         )
 
     async def _rendezvous(self, request: web.Request, caller: Caller) -> Rendezvous:

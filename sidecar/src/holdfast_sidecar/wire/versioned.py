@@ -1,6 +1,7 @@
 """A version number with a long poll, by which the operator follows the coordinator's state.
 
-An urgent change raises the version immediately. Other changes are bundled and raise it at most once a second.
+An urgent change raises the version immediately. Other changes are bundled. They raise it at most once in the
+time that the operator chooses, because an operator of a thousand jobs cannot follow each of them closely.
 The operator can acknowledge only versions that this instance has delivered. A number from an earlier
 instance, which may be higher, acknowledges nothing.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 
-_BUNDLE_SECONDS = 1.0
+BUNDLE_SECONDS = 1.0
+"""Shortest time for which changes that are not urgent are bundled."""
 
 
 class Versioned:
@@ -22,6 +24,7 @@ class Versioned:
         self._changed = asyncio.Event()
         self._ticked = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
+        self._bundle_seconds = BUNDLE_SECONDS
         self._closed = False
 
     def bump(self, *, urgent: bool) -> int:
@@ -29,14 +32,18 @@ class Versioned:
 
         Args:
             urgent: Raise the version now, so that the returned version includes the change. Otherwise it is
-                raised within a second.
+                raised within the time of `bundle_for`.
         """
         self.tick()
         if urgent:
             self._raise()
         elif self._later is None:
-            self._later = asyncio.get_running_loop().call_later(_BUNDLE_SECONDS, self._raise)
+            self._later = asyncio.get_running_loop().call_later(self._bundle_seconds, self._raise)
         return self.version
+
+    def bundle_for(self, seconds: float) -> None:
+        """Bundle changes that are not urgent for this time, at least BUNDLE_SECONDS, from the next one on."""
+        self._bundle_seconds = max(BUNDLE_SECONDS, seconds)
 
     def tick(self) -> None:
         """Wake the loops that wait in `wait_tick`, without a new version."""

@@ -309,12 +309,19 @@ def _located(world: World, failure: Failure) -> str:
     return f"worker {failure.worker}{node}: {failure.message}"
 
 
-def must_write(old: TrainingJobStatus, new: TrainingJobStatus, memory: JobMemory, now: Now) -> bool:
+def must_write(
+    old: TrainingJobStatus,
+    new: TrainingJobStatus,
+    memory: JobMemory,
+    now: Now,
+    routine_seconds: float,
+) -> bool:
     """Return whether the new status must be written now.
 
-    Changes of levels, goodput and messages wait until the last write is LEVELS_EVERY_SECONDS old. All other
-    changes are written immediately. A change of goodput alone is written only while Running is True.
-    Otherwise a job that waits for days would cause a write every ten seconds.
+    Changes of levels, goodput and messages wait until the last write is LEVELS_EVERY_SECONDS old, or
+    `routine_seconds` if that is longer. All other changes are written immediately. A change of goodput alone
+    is written only while Running is True. Otherwise a job that waits for days would cause a write every ten
+    seconds.
     """
     if _durable(old) != _durable(new):
         return True
@@ -322,7 +329,8 @@ def must_write(old: TrainingJobStatus, new: TrainingJobStatus, memory: JobMemory
     if old == (new if running else changed(new, goodput=old.goodput)):
         return False
     last = memory.levels_written_at
-    return last is None or now.monotonic - last >= LEVELS_EVERY_SECONDS
+    every = max(LEVELS_EVERY_SECONDS, routine_seconds)
+    return last is None or now.monotonic - last >= every
 
 
 def _durable(status: TrainingJobStatus) -> tuple[object, ...]:

@@ -1,0 +1,158 @@
+"""The bed of the benchmark: API server, operator, played nodes, and a thousand TrainingJobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.support.chart import NAMESPACE as SYSTEM
+from tests.support.operator.fake_sidecar import FakeSidecar
+from tests.support.operator.operator_account import OperatorAccount, install_crds
+from tests.support.operator.operator_bed import GROUP, STORE, training_job
+from tests.support.servers.control_plane import ControlPlane
+
+from benchmarks.scale.kubelets import Kubelets, Pod, in_parallel
+from benchmarks.scale.operator_process import OperatorProcess
+from holdfast_operator.kube.access import from_kubeconfig
+from holdfast_operator.kube.api import KubeApi
+
+NAMESPACE = "training"
+_JOBS = f"{GROUP}/namespaces/{NAMESPACE}/trainingjobs"
+
+
+class Bed:
+    """A cluster with played nodes, as `async with Bed(...)`.
+
+    Args:
+        folder: Folder for logs and certificates.
+        jobs: Number of TrainingJobs.
+        workers: Workers of each job, one rank each.
+        nodes: Number of nodes.
+    """
+
+    def __init__(self, folder: Path, jobs: int, workers: int, nodes: int) -> None:
+        self._folder = folder
+        self.jobs = jobs
+        self.workers = workers
+        self.nodes = nodes
+        self._stack = AsyncExitStack()
+        self.calls: Counter[str] = Counter()
+        """Requests to sidecars by path."""
+        self.called: dict[str, dict[str, float]] = {}
+        """By path and name of the pod: when the operator called it first since `forget_calls`."""
+        self.appeared: dict[str, float] = {}
+        """By uid of the pod: when the watch has shown it first."""
+
+    async def __aenter__(self) -> Self:
+        stack = self._stack
+        self.plane = stack.enter_context(ControlPlane(keep_logs_in=self._folder))
+        await asyncio.to_thread(self._install)
+        self.api = KubeApi(from_kubeconfig(self.plane.kubeconfig))
+        await self.api.start()
+        stack.push_async_callback(self.api.close)
+        self.kubelets = Kubelets(self.api, self.nodes, self.workers, self._seen, self._called)
+        await self.kubelets.create_nodes()
+        task = asyncio.create_task(self.kubelets.run())
+        stack.push_async_callback(_ended, task)
+        self._task = task
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    def _install(self) -> None:
+        install_crds(self.plane)
+        for name in (SYSTEM, NAMESPACE, "kube-node-lease"):
+            if not self.plane.kubectl("get", "namespace", name, "--ignore-not-found"):
+                self.plane.create_namespace(name)
+        self.account = OperatorAccount(self.plane, self._folder)
+        self.account.install()
+        self.account.may_watch(NAMESPACE)
+
+    def operator(self, lease: str = "holdfast") -> OperatorProcess:
+        process = OperatorProcess(
+            self.account, NAMESPACE, self._folder / f"operator-{lease}.log", lease
+        )
+        self._stack.callback(process.kill)
+        return process
+
+    # ------------------------------------------------------------------ jobs
+
+    async def create_jobs(self) -> None:
+        await self.api.post(f"{GROUP}/namespaces/{NAMESPACE}/checkpointstores", STORE)
+
+        async def create(number: int) -> None:
+            job = training_job(store="main")
+            job["metadata"]["name"] = f"gpt-{number:04d}"
+            job["spec"]["workers"] = self.workers
+            await self.api.post(_JOBS, job)
+
+        await in_parallel(create, range(self.jobs), 8)
+
+    async def statuses(self) -> dict[str, dict[str, Any]]:
+        """Return the status of each job, by its uid."""
+        found = await self.api.get(_JOBS)
+        return {j["metadata"]["uid"]: j.get("status") or {} for j in found["items"]}
+
+    async def trained(self, rounds: Callable[[str], int]) -> int:
+        """Return the number of jobs that train in the round that the function names, or a later one."""
+        return sum(
+            s.get("restartRound", -1) >= rounds(uid) and _is_running(s)
+            for uid, s in (await self.statuses()).items()
+        )
+
+    async def plane_request(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        """Call the API by a request that may take a minute."""
+        return await asyncio.to_thread(self.plane.request, method, path, body)
+
+    # ------------------------------------------------------------------ what the operator does
+
+    def forget_calls(self) -> None:
+        self.calls.clear()
+        self.called.clear()
+
+    def _called(self, sidecar: FakeSidecar, path: str) -> None:
+        self.calls[path] += 1
+        self.called.setdefault(path, {}).setdefault(sidecar.pod, time.monotonic())
+
+    def _seen(self, pod: Pod) -> None:
+        self.appeared[pod.uid] = time.monotonic()
+
+    async def until(
+        self, what: str, done: Callable[[], Any], seconds: float, every: float = 0.25
+    ) -> float:
+        """Wait until the condition is true and return the seconds. Raises TimeoutError with `what`."""
+        begun = time.monotonic()
+        while True:
+            if self._task.done():
+                self._task.result()
+            result = done()
+            if asyncio.iscoroutine(result):
+                result = await result
+            if result:
+                return time.monotonic() - begun
+            if time.monotonic() - begun > seconds:
+                raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
+            await asyncio.sleep(every)
+
+
+def _is_running(status: dict[str, Any]) -> bool:
+    return any(
+        c["type"] == "Running" and c["status"] == "True" for c in status.get("conditions") or []
+    )
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

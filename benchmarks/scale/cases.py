@@ -1,0 +1,337 @@
+"""The cases of the benchmark, in the order in which they run on one bed.
+
+Each returns rows of figures. A case that does not find the bed as the one before has left it raises
+TimeoutError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from typing import Any, Self
+
+from benchmarks.report import Figure, at_most, for_orientation
+from benchmarks.scale.bed import NAMESPACE, Bed
+from benchmarks.scale.kubelets import Pod, in_parallel
+from benchmarks.scale.operator_process import OperatorProcess
+from holdfast_core.ids import Worker
+
+FAILURES_PER_SECOND = 100.0
+_SETTLE_SECONDS = 30.0
+_NOW = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
+
+
+_PASSES = "holdfast_reconcile_seconds_count"
+
+
+class Usage:
+    """What an operator uses from now on."""
+
+    def __init__(self, operator: OperatorProcess, bed: Bed, passes: float) -> None:
+        self.operator = operator
+        self.bed = bed
+        self.begun = time.monotonic()
+        self._cpu = operator.cpu_seconds()
+        self._passes = passes
+        self._handshakes = bed.kubelets.listener.handshakes
+        bed.forget_calls()
+
+    @classmethod
+    async def begin(cls, operator: OperatorProcess, bed: Bed) -> Self:
+        return cls(operator, bed, await operator.metric(_PASSES))
+
+    async def taken(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self.begun
+        cpu = self.operator.cpu_seconds() - self._cpu
+        memory, peak = self.operator.memory_mib()
+        return {
+            "seconds": round(seconds, 1),
+            "cpu_seconds": round(cpu, 1),
+            "cores": round(cpu / seconds, 3),
+            "memory_mib": round(memory),
+            "peak_mib": round(peak),
+            "passes": await self.operator.metric(_PASSES) - self._passes,
+            "handshakes": self.bed.kubelets.listener.handshakes - self._handshakes,
+            "calls": dict(self.bed.calls),
+        }
+
+
+async def create(bed: Bed, operator: OperatorProcess) -> list[Figure]:
+    """Create all jobs, and wait until all gangs train."""
+    usage = await Usage.begin(operator, bed)
+    await bed.create_jobs()
+    await bed.until("all gangs train", lambda: _all_train(bed, 0), 1800, 5)
+    taken = await usage.taken()
+    what = "all jobs are created at once -> all gangs train; the API server uses a core of two"
+    return [for_orientation("creation", [taken["seconds"]], "s", what=what, **taken)]
+
+
+async def steady(bed: Bed, operator: OperatorProcess, seconds: float) -> list[Figure]:
+    """Measure the operator while all gangs train and nothing fails."""
+    await asyncio.sleep(_SETTLE_SECONDS)
+    usage = await Usage.begin(operator, bed)
+    await asyncio.sleep(seconds)
+    taken = await usage.taken()
+    return [
+        at_most(
+            "C1-idle", [taken["cores"]], "cores", 0.3, what="all gangs train undisturbed", **taken
+        )
+    ]
+
+
+async def cold_start(bed: Bed, operator: OperatorProcess, seconds: float) -> list[Figure]:
+    """Kill the operator, and start it again while all gangs train."""
+    operator.kill()
+    before = await bed.statuses()
+    bed.forget_calls()
+    operator.start()
+    begun = time.monotonic()
+    sidecars = bed.jobs * bed.workers
+
+    async def reconciled() -> bool:
+        # The reply to ROUND is an inventory as well.
+        paths = ("/v1/inventory", "/v1/round")
+        inventories = len({pod for path in paths for pod in bed.called.get(path, {})})
+        polled = len(bed.called.get("/v1/state", {}))
+        known = inventories >= sidecars and polled >= bed.jobs
+        return known and await operator.metric("holdfast_queue_depth") == 0
+
+    await bed.until("the operator knows all sidecars", reconciled, 900)
+    wall = time.monotonic() - begun
+    cpu = operator.cpu_seconds()
+    await asyncio.sleep(_SETTLE_SECONDS)
+    usage = await Usage.begin(operator, bed)
+    await asyncio.sleep(seconds)
+    taken = await usage.taken()
+    after = await bed.statuses()
+    restarted = sum(after[u]["restartRound"] != s["restartRound"] for u, s in before.items())
+    what = (
+        "operator started -> it has read all inventories, polls all gangs, and its queue is empty"
+    )
+    return [
+        at_most("C1", [wall], "s", 60, what=what, cpu_seconds=cpu),
+        at_most("C1-memory", [taken["peak_mib"]], "MiB", 400, what="peak after a cold start"),
+        at_most("C1-restarts", [restarted], "gangs", 0, what="gangs that the start restarted"),
+    ]
+
+
+async def failures(bed: Bed, operator: OperatorProcess) -> list[Figure]:
+    """Delete one pod of each gang, FAILURES_PER_SECOND of them in a second."""
+    rounds = await _rounds(bed)
+    usage = await Usage.begin(operator, bed)
+    lost = await _lose(bed, list(rounds), FAILURES_PER_SECOND)
+    await bed.until("all gangs train again", lambda: _recovered(bed, rounds), 1800, 5)
+    taken = await usage.taken()
+    sealed = bed.called["/v1/seal"]
+    first = {
+        uid: min(sealed[s.pod] for s in bed.kubelets.gangs[uid].members.values() if s.pod in sealed)
+        for uid in lost
+    }
+    delays = sorted(first[uid] - at for uid, at in lost.items())
+    taken["median_seconds"] = round(statistics.median(delays), 2)
+    taken["failures"] = len(delays)
+    what = f"pod deleted -> first SEAL of its gang, 99th percentile at {FAILURES_PER_SECOND:.0f}/s"
+    return [
+        at_most("C2-p99", [delays[int(len(delays) * 0.99)]], "s", 2, what=what, **taken),
+        *await _counted(bed, rounds, "C2-p99"),
+    ]
+
+
+async def catastrophe(bed: Bed, operator: OperatorProcess) -> list[Figure]:
+    """Delete all pods at once. No kubelet works until all replacements exist."""
+    rounds = await _rounds(bed)
+    pods = bed.jobs * bed.workers
+    usage = await Usage.begin(operator, bed)
+    old = set(bed.kubelets.pods)
+    bed.kubelets.works.clear()
+    await bed.plane_request("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods", _NOW)
+
+    def replaced() -> bool:
+        return sum(not p.deleting for u, p in bed.kubelets.pods.items() if u not in old) >= pods
+
+    try:
+        await bed.until("all pods are replaced", replaced, 1800)
+    finally:
+        bed.kubelets.works.set()
+    taken = await usage.taken()
+    await bed.until("all gangs train again", lambda: _recovered(bed, rounds), 1800, 5)
+    taken["all_train_seconds"] = round(time.monotonic() - usage.begun, 1)
+    what = "all pods deleted by one request -> all replacements are created"
+    return [
+        at_most("C2", [taken["seconds"]], "s", 60, what=what, **taken),
+        *await _counted(bed, rounds, "C2"),
+    ]
+
+
+async def two_operators(bed: Bed, operator: OperatorProcess, number: int) -> list[Figure]:
+    """Let a second operator lead as well, by a lease of its own, while pods are lost."""
+    second = bed.operator("second")
+    second.start()
+    await bed.until("the second leads", lambda: second.metric("holdfast_operator_leads"), 300)
+    rounds = await _rounds(bed)
+    chosen = list(rounds)[:number]
+    usage = await Usage.begin(operator, bed)
+    await _lose(bed, chosen, 10.0)
+    await bed.until("the gangs train again", lambda: _recovered(bed, rounds, chosen), 1800, 5)
+    taken = await usage.taken()
+    second.kill()
+    doubles = await _counted(bed, {u: rounds[u] for u in chosen}, "C5")
+    what = f"{number} pods lost at 10/s -> all gangs train, two operators that both lead"
+    return [for_orientation("two operators", [taken["seconds"]], "s", what=what, **taken), *doubles]
+
+
+async def outage(bed: Bed, operator: OperatorProcess, seconds: float) -> list[Figure]:
+    """Take the API server away in four ways, one after the other, and lose pods meanwhile."""
+    plane, account, pid = bed.plane, bed.account, operator.pid
+    rounds = await _rounds(bed)
+    chosen = list(rounds)[: max(1, bed.jobs // 50)]
+    lost = [p for p in bed.kubelets.pods.values() if p.job in chosen and p.worker == 1]
+    bed.forget_calls()
+    for begin, end in (
+        (lambda: account.may_nothing(NAMESPACE), lambda: account.may_again(NAMESPACE)),
+        (plane.freeze_etcd, plane.thaw_etcd),
+        (plane.freeze_api, plane.thaw_api),
+        (plane.kill_api, plane.start_api),
+    ):
+        await asyncio.to_thread(begin)
+        await asyncio.sleep(seconds / 4)
+        if begin == plane.kill_api:
+            for pod in lost:
+                bed.kubelets.lose_sidecar(pod)
+        await asyncio.to_thread(end)
+    begun = time.monotonic()
+    polls = bed.calls["/v1/state"]
+    for pod in lost:
+        await bed.api.delete(pod.path, _NOW)
+    await bed.until("the gangs train again", lambda: _recovered(bed, rounds, chosen), 1800, 1)
+    wall = time.monotonic() - begun
+    others = {u: r for u, r in rounds.items() if u not in chosen}
+    what = (
+        f"API server away for {seconds:.0f} s (403, errors, silent, refused) -> "
+        f"the gangs of {len(lost)} pods that were lost meanwhile train"
+    )
+    same = operator.is_running() and operator.pid == pid
+    return [
+        at_most("C3", [wall], "s", 30, what=what, polls=polls),
+        at_most(
+            "C3-process", [0 if same else 1], "restarts", 0, what="operator processes that ended"
+        ),
+        *await _counted(bed, {u: rounds[u] for u in chosen}, "C3"),
+        *await _untouched(bed, others, "C3"),
+    ]
+
+
+async def returning_nodes(bed: Bed, operator: OperatorProcess, drills: int) -> list[Figure]:
+    """Cut nodes off until their pods are replaced. Then they return, and report commits of their rounds."""
+    rounds = await _rounds(bed)
+    nodes = sorted({p.node for p in bed.kubelets.pods.values()})[: -(-drills // 8)]
+    cut = [p for p in bed.kubelets.pods.values() if p.node in nodes]
+    chosen = sorted({p.job for p in cut})
+    old = {(p.job, p.worker): bed.kubelets.gangs[p.job].members[Worker(p.worker)] for p in cut}
+    begun = time.monotonic()
+    bed.kubelets.cut_off_nodes(nodes)
+    await bed.until("the gangs train again", lambda: _recovered(bed, rounds, chosen), 1800, 2)
+    wall = time.monotonic() - begun
+    for (job, worker), sidecar in old.items():
+        bed.kubelets.gangs[job].claim(sidecar, 10**6 + worker)
+    bed.kubelets.rejoin_nodes()
+    gone = {p.uid for p in cut}
+    await bed.until("the old pods end", lambda: not gone & set(bed.kubelets.pods), 600)
+    await asyncio.sleep(_SETTLE_SECONDS)
+    statuses = await bed.statuses()
+    stale = sum(
+        (s.get("lastCommittedStep") or 0) >= 10**6
+        or ((s.get("lastPersisted") or {}).get("step") or 0) >= 10**6
+        or (s["restorePoint"].get("step") or 0) >= 10**6
+        for s in statuses.values()
+    )
+    pods = {p.ranks_name for p in cut}
+    read = sum(
+        m.pod in pods
+        for gang in (bed.kubelets.gangs[u] for u in chosen)
+        for s in gang.members.values()
+        for message in s.rounds
+        if message.round > rounds[gang.uid]
+        for m in message.members
+    )
+    others = {u: r for u, r in rounds.items() if u not in chosen}
+    what = f"{len(nodes)} nodes cut off -> their {len(cut)} pods are replaced, all gangs train"
+    return [
+        for_orientation("nodes cut off", [wall], "s", what=what, gangs=len(chosen)),
+        at_most("C6-commits", [stale], "gangs", 0, what="commits of returned pods that count"),
+        at_most("C6-reads", [read], "messages", 0, what="later rounds that name a returned pod"),
+        *await _untouched(bed, others, "C6"),
+    ]
+
+
+# ---------------------------------------------------------------------- parts
+
+
+async def _untouched(bed: Bed, rounds: dict[str, int], case: str) -> list[Figure]:
+    now = await _rounds(bed)
+    what = "gangs that lost nothing and restarted"
+    restarted = sum(now[u] != r for u, r in rounds.items())
+    return [at_most(f"{case}-others", [restarted], "gangs", 0, what=what)]
+
+
+async def _all_train(bed: Bed, round_: int) -> bool:
+    trained = await bed.trained(lambda _: round_)
+    print(f"    {trained} of {bed.jobs} gangs train, {len(bed.kubelets.pods)} pods", flush=True)
+    return trained == bed.jobs
+
+
+async def _rounds(bed: Bed) -> dict[str, int]:
+    return {uid: s["restartRound"] for uid, s in (await bed.statuses()).items()}
+
+
+async def _recovered(bed: Bed, rounds: dict[str, int], chosen: list[str] | None = None) -> bool:
+    """Return whether the chosen gangs, or all, train in a later round than they did."""
+    wanted = set(rounds if chosen is None else chosen)
+    trained = await bed.trained(lambda uid: rounds[uid] + (uid in wanted))
+    print(f"    {trained} of {bed.jobs} gangs train", flush=True)
+    return trained == bed.jobs
+
+
+async def _lose(bed: Bed, gangs: list[str], per_second: float) -> dict[str, float]:
+    """Delete one pod of each of these gangs, each at its time. Return when, by the job's uid."""
+    pods: dict[str, list[Pod]] = {}
+    for pod in bed.kubelets.pods.values():
+        pods.setdefault(pod.job, []).append(pod)
+    begun, lost = time.monotonic(), dict[str, float]()
+
+    async def lose(numbered: tuple[int, str]) -> None:
+        number, uid = numbered
+        await asyncio.sleep(max(0.0, begun + number / per_second - time.monotonic()))
+        pod = pods[uid][number % len(pods[uid])]
+        lost[uid] = time.monotonic()
+        await bed.api.delete(pod.path, _NOW)
+
+    await in_parallel(lose, enumerate(gangs), 64)
+    return lost
+
+
+async def _counted(bed: Bed, rounds: dict[str, int], case: str) -> list[Figure]:
+    """Return how many rounds and pods the recoveries of these gangs cost beyond one each."""
+    statuses = await bed.statuses()
+    begun = {uid: statuses[uid]["restartRound"] - round_ for uid, round_ in rounds.items()}
+    living = Counter((p.job, p.worker) for p in bed.kubelets.pods.values() if not p.deleting)
+    doubles = sum(n > 1 for n in living.values())
+    return [
+        at_most(
+            f"{case}-rounds",
+            [sum(n - 1 for n in begun.values())],
+            "rounds",
+            0,
+            what="rounds beyond one for each loss",
+            gangs=Counter(str(n) for n in begun.values()),
+        ),
+        at_most(
+            f"{case}-pods",
+            [doubles],
+            "workers",
+            0,
+            what="workers with two living pods",
+        ),
+    ]

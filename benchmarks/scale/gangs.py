@@ -1,0 +1,162 @@
+"""Gangs that are played: what their coordinators tell the operator while the ranks would train.
+
+A coordinator raises the version of its state as a real one does (wire/versioned.py): a commit at once, the
+progress of the ranks together with other progress. A rank finishes a step every STEP_SECONDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from aiohttp import web
+from tests.support.operator.builders import stored_manifest
+from tests.support.operator.fake_sidecar import FakeSidecar
+
+from holdfast_core.format.manifest import Manifest, manifest_digest
+from holdfast_core.ids import JobUid, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.codec import dumps
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    GangProgress,
+    ListedShard,
+    RestorePoint,
+    Round,
+    RoundTimes,
+)
+from holdfast_sidecar.wire.versioned import Versioned
+
+STEP_SECONDS = 5.0
+REPORT_SECONDS = 0.5
+"""The report interval of a real sidecar. Each report is a change that may wait."""
+FIRST_COMMIT = 10
+"""Steps after the restore point at which a gang saves for the first time in a round."""
+
+
+@dataclass
+class PlayedSidecar(FakeSidecar):
+    """Sidecar of one pod whose state, if it coordinates, has the version of a real coordinator."""
+
+    gang: Gang | None = None
+    versioned: Versioned = field(default_factory=Versioned)
+
+    async def _state(self, request: web.Request) -> web.Response:
+        gang = self.gang
+        if gang is None or gang.coordinator is not self or gang.state is None:
+            return await super()._state(request)
+        since = int(request.query["since"])
+        self.versioned.acknowledge(since)
+        self.versioned.bundle_for(float(request.query["quiet"]))
+        await self.versioned.wait_above(since, float(request.query["timeout"]))
+        state = gang.current(self.versioned.version)
+        self.versioned.delivered(state.version)
+        return web.Response(body=dumps(state), content_type="application/json")
+
+    async def _round(self, request: web.Request) -> web.Response:
+        response = await super()._round(request)
+        if self.gang is not None and response.status == 200:
+            self.gang.round_received(self)
+        return response
+
+
+@dataclass
+class Gang:
+    """The ranks of one job, one for each worker."""
+
+    uid: JobUid
+    workers: int
+    members: dict[Worker, PlayedSidecar] = field(default_factory=dict)
+    coordinator: PlayedSidecar | None = None
+    state: CoordinatorState | None = None
+    trains_since: float = 0.0
+    first_step: int = 0
+    rounds_trained: list[RestartRound] = field(default_factory=list)
+    restored_steps: list[int] = field(default_factory=list)
+    _manifest: Manifest | None = None
+
+    def round_received(self, sidecar: PlayedSidecar) -> None:
+        """Train as soon as each member has received the same complete ROUND."""
+        message = sidecar.rounds[-1]
+        if not all(m.address for m in message.members):
+            return
+        named = {m.pod for m in message.members}
+        ready = [
+            s
+            for s in self.members.values()
+            if s.pod in named and s.rounds and s.rounds[-1].round == message.round
+        ]
+        complete = [s for s in ready if all(m.address for m in s.rounds[-1].members)]
+        if len(complete) == self.workers and message.round not in self.rounds_trained:
+            self._train(message)
+
+    def _train(self, message: Round) -> None:
+        self.rounds_trained.append(message.round)
+        self.first_step = message.restore_point.step or 0
+        self.restored_steps.append(self.first_step)
+        self.coordinator = self.members[message.coordinator]
+        self.coordinator.versioned = Versioned()
+        self.trains_since = asyncio.get_running_loop().time()
+        step = self.first_step + FIRST_COMMIT
+        manifest = stored_manifest(self.uid, step, message.round, self.workers)
+        self._manifest = manifest
+        for worker, member in self.members.items():
+            kept = ((worker - 1) % self.workers, worker)
+            member.manifests = (manifest,)
+            member.stored = tuple(
+                ListedShard(s_step, s_round, shard.rank, 100, shard.blake3, TierName.NODE)
+                for shard in manifest.shards
+                if shard.rank in kept
+                for s_step, s_round in ((manifest.step, manifest.restart_round),)
+            )
+        point = RestorePoint(Step(step), message.round, manifest_digest(manifest.to_bytes()))
+        self.state = CoordinatorState(
+            version=0,
+            round=message.round,
+            running=True,
+            last_local=point,
+            last_replicated=point,
+            last_persisted=point,
+            last_persisted_bytes=100 * self.workers,
+            times=RoundTimes(0.1, 0.2, 0.3),
+        )
+        self.coordinator.versioned.bump(urgent=True)
+
+    def current(self, version: int) -> CoordinatorState:
+        """Return the coordinator's state of this moment."""
+        assert self.state is not None
+        trained = int((asyncio.get_running_loop().time() - self.trains_since) / STEP_SECONDS)
+        step = Step(self.first_step + FIRST_COMMIT + trained)
+        progress = GangProgress(self.workers, step, step, self.workers * step)
+        state = self.state
+        return CoordinatorState(
+            version=version,
+            round=state.round,
+            running=True,
+            last_local=state.last_local,
+            last_replicated=state.last_replicated,
+            last_persisted=state.last_persisted,
+            last_persisted_bytes=state.last_persisted_bytes,
+            progress=progress,
+            times=state.times,
+        )
+
+    def claim(self, sidecar: PlayedSidecar, step: int) -> None:
+        """Let a sidecar, whose pod may have been replaced, report a commit of its own round."""
+        own = stored_manifest(self.uid, step, sidecar.round, self.workers)
+        point = RestorePoint(own.step, own.restart_round, manifest_digest(own.to_bytes()))
+        sidecar.manifests = (*sidecar.manifests, own)
+        assert self.state is not None
+        sidecar.state = replace(
+            self.state,
+            version=10**6,
+            round=sidecar.round,
+            last_local=point,
+            last_replicated=point,
+            last_persisted=point,
+        )
+
+    def report(self) -> None:
+        """Count one report of the gang's members, which carries progress at most."""
+        coordinator = self.coordinator
+        if coordinator is not None and self.state is not None:
+            coordinator.versioned.bump(urgent=False)

@@ -1,0 +1,79 @@
+"""Which jobs are checked between their passes: those that are disturbed always, the others in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from tests.support.clock import ManualClock
+from tests.support.operator.builders import job, metadata, pod
+
+from holdfast_core.api import Gang
+from holdfast_core.ids import JobUid
+from holdfast_operator.loop.silence_checks import JOBS_PER_TICK, TICK_SECONDS, SilenceChecks
+from holdfast_operator.model.job import PodView
+
+JOBS = 3 * JOBS_PER_TICK
+TICKS = 6
+
+
+@dataclass
+class World:
+    """The cache, the observer and the sidecars that the checks ask. Job n runs on node n."""
+
+    silent_sidecars: set[str] = field(default_factory=set)
+    late_nodes: set[str] = field(default_factory=set)
+    checked: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._jobs = tuple(metadata(job(), name=f"job-{n}", uid=str(n)) for n in range(JOBS))
+
+    def jobs(self) -> tuple[Gang, ...]:
+        return self._jobs
+
+    def pods(self, job: Gang) -> tuple[PodView, ...]:
+        return (pod(0, node=f"node-{job.uid}"),)
+
+    def all_answer(self, uid: JobUid) -> bool:
+        return uid not in self.silent_sidecars
+
+    def disturbed_nodes(self, jobs: object) -> set[str]:
+        return self.late_nodes
+
+    def follow_sidecars(self, job: Gang, pods: object) -> None:
+        self.checked[job.uid] += 1
+
+    def silent_nodes(self, job: Gang, pods: object) -> frozenset[str]:
+        return frozenset()
+
+    unproven_nodes = silent_nodes
+
+
+async def checked(world: World) -> Counter[str]:
+    """Return how often each job is checked in TICKS ticks."""
+    clock = ManualClock()
+    played = cast("Any", world)
+    checks = SilenceChecks(played, played, played, played, clock, played, played)
+    task = asyncio.create_task(checks.run())
+    for _ in range(TICKS):
+        await asyncio.sleep(0)
+        clock.advance(TICK_SECONDS)
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return world.checked
+
+
+async def test_undisturbed_jobs_take_turns() -> None:
+    found = await checked(World())
+    assert len(found) == JOBS
+    assert set(found.values()) == {TICKS * JOBS_PER_TICK // JOBS}
+
+
+async def test_a_job_with_a_silent_sidecar_or_a_late_node_is_checked_in_each_tick() -> None:
+    found = await checked(World(silent_sidecars={"7"}, late_nodes={"node-8"}))
+    assert found["7"] == found["8"] == TICKS
+    assert found["9"] == TICKS * JOBS_PER_TICK // JOBS
