@@ -12,7 +12,6 @@ from tests.support.operator.bench import (
     AUTHORITY,
     KEY,
     NOW,
-    SPEED,
     UID,
     bench,
     leaf_of,
@@ -37,7 +36,7 @@ from holdfast_operator.sidecars.certificates import (
     new_authority,
     new_leaf,
 )
-from holdfast_operator.sidecars.poll import POLL_AGAIN_SECONDS
+from holdfast_operator.sidecars.poll import FIRST_REFUSED_SECONDS, POLL_AGAIN_SECONDS
 
 
 def round_message(round_: int, version: int) -> Round:
@@ -381,9 +380,10 @@ async def test_a_sidecar_that_does_not_coordinate_yet_is_polled_when_it_has_rece
         pod = pod_view(0)
         server = await b.serve(pod)
         b.follow(pod, coordinator=0)
-        await b.until(lambda: ("state", 0) in server.calls)
-        await asyncio.sleep(20 / SPEED)
-        assert server.calls.count(("state", 0)) == 1
+        await b.until(lambda: server.calls.count(("state", 0)) >= 4)
+        begun = asyncio.get_running_loop().time()
+        await b.until(lambda: server.calls.count(("state", 0)) >= 5)
+        assert asyncio.get_running_loop().time() - begun > FIRST_REFUSED_SECONDS * 2**3 - 0.1
         server.state = CoordinatorState(1, RestartRound(0), running=True)
         b.sidecars.send_round(UID, pod.uid, round_message(0, 1), 0)
         await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)

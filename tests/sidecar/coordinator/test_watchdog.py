@@ -21,6 +21,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_sidecar.coordinator.alarm import NO_COMMIT
 from holdfast_sidecar.coordinator.watchdog import CommitInterval, CommitWatch, interval_of
+from holdfast_sidecar.wire.versioned import BUNDLE_SECONDS
 
 EVERY = CommitInterval(10)
 
@@ -121,6 +122,24 @@ class World(CoordinatorWorld):
 
     async def state(self) -> CoordinatorState:
         return await self.coordinator.state(0, 0.0, 0.0, acknowledges=False)
+
+
+async def test_a_report_without_anything_new_raises_no_version(tmp_path: Path) -> None:
+    """The operator of a thousand jobs would read each of them every second for nothing."""
+    async with World(tmp_path) as world:
+        world.step(1)
+        seen = await world.coordinator.state(0, 0.0, 0.0, acknowledges=False)
+        seen = await world.coordinator.state(
+            seen.version, 2 * BUNDLE_SECONDS, 0.0, acknowledges=False
+        )
+        world.step(1)
+        again = await world.coordinator.state(
+            seen.version, 2 * BUNDLE_SECONDS, 0.0, acknowledges=False
+        )
+        assert again.version == seen.version
+        world.step(2)
+        moved = await world.coordinator.state(seen.version, 60.0, 0.0, acknowledges=False)
+        assert moved.version > seen.version
 
 
 async def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -32,9 +31,10 @@ MAX_POLL_AGAIN_SECONDS = 5.0
 ROUTINE_SECONDS = 1.0
 """If the polls of a job are further apart than this, because there are many jobs, mere progress requests no
 pass. The next routine pass reads it."""
-NOT_COORDINATOR_SECONDS = 30.0
-"""Longest wait after a sidecar has answered that it does not coordinate. A ROUND that it receives from this
-process ends the wait."""
+FIRST_REFUSED_SECONDS = 0.25
+MAX_REFUSED_SECONDS = 30.0
+"""Shortest and longest wait after a sidecar has answered that it does not coordinate. It doubles with each
+such answer. A ROUND that the sidecar receives from this process ends it."""
 POLL_SECONDS_PER_ENTRY = 200e-6
 """Pause after a poll for each entry of the state. Parsing and comparing an entry costs about 10 us, so a
 coordinator that always answers immediately uses at most a twentieth of one processor."""
@@ -84,6 +84,7 @@ class CoordinatorPolls:
         job.coordinator_pod = wanted
         job.since = 0
         job.act_seconds = POLL_AGAIN_SECONDS
+        job.refused_seconds = FIRST_REFUSED_SECONDS
         if job.state is not None and job.state.round != job.round:
             job.state = None
         if wanted is not None and pod is not None:
@@ -147,9 +148,7 @@ class CoordinatorPolls:
             )
             if refusal.code is not Refusal.NOT_COORDINATOR:
                 return False
-            with suppress(TimeoutError):
-                async with asyncio.timeout(NOT_COORDINATOR_SECONDS):
-                    await pod.round_received.wait()
+            await self._until_round_received(job, pod)
             return True
         except HoldfastError as error:
             before = pod.view
@@ -169,6 +168,15 @@ class CoordinatorPolls:
         wait = job.polls.wait_seconds(self._clock.monotonic())
         await self._clock.sleep(max(wait, _entries(state) * POLL_SECONDS_PER_ENTRY))
         return True
+
+    async def _until_round_received(self, job: JobCalls, pod: PodCalls) -> None:
+        """Wait until the sidecar has received a ROUND, at most `job.refused_seconds`."""
+        try:
+            async with asyncio.timeout(job.refused_seconds):
+                await pod.round_received.wait()
+            job.refused_seconds = FIRST_REFUSED_SECONDS
+        except TimeoutError:
+            job.refused_seconds = min(2 * job.refused_seconds, MAX_REFUSED_SECONDS)
 
     async def _until_acted(self, job: JobCalls, version: int) -> None:
         """Wait until a pass has acted on this version, at most `job.act_seconds`.

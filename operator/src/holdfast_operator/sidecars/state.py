@@ -94,6 +94,8 @@ class JobCalls:
     """Set when `since` grows."""
     act_seconds: float = 0.0
     """Longest wait of the poll for the pass that acts on its answer."""
+    refused_seconds: float = 0.0
+    """Longest wait of the poll for a ROUND after the sidecar has answered that it does not coordinate."""
     pruned: dict[str, PruneReply] = field(default_factory=dict)
     """Replies to prunes that no pass has read yet, by name of the Checkpoint."""
     requests: set[str] = field(default_factory=set)
