@@ -189,7 +189,7 @@ def test_environment_of_the_operator(render: Render) -> None:
         "HOLDFAST_METRICS_PORT": "8080",
         "HOLDFAST_HEALTH_PORT": "8081",
         "HOLDFAST_LOG_LEVEL": "info",
-        "HOLDFAST_WORKERS": "8",
+        "HOLDFAST_WORKERS": "32",
         "HOLDFAST_FAILING_NODE_CONDITIONS": "KernelDeadlock,ReadonlyFilesystem",
         "HOLDFAST_LEAVING_NODE_TAINTS": "aws-node-termination-handler/spot-itn,"
         "aws-node-termination-handler/scheduled-maintenance,"

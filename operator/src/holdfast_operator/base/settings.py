@@ -46,7 +46,7 @@ class Settings:
     """Conditions (type and status) by which a node-problem detector reports that a node fails."""
     leaving_taints: frozenset[str] = frozenset()
     """Keys of taints that say that a node will be taken away soon."""
-    workers: int = 8
+    workers: int = 32
     """Number of concurrent passes over jobs and stores."""
     kubeconfig: str | None = None
     """Path of a kubeconfig file; None to use the service account of the pod."""
@@ -76,7 +76,7 @@ class Settings:
             worker_network=_worker_network(source),
             failing_conditions=_conditions(source, "HOLDFAST_FAILING_NODE_CONDITIONS"),
             leaving_taints=_taints(source, "HOLDFAST_LEAVING_NODE_TAINTS"),
-            workers=_whole_number(source, "HOLDFAST_WORKERS", 8),
+            workers=_whole_number(source, "HOLDFAST_WORKERS", 32),
             kubeconfig=source.get("KUBECONFIG") or None,
             api_server=_api_server(source),
         )
