@@ -232,14 +232,6 @@ def test_the_version_is_above_that_of_every_sidecar() -> None:
     assert {a.message.version for a in sent} == {7}
 
 
-def test_a_sidecar_receives_the_round_only_after_its_inventory_was_read() -> None:
-    """After a restart of the operator, the message would be refused: its version is not known yet."""
-    pods = (pod(0), pod(1, 1))
-    unread = replace(sidecar(pods[0], 1), inventory=None)
-    observed = gang(sidecars=(unread, sidecar(pods[1], 1)))
-    assert [a.worker for a in of_kind(decide(observed, now()).actions, SendRound)] == [1]
-
-
 def test_a_survivor_receives_the_round_only_after_its_seal() -> None:
     pods = (pod(0), pod(1, 1))
     observed = gang(sidecars=(sidecar(pods[0], 0), sidecar(pods[1], 1)))

@@ -213,8 +213,6 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
             continue
         if not member.sealed_for(world.round):
             continue  # member_actions seals it first
-        if member.sidecar is None or member.sidecar.inventory is None:
-            continue  # it is being read, and has the version that the message must exceed
         actions.append(
             SendRound(member.worker, pod.name, pod.uid, pod.ip, message, pod.sidecar_restarts)
         )
