@@ -49,12 +49,13 @@ format: sync ## let ruff format and fix what it can
 	$(RUN) ruff check --fix .
 
 .PHONY: check
-check: sync ## ruff, mypy --strict, import contracts, generated files (under 2 minutes)
+check: sync ## ruff, mypy --strict, import contracts, generated files, size of the code (under 2 minutes)
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
 	$(RUN) lint-imports
 	$(PY) -m tools.generate --check
+	$(PY) -m tools.code_size --check
 
 .PHONY: test-unit
 test-unit: sync ## unit and contract tests, no server, no root
@@ -75,6 +76,13 @@ test-frameworks-newest: prerequisites ## the same tests with the newest released
 	UV_PROJECT_ENVIRONMENT=$(CURDIR)/.venv-frameworks-newest/env $(UV) sync --upgrade --project .venv-frameworks-newest/project --quiet
 	.venv-frameworks-newest/env/bin/python -m pytest tests/frameworks -q $(FRAMEWORKS_SIDE_BY_SIDE)
 
+PYTHON_OF_MEGATRON ?= 3.12
+MEGATRON := --with megatron-core --with-editable ./core --with-editable './trainer_sdk[torch,s3]' --with-editable ./sidecar
+.PHONY: test-megatron
+test-megatron: prerequisites ## the adapter for Megatron-core with its newest release, which needs Python 3.12
+	$(UV) run --no-project --python $(PYTHON_OF_MEGATRON) $(MEGATRON) --with pytest --with pytest-timeout --with hypothesis \
+		python -m pytest tests/frameworks/test_megatron.py -q
+
 BESIDE := deepspeed megatron-core transformers mosaicml-streaming nvidia-resiliency-ext
 .PHONY: resolve
 resolve: prerequisites ## ask the package index for one environment with the SDK and the frameworks that users combine
@@ -85,9 +93,8 @@ version: sync ## write a new version to every file that names it, and its change
 	$(PY) -m tools.release.version $(VERSION)
 
 .PHONY: fuzz
-MINUTES ?= 10
 fuzz: sync ## search for inputs that break a parser, with new seeds, for MINUTES=10
-	PYTHONPATH=. $(PY) -m tests.fuzz --minutes $(MINUTES)
+	PYTHONPATH=. $(PY) -m tests.fuzz --minutes $(or $(MINUTES),10)
 
 .PHONY: tools
 tools: sync prerequisites-cluster ## build etcd, kube-apiserver, helm, MinIO... into the test bed's cache
@@ -99,14 +106,20 @@ test-integration: tools ## real MinIO, real API server, real sidecars and traine
 
 .PHONY: test-e2e
 test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
-	$(RUN) pytest tests/e2e -m "not alone and not jobset" -q -n 2 --dist loadfile --durations=0
-	$(RUN) pytest tests/e2e -m "alone and not jobset" -q --durations=0
+	$(RUN) pytest tests/e2e -m "not alone and not jobset and not trainer" -q -n 2 --dist loadfile --durations=0
+	$(RUN) pytest tests/e2e -m "alone and not jobset and not trainer" -q --durations=0
 
 .PHONY: e2e-jobset
 e2e-jobset: cluster-up ## adopted pods with the real JobSet controller; its first build takes up to 11 minutes
 	$(PY) -m testbed jobset
 	$(RUN) pytest tests/e2e -m jobset -v --durations=0
 	$(PY) -m testbed jobset --remove
+
+.PHONY: e2e-trainer
+e2e-trainer: cluster-up ## adopted pods with the real controllers of Kubeflow Trainer and JobSet; their first build takes up to 20 minutes
+	$(PY) -m testbed trainer
+	$(RUN) pytest tests/e2e -m trainer -v --durations=0
+	$(PY) -m testbed trainer --remove
 
 .PHONY: test
 test: check test-unit test-frameworks test-integration test-e2e ## everything; what CI runs
@@ -172,6 +185,11 @@ demo-local: sync ## the same story as processes on this machine, without a clust
 REPEATS ?= 20
 bench-recovery: cluster-up ## recoveries B1-B4, B6, B7 on the kind cluster, REPEATS=20 each, into benchmarks/results/recovery.{json,md,png}
 	$(PY) -m benchmarks.recovery --repeats $(REPEATS) $(BENCH)
+
+.PHONY: soak
+SEED ?= 1
+soak: cluster-up ## trainings under random faults on the kind cluster, the operator killed every 30 s: MINUTES=30 SEED=1
+	$(PY) -m benchmarks.soak --minutes $(or $(MINUTES),30) --seed $(SEED)
 
 .PHONY: bench-peers
 bench-peers: prerequisites ## the environment of what Holdfast is measured against, from its own lock

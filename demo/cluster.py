@@ -102,6 +102,7 @@ class ClusterStage:
             persisted=(status.get("lastPersisted") or {}).get("step"),
             tiers=seen.tiers,
             pods=tuple(sorted(_pod_words(pod) for pod in self.job.pods())),
+            replicated=status.get("lastReplicatedStep"),
         )
 
     def recovery(self) -> Recovery | None:

@@ -32,7 +32,7 @@ from demo.waits import DemoFailed, wait_while_moving
 from holdfast_core.api import ObjectMeta, TrainingJob, TrainingJobSpec, changed
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
-from holdfast_core.names import pod_name
+from holdfast_core.ids import Worker
 from holdfast_operator.model.job import StoreView
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,6 +249,7 @@ class LocalStage:
             persisted=None if persisted is None else persisted.step,
             tiers=seen.tiers,
             pods=tuple(sorted(str(p.phase) for p in list(self.run.cluster.pods.values()))),
+            replicated=status.last_replicated_step,
         )
 
     def acts(self) -> list[tuple[Act, Callable[[], None]]]:
@@ -271,8 +272,7 @@ class LocalStage:
         ]
 
     def _member(self, worker: int) -> str:
-        job = self.run.cluster.job
-        return pod_name(job.name, job.uid, worker, job.status.members[worker])
+        return self.run.cluster.member(Worker(worker))
 
     def _pod(self) -> None:
         self.run.cluster.delete(self._member(2))

@@ -29,7 +29,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
-from holdfast_core.ids import Digest, RestartRound, Worker
+from holdfast_core.ids import RestartRound, Worker, is_spare
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -49,12 +49,12 @@ from holdfast_operator.model.actions import (
     CreateCertificates,
     EmitEvent,
     PruneObject,
+    ReleasePod,
     RequestSave,
     RequestStop,
     SealWorker,
     SendRound,
     UpdateCheckpoint,
-    round_digest,
 )
 from holdfast_operator.model.effects import ConflictError
 from holdfast_operator.model.job import (
@@ -70,6 +70,7 @@ from holdfast_operator.model.job import (
     SidecarView,
     StoreView,
 )
+from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.sidecars.manifests import Manifests
 
@@ -151,6 +152,7 @@ class LocalCluster:
 
     async def one_pass(self) -> None:
         now = Now(self.clock.monotonic(), self.clock.utc_now())
+        self._look_after_spares()
         observed = self.observe()
         decision = decide(observed, now)
         if decision.acted_version is not None:
@@ -167,7 +169,9 @@ class LocalCluster:
     def observe(self) -> Observed:
         return Observed(
             job=self.job,
-            pods=tuple(self._pod_view(p) for p in self.pods.values()),
+            pods=pod_source(self.job).members(
+                tuple(self._pod_view(p) for p in self.pods.values()), frozenset()
+            ),
             sidecars=tuple(self.sidecars.values()),
             nodes=self.nodes,
             coordinator=self.coordinator,
@@ -178,6 +182,22 @@ class LocalCluster:
             secrets=frozenset(self.secrets),
             memory=self.memory,
         )
+
+    def _look_after_spares(self) -> None:
+        """Read the inventory of each spare until it is ready. Nothing else calls its sidecar."""
+        for pod in self.pods.values():
+            address, uid, name = pod.address(), pod.spec.uid, pod.spec.name
+            known = self.sidecars.get(uid)
+            inventory = None if known is None else known.inventory
+            ready = inventory is not None and inventory.launcher
+            if is_spare(pod.spec.worker) and address is not None and not ready:
+                call = self._read_inventory(address, name, uid)
+                self._start(f"inventory {name}", pod.spec.worker, uid, call)
+
+    async def _read_inventory(self, address: str, pod: str, uid: str) -> None:
+        found = await self._call(address, pod, "/v1/inventory", None, Inventory)
+        stored = await self._stored(address, pod, found)
+        self._update_sidecar(uid, stored, sealed=found.round)
 
     def _pod_view(self, pod: LocalPod) -> PodView:
         node = f"node-{pod.spec.worker}"
@@ -198,6 +218,10 @@ class LocalCluster:
             sidecar_started=address is not None,
             sidecar_restarts=pod.sidecar_restarts,
         )
+
+    def member(self, worker: Worker) -> str:
+        """Return the name of the worker's pod in the current round."""
+        return pod_source(self.job).identity(worker, self.job.status.members[worker])
 
     # ------------------------------------------------------------ faults of the demo
 
@@ -276,6 +300,9 @@ class LocalCluster:
             self._forget(name)
             await asyncio.to_thread(pod.delete)
 
+    async def release_pod(self, job: Gang, action: ReleasePod) -> None:
+        """Do nothing: no Kueue adds a finalizer to processes."""
+
     async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
         """Do nothing: there is no network between processes."""
 
@@ -344,7 +371,7 @@ class LocalCluster:
             acked = AckedRound(
                 message.round,
                 message.version,
-                Digest(round_digest(message)),
+                action.outgoing.digest,
                 action.sidecar_restarts,
             )
             self.sidecars[action.pod_uid] = replace(view, acked=acked)
@@ -432,16 +459,7 @@ class LocalCluster:
     async def _poll_coordinator(self) -> None:
         while True:
             worker = self.job.status.coordinator
-            pod = next(
-                (
-                    p
-                    for p in self.pods.values()
-                    if worker is not None
-                    and p.spec.worker == worker
-                    and p.spec.birth_round == self.job.status.members[worker]
-                ),
-                None,
-            )
+            pod = None if worker is None else self.pods.get(self.member(worker))
             address = pod.address() if pod is not None else None
             if pod is None or address is None or self._session is None:
                 await asyncio.sleep(0.1)

@@ -73,12 +73,16 @@ class LocalPod:
         return self.spec.disk_root / self.spec.name
 
     def start(self) -> None:
-        self.shared.mkdir(parents=True, exist_ok=True)
-        self.node.mkdir(parents=True, exist_ok=True)
-        self.sidecar = self._start_sidecar()
-        self.trainer = self._start_trainer()
-        self._supervisor = threading.Thread(target=self._supervise, daemon=True)
-        self._supervisor.start()
+        """Start both containers, unless the pod was deleted before."""
+        with self._lock:
+            if self.terminating:
+                return
+            self.shared.mkdir(parents=True, exist_ok=True)
+            self.node.mkdir(parents=True, exist_ok=True)
+            self.sidecar = self._start_sidecar()
+            self.trainer = self._start_trainer()
+            self._supervisor = threading.Thread(target=self._supervise, daemon=True)
+            self._supervisor.start()
 
     def address(self) -> str | None:
         """Return `ip:control:bulk`, or None until the sidecar has bound its ports."""

@@ -17,6 +17,8 @@ class Sample:
     persisted: int | None
     tiers: dict[int, dict[str, int]] = field(default_factory=dict)
     """For each rank, the newest step in each tier, by tier name."""
+    replicated: int | None = None
+    """Newest step with copies on other nodes."""
     pods: tuple[str, ...] = ()
     """State of each pod in a word or two."""
 

@@ -75,7 +75,7 @@ class Teller:
             self.began = time.monotonic()
             screen.note("starting the job")
             self.stage.start()
-            self._until(screen, "the first committed step", self._first_commit)
+            self._until(screen, "the first step with copies on other nodes", self._first_copies)
             for act, cause in self.stage.acts():
                 self._play(screen, act, cause)
             screen.note("no more failures: training to the end")
@@ -100,9 +100,10 @@ class Teller:
             screen.console.print(line, highlight=False)
         return same
 
-    def _first_commit(self) -> bool:
+    def _first_copies(self) -> bool:
+        """A pod that is deleted before takes the only copy of its shard of the only step with it."""
         latest = self.recorder.latest
-        return latest is not None and (latest.committed or 0) > 0 and (latest.step or 0) > 0
+        return latest is not None and (latest.replicated or 0) > 0
 
     def _play(self, screen: Screen, act: Act, cause: Callable[[], None]) -> None:
         if act.needs_persisted:

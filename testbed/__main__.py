@@ -8,10 +8,21 @@ import sys
 import time
 from collections.abc import Sequence
 
-from testbed import cluster, engine, faults, host, images, jobset, load, minio, nodeimage, tools
+from testbed import (
+    cluster,
+    controllers,
+    engine,
+    faults,
+    host,
+    images,
+    load,
+    minio,
+    nodeimage,
+    tools,
+)
 from testbed.config import CLUSTER, Bed, bed_root, current_bed
 from testbed.shell import BedError
-from testbed.steps import Step, run_steps, told
+from testbed.steps import Step, report_error, run_steps
 
 
 def engine_steps(bed: Bed) -> list[Step]:
@@ -70,13 +81,12 @@ def only_minio(_: argparse.Namespace) -> None:
     run_steps([Step("minio", lambda log: minio.deploy(bed, log), always=True)], bed)
 
 
-def with_jobset(arguments: argparse.Namespace) -> None:
-    bed = current_bed()
-    if arguments.remove:
-        steps = [Step("remove jobset", lambda log: jobset.remove(bed, log), always=True)]
-    else:
-        steps = jobset.steps(bed)
-    run_steps(steps, bed)
+def with_controller(arguments: argparse.Namespace) -> None:
+    bed, of = (
+        current_bed(),
+        controllers.remove_steps if arguments.remove else controllers.install_steps,
+    )
+    run_steps(of(bed, arguments.controller), bed)
 
 
 def down(_: argparse.Namespace) -> None:
@@ -179,10 +189,13 @@ def parser() -> argparse.ArgumentParser:
     loading = verb("load", only_load, "load changed images into the nodes")
     loading.add_argument("tags", nargs="*", help="default: the project's images")
     verb("minio", only_minio, "deploy MinIO and create its bucket")
-    of_jobset = verb(
-        "jobset", with_jobset, "build the JobSet controller, and install it in the cluster"
-    )
-    of_jobset.add_argument("--remove", action="store_true", help="uninstall it again")
+    for controller in controllers.CONTROLLERS:
+        text = f"build the controller of {controller.kinds}, and install it in the cluster"
+        added = verb(controller.name, with_controller, text)
+        added.set_defaults(controller=controller)
+        added.add_argument(
+            "--remove", action="store_true", help="remove it with its CRDs, and what it needs"
+        )
     on_node = verb("node", node, "start or end a fault of a node")
     on_node.add_argument("fault", choices=NODE_FAULTS)
     on_node.add_argument("node")
@@ -219,7 +232,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         arguments.action(arguments)
     except BedError as error:
-        return told("testbed", error)
+        return report_error("testbed", error)
     return 0
 
 

@@ -81,7 +81,7 @@ def failure(step: Step, log: Path, error: Exception) -> BedError:
     )
 
 
-def told(program: str, error: BedError) -> int:
+def report_error(program: str, error: BedError) -> int:
     """Print the error and its advice to stderr. Returns the exit status."""
     print(f"{program}: {error}", file=sys.stderr)
     if error.advice:

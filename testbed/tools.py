@@ -94,8 +94,15 @@ TOOL_SETS = (
 
 JOBSET_VERSION = "v0.8.2"
 JOBSET = ToolSet("jobset", {"jobset": "sigs.k8s.io/jobset"})
-"""The controller of JobSet, which `make e2e-jobset` alone needs. Its build takes 5 to 11 minutes on two
+"""The controller of JobSet, which only the tests of adopted pods need. Its build takes 5 to 11 minutes on two
 cores, so no other target builds it."""
+
+TRAINER_VERSION = "v2.0.0"
+TRAINER = ToolSet(
+    "trainer", {"trainer": "github.com/kubeflow/trainer/v2/cmd/trainer-controller-manager"}
+)
+"""The controller of Kubeflow Trainer, which makes a JobSet of a TrainJob. Only the tests of adopted pods need
+it."""
 
 
 def go_environment(*, cgo: bool) -> dict[str, str]:

@@ -32,6 +32,13 @@ DIGESTS = {
 """SHA-256 of the archives of VERSION."""
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
+UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+"""Part of the error of OpenSSL for a server whose certificate no known authority has signed."""
+NO_AUTHORITIES = (
+    "This machine may lack the certificates of public authorities. On Debian, install them with:  "
+    "apt-get install ca-certificates   (SSL_CERT_FILE names another file)"
+)
+
 
 class NotInstalledError(Exception):
     """The installation failed. The text says why."""
@@ -109,6 +116,8 @@ def main() -> int:
             f"Install Go >= {minimum} as https://go.dev/dl/ describes, and run make again.",
             file=sys.stderr,
         )
+        if UNTRUSTED in str(error):
+            print(NO_AUTHORITIES, file=sys.stderr)
         return 1
     return 0
 

@@ -34,6 +34,13 @@ TAGS = {
     ("Darwin", "arm64"): "macosx_11_0_arm64",
 }
 
+UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+"""Part of the error of OpenSSL for a server whose certificate no known authority has signed."""
+NO_AUTHORITIES = (
+    "This machine may lack the certificates of public authorities. On Debian, install them with:  "
+    "apt-get install ca-certificates   (SSL_CERT_FILE names another file)"
+)
+
 
 class NotInstalledError(Exception):
     """This way of installation failed; the text says why."""
@@ -103,6 +110,8 @@ def main() -> int:
             "Install uv as https://docs.astral.sh/uv/ describes, and run make again.",
             file=sys.stderr,
         )
+        if UNTRUSTED in str(error):
+            print(NO_AUTHORITIES, file=sys.stderr)
         return 1
     print(f"installed uv {VERSION} into {folder}", file=sys.stderr)
     return 0

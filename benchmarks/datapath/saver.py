@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,5 +38,3 @@ class Saver(Protocol):
 
 MakeSaver = Callable[[dict[str, Any], Path], Saver]
 """Takes the state and a directory for the participant. Raises ImportError or an error of the library."""
-
-Savers = Mapping[str, MakeSaver]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.gpu.figures import Costs, figures_of
+from benchmarks.gpu.figures import Costs, Pair, figures_of
 from benchmarks.gpu.savers import Saver, dcp_saver, holdfast_saver
 from benchmarks.gpu.training import BlockingCopy, Training
 from benchmarks.report import Figure
@@ -104,8 +104,10 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
             saver.save(step)()
         for round_ in range(arguments.rounds):
             for name, saver in savers.items():
-                step += 1
-                costs[name].add(*_pair_of_loops(training, copy, saver, step, arguments.steps))
+                for add, behind in ((costs[name].add, False), (costs[name].add_behind, True)):
+                    step += 1
+                    pair = _pair_of_loops(training, saver, step, arguments.steps, behind)
+                    add(pair, copy.seconds())
             print(f"round {round_ + 1}/{arguments.rounds}", flush=True)
     finally:
         for saver in savers.values():
@@ -113,27 +115,31 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
     return figures_of(costs["Holdfast"], costs["torch DCP"])
 
 
-def _pair_of_loops(
-    training: Training, copy: BlockingCopy, saver: Saver, step: int, count: int
-) -> tuple[float, float, float, float]:
-    """Return four times in seconds.
-
-    They are those of a loop without a save, of a loop that begins with a save, of the host in `save`, and of
-    a blocking copy.
-    """
-    without, _ = _loop(training, count, lambda: None)
+def _pair_of_loops(training: Training, saver: Saver, step: int, count: int, behind: bool) -> Pair:
+    """Run a loop without a save, then one that begins with a save, and wait until the save is complete."""
+    without, _ = _loop(training, count, lambda: None, behind)
     waits: list[Callable[[], object]] = []
-    with_save, blocked = _loop(training, count, lambda: waits.append(saver.save(step)))
+    with_save, blocked = _loop(training, count, lambda: waits.append(saver.save(step)), behind)
     _finish(waits)
-    return without, with_save, blocked, copy.seconds()
+    return Pair(without, with_save, blocked)
 
 
-def _loop(training: Training, count: int, save: Callable[[], None]) -> tuple[float, float]:
+def _loop(
+    training: Training, count: int, save: Callable[[], None], behind: bool
+) -> tuple[float, float]:
+    """Return the seconds of a loop, and those in `save`.
+
+    `behind`: the GPU still has a step to do when `save` is called, as in scripts that do not read a result of
+    each step. Otherwise it is idle.
+    """
     training.step()
     training.synchronize()
     began = time.perf_counter()
+    if behind:
+        training.step()
+    called = time.perf_counter()
     save()
-    blocked = time.perf_counter() - began
+    blocked = time.perf_counter() - called
     for _ in range(count):
         training.step()
     training.synchronize()

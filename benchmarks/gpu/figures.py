@@ -10,6 +10,17 @@ _EXTRA_TARGET = 0.2
 _DCP_TARGET = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two loops of equal length, in seconds."""
+
+    without: float
+    """The loop without a save."""
+    with_save: float
+    blocked: float
+    """The host's time in the call that saves."""
+
+
 @dataclass(slots=True)
 class Costs:
     """What the saves of one library cost, as multiples of a blocking copy of the state measured with each."""
@@ -19,10 +30,17 @@ class Costs:
     blocked: list[float] = field(default_factory=list)
     """The host's time in the call that saves."""
 
-    def add(self, without: float, with_save: float, blocked: float, copy: float) -> None:
-        """Add one pair of loops, all in seconds."""
-        self.extra.append((with_save - without) / copy)
-        self.blocked.append(blocked / copy)
+    extra_behind: list[float] = field(default_factory=list)
+    """The same, for saves that are called while the GPU still has a step to do."""
+
+    def add(self, pair: Pair, copy: float) -> None:
+        """Add a pair of loops whose saves find the GPU idle, and the time of a copy in seconds."""
+        self.extra.append((pair.with_save - pair.without) / copy)
+        self.blocked.append(pair.blocked / copy)
+
+    def add_behind(self, pair: Pair, copy: float) -> None:
+        """Add a pair of loops whose saves find the GPU at work, and the time of a copy in seconds."""
+        self.extra_behind.append((pair.with_save - pair.without) / copy)
 
 
 def figures_of(ours: Costs, dcp: Costs) -> list[Figure]:
@@ -33,7 +51,7 @@ def figures_of(ours: Costs, dcp: Costs) -> list[Figure]:
             ours.extra,
             copies,
             _EXTRA_TARGET,
-            what="extra time of the steps after a save",
+            what="extra time of the steps after a save that finds the GPU idle",
         ),
         for_orientation(
             "G2 overlap",
@@ -51,4 +69,11 @@ def figures_of(ours: Costs, dcp: Costs) -> list[Figure]:
         ),
         for_orientation("G5 dcp extra", dcp.extra, copies, what="G1 of torch DCP"),
         for_orientation("G6 dcp blocked", dcp.blocked, copies, what="G3 of torch DCP"),
+        for_orientation(
+            "G7 extra behind",
+            ours.extra_behind,
+            copies,
+            what="extra time of the steps after a save that finds the GPU at work",
+        ),
+        for_orientation("G8 dcp behind", dcp.extra_behind, copies, what="G7 of torch DCP"),
     ]

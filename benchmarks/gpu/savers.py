@@ -63,7 +63,7 @@ def dcp_saver(training: Training, folder: Path) -> Saver:
                 use_non_blocking_copy=on_gpu,
             )
         )
-        stack.callback(stager.close)
+        stack.callback(_kept_open(stager))
         closing = stack.pop_all()
     previous: list[Any] = []
 
@@ -97,6 +97,22 @@ def dcp_saver(training: Training, folder: Path) -> Saver:
     hook = training.optimizer.register_step_pre_hook(lambda *_: staged())
     closing.callback(hook.remove)
     return Saver(save, closing.close)
+
+
+def _kept_open(stager: Any) -> Callable[[], object]:
+    """Let the stager keep its memory from save to save. Returns what closes it.
+
+    torch 2.11 closes the inner stager after each save: the next one fails with KeyError: <class 'type'>, or
+    page-locks its memory again. Later releases close it only in `close`.
+    """
+    inner = stager._state_dict_stager
+    close, inner.close = inner.close, lambda: None
+
+    def close_both() -> None:
+        stager.close()
+        close()
+
+    return close_both
 
 
 def _join_alone(backend: str) -> None:

@@ -20,7 +20,7 @@ from testbed.driver.jobs import prepare_namespace
 from testbed.driver.kube import Kube
 from testbed.images import image_label
 
-from benchmarks.recovery import chart
+from benchmarks.recovery import chart, jobs
 from benchmarks.recovery.cases import Options, groups
 from benchmarks.recovery.figures import figures
 from benchmarks.recovery.jobs import NAMESPACE
@@ -63,8 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(
                     f"  {name} {repetition + 1}/{of}: {entry.seconds} s {entry.details}", flush=True
                 )
-            for job in kube.items("TrainingJob", NAMESPACE):
-                kube.delete("TrainingJob", NAMESPACE, job["metadata"]["name"])
+            if missing:
+                jobs.clear(kube)
     finally:
         faults.heal_nodes()
         kube.delete_namespace(NAMESPACE)

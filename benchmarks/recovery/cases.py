@@ -45,6 +45,7 @@ Case = tuple[str, int, Measure]
 def groups(kube: Kube, options: Options) -> Iterator[list[Case]]:
     """Yield the cases that share one job. The job starts with the first repetition that is missing."""
     yield _times(kube, options)
+    yield _adopted(kube, options)
     yield [("B4", options.repetitions, _Exact(kube))]
     yield [("B6", len(SUBSETS), _Subsets(kube))]
     plain = plain_job.PlainJob(kube, options.state_mib)
@@ -61,21 +62,10 @@ def _entry(case: str, repetition: int, seconds: float | None, details: dict[str,
 
 def _times(kube: Kube, options: Options) -> list[Case]:
     """B1 to B3: one fault at a time in one long training."""
-    running: list[Job] = []
+    running = _Running(lambda: jobs.start(kube, "recovery", options.long))
 
     def measured(case: str, cause: Callable[[int], jobs.Cause], limit_seconds: float) -> Case:
-        def measure(repetition: int) -> Entry:
-            if not running:
-                running.append(jobs.start(kube, "recovery", options.long))
-                running[0].wait_step(12)
-            worker = repetition % options.long.workers
-            try:
-                found = jobs.recovery(running[0], cause(worker), limit_seconds)
-            finally:
-                faults.heal_nodes()
-            return _entry(case, repetition, *found)
-
-        return case, options.repetitions, measure
+        return running.measured(case, options, cause, limit_seconds)
 
     def apart(worker: int) -> jobs.Cause:
         three = tuple((worker + n) % options.long.workers for n in range(3))
@@ -88,6 +78,45 @@ def _times(kube: Kube, options: Options) -> list[Case]:
         measured("B2-apart", apart, 240),
         measured("B3", jobs.killed_node, 240),
     ]
+
+
+def _adopted(kube: Kube, options: Options) -> list[Case]:
+    """B1 and B2 in a Job of batch/v1 whose pods are adopted, to compare with a TrainingJob's."""
+    running = _Running(lambda: jobs.start_adopted(kube, "adopted", options.long))
+    return [
+        running.measured("adopted B1", options, jobs.killed_rank, 120),
+        running.measured("adopted B2", options, lambda w: jobs.deleted_pods((w,)), 240),
+    ]
+
+
+class _Running:
+    """A long training, which the first repetition starts."""
+
+    def __init__(self, start: Callable[[], Job]) -> None:
+        self._start = start
+        self._job: Job | None = None
+
+    def measured(
+        self,
+        case: str,
+        options: Options,
+        cause: Callable[[int], jobs.Cause],
+        limit_seconds: float,
+    ) -> Case:
+        """Return a case whose repetitions cause the fault in one worker after the other."""
+
+        def measure(repetition: int) -> Entry:
+            if self._job is None:
+                self._job = self._start()
+                self._job.wait_step(12)
+            worker = repetition % options.long.workers
+            try:
+                found = jobs.recovery(self._job, cause(worker), limit_seconds)
+            finally:
+                faults.heal_nodes()
+            return _entry(case, repetition, *found)
+
+        return case, options.repetitions, measure
 
 
 class _Exact:

@@ -20,6 +20,8 @@ WHAT = {
     "B2-apart": "three pods deleted 0.5 s apart -> next step",
     "B3": "node powered off -> next step",
     "B6": "pods of a subset of five workers deleted -> next step",
+    "adopted B1": "adopted Job, rank killed -> next step",
+    "adopted B2": "adopted Job, pod deleted -> next step",
     "plain B1": "plain Job, rank killed -> next step",
     "plain B2": "plain Job, pod deleted -> next step",
 }

@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import testbed.faults as faults
+from kubernetes import client
 from testbed.driver import metrics
+from testbed.driver.adopted import AdoptedJob
 from testbed.driver.jobs import Job, Training, job_manifest
 from testbed.driver.kube import Kube, Object, wait_for
 
@@ -32,6 +34,28 @@ def start(kube: Kube, name: str, training: Training, *, copies: int = 1) -> Job:
     )
     manifest["spec"]["failurePolicy"] = {"maxRestarts": 1000, "window": "1h"}
     return job.start(manifest)
+
+
+def start_adopted(kube: Kube, name: str, training: Training) -> Job:
+    """Start a Job of batch/v1 whose pods are adopted, or replace the one of an interrupted benchmark."""
+    job = AdoptedJob(kube, NAMESPACE, name)
+    if kube.get(job.KIND, NAMESPACE, name) is not None:
+        job.delete()
+        job = AdoptedJob(kube, NAMESPACE, name)
+    return job.start_training(training, memory_limit="3Gi", backoff_limit=1000)
+
+
+def clear(kube: Kube) -> None:
+    """Delete all jobs, and wait until their pods are gone, which would slow down the next cases."""
+    for kind in ("TrainingJob", "CheckpointAdoption"):
+        for found in kube.items(kind, NAMESPACE):
+            kube.delete(kind, NAMESPACE, found["metadata"]["name"])
+    client.BatchV1Api(kube.api).delete_collection_namespaced_job(
+        NAMESPACE, propagation_policy="Background"
+    )
+    wait_for(
+        "pods of the benchmark to go", lambda: not kube.pods(NAMESPACE, ""), timeout_seconds=300
+    )
 
 
 def recovery(job: Job, cause: Cause, timeout_seconds: float) -> tuple[float, dict[str, Any]]:

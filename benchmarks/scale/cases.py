@@ -88,19 +88,29 @@ async def cold_start(bed: Bed, operator: OperatorProcess, seconds: float) -> lis
     bed.forget_calls()
     operator.start()
     begun = time.monotonic()
-    sidecars = bed.jobs * bed.workers
+    polled_at: list[float] = []
 
     async def reconciled() -> bool:
-        # The reply to ROUND is an inventory as well.
-        paths = ("/v1/inventory", "/v1/round")
-        inventories = len({pod for path in paths for pod in bed.called.get(path, {})})
-        polled = len(bed.called.get("/v1/state", {}))
-        known = inventories >= sidecars and polled >= bed.jobs
-        return known and await operator.metric("holdfast_queue_depth") == 0
+        if len(bed.called.get("/v1/state", {})) < bed.jobs:
+            return False
+        polled_at.append(time.monotonic())
+        passed = await operator.metric(_PASSES) >= 2 * bed.jobs
+        # The last answer has been acted on if the queue is still empty a second after it.
+        waited = polled_at[-1] - polled_at[0] >= 1.0
+        return passed and waited and await operator.metric("holdfast_queue_depth") == 0
 
-    await bed.until("the operator knows all sidecars", reconciled, 900)
+    await bed.until("the operator has reconciled all jobs", reconciled, 900)
     wall = time.monotonic() - begun
     cpu = operator.cpu_seconds()
+    sidecars = bed.jobs * bed.workers
+
+    def known() -> bool:
+        # The reply to ROUND is an inventory as well.
+        paths = ("/v1/inventory", "/v1/round")
+        return len({pod for path in paths for pod in bed.called.get(path, {})}) >= sidecars
+
+    await bed.until("the operator knows all sidecars", known, 900)
+    knows_all = time.monotonic() - begun
     await asyncio.sleep(_SETTLE_SECONDS)
     usage = await Usage.begin(operator, bed)
     await asyncio.sleep(seconds)
@@ -108,10 +118,15 @@ async def cold_start(bed: Bed, operator: OperatorProcess, seconds: float) -> lis
     after = await bed.statuses()
     restarted = sum(after[u]["restartRound"] != s["restartRound"] for u, s in before.items())
     what = (
-        "operator started -> it has read all inventories, polls all gangs, and its queue is empty"
+        "operator started -> every coordinator has answered, all jobs have had their passes, and the "
+        "queue is empty"
+    )
+    inventories = (
+        "operator started -> it has the inventory of every sidecar, which it reads in turn"
     )
     return [
         at_most("C1", [wall], "s", 60, what=what, cpu_seconds=cpu),
+        for_orientation("C1-inventories", [knows_all], "s", what=inventories),
         at_most("C1-memory", [taken["peak_mib"]], "MiB", 400, what="peak after a cold start"),
         at_most("C1-restarts", [restarted], "gangs", 0, what="gangs that the start restarted"),
     ]

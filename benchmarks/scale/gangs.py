@@ -17,6 +17,7 @@ from holdfast_core.format.manifest import Manifest, manifest_digest
 from holdfast_core.ids import JobUid, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import (
+    AcceptedRound,
     CoordinatorState,
     GangProgress,
     ListedShard,
@@ -24,6 +25,7 @@ from holdfast_core.messages.schema import (
     Round,
     RoundTimes,
 )
+from holdfast_sidecar.coordinator.reports.gathered import common_round
 from holdfast_sidecar.wire.versioned import Versioned
 
 STEP_SECONDS = 5.0
@@ -38,6 +40,10 @@ class PlayedSidecar(FakeSidecar):
     """Sidecar of one pod whose state, if it coordinates, has the version of a real coordinator."""
 
     gang: Gang | None = None
+    silent: bool = False
+    """Whether it answers neither the operator nor its coordinator."""
+    acceptance: AcceptedRound | None = None
+    """What it reports to its coordinator about its newest ROUND."""
     versioned: Versioned = field(default_factory=Versioned)
 
     async def _state(self, request: web.Request) -> web.Response:
@@ -55,6 +61,8 @@ class PlayedSidecar(FakeSidecar):
     async def _round(self, request: web.Request) -> web.Response:
         response = await super()._round(request)
         if self.gang is not None and response.status == 200:
+            newest = self.rounds[-1]
+            self.acceptance = AcceptedRound(newest.version, newest.content_digest())
             self.gang.round_received(self)
         return response
 
@@ -75,8 +83,15 @@ class Gang:
     _manifest: Manifest | None = None
 
     def round_received(self, sidecar: PlayedSidecar) -> None:
-        """Train as soon as each member has received the same complete ROUND."""
+        """Train as soon as each member has received the same complete ROUND.
+
+        A later ROUND of the same round may name another coordinator, if the first one did not answer in time.
+        """
         message = sidecar.rounds[-1]
+        if message.round in self.rounds_trained[-1:]:
+            if self.coordinator is not self.members[message.coordinator]:
+                self._coordinate(self.members[message.coordinator])
+            return
         if not all(m.address for m in message.members):
             return
         named = {m.pod for m in message.members}
@@ -93,8 +108,6 @@ class Gang:
         self.rounds_trained.append(message.round)
         self.first_step = message.restore_point.step or 0
         self.restored_steps.append(self.first_step)
-        self.coordinator = self.members[message.coordinator]
-        self.coordinator.versioned = Versioned()
         self.trains_since = asyncio.get_running_loop().time()
         step = self.first_step + FIRST_COMMIT
         manifest = stored_manifest(self.uid, step, message.round, self.workers)
@@ -119,7 +132,13 @@ class Gang:
             last_persisted_bytes=100 * self.workers,
             times=RoundTimes(0.1, 0.2, 0.3),
         )
-        self.coordinator.versioned.bump(urgent=True)
+        self._coordinate(self.members[message.coordinator])
+
+    def _coordinate(self, sidecar: PlayedSidecar) -> None:
+        """Let this sidecar tell the operator the gang's state from now on."""
+        self.coordinator = sidecar
+        sidecar.versioned = Versioned()
+        sidecar.versioned.bump(urgent=True)
 
     def current(self, version: int) -> CoordinatorState:
         """Return the coordinator's state of this moment."""
@@ -138,6 +157,17 @@ class Gang:
             last_persisted_bytes=state.last_persisted_bytes,
             progress=progress,
             times=state.times,
+            accepted=self._accepted(state.round),
+        )
+
+    def _accepted(self, round_: RestartRound) -> AcceptedRound | None:
+        """Return the ROUND of this round that all members have accepted and report."""
+        members = [self.members.get(Worker(index)) for index in range(self.workers)]
+        return common_round(
+            [
+                s.acceptance if s is not None and not s.silent and s.round == round_ else None
+                for s in members
+            ]
         )
 
     def claim(self, sidecar: PlayedSidecar, step: int) -> None:

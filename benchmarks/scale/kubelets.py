@@ -273,7 +273,7 @@ class Kubelets:
     async def _renew_leases(self) -> None:
         """Renew the leases evenly over LEASE_SECONDS, as independent nodes do."""
         async with asyncio.TaskGroup() as group:
-            for part in range(_RENEWERS):
+            for part in range(min(_RENEWERS, len(self._nodes))):
                 group.create_task(self._renew(self._nodes[part::_RENEWERS]))
 
     async def _renew(self, nodes: list[str]) -> None:

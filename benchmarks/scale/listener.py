@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from tests.support.operator.fake_sidecar import FakeSidecar, server_context
+from tests.support.operator.fake_sidecar import server_context
 
+from benchmarks.scale.gangs import PlayedSidecar
 from holdfast_core.contract import CONTROL_PORT
 from holdfast_operator.sidecars.certificates import Leaf
 
@@ -36,13 +37,12 @@ class Listener:
         called: Receives the sidecar and the path of each request before it is answered.
     """
 
-    def __init__(self, called: Callable[[FakeSidecar, str], None]) -> None:
+    def __init__(self, called: Callable[[PlayedSidecar, str], None]) -> None:
         self._called = called
-        self._by_address: dict[str, FakeSidecar] = {}
+        self._by_address: dict[str, PlayedSidecar] = {}
         self._credentials: dict[str, Credentials] = {}
         self._contexts: OrderedDict[str, ssl.SSLContext] = OrderedDict()
         self._runner: web.AppRunner | None = None
-        self._silent = set[str]()
         self.handshakes = 0
 
     async def start(self) -> None:
@@ -61,7 +61,9 @@ class Listener:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def add(self, address: str, name: str, sidecar: FakeSidecar, credentials: Credentials) -> None:
+    def add(
+        self, address: str, name: str, sidecar: PlayedSidecar, credentials: Credentials
+    ) -> None:
         """Answer at this address, with a certificate for this DNS name."""
         self._by_address[address] = sidecar
         self._credentials[name] = credentials
@@ -74,10 +76,10 @@ class Listener:
 
     def silence(self, address: str) -> None:
         """Answer nothing at this address, and end its connections at their next request."""
-        self._silent.add(address)
+        self._by_address[address].silent = True
 
     def answer_again(self, address: str) -> None:
-        self._silent.discard(address)
+        self._by_address[address].silent = False
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> int | None:
         self.handshakes += 1
@@ -97,13 +99,13 @@ class Listener:
         transport = request.transport
         address = None if transport is None else transport.get_extra_info("sockname")[0]
         sidecar = self._by_address.get(address or "")
-        if sidecar is None or address in self._silent:
+        if sidecar is None or sidecar.silent:
             if transport is not None:
                 transport.abort()
             return web.Response(status=503)
         self._called(sidecar, request.path)
         handler = sidecar.handlers().get((request.method, request.path))
         response = web.Response(status=404) if handler is None else await handler(request)
-        if address in self._silent and transport is not None:
+        if sidecar.silent and transport is not None:
             transport.abort()  # the reply to a poll that began earlier is lost, too
         return response

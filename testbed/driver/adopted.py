@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
@@ -13,13 +17,14 @@ EVICTED_AFTER_SECONDS = 5
 """Seconds that a pod stays on a node that does not answer. Where a template says nothing, it is 300."""
 
 
-def adoption_manifest(name: str, namespace: str, workers: int) -> Object:
+def adoption_manifest(name: str, namespace: str, workers: int, container: str) -> Object:
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "CheckpointAdoption",
         "metadata": {"name": name, "namespace": namespace},
         "spec": {
             "workers": workers,
+            "container": container,
             "checkpoint": checkpoint_policy(),
             "nodeLoss": {"suspectAfterSeconds": 20},
             "failurePolicy": {"maxRestarts": 30, "window": "1h"},
@@ -27,15 +32,23 @@ def adoption_manifest(name: str, namespace: str, workers: int) -> Object:
     }
 
 
-def batch_job_manifest(name: str, namespace: str, training: Training) -> Object:
+def batch_job_manifest(
+    name: str,
+    namespace: str,
+    training: Training,
+    container: str = "trainer",
+    *,
+    memory_limit: str = "1Gi",
+    backoff_limit: int = 10,
+) -> Object:
     """Return an indexed Job whose pods meet Pod Security `restricted` and carry the label of adoption."""
     trainer = {
-        "name": "trainer",
+        "name": container,
         "image": TRAINER_IMAGE,
         "imagePullPolicy": "IfNotPresent",
         "command": training.command(),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "resources": {"limits": {"memory": "1Gi"}},
+        "resources": {"limits": {"memory": memory_limit}},
     }
     pod = {
         "restartPolicy": "Never",
@@ -56,7 +69,7 @@ def batch_job_manifest(name: str, namespace: str, training: Training) -> Object:
             "completions": training.workers,
             "parallelism": training.workers,
             "completionMode": "Indexed",
-            "backoffLimit": 10,
+            "backoffLimit": backoff_limit,
             "template": {"metadata": {"labels": {"holdfast.dev/adopt": name}}, "spec": pod},
         },
     }
@@ -76,18 +89,24 @@ class AdoptedJob(Job):
 
     KIND = "CheckpointAdoption"
 
-    def start_training(self, training: Training) -> AdoptedJob:
-        """Create both objects. The Job is created when its pods will be adopted."""
-        self.start(adoption_manifest(self.name, self.namespace, training.workers))
-        job = batch_job_manifest(self.name, self.namespace, training)
+    def start_training(self, training: Training, **options: Any) -> AdoptedJob:
+        """Create both objects. The Job is created when its pods will be adopted.
+
+        Args:
+            training: What the pods train.
+            **options: Keyword arguments of `batch_job_manifest`.
+        """
+        workers, container = training.workers, self.CONTAINER
+        self.start(adoption_manifest(self.name, self.namespace, workers, container))
+        job = batch_job_manifest(self.name, self.namespace, training, container, **options)
         self.wait(
             "the policy to add the sidecar", lambda: self._is_adopted(job["spec"]["template"])
         )
-        self.create_owner(job)
+        self.create_owner(job, training)
         return self
 
-    def create_owner(self, job: Object) -> None:
-        """Create the object whose controller creates the pods. It is this Job, or contains its spec."""
+    def create_owner(self, job: Object, training: Training) -> None:
+        """Create this Job, or another object whose controller creates pods that run the same training."""
         self._batch.create_namespaced_job(self.namespace, job)
 
     def delete_owner(self) -> None:
@@ -148,3 +167,77 @@ class AdoptedJob(Job):
         listed = self.kube.plain(self.kube.core.list_namespaced_secret(self.namespace))["items"]
         names = [str(item["metadata"]["name"]) for item in listed]
         return [name for name in names if name.startswith(f"{self.name}-holdfast-certs-")]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerKind:
+    """A kind of custom objects whose controller creates pods, and that can be suspended."""
+
+    group: str
+    version: str
+    kind: str
+    plural: str
+    complete: str
+    """Condition of an object whose pods have all succeeded."""
+    app: str
+    """Label `app.kubernetes.io/name` of the controller."""
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}"
+
+    def is_served(self, api: client.ApiClient) -> bool:
+        """Return whether a controller of this kind is ready in the cluster."""
+        listed = client.AppsV1Api(api).list_deployment_for_all_namespaces(
+            label_selector=f"app.kubernetes.io/name={self.app}"
+        )
+        return any(item.status.ready_replicas for item in listed.items)
+
+
+class AdoptedObject(AdoptedJob):
+    """A CheckpointAdoption, and an object of OWNER and of the same name whose controller creates its pods."""
+
+    OWNER: ClassVar[OwnerKind]
+
+    def owner_manifest(self, job: Object, training: Training) -> Object:
+        """Return the object. Its pods run the same training as those of this Job."""
+        raise NotImplementedError
+
+    def create_owner(self, job: Object, training: Training) -> None:
+        self._objects("create", self.owner_manifest(job, training))
+
+    def delete_owner(self) -> None:
+        self._objects("delete", self.name, propagation_policy="Background")
+
+    def read_owner(self) -> Object:
+        found: Object = self._objects("get", self.name)
+        return found
+
+    def suspend(self, timeout_seconds: float) -> None:
+        """Suspend the object and wait until its pods are gone."""
+        self._objects("patch", self.name, {"spec": {"suspend": True}})
+        wait_for(
+            f"pods of {self.OWNER.kind} {self.namespace}/{self.name} to be gone",
+            lambda: not self.pods(),
+            timeout_seconds=timeout_seconds,
+            describe=self.describe,
+        )
+
+    def resume(self) -> None:
+        """Let the controller create the pods again."""
+        self._objects("patch", self.name, {"spec": {"suspend": False}})
+
+    def wait_batch_job(self) -> None:
+        """Wait until the object is complete."""
+        wait_for(
+            f"{self.OWNER.kind} {self.namespace}/{self.name} to be complete",
+            lambda: is_true(self.read_owner(), self.OWNER.complete),
+            timeout_seconds=120,
+            describe=lambda: show(self.read_owner().get("status")),
+        )
+
+    def _objects(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        custom, owner = client.CustomObjectsApi(self.kube.api), self.OWNER
+        call: Callable[..., Any] = getattr(custom, f"{verb}_namespaced_custom_object")
+        place = (owner.group, owner.version, self.namespace, owner.plural)
+        return call(*place, *arguments, **options)

@@ -15,7 +15,7 @@ from kubernetes import client, watch
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
-from holdfast_core.names import pod_name
+from holdfast_core.names import member_pod_names
 from testbed.driver.digests import find_digests
 from testbed.driver.kube import GROUP, PLURALS, VERSION, Kube, Object, is_true, show, wait_for
 
@@ -87,9 +87,17 @@ def job_manifest(
     restore_from: str | None = None,
     memory_limit: str = "1Gi",
     suspect_after_seconds: int = 20,
+    more: Object | None = None,
+    pod: Object | None = None,
     **policy: Any,
 ) -> Object:
-    """Return a TrainingJob. `policy` holds arguments of `checkpoint_policy`."""
+    """Return a TrainingJob.
+
+    Args:
+        more: Further fields of its spec.
+        pod: Further fields of the spec of its pods.
+        **policy: Arguments of `checkpoint_policy`.
+    """
     spec: Object = {
         "workers": training.workers,
         "template": {
@@ -102,12 +110,14 @@ def job_manifest(
                         "command": training.command(),
                         "resources": {"limits": {"memory": memory_limit}},
                     }
-                ]
+                ],
+                **(pod or {}),
             }
         },
         "checkpoint": checkpoint_policy(**policy),
         "nodeLoss": {"suspectAfterSeconds": suspect_after_seconds},
         "failurePolicy": {"maxRestarts": 30, "window": "1h"},
+        **(more or {}),
     }
     if restore_from is not None:
         spec["restoreFrom"] = {"checkpointRef": {"name": restore_from}}
@@ -168,6 +178,8 @@ class Job:
     """A gang of one kind: a TrainingJob, or a CheckpointAdoption (adopted.py)."""
 
     KIND: ClassVar[str] = "TrainingJob"
+    CONTAINER: ClassVar[str] = "trainer"
+    """Container of the pods that trains."""
 
     kube: Kube
     namespace: str
@@ -238,9 +250,7 @@ class Job:
 
     def pod_names(self) -> list[str]:
         """Return the names of the members' pods, by worker."""
-        job = self.read()
-        uid, members = job["metadata"]["uid"], (job.get("status") or {}).get("members") or []
-        return [pod_name(self.name, uid, worker, birth) for worker, birth in enumerate(members)]
+        return member_pod_names(self.read())
 
     def pods(self) -> list[Object]:
         return self.kube.pods(self.namespace, f"holdfast.dev/job={self.name}")
@@ -366,7 +376,7 @@ class Job:
     def final_digests(self) -> dict[int, str]:
         """Return each rank's SHA-256 of all training state, as the trainers printed it."""
         return find_digests(
-            self.kube.logs(self.namespace, name, "trainer") for name in self.pod_names()
+            self.kube.logs(self.namespace, name, self.CONTAINER) for name in self.pod_names()
         )
 
     def delete(self, timeout_seconds: float = 300) -> None:

@@ -68,7 +68,6 @@ class Kube:
     def __init__(self) -> None:
         self.api = config.new_client_from_config(kubeconfig_path())
         self.core = client.CoreV1Api(self.api)
-        self.apps = client.AppsV1Api(self.api)
         self.custom = client.CustomObjectsApi(self.api)
 
     def plain(self, model: Any) -> Any:

@@ -76,17 +76,6 @@ def served_by(found: GangMetrics) -> str:
     return ", ".join(f"{tier} x{n}" for tier, n in sorted(counts.items()))
 
 
-def trained_round(job: Job) -> int:
-    """Return the newest round in which any rank has finished a step, or -1."""
-    newest = -1
-    for pod in job.pods():
-        text = job.kube.proxy_text(job.namespace, pod["metadata"]["name"], 7072, "metrics")
-        for name, _, value in parse(text or ""):
-            if name == "holdfast_trained_round":
-                newest = max(newest, int(value))
-    return newest
-
-
 def image_id(kube: Kube) -> str:
     """Return the sizes of the trainer images on the nodes, which serve as the image's identity.
 

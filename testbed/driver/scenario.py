@@ -10,6 +10,7 @@ from testbed.driver.jobs import Job, Training, job_manifest
 from testbed.driver.jobset import AdoptedJobSet
 from testbed.driver.kube import Kube
 from testbed.driver.oracle import compare_digests, gather, judge, leaks_after_delete
+from testbed.driver.trainjob import AdoptedTrainJob
 
 SHORT = Training(workers=3, steps=80, sleep_per_step=0.1, layers=1, width=32)
 """Short training of three workers. With two, a sum would not depend on the order of its terms, which would
@@ -42,6 +43,13 @@ class Scenario:
     ) -> AdoptedJobSet:
         """Start a JobSet whose pods are adopted."""
         job = AdoptedJobSet(self.kube, self.namespace, name, backoff_limit=backoff_limit)
+        self.jobs.append(job)
+        job.start_training(training)
+        return job
+
+    def adopt_trainjob(self, training: Training = SHORT, name: str = "gpt") -> AdoptedTrainJob:
+        """Start a TrainJob whose pods are adopted. Its runtime must exist."""
+        job = AdoptedTrainJob(self.kube, self.namespace, name)
         self.jobs.append(job)
         job.start_training(training)
         return job

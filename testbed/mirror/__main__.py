@@ -14,7 +14,7 @@ from testbed import config, engine, host, tools
 from testbed.config import Bed, bed_root
 from testbed.mirror import network, standins
 from testbed.shell import BedError, Command, answers
-from testbed.steps import Step, is_done, run_steps, told
+from testbed.steps import Step, is_done, report_error, run_steps
 
 REGISTRY = tools.ToolSet(
     "registry", {"registry": "github.com/distribution/distribution/v3/cmd/registry"}
@@ -142,7 +142,7 @@ def main(words: Sequence[str]) -> int:
     except subprocess.CalledProcessError as error:
         return error.returncode
     except BedError as error:
-        return told("mirror", error)
+        return report_error("mirror", error)
     return 0
 
 

@@ -216,3 +216,51 @@ def test_the_operators_account_deletes_only_what_a_job_owns(cluster: ControlPlan
     assert "has no TrainingJob, CheckpointAdoption or CheckpointStore as its controller" in text, (
         text
     )
+
+
+FINALIZER = "kueue.x-k8s.io/managed"
+PATCHES: dict[str, tuple[dict[str, Any], bool]] = {
+    "Kueue's finalizer is removed": (
+        {"metadata": {"$deleteFromPrimitiveList/finalizers": [FINALIZER]}},
+        True,
+    ),
+    "the finalizer is removed and the group ends": (
+        {
+            "metadata": {
+                "$deleteFromPrimitiveList/finalizers": [FINALIZER],
+                "annotations": {"kueue.x-k8s.io/retriable-in-group": "false"},
+            }
+        },
+        True,
+    ),
+    "another image": (
+        {"spec": {"containers": [{"name": "trainer", "image": "example/mine:1"}]}},
+        False,
+    ),
+    "a deadline": ({"spec": {"activeDeadlineSeconds": 60}}, False),
+    "another label": ({"metadata": {"labels": {"app": "other"}}}, False),
+    "a removed owner": ({"metadata": {"ownerReferences": None}}, False),
+}
+
+
+@pytest.fixture(scope="module")
+def present_pod(cluster: ControlPlane) -> str:
+    """Create a worker's pod with Kueue's finalizer, and return its name."""
+    body = worker()
+    body["metadata"] = {**body["metadata"], "name": "patched", "finalizers": [FINALIZER]}
+    cluster.apply(body)
+    return "patched"
+
+
+@pytest.mark.parametrize("case", PATCHES)
+def test_the_operators_account_changes_only_finalizers_and_annotations_of_a_pod(
+    cluster: ControlPlane, present_pod: str, case: str
+) -> None:
+    patch, allowed = PATCHES[case]
+    text = cluster.kubectl(
+        *("patch", "pod", present_pod, "-n", "team-a", "--dry-run=server", f"--as={USER}"),
+        *("-p", json.dumps(patch)),
+        check=False,
+    )
+    refused = "ValidatingAdmissionPolicy 'holdfast-operator'" in text
+    assert ("patched" in text and not refused) if allowed else refused, text

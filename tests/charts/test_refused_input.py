@@ -22,6 +22,13 @@ def trainer(**changes: Any) -> dict[str, Any]:
     return {"spec": {"containers": [{"name": "trainer", "image": "example/trainer:1", **changes}]}}
 
 
+def elastic(peer: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    """Return a job of 4 workers with an object store and these fields of elastic."""
+    store = {"storeRef": {"name": "main"}, "every": {"steps": 100}}
+    tiers = {"object": store} if peer is None else {"object": store, "peer": peer}
+    return job_object(checkpoint=tiers, elastic=fields)
+
+
 def ckpt(**changes: Any) -> dict[str, Any]:
     return job_object(checkpoint=changes)
 
@@ -222,6 +229,18 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         job_object(failurePolicy={"hangs": {"detection": "No"}}),
         ["spec.failurePolicy.hangs.detection: Unsupported value", '"Off"', '"On"'],
     ),
+    "every rank is a straggler": (
+        job_object(failurePolicy={"stragglers": {"factor": 1}}),
+        ["failurePolicy.stragglers.factor must be 1.1 to 100, got 1.00: 1.5 shows ranks"],
+    ),
+    "a straggler without a step": (
+        job_object(failurePolicy={"stragglers": {"steps": 0}}),
+        ["failurePolicy.stragglers.steps must be 1 to 1000000, got 0: 30 suits most trainings"],
+    ),
+    "a limit of stragglers that are not looked for": (
+        job_object(failurePolicy={"stragglers": {"detection": "Off", "factor": 2}}),
+        ["failurePolicy.stragglers has detection Off and a limit: omit"],
+    ),
     "nervous about nodes": (
         job_object(nodeLoss={"suspectAfterSeconds": 5}),
         ["nodeLoss.suspectAfterSeconds must be 15 to 3600, got 5", "renews its lease every 10 s"],
@@ -233,6 +252,47 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a gang that is never given time": (
         job_object(scheduleTimeoutSeconds=-1),
         ["scheduleTimeoutSeconds must be 0 to 604800, got -1: 0 lets pods wait for their nodes"],
+    ),
+    "more spares than certificates in a Secret": (
+        job_object(spares=65),
+        ["spares must be 0 to 64, got 65: 0 keeps no spare pods"],
+    ),
+    "fewer spares than none": (job_object(spares=-1), ["spares must be 0 to 64, got -1"]),
+    "elastic without a store": (
+        job_object(elastic={"min": 1}),
+        ["spec.elastic:", "elastic needs an object store", "set checkpoint.object, or remove"],
+    ),
+    "an elastic gang of none": (
+        elastic(min=0),
+        ["elastic.min must be 1 to 4096, got 0: set the smallest number of pods"],
+    ),
+    "min above max": (
+        elastic(min=4, max=3),
+        ["elastic.min is 4, more than elastic.max 3: lower min or raise max"],
+    ),
+    "min above workers": (
+        elastic(min=5, max=8),
+        ["spec.elastic.min:", "elastic.min is 5, more than workers 4", "or raise workers"],
+    ),
+    "workers above max": (
+        elastic(min=2, max=3),
+        ["spec.workers:", "workers is 4, more than elastic.max 3: lower workers or raise"],
+    ),
+    "as many copies as min": (
+        elastic({"copies": 2}, min=2),
+        ["elastic.min is 2, but checkpoint.peer.copies 2 needs at least 3 workers"],
+    ),
+    "an elastic gang that shrinks within a second": (
+        elastic(min=2, shrinkAfterSeconds=1),
+        ["elastic.shrinkAfterSeconds must be 30 to 604800, got 1"],
+    ),
+    "an elastic gang that gives its nodes back before it shrinks": (
+        elastic(min=2, shrinkAfterSeconds=1200),
+        ["elastic.shrinkAfterSeconds is 1200, but after scheduleTimeoutSeconds 900 the gang"],
+    ),
+    "an elastic gang that grows all the time": (
+        elastic(min=2, growAfterSeconds=1),
+        ["elastic.growAfterSeconds must be 60 to 604800, got 1: each growth costs a save"],
     ),
     "deadline of zero": (
         job_object(activeDeadlineSeconds=0),
@@ -390,6 +450,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         nodeLoss={"suspectAfterSeconds": 15},
         suspend=True,
         scheduleTimeoutSeconds=0,
+        spares=64,
+        elastic={"min": 3, "max": 4, "shrinkAfterSeconds": 604800, "growAfterSeconds": 60},
         activeDeadlineSeconds=86400,
         ttlSecondsAfterFinished=0,
     ),
@@ -412,7 +474,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         endpoint="https://s3.eu-central-1.example.com",
         prefix="team-a/runs",
         caSecretRef={"name": "ca"},
-        pathStyle=False,
         partSizeMiB=5,
     ),
 }

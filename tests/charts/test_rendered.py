@@ -121,12 +121,40 @@ def test_the_training_runtime_needs_trainer_adoption_and_an_image(
     assert "kind: ClusterTrainingRuntime" not in rendered(on)
     assert "adoption.enabled is false" in rendered(runtime)
     assert "install Kubeflow Trainer first" in rendered(runtime, on)
-    objects = render_adoption(tmp_path, training_runtime="example/trainer:1")
+    job = trained_by(render_adoption(tmp_path, "example/trainer:1"))
+    assert job["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert job["spec"]["backoffLimit"] == 100
+    assert job["spec"]["template"] == {
+        "metadata": {"labels": {"holdfast.dev/adopt": ""}},
+        "spec": {
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+            "containers": [{"name": "node", "image": "example/trainer:1"}],
+        },
+    }
+
+
+def trained_by(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the template of the Job whose pods train, of the ClusterTrainingRuntime among the objects."""
     (found,) = (o for o in objects if o["kind"] == "ClusterTrainingRuntime")
     (job,) = found["spec"]["template"]["spec"]["replicatedJobs"]
-    pod = job["template"]["spec"]["template"]
-    assert pod["metadata"]["labels"] == {"holdfast.dev/adopt": ""}
-    assert pod["spec"]["containers"] == [{"name": "node", "image": "example/trainer:1"}]
+    assert job["name"] == "node"
+    return dict(job["template"])
+
+
+def test_the_pods_of_the_training_runtime_meet_the_rules_of_their_cluster(tmp_path: Path) -> None:
+    """A TrainJob of Trainer 2.0 can set no security context, so the runtime has it."""
+    objects = render_adoption(
+        tmp_path,
+        "example/trainer:1",
+        "podSecurityContext.runAsNonRoot=true",
+        "securityContext.capabilities.drop={ALL}",
+        "tolerations[0].operator=Exists",
+    )
+    spec = trained_by(objects)["spec"]["template"]["spec"]
+    assert spec["securityContext"] == {"runAsNonRoot": True}
+    assert spec["containers"][0]["securityContext"] == {"capabilities": {"drop": ["ALL"]}}
+    assert spec["tolerations"] == [{"operator": "Exists"}]
 
 
 def test_watched_namespaces_are_the_only_ones_with_rights(render: Render) -> None:

@@ -211,6 +211,27 @@ def test_a_checkpoint_that_exists_already(server: ApiServer, config: Path) -> No
     assert "checkpoints/gpt-manual-5 exists already" in line and "--name" in line
 
 
+def test_a_save_that_expires_says_why(server: ApiServer, config: Path) -> None:
+    server.answers["/trainingjobs/gpt"] = (
+        200,
+        json.dumps({"kind": "TrainingJob", "metadata": {}}),
+    )
+    server.refuse(404, "not found")
+    server.answers["POST"] = 201, json.dumps({"kind": "Checkpoint"})
+    committed = {"type": "Committed", "message": "the job ended before this was saved"}
+    status = {"phase": "Expired", "conditions": [committed]}
+    server.answers["/checkpoints/gpt-manual-0"] = 200, json.dumps({"status": status})
+    ended = run(config, "save", "gpt", "--wait")
+    assert ended.returncode == 1
+    assert "gpt-manual-0 expired: the job ended before this was saved" in ended.stderr
+
+
+def test_json_is_not_watched(config: Path) -> None:
+    ended = run(config, "status", "--watch", "--output", "json")
+    assert ended.returncode == 2
+    assert "--watch shows tables only" in ended.stderr
+
+
 def test_paths_in_a_kubeconfig_are_relative_to_it(server: ApiServer, tmp_path: Path) -> None:
     path = kubeconfig(tmp_path / "config", server.url, {"here": None}, "here")
     document = json.loads(path.read_text())

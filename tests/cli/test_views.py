@@ -101,6 +101,21 @@ def test_goodput_bar_is_bounded():
     assert "░" * 24 in goodput_bar(-1)
 
 
+def test_stragglers_are_listed_if_there_are_any():
+    straggler = {
+        "rank": 5,
+        "worker": 1,
+        "node": "node-1",
+        "factor": 2.4,
+        "sinceStep": 120,
+        "slowPart": "Input",
+    }
+    slow = {**JOB, "status": {**JOB["status"], "stragglers": [straggler]}}
+    text = shown(status_view(Screen(slow)))
+    assert "rank 5 (worker 1, node node-1): 2.4x, Input, since step 120" in text
+    assert "stragglers" not in shown(status_view(Screen(JOB)))
+
+
 def test_recoveries_are_listed_with_phases_and_lost_steps():
     assert recoveries_lines(JOB["status"]["recoveries"]) == (
         "round 2: PodLost (worker 3, node-3): seal 0.3 s; restored step 20; 7 steps lost\n"
@@ -187,6 +202,19 @@ def test_a_resize_that_goes_on_or_is_refused_is_shown(value, reason, listed):
     assert (f"Resizing: {reason}: to have 3" in text) is listed
 
 
+def test_an_elastic_gang_is_shown_with_the_workers_that_it_wants():
+    condition = {
+        "type": "WorkersMissing",
+        "status": "True",
+        "reason": "Shrunk",
+        "message": "the gang continues with 3 of 4 workers",
+    }
+    gang = adoption(workers={"ready": 3, "total": 3, "wanted": 4}, conditions=[condition])
+    text = shown(status_view(Screen(gang)))
+    assert "3/4" in text
+    assert "WorkersMissing: Shrunk: the gang continues with 3 of 4 workers" in text
+
+
 def test_a_worker_whose_pod_is_gone_or_leaves_is_still_listed():
     given = adoption(members=[0, 0], pods=[{"worker": 1, "uid": "b", "birth": 0}])
     lost, leaving = members(given, [pod("lm-1", "b", deletionTimestamp="2026-01-01T00:00:00Z")])
@@ -206,6 +234,27 @@ def test_pods_of_a_training_job_are_found_by_the_birth_rounds_of_its_members():
     former = pod_name("gpt", JobUid("u"), Worker(0), RestartRound(2))
     (member,) = members(job, [pod(former, "a"), pod(name, "b")])
     assert member.pod == name
+
+
+def test_the_pod_of_a_worker_may_have_been_a_spare():
+    job = {
+        "kind": "TrainingJob",
+        "metadata": {"name": "gpt", "uid": "u"},
+        "spec": {"workers": 1},
+        "status": {
+            "members": [3],
+            "spares": {"promoted": [{"worker": 0, "birth": 3, "pod": "gpt-x-s0-r0"}]},
+        },
+    }
+    (member,) = members(job, [pod("gpt-x-s0-r0", "a"), pod("gpt-x-s0-r3", "b")])
+    assert (member.worker, member.pod) == (0, "gpt-x-s0-r0")
+
+
+def test_spares_have_a_row_if_the_job_has_some():
+    assert "spares" not in shown(status_view(Screen(JOB)))
+    status = {**JOB["status"], "spares": {"ready": 1, "births": [0, 0]}}
+    with_spares = {**JOB, "spec": {**JOB["spec"], "spares": 2}, "status": status}
+    assert "1/2 ready" in shown(status_view(Screen(with_spares)))
 
 
 def test_gangs_of_both_kinds_are_listed():

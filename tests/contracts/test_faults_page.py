@@ -17,8 +17,11 @@ WANTED = [
     *range(1, 33),
     *range(40, 63),
     *range(64, 80),
-    *range(89, 770),
-    *range(790, 797),
+    *range(89, 788),
+    *range(790, 812),
+    *range(820, 829),
+    *range(830, 832),
+    *range(840, 845),
 ]
 
 

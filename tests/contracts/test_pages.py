@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holdfast_core.api import CheckpointAdoption
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
@@ -48,3 +53,47 @@ def test_the_example_of_an_object_store_is_the_file_that_the_suite_runs() -> Non
     example = (ROOT / "examples/object_store/sqlite_store.py").read_text()
     assert f"```python\n{example}```\n" in (ROOT / "docs/extending.md").read_text()
     assert len(example.splitlines()) <= 80
+
+
+def adoption_example(name: str) -> tuple[CheckpointAdoption, dict[str, Any]]:
+    """Return the CheckpointAdoption of an example, and the spec of the other object of the same name."""
+    text = (ROOT / f"examples/adoption/{name}.yaml").read_text()
+    own, other = yaml.safe_load_all(text)
+    own["metadata"] |= {"namespace": "team-a", "uid": "u", "resourceVersion": "1"}
+    assert own["metadata"]["name"] == other["metadata"]["name"]
+    return CheckpointAdoption.from_dict(own), other["spec"]
+
+
+def assert_adopts(adoption: CheckpointAdoption, template: dict[str, Any]) -> None:
+    assert template["metadata"]["labels"] == {"holdfast.dev/adopt": adoption.name}
+    (container,) = template["spec"]["containers"]
+    assert container["name"] == adoption.spec.container
+
+
+def test_the_page_on_adoption_shows_every_example() -> None:
+    page = (ROOT / "docs/adoption.md").read_text()
+    examples = sorted((ROOT / "examples/adoption").glob("*.yaml"))
+    assert len(examples) == 3
+    assert [e.name for e in examples if f"```yaml\n{e.read_text()}```\n" not in page] == []
+
+
+def test_the_example_of_a_job_adopts_all_of_its_pods() -> None:
+    adoption, job = adoption_example("job")
+    assert adoption.spec.workers == job["completions"] == job["parallelism"]
+    assert_adopts(adoption, job["template"])
+
+
+def test_the_example_of_a_trainjob_adopts_the_container_that_trainer_names() -> None:
+    adoption, job = adoption_example("trainjob")
+    assert adoption.spec.workers == job["trainer"]["numNodes"]
+    assert adoption.spec.container == "node"
+
+
+def test_the_example_of_a_pytorch_job_adopts_the_master_and_the_workers() -> None:
+    adoption, job = adoption_example("pytorchjob")
+    replicas = job["pytorchReplicaSpecs"]
+    assert sorted(replicas) == ["Master", "Worker"]
+    assert adoption.spec.workers == sum(r["replicas"] for r in replicas.values())
+    for replica in replicas.values():
+        assert replica["restartPolicy"] == "OnFailure"
+        assert_adopts(adoption, replica["template"])

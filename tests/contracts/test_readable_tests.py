@@ -19,9 +19,18 @@ LOOKING_INSIDE = {
 """Files that still read private attributes of product objects, and why. Do not add a file: a test that needs
 the state of an object reads what a user or another process can see of it."""
 OF_LIBRARIES = frozenset(
-    {"_exit", "_sleep", "_version", "_StridedShard", "_start_workers", "_load_from_state_dict"}
+    {
+        "_exit",
+        "_sleep",
+        "_version",
+        "_StridedShard",
+        "_start_workers",
+        "_load_from_state_dict",
+        "_get_cuda_rng_state",
+        "_set_cuda_rng_state",
+    }
 )
-"""Names of Python and torch that have no public counterpart."""
+"""Names of Python, torch and Megatron that have no public counterpart."""
 USERS = ("tests", "testbed", "demo", "benchmarks", "tools")
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
+from holdfast_core.ids import (
+    FIRST_SPARE,
+    MAX_SPARES,
+    CheckpointId,
+    JobUid,
+    RestartRound,
+    Step,
+)
 from holdfast_core.names import (
     certificates_secret_name,
     checkpoint_name,
@@ -37,6 +44,12 @@ def test_a_pod_name_is_read_back() -> None:
     assert parse_pod_name("gpt-0-r1", FIRST, name) == (4095, 12)
 
 
+def test_the_name_of_a_spare_has_its_number() -> None:
+    name = pod_name("gpt", FIRST, FIRST_SPARE + 3, 12)
+    assert name == pod_name("gpt", FIRST, 3, 12).replace("-3-r", "-s3-r")
+    assert parse_pod_name("gpt", FIRST, name) == (FIRST_SPARE + 3, 12)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -47,7 +60,8 @@ def test_a_pod_name_is_read_back() -> None:
         pod_name("gpt", FIRST, 0, 0).replace("-0-r0", "--1-r0"),
         pod_name("gpt", FIRST, 0, 0).replace("-r0", "-r٣"),
         pod_name("gpt", FIRST, 0, 10**9),
-        pod_name("gpt", FIRST, 10**5, 0),
+        pod_name("gpt", FIRST, 0, 0).replace("-0-r0", f"-{FIRST_SPARE}-r0"),
+        pod_name("gpt", FIRST, FIRST_SPARE + MAX_SPARES, 0),
         "gpt-0-r0",
         "",
     ],
@@ -57,4 +71,5 @@ def test_other_names_are_no_pods_of_the_job(name: str) -> None:
 
 
 def test_the_longest_name_fits_a_host_name() -> None:
-    assert len(pod_name("j" * 40, FIRST, 4095, 10**8)) <= 63
+    for last in (FIRST_SPARE - 1, FIRST_SPARE + MAX_SPARES - 1):
+        assert len(pod_name("j" * 40, FIRST, last, 10**8)) <= 63

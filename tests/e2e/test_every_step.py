@@ -25,7 +25,7 @@ def test_a_slow_disk_keeps_the_newest_step_in_memory(scenario):
     slow = (scenario.namespace, job.pod_name(1), "holdfast-sidecar", NODE_DIR)
     with faults.slow_disk(*slow, SLOW_BYTES_PER_SECOND):
         step = wait_for(
-            "a step that gave way to a newer one",
+            "a step that was dropped for a newer one",
             newest_in_memory,
             timeout_seconds=60,
             describe=job.describe,

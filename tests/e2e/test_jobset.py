@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 from testbed import faults
-from testbed.driver import jobset
 from testbed.driver.jobset import AdoptedJobSet
 from testbed.driver.kube import Kube
 from testbed.driver.scenario import SHORT
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.jobset
 
 @pytest.fixture(autouse=True)
 def controller(installed: Kube) -> None:
-    if not jobset.runs(installed.api):
+    if not AdoptedJobSet.OWNER.is_served(installed.api):
         pytest.skip("no JobSet controller runs: `make e2e-jobset` builds and installs it")
 
 

@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("installed_again")]
 
 NEXT = "next"
 """The tag of the upgraded chart's operator image."""
-PATIENT = replace(SHORT, steps=400, sleep_per_step=0.3)
-"""Still training when the second pod is lost: about 90 s are left when the rollback begins."""
+PATIENT = replace(SHORT, steps=250, sleep_per_step=0.3)
+"""Still training when the second pod is lost: about 45 s are left when the rollback begins."""
 
 
 @pytest.fixture

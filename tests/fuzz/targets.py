@@ -37,7 +37,7 @@ from holdfast_core.messages import schema
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.socket_frames import MESSAGES, UnknownMessage, parse_body, write_frame
-from holdfast_core.node.documents import read_round
+from holdfast_core.node.documents import read_round, read_worker
 from holdfast_core.peer.protocol import receive_message, send_message
 from holdfast_core.shards.file import (
     FOOTER,
@@ -177,6 +177,7 @@ def _documents() -> Iterator[Target]:
         ),
     )
     yield Target("round.json", _round_json, (b'{"round":3,"version":1}',), (CorruptionError,))
+    yield Target("worker.json", _worker_json, (b'{"worker":3}',), (CorruptionError,))
     yield Target("launcher-round", _launcher_round, (b'{"round": 3}',))
     yield Target(
         "store-config",
@@ -195,6 +196,10 @@ def _in_file(data: bytes, read: Callable[[Path], object]) -> None:
 
 def _round_json(data: bytes) -> None:
     _in_file(data, read_round)
+
+
+def _worker_json(data: bytes) -> None:
+    _in_file(data, read_worker)
 
 
 def _launcher_round(data: bytes) -> None:

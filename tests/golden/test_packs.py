@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.golden.make_packs import (
     BASE,
     CHUNK_BYTES,
@@ -26,8 +27,11 @@ from holdfast_core.shards.file import (
 )
 from holdfast_core.shards.pack import PackIndex, index_bytes_of, unpack_index
 
+CODED = sorted(FOLDER.parent.glob("pack_v*_compressed"))
+PLAIN = sorted({*FOLDER.parent.glob("pack_v*")} - {*CODED})
 
-def read(name: str, folder: Path = FOLDER) -> bytes:
+
+def read(name: str, folder: Path) -> bytes:
     return (folder / name).read_bytes()
 
 
@@ -40,14 +44,15 @@ def test_the_newest_files_are_still_written_bit_for_bit() -> None:
     assert golden_files() == {path.name: path.read_bytes() for path in FOLDER.iterdir()}
 
 
-def test_a_pack_reads_and_makes_the_shard_file() -> None:
-    pack = read("step20-rank1.pack")
+@pytest.mark.parametrize("folder", PLAIN, ids=lambda folder: folder.name)
+def test_a_pack_reads_and_makes_the_shard_file(folder: Path) -> None:
+    pack = read("step20-rank1.pack", folder)
     index = index_of(pack)
     assert index.places.tolist() == [1, 1, 0, 2]
     assert [(s.step, s.round, s.rank) for s in index.sources] == [(10, 0, 1), (20, 3, 0)]
     assert index.base == BASE
     head = head_bytes(index.header)
-    base, other = read("step10-rank1.shard"), read("step20-rank0.shard")
+    base, other = (read(f"{name}.shard", folder) for name in ("step10-rank1", "step20-rank0"))
     chunks = (
         base[head : head + 2 * CHUNK_BYTES],
         pack[:CHUNK_BYTES],
@@ -55,11 +60,12 @@ def test_a_pack_reads_and_makes_the_shard_file() -> None:
     )
     body = b"".join(chunks).ljust(trailer_offset(index.header) - head, b"\0")
     end = pack_trailer(index.header, index.blake3, index.table)
-    assert pack_head(index.header) + body + end == read("step20-rank1.shard")
+    assert pack_head(index.header) + body + end == read("step20-rank1.shard", folder)
 
 
-def test_a_compressed_pack_reads_and_makes_the_payload() -> None:
-    pack = read("step20-rank1.pack", CODED_FOLDER)
+@pytest.mark.parametrize("folder", CODED, ids=lambda folder: folder.name)
+def test_a_compressed_pack_reads_and_makes_the_payload(folder: Path) -> None:
+    pack = read("step20-rank1.pack", folder)
     index = index_of(pack)
     coding, payload = index.coding, coded_payload()
     assert coding is not None
@@ -68,7 +74,7 @@ def test_a_compressed_pack_reads_and_makes_the_payload() -> None:
     for number, width in enumerate(coding.widths):
         chunk = payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
         if index.places[number]:
-            base = read("step10-rank1.shard", CODED_FOLDER)
+            base = read("step10-rank1.shard", folder)
             start = head_bytes(unpack_head(base)) + number * CHUNK_BYTES
             assert base[start : start + CHUNK_BYTES] == chunk
             continue
@@ -79,7 +85,7 @@ def test_a_compressed_pack_reads_and_makes_the_payload() -> None:
         assert (len(stored) < len(chunk)) is (width > 0)
     end = pack_trailer(index.header, index.blake3, index.table)
     body = payload.ljust(trailer_offset(index.header) - head_bytes(index.header), b"\0")
-    assert pack_head(index.header) + body + end == read("step20-rank1.shard", CODED_FOLDER)
+    assert pack_head(index.header) + body + end == read("step20-rank1.shard", folder)
 
 
 def test_around_compressed_chunks_it_is_still_written_bit_for_bit() -> None:

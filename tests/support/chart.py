@@ -38,11 +38,14 @@ def render_chart(home: Path, *values: str) -> list[dict[str, Any]]:
     return _documents(run_helm(home, "template", RELEASE, str(CHART), "-n", NAMESPACE, *sets))
 
 
-def render_adoption(home: Path, training_runtime: str | None = None) -> list[dict[str, Any]]:
+def render_adoption(
+    home: Path, training_runtime: str | None = None, *values: str
+) -> list[dict[str, Any]]:
     """Return the policies that adopt pods, as on a cluster that serves MutatingAdmissionPolicy.
 
     Args:
         training_runtime: Image of the ClusterTrainingRuntime, which is rendered too. None: it is not.
+        values: Further values below `adoption.trainingRuntime`, such as "backoffLimit=4".
     """
     options = ["--api-versions", "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"]
     options += ["--set", "adoption.enabled=true", "--show-only", "templates/adoption-policy.yaml"]
@@ -51,6 +54,8 @@ def render_adoption(home: Path, training_runtime: str | None = None) -> list[dic
         options += ["--set", "adoption.trainingRuntime.enabled=true"]
         options += ["--set", f"adoption.trainingRuntime.image={training_runtime}"]
         options += ["--show-only", "templates/training-runtime.yaml"]
+    for value in values:
+        options += ["--set", f"adoption.trainingRuntime.{value}"]
     return _documents(run_helm(home, "template", RELEASE, str(CHART), "-n", NAMESPACE, *options))
 
 

@@ -216,10 +216,10 @@ def test_nothing_to_restore_needs_no_sidecar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeSidecar(tmp_path / "shared", tmp_path / "node")
-    told = fake.environment(
+    variables = fake.environment(
         HOLDFAST_ROUND="0", HOLDFAST_RESTORE_STEP="", HOLDFAST_INTERVAL_STEPS="5"
     )
-    for name, value in told.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("holdfast.places.pod._FIRST_CONNECT_SECONDS", 0.01)
     with holdfast.Checkpointer() as ckpt:

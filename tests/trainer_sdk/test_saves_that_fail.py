@@ -112,7 +112,7 @@ def test_an_exception_of_the_writer_is_a_failed_save(
 
 def test_a_callback_that_raises_does_not_end_the_writer(tmp_path: Path) -> None:
     def broken(message: Any) -> None:
-        raise SystemExit("the trainer cannot be told")
+        raise SystemExit("the trainer has no connection")
 
     writer = Writer(tmp_path)
     for step in (1, 2, 3):

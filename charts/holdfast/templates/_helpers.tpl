@@ -57,9 +57,10 @@ namespace of the operator is known to it. */}}
 - apiGroups: [holdfast.dev]
   resources: [trainingjobs/finalizers, checkpointadoptions/finalizers, checkpointstores/finalizers]
   verbs: [update]
+# patch: Kueue's finalizer is removed from pods that are deleted, or that have ended with their job.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, create, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services]
   verbs: [get, create]
@@ -72,6 +73,9 @@ namespace of the operator is known to it. */}}
 # What the restart policy of an adopted gang's controller costs.
 - apiGroups: [batch]
   resources: [jobs]
+  verbs: [get]
+- apiGroups: [kubeflow.org]
+  resources: [pytorchjobs]
   verbs: [get]
 - apiGroups: [holdfast.dev]
   resources: [checkpointadoptions]

@@ -1,8 +1,4 @@
-"""`kubectl holdfast`: status, checkpoints, save.
-
-Exit codes: 0 success; 1 the cluster cannot be reached or refused the request, or the save failed (the
-message names the reason); 2 wrong usage; 130 interrupted.
-"""
+"""`kubectl holdfast`: show jobs and their checkpoints, and request saves."""
 
 from __future__ import annotations
 
@@ -21,9 +17,18 @@ from holdfast_cli.gangs import KINDS, Member
 from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
 from holdfast_core.names import GROUP
 
+_DESCRIPTION = "Show training jobs and their checkpoints, and request saves."
+_EXIT_CODES = (
+    "Exit codes: 0 success; 1 the cluster cannot be reached, it refused the request, or the save failed "
+    "(the message says why); 2 wrong usage; 130 interrupted."
+)
+
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    if getattr(arguments, "watch", False) and arguments.output == "json":
+        parser.error("--watch shows tables only: omit it, or omit --output json")
     try:
         cluster = Cluster.connect(arguments.context, arguments.namespace)
         arguments.run(cluster, arguments)
@@ -35,8 +40,12 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kubectl holdfast", description=__doc__)
-    parser.add_argument("-n", "--namespace", help="default: the context's")
+    parser = argparse.ArgumentParser(
+        prog="kubectl holdfast", description=_DESCRIPTION, epilog=_EXIT_CODES
+    )
+    parser.add_argument(
+        "-n", "--namespace", help="namespace of the job (default: the namespace of the context)"
+    )
     parser.add_argument("--context", help="context of the kubeconfig (default: the active one)")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
@@ -47,25 +56,33 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "job", nargs="?", help="a TrainingJob or a CheckpointAdoption (default: list all)"
     )
-    status.add_argument("-w", "--watch", action="store_true")
-    status.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    status.add_argument(
+        "-w", "--watch", action="store_true", help="show the table again every second, until Ctrl-C"
+    )
+    _add_output(status)
     status.set_defaults(run=_status)
 
     checkpoints = verbs.add_parser(
-        "checkpoints", help=("list the checkpoints of one job or of all jobs")
+        "checkpoints", help="list the checkpoints of one job or of all jobs"
     )
-    checkpoints.add_argument("job", nargs="?")
-    checkpoints.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    checkpoints.add_argument("job", nargs="?", help="name of the job (default: list all)")
+    _add_output(checkpoints)
     checkpoints.set_defaults(run=_checkpoints)
 
-    save = verbs.add_parser("save", help="request a save now; creates a Checkpoint object")
-    save.add_argument("job")
+    save = verbs.add_parser("save", help="request a save now, by creating a Checkpoint object")
+    save.add_argument("job", help="a TrainingJob or a CheckpointAdoption that trains")
     save.add_argument(
         "--name", default=None, help="name of the Checkpoint (default: <job>-manual-<step>)"
     )
     save.add_argument("--wait", action="store_true", help="wait until it is committed")
     save.set_defaults(run=_save)
     return parser
+
+
+def _add_output(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "-o", "--output", choices=["table", "json"], default="table", help="format (default: table)"
+    )
 
 
 def _status(cluster: Cluster, arguments: argparse.Namespace) -> None:
@@ -142,12 +159,14 @@ def _save(cluster: Cluster, arguments: argparse.Namespace) -> None:
     )
     print(f"checkpoint {name} requested")
     while arguments.wait:
-        phase = (cluster.get("checkpoints", name).get("status") or {}).get("phase")
+        status = cluster.get("checkpoints", name).get("status") or {}
+        phase = status.get("phase")
         if phase == "Committed":
             print(f"checkpoint {name} committed")
             return
-        if phase in ("PartiallyFailed", "Expired"):
-            raise ClusterError(f"checkpoint {name}: {phase}")
+        if phase == "Expired":
+            why = next((c["message"] for c in status["conditions"] if c["type"] == "Committed"), "")
+            raise ClusterError(f"checkpoint {name} expired: {why}")
         time.sleep(0.5)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast_core.names import pod_name
+from holdfast_core.names import member_pod_names
 
 KINDS = {"TrainingJob": "trainingjobs", "CheckpointAdoption": "checkpointadoptions"}
 """Plural of each kind of gang."""
@@ -42,22 +42,20 @@ def members(gang: dict[str, Any], pods: Iterable[dict[str, Any]]) -> list[Member
     """Return the workers of the current round by index.
 
     Args:
-        gang: A TrainingJob, whose pods have names that follow from its status, or a CheckpointAdoption, whose
-            status records the uids of its pods.
+        gang: A TrainingJob, whose pods have names that follow from its status or are in it, or a
+            CheckpointAdoption, whose status records the uids of its pods.
         pods: The pods with the label of the gang.
     """
-    meta, status = gang["metadata"], gang.get("status") or {}
+    status = gang.get("status") or {}
     by_name = {pod["metadata"]["name"]: pod for pod in pods}
     by_uid = {pod["metadata"]["uid"]: pod for pod in by_name.values()}
-    recorded = {pod["worker"]: pod["uid"] for pod in status.get("pods") or []}
-    found = []
-    for worker, birth in enumerate(status.get("members") or []):
-        if gang["kind"] == "TrainingJob":
-            pod = by_name.get(pod_name(meta["name"], meta["uid"], worker, birth))
-        else:
-            pod = by_uid.get(recorded.get(worker, ""))
-        found.append(_member(worker, pod))
-    return found
+    if gang["kind"] == "TrainingJob":
+        present = [by_name.get(name) for name in member_pod_names(gang)]
+    else:
+        recorded = {pod["worker"]: pod["uid"] for pod in status.get("pods") or []}
+        workers = range(len(status.get("members") or []))
+        present = [by_uid.get(recorded.get(worker, "")) for worker in workers]
+    return [_member(worker, pod) for worker, pod in enumerate(present)]
 
 
 def _member(worker: int, pod: dict[str, Any] | None) -> Member:

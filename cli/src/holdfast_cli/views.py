@@ -34,9 +34,23 @@ _TROUBLE = frozenset(
     }
 )
 """Conditions that the screen shows in red, with the status at which it shows them."""
-_REFUSED_RESIZES = frozenset({"NoObjectTier", "ResizeFailed"})
-"""Reasons of Resizing=False that the screen shows in red."""
-_WORDS = frozenset({("Adopted", "True"), ("Complete", "True"), ("Resizing", "True")})
+_TROUBLE_BY_REASON = frozenset(
+    {
+        ("Resizing", "False", "NoObjectTier"),
+        ("Resizing", "False", "ResizeFailed"),
+        ("WorkersMissing", "True", "CannotShrink"),
+    }
+)
+"""The same for conditions that are trouble for these reasons only."""
+_WORDS = frozenset(
+    {
+        ("Adopted", "True"),
+        ("Complete", "True"),
+        ("Resizing", "True"),
+        ("SparesReady", "False"),
+        ("WorkersMissing", "True"),
+    }
+)
 """Conditions that the screen shows although they are no trouble."""
 SHOWN_CHECKPOINTS = 3
 _GANG_COLUMNS = (
@@ -80,12 +94,16 @@ def status_view(screen: Screen) -> RenderableType:
         ("replicated", status.get("lastReplicatedStep", "-")),
         ("persisted", persisted.get("step", "-")),
         ("workers", workers_text(job)),
+        *spares_row(job),
         ("restarts", status.get("restarts", 0)),
         ("goodput", goodput_bar((status.get("goodput") or {}).get("ratio"))),
         ("recoveries", recoveries_lines(status.get("recoveries") or [])),
     )
+    stragglers = status.get("stragglers") or []
     for name, value in rows:
         head.add_row(Text(name, style="dim"), str(value))
+    if stragglers:
+        head.add_row(Text("stragglers", style="dim"), "\n".join(map(straggler_line, stragglers)))
     title = f"{job['kind']} {job['metadata']['name']}"
     parts: list[RenderableType] = [Text(title, style="bold"), head]
     if screen.members:
@@ -96,8 +114,7 @@ def status_view(screen: Screen) -> RenderableType:
         parts.append(checkpoints_view(newest(screen.checkpoints)))
     for condition in status.get("conditions", []):
         known = (condition["type"], condition["status"])
-        refused = known == ("Resizing", "False") and condition["reason"] in _REFUSED_RESIZES
-        trouble = refused or known in _TROUBLE
+        trouble = known in _TROUBLE or (*known, condition["reason"]) in _TROUBLE_BY_REASON
         if trouble or known in _WORDS:
             text = f"{condition['type']}: {condition['reason']}: {condition['message']}"
             parts.append(Text(text, style="red" if trouble else ""))
@@ -142,7 +159,15 @@ def _gangs_table(gangs: Sequence[dict[str, Any]]) -> Table:
 
 def workers_text(gang: dict[str, Any]) -> str:
     workers = (gang.get("status") or {}).get("workers") or {}
-    return f"{workers.get('ready', 0)}/{workers.get('total', gang['spec'].get('workers'))}"
+    total = workers.get("wanted") or workers.get("total", gang["spec"].get("workers"))
+    return f"{workers.get('ready', 0)}/{total}"
+
+
+def spares_row(gang: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the row about the spare pods of a gang that has some: those that are ready, and their number."""
+    wanted = gang["spec"].get("spares", 0)
+    ready = ((gang.get("status") or {}).get("spares") or {}).get("ready", 0)
+    return [("spares", f"{ready}/{wanted} ready")] if wanted else []
 
 
 def members_view(members: Sequence[Member]) -> Table:
@@ -189,6 +214,14 @@ def goodput_bar(ratio: float | None) -> str:
         return "-"
     filled = round(max(0.0, min(1.0, ratio)) * BAR_CELLS)
     return f"{'█' * filled}{'░' * (BAR_CELLS - filled)} {ratio:.1%}"
+
+
+def straggler_line(straggler: dict[str, Any]) -> str:
+    """Return rank, worker, node, factor, slow part and first slow step of a straggler."""
+    return (
+        f"rank {straggler['rank']} (worker {straggler['worker']}, node {straggler.get('node', '-')}): "
+        f"{straggler['factor']:g}x, {straggler['slowPart']}, since step {straggler['sinceStep']}"
+    )
 
 
 def recoveries_lines(recoveries: list[dict[str, Any]]) -> str:

@@ -19,7 +19,17 @@ Rank = NewType("Rank", int)
 """Index of a training process in the gang, 0..world_size-1."""
 
 Worker = NewType("Worker", int)
-"""Index of a pod in the gang, 0..workers-1."""
+"""Index of a pod in the gang, 0..workers-1. Spare pods have the indices from FIRST_SPARE."""
+
+MAX_WORKERS = 4096
+"""Largest number of workers of a gang."""
+
+FIRST_SPARE = Worker(MAX_WORKERS)
+"""Index of the first spare pod, above those of all workers. A spare keeps it until a ROUND message names its
+pod as a worker (ADR 0107)."""
+
+MAX_SPARES = 64
+"""Largest number of spare pods of a job. Their certificates are in one Secret."""
 
 RestartRound = NewType("RestartRound", int)
 """Number of restarts of the gang, >= 0. It is the fencing token (docs/guarantees.md R17)."""
@@ -105,6 +115,11 @@ class ByteRange(NamedTuple):
     @property
     def length_bytes(self) -> int:
         return self.stop - self.start
+
+
+def is_spare(worker: Worker) -> bool:
+    """Return whether the index is that of a spare pod, which has no ranks."""
+    return worker >= FIRST_SPARE
 
 
 def ranks_of(worker: Worker, procs_per_worker: int) -> range:

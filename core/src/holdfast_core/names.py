@@ -11,9 +11,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
+from holdfast_core.ids import (
+    FIRST_SPARE,
+    MAX_SPARES,
+    CheckpointId,
+    JobUid,
+    RestartRound,
+    Worker,
+    is_spare,
+)
 
 GROUP = "holdfast.dev"
 """Group of the API's kinds, and prefix of labels and annotations."""
@@ -31,7 +41,8 @@ CERTIFICATES_IN_SECRET = 64
 """Number of neighbouring workers whose leaf certificates are in one Secret: 60 KB, of the 1 MiB that a Secret
 may have."""
 
-_POD_SUFFIX = re.compile(r"-(0|[1-9][0-9]{0,4})-r(0|[1-9][0-9]{0,8})")
+_PLACEHOLDER_SUFFIX = re.compile(r"-placeholder-(0|[1-9][0-9]{0,4})")
+_POD_SUFFIX = re.compile(r"-(s?)(0|[1-9][0-9]{0,4})-r(0|[1-9][0-9]{0,8})")
 
 
 @lru_cache(maxsize=4096)
@@ -47,21 +58,66 @@ def job_prefix(job: str, uid: JobUid) -> str:
 
 
 def pod_name(job: str, uid: JobUid, worker: int, birth_round: int) -> str:
-    return f"{job_prefix(job, uid)}-{worker}-r{birth_round}"
+    """Return the name of a worker's pod, or of a spare pod, whose number has the prefix `s`."""
+    index = f"s{worker - FIRST_SPARE}" if is_spare(Worker(worker)) else str(worker)
+    return f"{job_prefix(job, uid)}-{index}-r{birth_round}"
 
 
 def parse_pod_name(job: str, uid: JobUid, name: str) -> tuple[Worker, RestartRound] | None:
     """Return the worker and the birth round in a pod's name, or None if it is not a name of this job."""
-    prefix = job_prefix(job, uid)
-    if not name.startswith(prefix):
+    found = _suffix(_POD_SUFFIX, job, uid, name)
+    if found is None:
         return None
-    found = _POD_SUFFIX.fullmatch(name, len(prefix))
-    return None if found is None else (Worker(int(found[1])), RestartRound(int(found[2])))
+    number, limit = int(found[2]), MAX_SPARES if found[1] else FIRST_SPARE
+    if number >= limit:
+        return None
+    return Worker(number + (FIRST_SPARE if found[1] else 0)), RestartRound(int(found[3]))
+
+
+def member_pod_names(job: Mapping[str, Any]) -> list[str]:
+    """Return the names of the pods of a gang's workers, by worker.
+
+    Args:
+        job: A TrainingJob as the API server returns it. Before its first round it has no workers.
+    """
+    meta, status = job["metadata"], job.get("status") or {}
+    promoted = (status.get("spares") or {}).get("promoted") or []
+    spares = {(spare["worker"], spare["birth"]): spare["pod"] for spare in promoted}
+    return [
+        spares.get((worker, birth)) or pod_name(meta["name"], meta["uid"], worker, birth)
+        for worker, birth in enumerate(status.get("members") or [])
+    ]
+
+
+def placeholder_name(job: str, uid: JobUid, worker: int) -> str:
+    """Return the name of the pod that looks for a node for this missing worker of an elastic gang."""
+    return f"{job_prefix(job, uid)}-placeholder-{worker}"
+
+
+def parse_placeholder_name(job: str, uid: JobUid, name: str) -> Worker | None:
+    """Return the missing worker in a placeholder's name, or None if it is not a name of this job."""
+    found = _suffix(_PLACEHOLDER_SUFFIX, job, uid, name)
+    return None if found is None else Worker(int(found[1]))
+
+
+def _suffix(pattern: re.Pattern[str], job: str, uid: JobUid, name: str) -> re.Match[str] | None:
+    """Return how the pattern matches what follows the job's prefix in a name, or None."""
+    prefix = job_prefix(job, uid)
+    return pattern.fullmatch(name, len(prefix)) if name.startswith(prefix) else None
 
 
 def worker_name(worker: int) -> str:
     """Return the name of a worker whose pods another controller names, in certificates and ROUND messages."""
     return f"worker-{worker}"
+
+
+def pod_group_name(job: str, uid: JobUid, workers: int, round_: int) -> str:
+    """Return the name of the pod group in Kueue that a gang of `workers` new pods begins in this round.
+
+    Kueue also gives this name to its Workload. It is a valid label value, because it is as long as a pod's
+    name.
+    """
+    return f"{job_prefix(job, uid)}-{workers}-g{round_}"
 
 
 def service_name(job: str, uid: JobUid) -> str:

@@ -16,9 +16,11 @@ from holdfast_core.api import (
     GoodputStatus,
     JobCondition,
     LineageEntry,
+    PromotedSpare,
     RecoveryStatus,
     RestartRecord,
     RestorePointStatus,
+    SparesStatus,
     TierCounts,
     TrainingJob,
     TrainingJobStatus,
@@ -26,7 +28,7 @@ from holdfast_core.api import (
     changed,
     merge_patch,
 )
-from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 
 START = datetime(2026, 1, 1, 12, 30, 15, 999_999, tzinfo=UTC)
 
@@ -40,6 +42,11 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         recoveries=(RecoveryStatus(round=RestartRound(3), reason="PodLost", detect_seconds=0.5),),
         goodput=GoodputStatus(ratio=1 / 3, training_seconds=10.00049),
         workers=WorkersStatus(ready=1, total=2),
+        spares=SparesStatus(
+            ready=1,
+            births=(RestartRound(0), RestartRound(3)),
+            promoted=(PromotedSpare(worker=Worker(1), birth=RestartRound(3), pod="gpt-s1-r0"),),
+        ),
         start_time=START,
     ).with_condition(JobCondition.RUNNING, None, "Starting", "the message", START, 4)
     assert merge_patch(status) == {
@@ -84,7 +91,14 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "interval": None,
         "scheduling": None,
         "resize": None,
-        "workers": {"ready": 1, "total": 2, "summary": "1/2"},
+        "stragglers": [],
+        "elastic": None,
+        "workers": {"ready": 1, "total": 2, "wanted": None, "summary": "1/2"},
+        "spares": {
+            "ready": 1,
+            "births": [0, 3],
+            "promoted": [{"worker": 1, "birth": 3, "pod": "gpt-s1-r0"}],
+        },
         "startTime": "2026-01-01T12:30:15Z",
         "completionTime": None,
         "conditions": [

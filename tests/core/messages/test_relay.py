@@ -45,7 +45,7 @@ def test_other_messages_are_json() -> None:
         pytest.param(b'{"round":1,"parts":[{"sizeBytes":-1}]}\n', id="a negative length"),
         pytest.param(b'{"round":1,"parts":[{"sizeBytes":9e18}]}\n', id="a length that is no int"),
         pytest.param(
-            b'{"round":1,"parts":[{"sizeBytes":0,"workers":[4096]}]}\n', id="no such worker"
+            b'{"round":1,"parts":[{"sizeBytes":0,"workers":[4160]}]}\n', id="no such worker"
         ),
         pytest.param(b"[]\n", id="a list"),
     ],

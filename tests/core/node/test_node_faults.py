@@ -19,7 +19,7 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
 from holdfast_core.node.tier import QUARANTINE_KEPT, DiskNodeTier, OpenReport
 from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import pack_trailer, trailer_offset
@@ -306,6 +306,22 @@ def test_a_damaged_round_is_an_error_and_not_round_0(
     (root / "round.json").write_bytes(content)
     with pytest.raises(CorruptionError):
         tier.read_round()
+
+
+def test_a_spare_becomes_a_worker_for_good(root: Path, tier: DiskNodeTier) -> None:
+    assert tier.read_worker() is None
+    tier.write_worker(Worker(3))
+    again, _ = reopened(root)
+    assert again.read_worker() == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"worker":-1}', b'{"round":1}'])
+def test_a_damaged_worker_is_an_error_and_not_a_spare(
+    root: Path, tier: DiskNodeTier, content: bytes
+) -> None:
+    (root / "worker.json").write_bytes(content)
+    with pytest.raises(CorruptionError):
+        tier.read_worker()
 
 
 def test_the_budget_is_a_part_of_the_volume(root: Path) -> None:

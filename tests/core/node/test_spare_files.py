@@ -1,4 +1,4 @@
-"""The file of a deleted shard is overwritten by a later write, unless somebody may still read it."""
+"""The file of a deleted shard is overwritten by a later write, unless a process may still read it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.core.peer.bulk_pair import CLIENT, SERVER, Pair, started
+from tests.support.peer.bulk_pair import CLIENT, SERVER, Pair, started
 from tests.support.servers.pki import Authority
 from tests.support.tiers.memory import MemoryTier
 

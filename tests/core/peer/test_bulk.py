@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.core.peer.bulk_pair import (
+from tests.support.peer.bulk_pair import (
     CLIENT,
     SIZE,
     Cutter,

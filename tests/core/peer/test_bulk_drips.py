@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.core.peer.hostile_peer import HostilePeer, filled, requested, trailer_of
 from tests.support.clock import ManualClock
+from tests.support.peer.hostile_peer import HostilePeer, filled, requested, trailer_of
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import HoldfastError, UnavailableError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from tests.core.peer.bulk_pair import Pair, bytes_of, filled, started
+from tests.support.peer.bulk_pair import Pair, bytes_of, filled, started
 from tests.support.shards.builders import payload
 from tests.support.tiers.faulty import Faults, FaultyNodeTier
 from tests.support.tiers.memory import MemoryTier

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.core.peer.bulk_pair import CLIENT, Cutter, Pair, started
-from tests.core.peer.hostile_peer import (
+from tests.support.peer.bulk_pair import CLIENT, Cutter, Pair, started
+from tests.support.peer.hostile_peer import (
     CHUNK,
     CHUNKS,
     DATA,

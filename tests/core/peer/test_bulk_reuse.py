@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.core.peer.bulk_pair import Cutter, Pair, bytes_of, write
+from tests.support.peer.bulk_pair import Cutter, Pair, bytes_of, write
 from tests.support.shards.builders import payload
 from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier

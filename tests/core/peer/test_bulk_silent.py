@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.core.peer.bulk_pair import SERVER, Pair, filled, started
+from tests.support.peer.bulk_pair import SERVER, Pair, filled, started
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import UnavailableError

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from tests.core.peer.bulk_pair import CLIENT, Handler, Pair, filled, started
+from tests.support.peer.bulk_pair import CLIENT, Handler, Pair, filled, started
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import RefusedError

@@ -1,6 +1,6 @@
 """Saves, commits, retries, deletions, sweeps, restores and crashes in any order, request by request.
 
-A model knows which checkpoints were committed and which of them somebody has begun to delete. Every other
+A model knows which checkpoints were committed and which of them a process has begun to delete. Every other
 one must be restorable at any time (I1, I2), and in the end only needed objects may be left (I7).
 """
 

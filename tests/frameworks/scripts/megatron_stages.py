@@ -10,12 +10,9 @@ import sys
 
 import numpy as np
 import torch
-from tests.support.frameworks.megatron_classes import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensorFactory,
-    part,
-)
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from tests.support.frameworks.megatron_parts import part
 
 import holdfast
 from holdfast.integrations import megatron
@@ -93,7 +90,6 @@ with holdfast.Checkpointer("ckpt", interval_steps=0, on_save_error="raise") as c
     if load != "no":
         loaded = megatron.load(state(0.0, is_new=False), ckpt)
         check(loaded)
-        print("loaded", flush=True)
     if save != "no":
         megatron.save(int(save), state(1.0, is_new=True), ckpt).wait(timeout=120)
-        print("saved", flush=True)
+print("digest of nothing: the checks are above", flush=True)

@@ -105,15 +105,17 @@ def memory() -> Iterator[Callable[[], tuple[int, int]]]:
 def four_wait(then: Callable[[int], object]) -> Callable[[int], None]:
     """Return a throttle that delays the first eight parts until groups of four wait.
 
-    Each of them then calls `then` with the number of earlier groups.
+    Each of them then calls `then` with the number of earlier groups, one after the other: VersityGW answers
+    500 to a list of uploads during an abort.
     """
-    waiting, begun = threading.Barrier(4), itertools.count()
+    waiting, begun, alone = threading.Barrier(4), itertools.count(), threading.Lock()
 
     def throttle(_length: int) -> None:
         number = next(begun)
         if number < 8:
             waiting.wait(60)
-            then(number // 4)
+            with alone:
+                then(number // 4)
 
     return throttle
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ from tests.support.chart import render_adoption
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.operator_account import OperatorAccount
 from tests.support.operator.operator_bed import WORKERS, OperatorBed, training
+from tests.support.operator.other_controllers import (
+    PYTORCH_JOBS,
+    JobController,
+    PyTorchJobController,
+    TrainJobController,
+)
 from tests.support.servers.control_plane import ControlPlaneError
 
 from holdfast_core.contract import SIDECAR_CONTAINER
@@ -26,73 +33,11 @@ pytestmark = pytest.mark.integration
 ADOPTIONS = "checkpointadoptions"
 
 
-class OtherController:
-    """The controller of the pods: a Job of batch/v1 whose pods the test creates."""
-
-    def __init__(self, bed: OperatorBed, *, backoff_limit: int = 6, jobset: bool = False) -> None:
-        self._bed = bed
-        container = {"name": "train", "image": "example/trainer:1"}
-        template = {"spec": {"restartPolicy": "Never", "containers": [container]}}
-        metadata: dict[str, Any] = {"name": "gpt"}
-        self._labels = {"holdfast.dev/adopt": "gpt"}
-        if jobset:  # as the pods of the ClusterTrainingRuntime holdfast-torch
-            self._labels = {"holdfast.dev/adopt": "", "jobset.sigs.k8s.io/jobset-name": "gpt"}
-            owner = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": "gpt"}
-            metadata["ownerReferences"] = [{**owner, "uid": "0", "controller": True}]
-        spec = {
-            "completions": WORKERS,
-            "parallelism": WORKERS,
-            "completionMode": "Indexed",
-            "backoffLimit": backoff_limit,
-            "template": template,
-        }
-        path = f"/apis/batch/v1/namespaces/{bed.namespace}/jobs"
-        self._job = bed.plane.request("POST", path, {"metadata": metadata, "spec": spec})
-
-    def create_pod(self, worker: int, **spec: Any) -> str:
-        """Create the pod of an index, as the Job controller does, and return its name."""
-        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "gpt", "controller": True}
-        body = {
-            "metadata": {
-                "generateName": f"gpt-{worker}-",
-                "labels": {
-                    **self._labels,
-                    "batch.kubernetes.io/job-completion-index": str(worker),
-                },
-                "ownerReferences": [{**owner, "uid": self._job["metadata"]["uid"]}],
-            },
-            "spec": {
-                "restartPolicy": "Never",
-                "initContainers": [{"name": "fetch-data", "image": "example/data:1"}],
-                "containers": [
-                    {
-                        "name": "train",
-                        "image": "example/trainer:1",
-                        "env": [{"name": "A", "value": "b"}],
-                    },
-                    {"name": "logs", "image": "example/logs:1"},
-                ],
-                **spec,
-            },
-        }
-        path = f"/api/v1/namespaces/{self._bed.namespace}/pods"
-        return str(self._bed.plane.request("POST", path, body)["metadata"]["name"])
-
-    def refusal(self, **spec: Any) -> str:
-        """Return the message with which the API server refuses a pod, or "" if it accepts the pod."""
-        try:
-            name = self.create_pod(0, **spec)
-        except ControlPlaneError as error:
-            return str(error)
-        self._bed.kubelet.delete_pod(name)
-        return ""
-
-
-def adoption(**spec: Any) -> dict[str, Any]:
+def adoption(name: str = "gpt", **spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "holdfast.dev/v1alpha1",
         "kind": "CheckpointAdoption",
-        "metadata": {"name": "gpt"},
+        "metadata": {"name": name},
         "spec": {
             "workers": WORKERS,
             "container": "train",
@@ -117,10 +62,7 @@ def adopting(empty_bed: OperatorBed, policies: None) -> OperatorBed:
     """Return a namespace with a CheckpointAdoption whose pods can be created."""
     bed = empty_bed
     bed.start_operator()
-    bed.plane.request("POST", bed.path(ADOPTIONS), adoption())
-    secret = f"/api/v1/namespaces/{bed.namespace}/secrets/gpt-holdfast-certs-0"
-    bed.until("injection", lambda: status(bed).get("injection"))
-    bed.until("certificates", lambda: not bed.is_gone(secret))  # a kubelet waits for them
+    adopt(bed, adoption())
     path = f"/api/v1/namespaces/{bed.namespace}/pods?dryRun=All"
     pod: dict[str, Any] = {
         "metadata": {
@@ -143,6 +85,27 @@ def adopting(empty_bed: OperatorBed, policies: None) -> OperatorBed:
     return bed
 
 
+def adopt(bed: OperatorBed, body: dict[str, Any]) -> None:
+    """Create a CheckpointAdoption and wait until its pods can be created."""
+    name = body["metadata"]["name"]
+    bed.plane.request("POST", bed.path(ADOPTIONS), body)
+    secret = f"/api/v1/namespaces/{bed.namespace}/secrets/{name}-holdfast-certs-0"
+    bed.until("injection", lambda: status(bed, name).get("injection"))
+    bed.until("certificates", lambda: not bed.is_gone(secret))  # a kubelet waits for them
+
+
+@pytest.fixture
+def pytorch_jobs(adopting: OperatorBed) -> Iterator[OperatorBed]:
+    """Serve PyTorchJobs, and adopt those of the name lm."""
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    adopting.plane.request("POST", path, PYTORCH_JOBS)
+    served = f"/apis/kubeflow.org/v1/namespaces/{adopting.namespace}/pytorchjobs"
+    adopting.until("PyTorchJobs are served", lambda: not adopting.is_gone(served))
+    adopt(adopting, adoption("lm", container="pytorch"))
+    yield adopting
+    adopting.plane.request("DELETE", f"{path}/{PYTORCH_JOBS['metadata']['name']}")
+
+
 def tried(bed: OperatorBed, path: str, body: dict[str, Any]) -> Any:
     try:
         return bed.plane.request("POST", path, body)["spec"]
@@ -150,13 +113,13 @@ def tried(bed: OperatorBed, path: str, body: dict[str, Any]) -> Any:
         return str(error).replace(SIDECAR_CONTAINER, "sidecar")
 
 
-def status(bed: OperatorBed) -> dict[str, Any]:
-    found = bed.plane.request("GET", bed.path(ADOPTIONS, "gpt"))
+def status(bed: OperatorBed, name: str = "gpt") -> dict[str, Any]:
+    found = bed.plane.request("GET", bed.path(ADOPTIONS, name))
     return dict(found.get("status") or {})
 
 
-def condition(bed: OperatorBed, kind: str) -> dict[str, Any]:
-    found = [c for c in status(bed).get("conditions", []) if c["type"] == kind]
+def condition(bed: OperatorBed, kind: str, name: str = "gpt") -> dict[str, Any]:
+    found = [c for c in status(bed, name).get("conditions", []) if c["type"] == kind]
     return found[0] if found else {}
 
 
@@ -167,7 +130,7 @@ def rounds_are_sent(bed: OperatorBed, round_: int) -> bool:
     )
 
 
-def run_gang(bed: OperatorBed, controller: OtherController, state: CoordinatorState) -> list[str]:
+def run_gang(bed: OperatorBed, controller: JobController, state: CoordinatorState) -> list[str]:
     """Create the pods and run them until the gang trains, with this state of its coordinator."""
     pods = [controller.create_pod(w) for w in range(WORKERS)]
     for pod in pods:
@@ -182,7 +145,7 @@ def test_a_lost_pod_of_a_job_costs_one_round_even_without_an_operator(
     adopting: OperatorBed,
 ) -> None:
     bed = adopting
-    controller = OtherController(bed)
+    controller = JobController(bed)
     first, lost = run_gang(bed, controller, training(2, 0, 40))
     assert condition(bed, "Adopted")["message"].startswith(
         "Job gpt (backoffLimit 6) creates a lost pod"
@@ -214,7 +177,7 @@ def test_a_lost_pod_of_a_job_costs_one_round_even_without_an_operator(
 
 def test_all_pods_may_go_and_come_back_as_after_a_suspension(adopting: OperatorBed) -> None:
     bed = adopting
-    controller = OtherController(bed)
+    controller = JobController(bed)
     nothing_committed = replace(training(2, 0, 5), last_local=None, last_replicated=None)
     for pod in run_gang(bed, controller, nothing_committed):
         bed.kubelet.delete_pod(pod)
@@ -228,7 +191,7 @@ def test_without_a_store_a_gang_whose_copies_would_all_be_lost_is_refused(
     adopting: OperatorBed,
 ) -> None:
     bed = adopting
-    controller = OtherController(bed, backoff_limit=0, jobset=True)
+    controller = JobController(bed, backoff_limit=0, jobset=True)
     sidecars = [bed.kubelet.run_pod(controller.create_pod(w)) for w in range(WORKERS)]
     found = bed.until(
         "Adopted=False",
@@ -240,9 +203,78 @@ def test_without_a_store_a_gang_whose_copies_would_all_be_lost_is_refused(
     assert not any(s.rounds for s in sidecars)
 
 
+def test_the_pods_of_a_trainjob_of_the_charts_runtime_are_workers(
+    adopting: OperatorBed, tmp_path: Path
+) -> None:
+    bed = adopting
+    adopt(bed, adoption("lm", container="node"))
+    objects = render_adoption(tmp_path, "example/trainer:1")
+    (runtime,) = (o for o in objects if o["kind"] == "ClusterTrainingRuntime")
+    controller = TrainJobController(bed, "lm", runtime)
+    for worker in range(WORKERS):
+        name = controller.create_pod(worker)
+        pod = bed.plane.request("GET", f"/api/v1/namespaces/{bed.namespace}/pods/{name}")
+        assert pod["metadata"]["labels"]["holdfast.dev/job"] == "lm"
+        assert pod["metadata"]["labels"]["holdfast.dev/worker"] == str(worker)
+        (node,) = pod["spec"]["containers"]
+        assert {"name": "HOLDFAST_WORKER", "value": str(worker)} in node["env"]
+        assert {"name": "PET_NNODES", "value": str(WORKERS)} in node["env"]
+        bed.kubelet.run_pod(name)
+    bed.until("ROUND 0", lambda: rounds_are_sent(bed, 0))
+    found = bed.until("Adopted", lambda: condition(bed, "Adopted", "lm"))
+    assert found["message"].startswith("Job lm-node-0 (backoffLimit 100) creates a lost pod again")
+
+
+def test_the_pods_of_a_pytorch_job_are_workers_by_rank(pytorch_jobs: OperatorBed) -> None:
+    """The Master is worker 0, and Worker 0 is worker 1. A lost pod comes back with its old name."""
+    bed = pytorch_jobs
+    controller = PyTorchJobController(bed, "lm")
+    master, lost = controller.create_pods()
+    for name, worker in ((master, "0"), (lost, "1")):
+        path = f"/api/v1/namespaces/{bed.namespace}/pods/{name}"
+        pod = bed.plane.request("GET", path)
+        assert pod["metadata"]["labels"]["holdfast.dev/worker"] == worker
+        assert pod["spec"]["initContainers"][0]["name"] == SIDECAR_CONTAINER
+        bed.kubelet.run_pod(name)
+    bed.until("ROUND 0", lambda: rounds_are_sent(bed, 0))
+    nothing_committed = replace(training(2, 0, 5), last_local=None, last_replicated=None)
+    bed.kubelet.publish(master, nothing_committed)
+    bed.until("Running", lambda: condition(bed, "Running", "lm").get("status") == "True")
+    found = condition(bed, "Adopted", "lm")
+    assert found["message"] == "PyTorchJob lm creates a lost pod again"
+    bed.kubelet.delete_pod(lost)
+    assert controller.create_pod("worker", 0) == lost
+    bed.kubelet.run_pod(lost)
+    bed.until("ROUND 1", lambda: rounds_are_sent(bed, 1))
+    assert status(bed, "lm")["members"] == [0, 1]
+
+
+def test_a_pytorch_job_that_fails_with_its_first_pod_is_refused_without_a_store(
+    pytorch_jobs: OperatorBed,
+) -> None:
+    bed = pytorch_jobs
+    controller = PyTorchJobController(bed, "lm", restart_policy="Never")
+    sidecars = [bed.kubelet.run_pod(name) for name in controller.create_pods()]
+    found = bed.until(
+        "Adopted=False",
+        lambda: c if (c := condition(bed, "Adopted", "lm")).get("status") == "False" else None,
+    )
+    assert found["reason"] == "LocalCopiesWouldBeLost"
+    assert found["message"].endswith(
+        "set restartPolicy: OnFailure for each kind of replica of the PyTorchJob"
+    )
+    assert not any(s.rounds for s in sidecars)
+
+
+def test_a_pytorch_job_without_a_master_is_refused_in_words(pytorch_jobs: OperatorBed) -> None:
+    controller = PyTorchJobController(pytorch_jobs, "lm")
+    with pytest.raises(ControlPlaneError, match="variable RANK of that container is below its"):
+        controller.create_pod("worker", 0, has_master=False)
+
+
 def test_a_pod_gets_the_same_sidecar_as_the_pod_of_a_training_job(adopting: OperatorBed) -> None:
     bed = adopting
-    name = OtherController(bed).create_pod(1)
+    name = JobController(bed).create_pod(1)
     path = f"/api/v1/namespaces/{bed.namespace}/pods/{name}"
     spec = bed.plane.request("GET", path)["spec"]
     assert [c["name"] for c in spec["initContainers"]] == [SIDECAR_CONTAINER, "fetch-data"]
@@ -284,7 +316,7 @@ def test_a_pod_gets_the_same_sidecar_as_the_pod_of_a_training_job(adopting: Oper
 
 
 def test_a_pod_that_cannot_be_adopted_is_refused_in_words(adopting: OperatorBed) -> None:
-    controller = OtherController(adopting)
+    controller = JobController(adopting)
     other = [{"name": "main", "image": "example/trainer:1"}]
     foreign = [{"name": SIDECAR_CONTAINER, "image": "example/sidecar:1"}]
     assert controller.refusal() == ""

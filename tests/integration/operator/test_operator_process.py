@@ -21,7 +21,6 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.contract import peer_dns_name
 from holdfast_core.ids import Worker
 from holdfast_core.names import certificates_secret_name, service_name
-from holdfast_operator.model.actions import round_digest
 from holdfast_operator.sidecars.certificates import Authority, new_leaf
 
 pytestmark = pytest.mark.integration
@@ -128,7 +127,7 @@ def test_a_restarted_operator_does_not_disturb_a_running_gang(bed: OperatorBed) 
     # The acknowledgements are lost, so the operator sends ROUND again: the same one, with a version above
     # the newest of every member.
     again = sidecar.rounds[len(sent) :]
-    assert {round_digest(message) for message in again} <= {round_digest(sent[-1])}
+    assert {message.content_digest() for message in again} <= {sent[-1].content_digest()}
 
 
 def test_two_operators_do_what_one_does(empty_bed: OperatorBed, tmp_path: Path) -> None:

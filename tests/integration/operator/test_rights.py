@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.support.chart import NAMESPACE
@@ -18,17 +19,31 @@ from holdfast_operator.model import labels
 
 pytestmark = pytest.mark.integration
 
-ADOPTION = {
-    "apiVersion": "holdfast.dev/v1alpha1",
-    "kind": "CheckpointAdoption",
-    "metadata": {"name": "adopted"},
+ADOPTION = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "CheckpointAdoption"}
+
+CONTAINERS = [{"name": "trainer", "image": "example/trainer:1"}]
+
+PYTORCH_JOB = {
+    "apiVersion": "kubeflow.org/v1",
+    "kind": "PyTorchJob",
+    "name": "lm",
+    "uid": "3f0e1d4a-0000-4000-8000-000000000001",
 }
+"""The server asks for the right before it finds out that it serves no such kind."""
 
 NODE = "node-of-rights"
 
 
 def until_called(bed: OperatorBed, since: int, right: Right) -> None:
     bed.until(f"a call that needs {right}", lambda: right in bed.account.calls(since).granted)
+
+
+def keep_pod(bed: OperatorBed, name: str) -> None:
+    """Add the finalizer that Kueue adds, so that the pod stays until the operator removes it."""
+    path = f"/api/v1/namespaces/{bed.namespace}/pods/{name}"
+    pod = bed.plane.request("GET", path)
+    pod["metadata"]["finalizers"] = [labels.KUEUE_FINALIZER]
+    bed.plane.request("PUT", path, pod)
 
 
 def replace_pod(bed: OperatorBed, worker: int, round_: int, coordinator: str) -> FakeSidecar:
@@ -57,31 +72,35 @@ def forget_a_checkpoint(bed: OperatorBed) -> None:
     bed.until("it goes", lambda: bed.is_gone(bed.path("checkpoints", "stray")))
 
 
-def adopt_a_pod(bed: OperatorBed) -> None:
-    """Create a CheckpointAdoption, and a pod of a Job as the admission policy leaves it."""
-    path = bed.path("checkpointadoptions")
+def adopt_a_pod(bed: OperatorBed, name: str, owner: dict[str, Any]) -> None:
+    """Create a CheckpointAdoption, and a pod of this controller as the admission policy leaves it."""
     spec = {"workers": 1, "checkpoint": {"interval": {"steps": 10}}}
-    meta = bed.plane.request("POST", path, {**ADOPTION, "spec": spec})["metadata"]
+    body = {**ADOPTION, "metadata": {"name": name}, "spec": spec}
+    meta = bed.plane.request("POST", bed.path("checkpointadoptions"), body)["metadata"]
     namespace = f"namespaces/{bed.namespace}"
-    containers = [{"name": "trainer", "image": "example/trainer:1"}]
-    template = {"spec": {"restartPolicy": "Never", "containers": containers}}
-    job = {"metadata": {"name": "adopted"}, "spec": {"template": template}}
-    made = bed.plane.request("POST", f"/apis/batch/v1/{namespace}/jobs", job)["metadata"]
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "adopted", "uid": made["uid"]}
-    marks = {labels.ADOPT: "adopted", labels.JOB_NAME: "adopted"}
+    marks = {labels.ADOPT: name, labels.JOB_NAME: name}
     marks |= {labels.JOB_UID: meta["uid"], labels.WORKER: "0"}
     sidecar = {"name": SIDECAR_CONTAINER, "image": "example/sidecar:1"}
     pod = {
         "metadata": {
-            "name": "adopted-0",
+            "name": f"{name}-0",
             "labels": marks,
             "ownerReferences": [{**owner, "controller": True}],
         },
-        "spec": {"initContainers": [sidecar], "containers": containers},
+        "spec": {"initContainers": [sidecar], "containers": CONTAINERS},
     }
-    secret = f"/api/v1/{namespace}/secrets/adopted-holdfast-certs-0"
+    secret = f"/api/v1/{namespace}/secrets/{name}-holdfast-certs-0"
     bed.until("certificates", lambda: not bed.is_gone(secret))
     bed.plane.request("POST", f"/api/v1/{namespace}/pods", pod)
+
+
+def batch_job(bed: OperatorBed) -> dict[str, Any]:
+    """Create a Job, and return a reference to it."""
+    template = {"spec": {"restartPolicy": "Never", "containers": CONTAINERS}}
+    job = {"metadata": {"name": "adopted"}, "spec": {"template": template}}
+    path = f"/apis/batch/v1/namespaces/{bed.namespace}/jobs"
+    made = bed.plane.request("POST", path, job)["metadata"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "name": "adopted", "uid": made["uid"]}
 
 
 def test_the_operator_needs_each_of_its_rights_and_no_other(empty_bed: OperatorBed) -> None:
@@ -110,6 +129,7 @@ def test_the_operator_needs_each_of_its_rights_and_no_other(empty_bed: OperatorB
     until_called(bed, begin, Right(bed.namespace, "services", "get"))  # it finds the Service
     bed.run_gang()
     kept = bed.store_at(0, 40)
+    keep_pod(bed, bed.pod(1, 0))
     fresh = replace_pod(bed, 1, 1, coordinator=bed.pod(0, 0))
     fresh.manifests, fresh.stored = kept.manifests, kept.stored
     replace_pod(bed, 0, 2, coordinator=bed.pod(1, 1))
@@ -127,8 +147,10 @@ def test_the_operator_needs_each_of_its_rights_and_no_other(empty_bed: OperatorB
 
     assert "status" not in bed.plane.request("GET", f"{unseen}/gpt")
 
-    adopt_a_pod(bed)
+    adopt_a_pod(bed, "adopted", batch_job(bed))
     until_called(bed, begin, Right(bed.namespace, "jobs.batch", "get"))
+    adopt_a_pod(bed, "lm", PYTORCH_JOB)
+    until_called(bed, begin, Right(bed.namespace, "pytorchjobs.kubeflow.org", "get"))
 
     # The server asks for these when a pod with an owner is created. There is no call of their own.
     implied = {

@@ -69,7 +69,16 @@ async def operator_of(gang: Any, worker: int) -> AsyncIterator[tuple[Sidecars, P
 async def seal(gang: Any, worker: int, round_: int) -> SidecarView:
     uid = gang.operator.job_uid
     async with operator_of(gang, worker) as (sidecars, pod):
-        sidecars.follow(job_key("team-a", "gpt"), uid, None, (pod,), None, frozenset(), ranks=2)
+        sidecars.follow(
+            job_key("team-a", "gpt"),
+            uid,
+            None,
+            (pod,),
+            None,
+            frozenset(),
+            ranks=2,
+            gang=frozenset(),
+        )
 
         def view() -> SidecarView:
             return sidecars.views(uid)[0]

@@ -34,6 +34,17 @@ async def test_commit_reaches_replicated_on_every_member(gangs: Gangs) -> None:
             assert on_disk == {0, 1}, "own shard and the other's copy"
 
 
+async def test_the_coordinator_says_which_round_all_members_have_accepted(gangs: Gangs) -> None:
+    async with gangs(2) as gang:
+        message = await gang.start()
+        state = await gang.operator.state_until(
+            0, lambda s: s.accepted is not None, "both workers have reported"
+        )
+        assert state.accepted is not None
+        assert state.accepted.content == message.content_digest()
+        assert state.accepted.version >= message.version
+
+
 @pytest.mark.parametrize("encryption", ["TLS", "None"])
 async def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs, encryption: str) -> None:
     """Worker 1 is killed and its disk is wiped. Its successor restores the same bytes from worker 0's copy.

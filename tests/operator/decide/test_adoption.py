@@ -7,11 +7,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from tests.support.operator.builders import sidecar
 
 from holdfast_core.api import CheckpointAdoption, JobCondition, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.loop.owners import owner_of_job
+from holdfast_operator.decide.report.owners import owner_of_job, owner_of_pytorch_job
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -26,7 +27,9 @@ from holdfast_operator.model.pod_source import AdoptedPods
 
 NOW = Now(1000.0, datetime(2026, 1, 1, tzinfo=UTC))
 KIND = OwnerView("Job gpt creates a lost pod again", loses_all_copies=False)
-UNKIND = OwnerView("JobSet gpt deletes all pods", loses_all_copies=True)
+UNKIND = OwnerView(
+    "JobSet gpt deletes all pods", loses_all_copies=True, remedy="set a backoffLimit above 0"
+)
 
 
 def adoption(**status: Any) -> CheckpointAdoption:
@@ -119,6 +122,7 @@ def test_without_a_store_a_controller_that_deletes_all_pods_is_refused() -> None
     assert found is not None
     assert found.is_false
     assert "set checkpoint.object" in found.message
+    assert found.message.endswith("or set a backoffLimit above 0")
 
 
 @pytest.mark.parametrize("restore_point", [None, {}], ids=["sealed", "running"])
@@ -154,3 +158,53 @@ def test_what_the_restart_policy_of_a_job_costs(
     found = owner_of_job({"metadata": {"name": "gpt", "ownerReferences": references}, "spec": spec})
     assert found.loses_all_copies is loses_all
     assert part in found.cost
+
+
+@pytest.mark.parametrize(
+    ("policies", "limit", "loses_all", "part"),
+    [
+        ([None, None], None, False, "PyTorchJob lm creates a lost pod again"),
+        (
+            ["OnFailure", "ExitCode"],
+            None,
+            False,
+            "fails if a container ends with an exit code from 1",
+        ),
+        (["OnFailure", "Never"], None, True, "when a Worker pod fails (restartPolicy Never)"),
+        (["Never", "Never"], 3, True, "when a Master or Worker pod fails"),
+        (["Always", "OnFailure"], 3, False, "When containers have restarted 3 times"),
+        (
+            ["OnFailure", "OnFailure"],
+            0,
+            True,
+            "(backoffLimit 0) fails, which deletes the remaining pods",
+        ),
+    ],
+    ids=["defaults", "exit codes", "one never", "never", "limited restarts", "no restarts"],
+)
+def test_what_the_restart_policy_of_a_pytorch_job_costs(
+    policies: list[str | None], limit: int | None, loses_all: bool, part: str
+) -> None:
+    master, worker = ({} if p is None else {"restartPolicy": p} for p in policies)
+    spec: dict[str, Any] = {"pytorchReplicaSpecs": {"Master": master, "Worker": worker}}
+    if limit is not None:
+        spec["runPolicy"] = {"backoffLimit": limit}
+    found = owner_of_pytorch_job({"metadata": {"name": "lm"}, "spec": spec})
+    assert found.loses_all_copies is loses_all
+    assert part in found.cost
+    assert bool(found.remedy) is loses_all
+
+
+def test_the_wait_for_a_new_pod_of_the_other_controller_is_no_time_of_the_seal() -> None:
+    """A Job creates the pod after a back-off. The survivors were sealed long before."""
+    job = adoption(
+        restartRound=1,
+        members=[0, 1],
+        pods=[RECORD | {"birth": 0}, {"worker": 1, "uid": "gone", "birth": 0}],
+    )
+    survivor = pod(0, "a")
+    seen = AdoptedPods(job).members((survivor,), frozenset())
+    observed = Observed(job=job, pods=seen, sidecars=(sidecar(survivor, 1),), owner=KIND)
+    memory = decide(observed, NOW).memory
+    assert memory.sealed_at == NOW.monotonic
+    assert memory.scheduled_at is None

@@ -49,12 +49,12 @@ def test_other_conditions_and_the_times_of_those_that_do_not_change_are_kept() -
         bytes=10,
         conditions=(
             condition(CheckpointCondition.COMMITTED, True, "Committed"),
-            condition(CheckpointCondition.VERIFIED, True, "Verified"),
+            condition(CheckpointCondition.QUARANTINED, True, "NoProgress"),
         ),
     )
     after = with_phase(before, CheckpointPhase.COMMITTED, now(5.0), pinned=False, persisted=True)
     times = {c.type: c.last_transition_time for c in after.conditions}
-    assert times["Committed"] == times["Verified"] == START
+    assert times["Committed"] == times["Quarantined"] == START
     assert times["Persisted"] == START + timedelta(seconds=5)
-    assert after.is_true("Verified")
+    assert after.is_true("Quarantined")
     assert after.bytes == 10

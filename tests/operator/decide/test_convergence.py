@@ -15,12 +15,13 @@ from tests.support.operator.builders import NAMESPACE, now, raw_job
 from tests.support.operator.fake_cluster import FakeCluster, FakeNode, is_ancestor
 from tests.support.operator.fake_operator import OPERATOR_NAMESPACE, FakeOperator, Trouble, calm
 from tests.support.operator.oracle import bases_of, broken_rules, holds
+from tests.support.operator.played_kueue import PlayedKueue
 
 from holdfast_core.api import TrainingJob
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.messages.schema import DeadRank
-from holdfast_core.names import pod_name
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.model import labels
 from holdfast_operator.model.job import PodPhase
 from holdfast_operator.sidecars.certificates import ca_secret_name
 
@@ -49,7 +50,28 @@ KINDS = (
     "resume",
     "pods are refused",
     "pods are taken again",
+    "spares are wanted",
+    "nodes are full",
+    "nodes are free",
 )
+QUEUE_KINDS = (
+    "lose pod",
+    "delete pod",
+    "fail pod",
+    "pod succeeds",
+    "rank dies",
+    "node dies",
+    "node comes back",
+    "operator restarts",
+    "job is created again",
+    "suspend",
+    "resume",
+    "the gang is preempted",
+    "the queue is full",
+    "the queue has room",
+    "workers change",
+)
+"""Faults of jobs in a queue of Kueue."""
 UNKNOWN = "Hibernating"
 """A phase that this release does not have."""
 SETTLE_SECONDS = 240
@@ -62,23 +84,52 @@ class Fault:
     target: int
 
 
-faults = st.lists(
-    st.builds(
-        Fault,
-        after_seconds=st.sampled_from((0, 1, 2, 3, 5, 8, 13, 30, 100, 350)),
-        kind=st.sampled_from(KINDS),
-        target=st.integers(0, 14),
-    ),
-    max_size=8,
-)
+def lists_of(kinds: tuple[str, ...]) -> st.SearchStrategy[list[Fault]]:
+    return st.lists(
+        st.builds(
+            Fault,
+            after_seconds=st.sampled_from((0, 1, 2, 3, 5, 8, 13, 30, 100, 350)),
+            kind=st.sampled_from(kinds),
+            target=st.integers(0, 14),
+        ),
+        max_size=8,
+    )
 
 
-def build(workers: int, copies: int, with_store: bool) -> FakeCluster:
+faults = lists_of(KINDS)
+queue_faults = lists_of(QUEUE_KINDS)
+
+
+def build(
+    workers: int,
+    copies: int,
+    with_store: bool,
+    spares: int = 0,
+    elastic_from: int | None = None,
+) -> FakeCluster:
+    """Return a cluster with one job. `elastic_from` is its elastic.min, or None if it is not elastic."""
     checkpoint: dict[str, object] = {"interval": {"steps": 5}, "peer": {"copies": copies}}
     if with_store:
         checkpoint["object"] = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
     nodes = {f"node-{i}": FakeNode(f"node-{i}") for i in range(workers + 2)}
-    return FakeCluster(job=raw_job(workers, checkpoint=checkpoint), nodes=nodes)
+    job = raw_job(workers, checkpoint=checkpoint)
+    job["spec"]["spares"] = spares
+    if elastic_from is not None:
+        job["spec"]["elastic"] = {
+            "min": elastic_from,
+            "shrinkAfterSeconds": 30,
+            "growAfterSeconds": 60,
+        }
+    return FakeCluster(job=job, nodes=nodes)
+
+
+def build_queued(workers: int) -> FakeCluster:
+    """Return a cluster with Kueue and a job with a store and the label of a queue."""
+    cluster = build(workers, min(1, workers - 1), True)
+    cluster.job["metadata"]["labels"] = {labels.QUEUE_NAME: "team-queue"}
+    cluster.touch_job()
+    PlayedKueue(cluster).attach()
+    return cluster
 
 
 class Simulation:
@@ -123,6 +174,8 @@ class Simulation:
             case "some sidecars are silent":
                 workers = range(cluster.job["spec"]["workers"])
                 cluster.silent_workers = {w for w in workers if (fault.target + 1) >> w & 1}
+            case "spares are wanted":
+                cluster.change_spec(spares=fault.target % 3)
             case "silence ends":
                 self.end_silence()
             case "job is created again":
@@ -146,14 +199,27 @@ class Simulation:
                 self.suspend(True)
             case "resume":
                 self.suspend(False)
+            case "the gang is preempted" if isinstance(cluster.kueue, PlayedKueue):
+                for group in cluster.kueue.admitted():
+                    cluster.kueue.preempt(group)
+            case "the queue is full" if isinstance(cluster.kueue, PlayedKueue):
+                cluster.kueue.quota = 0
+            case "the queue has room":
+                self.make_room()
+            case "workers change":
+                cluster.change_spec(workers=2 + fault.target % 3)
             case "pods are refused":
                 cluster.pod_refusal = "exceeded quota: team"
             case "pods are taken again":
                 cluster.pod_refusal = ""
+            case "nodes are full":
+                cluster.full_nodes = set(list(cluster.nodes)[fault.target % len(nodes) :])
+            case "nodes are free":
+                cluster.full_nodes = set()
             case "rank dies":
                 run = cluster.gang.run
                 if run is not None and run.started and not run.finished:
-                    rank = fault.target % cluster.job["spec"]["workers"]
+                    rank = fault.target % len(cluster.job["status"]["members"])
                     run.dead = (*run.dead, DeadRank(Rank(rank), Worker(rank), 1, "boom"))
                     run.version += 1
             case _ if name is None:
@@ -164,6 +230,10 @@ class Simulation:
                 cluster.delete_pod(name, cluster.pods[name].view.uid, force=False)
             case "fail pod":
                 cluster.fail_pod(name, "Error")
+            case "pod succeeds" if sum(cluster.runs(p) for p in cluster.pods) > 1:
+                cluster.end_pod(name)
+            case "pod succeeds":
+                pass  # the job would be complete
             case "evict pod":
                 cluster.fail_pod(name, "Evicted")
             case "sidecar restarts":
@@ -203,11 +273,17 @@ class Simulation:
         self.cluster.all_silent = False
         self.cluster.silent_workers = set()
 
+    def make_room(self) -> None:
+        if isinstance(self.cluster.kueue, PlayedKueue):
+            self.cluster.kueue.quota = 1000
+
     def heal(self) -> None:
+        self.make_room()
         self.end_silence()
         self.can_be_read()
         self.suspend(False)
         self.cluster.pod_refusal = ""
+        self.cluster.full_nodes = set()
         for node in self.cluster.nodes.values():
             node.dead = node.cut_off = False
         for operator in self.operators:
@@ -217,14 +293,16 @@ class Simulation:
     def settled(self) -> bool:
         status = TrainingJob.from_dict(self.cluster.job).status
         run = self.cluster.gang.run
-        members = enumerate(status.members)
-        names = {pod_name("job", self.cluster.uid, w, b) for w, b in members}
+        raw = self.cluster.job["status"]
+        members = self.cluster.member_names(raw)
+        names = {*members, *self.cluster.spare_names(raw)}
         return (
             run is not None
             and run.started
             and not run.dead
             and run.round == status.restart_round
             and status.is_true("Running")
+            and len(members) == self.cluster.job["spec"]["workers"]
             and set(self.cluster.pods) == names
         )
 
@@ -270,9 +348,10 @@ async def run_case(
         await operator.sweep()
     assert cluster.api.names("secrets", OPERATOR_NAMESPACE) == {ca_secret_name(cluster.uid)}
     live: dict[int, int] = {}
-    for pod in cluster.pods.values():
+    for name, pod in cluster.pods.items():
         if pod.view.phase is PodPhase.RUNNING:
-            live[pod.view.worker] = live.get(pod.view.worker, 0) + 1
+            worker = cluster.sidecars[name].worker
+            live[worker] = live.get(worker, 0) + 1
     assert all(count == 1 for count in live.values())
 
 
@@ -282,30 +361,77 @@ async def run_case(
     workers=st.integers(1, 4),
     copies=st.integers(0, 2),
     with_store=st.booleans(),
+    spares=st.integers(0, 2),
     seed=st.integers(0, 1 << 16),
     rough=st.booleans(),
 )
 def test_converges_and_keeps_its_promises(
-    plan: list[Fault], workers: int, copies: int, with_store: bool, seed: int, rough: bool
+    plan: list[Fault],
+    workers: int,
+    copies: int,
+    with_store: bool,
+    spares: int,
+    seed: int,
+    rough: bool,
 ) -> None:
     copies = min(copies, workers - 1)
     chance = 0.15 if rough else 0.0
     trouble = Trouble(Random(seed), stale_read=chance, lost_reply=chance, conflict=chance)
-    asyncio.run(run_case(build(workers, copies, with_store), trouble, plan, copies, 1))
+    asyncio.run(run_case(build(workers, copies, with_store, spares), trouble, plan, copies, 1))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    plan=queue_faults,
+    workers=st.integers(1, 4),
+    seed=st.integers(0, 1 << 16),
+    rough=st.booleans(),
+    ends_as=st.sampled_from((PodPhase.FAILED, PodPhase.SUCCEEDED)),
+)
+def test_a_job_in_a_queue_converges_and_leaves_no_pods(
+    plan: list[Fault], workers: int, seed: int, rough: bool, ends_as: PodPhase
+) -> None:
+    cluster = build_queued(workers)
+    cluster.ends_as = ends_as
+    chance = 0.15 if rough else 0.0
+    trouble = Trouble(Random(seed), stale_read=chance, lost_reply=chance, conflict=chance)
+    asyncio.run(run_case(cluster, trouble, plan, min(1, workers - 1), 1))
+    kueue = cluster.kueue
+    assert isinstance(kueue, PlayedKueue)
+    assert kueue.errors == []
+    pods = cluster.api.all("pods", NAMESPACE)
+    assert {p["metadata"]["labels"][labels.POD_GROUP] for p in pods} == kueue.admitted()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    plan=faults,
+    workers=st.integers(2, 4),
+    copies=st.integers(0, 1),
+    seed=st.integers(0, 1 << 16),
+    operators=st.integers(1, 2),
+)
+def test_an_elastic_gang_has_all_of_its_workers_in_the_end(
+    plan: list[Fault], workers: int, copies: int, seed: int, operators: int
+) -> None:
+    trouble = Trouble(Random(seed), stale_read=0.1, lost_reply=0.1, conflict=0.05)
+    cluster = build(workers, copies, True, elastic_from=copies + 1)
+    cluster.pods_per_node = 2
+    asyncio.run(run_case(cluster, trouble, plan, copies, operators))
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=faults, seed=st.integers(0, 1 << 16))
 def test_two_operators_at_once_do_no_harm(plan: list[Fault], seed: int) -> None:
     trouble = Trouble(Random(seed), stale_read=0.2, lost_reply=0.1, conflict=0.05)
-    asyncio.run(run_case(build(3, 1, True), trouble, plan, 1, 2))
+    asyncio.run(run_case(build(3, 1, True, spares=1), trouble, plan, 1, 2))
 
 
 @settings(max_examples=15, deadline=None)
 @given(plan=faults, seed=st.integers(0, 1 << 16))
 def test_the_same_observation_gives_the_same_decision(plan: list[Fault], seed: int) -> None:
     async def scenario() -> None:
-        cluster = build(3, 1, True)
+        cluster = build(3, 1, True, spares=1)
         simulation = Simulation(cluster, Trouble(Random(seed), 0.2, 0.2, 0.1))
         for fault in plan:
             simulation.inject(fault)

@@ -251,6 +251,37 @@ def test_these_observations_begin_no_round(changes: dict[str, Any]) -> None:
     assert not any(isinstance(a, BeginRound) for a in decision.actions), decision.reason
 
 
+def test_a_pod_that_was_evicted_keeps_this_reason_when_it_is_gone() -> None:
+    """The gang saves while the pod leaves, so that a round often begins only after its end."""
+    leaving = pod(1, terminating=True, disrupted=True, reason="EvictionByEvictionAPI")
+    drains = decide(world(pods=(pod(0), leaving)), now())
+    assert not any(isinstance(a, BeginRound) for a in drains.actions)
+    gone = world(pods=(pod(0),), memory=replace(drains.memory, failure_seen_at=999.0))
+    found = begun(decide(gone, now()))
+    assert found.confirm_gone == ("job-l2msg4-1-r0",)
+    restarting = found.status.condition(JobCondition.RESTARTING)
+    assert restarting is not None
+    assert restarting.reason == "PodEvicted"
+    assert "pod job-l2msg4-1-r0: EvictionByEvictionAPI" in restarting.message
+
+
+@pytest.mark.parametrize(("seconds", "begins"), [(59.0, False), (60.0, True)])
+def test_a_pod_that_succeeds_while_its_gang_goes_on_fails_after_a_time(
+    seconds: float, begins: bool
+) -> None:
+    early = pod(1, phase=PodPhase.SUCCEEDED, trainer_exit_code=0)
+    first = decide(world(pods=(pod(0), early)), now())
+    found = decide(world(pods=(pod(0), early), memory=first.memory), now(1000.0 + seconds))
+    later = decide(world(pods=(pod(0), early), memory=found.memory), now(1000.5 + seconds))
+    assert any(isinstance(a, BeginRound) for a in later.actions) is begins
+    if begins:
+        new = begun(later).status
+        restarting = new.condition(JobCondition.RESTARTING)
+        assert restarting is not None
+        assert restarting.reason == "PodSucceededEarly"
+        assert new.members == (0, 4)
+
+
 def test_the_absence_of_a_pod_is_confirmed_before_the_round_begins() -> None:
     assert begun(decide(world(pods=(pod(0),)), now())).confirm_gone == ("job-l2msg4-1-r0",)
 

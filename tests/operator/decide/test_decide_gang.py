@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.operator.builders import (
     checkpoint,
+    condition,
     held,
     job,
     manifest,
@@ -21,8 +22,16 @@ from tests.support.operator.builders import (
     status,
 )
 
-from holdfast_core.api import Compression, LineageEntry, PeerEncryption, RestorePointStatus
+from holdfast_core.api import (
+    Compression,
+    JobCondition,
+    LineageEntry,
+    PeerEncryption,
+    RestorePointStatus,
+    changed,
+)
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
+from holdfast_core.messages.codec import dumps
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.placement import place_copies
 from holdfast_operator.decide.facts.world import World
@@ -37,7 +46,6 @@ from holdfast_operator.model.actions import (
     SealWorker,
     SendRound,
     WriteStatus,
-    round_digest,
 )
 from holdfast_operator.model.job import (
     AckedRound,
@@ -47,6 +55,7 @@ from holdfast_operator.model.job import (
     PodView,
     SidecarView,
 )
+from holdfast_operator.model.reasons import Reason
 
 MEMORY = JobMemory(round=RestartRound(1), round_seen_at=999.0)
 CHOSEN = status(1, (0, 1), restore_point=RestorePointStatus(), coordinator=Worker(0))
@@ -58,7 +67,7 @@ def of_kind(actions: tuple[Any, ...], *kinds: type) -> list[Any]:
 
 def acked(observed: Observed, of: SidecarView, **changes: Any) -> SidecarView:
     """Return the sidecar after it accepted the current ROUND."""
-    digest = round_digest(round_message(World(observed)))
+    digest = round_message(World(observed)).content_digest()
     assert of.inventory is not None
     return replace(
         of,
@@ -138,6 +147,35 @@ def test_obsolete_pods(lost: bool, terminating: bool, expected: list[bool]) -> N
     assert [a.force for a in of_kind(decide(observed, now()).actions, DeletePod)] == expected
 
 
+RUNNING = condition(JobCondition.RUNNING, True, Reason.TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("running", "coordinator", "seconds", "calls"),
+    [
+        pytest.param(True, silent(pod(0)), 0.0, False, id="not answered yet"),
+        pytest.param(True, None, 0.0, False, id="not called yet"),
+        pytest.param(True, silent(pod(0)), 11.0, True, id="not answered for long"),
+        pytest.param(True, silent(pod(0), 990.0), 0.0, True, id="unreachable"),
+        pytest.param(True, sidecar(pod(0), 1), 0.0, True, id="answers, but not as coordinator"),
+        pytest.param(False, silent(pod(0)), 0.0, True, id="the gang starts"),
+    ],
+)
+def test_a_new_process_first_waits_for_the_coordinator_of_a_running_gang(
+    running: bool, coordinator: SidecarView | None, seconds: float, calls: bool
+) -> None:
+    conditions = (RUNNING,) if running else ()
+    observed = Observed(
+        job=job(2, changed(CHOSEN, conditions=conditions)),
+        pods=(pod(0), pod(1, 1)),
+        sidecars=(*(() if coordinator is None else (coordinator,)), silent(pod(1, 1))),
+        services=frozenset({"job-l2msg4-gang"}),
+        memory=replace(MEMORY, round_seen_at=1000.0 - seconds),
+    )
+    found = of_kind(decide(observed, now()).actions, SealWorker, SendRound)
+    assert bool(found) == calls
+
+
 def test_choosing_touches_no_pods() -> None:
     survivor = pod(0)
     seen = sidecar(
@@ -198,6 +236,14 @@ def test_a_round_message_names_the_encryption_of_copies_and_the_compression_of_u
         (a.message.policy.peer_encryption, a.message.policy.object_compression) for a in sent
     ]
     assert policies == [(encryption.value, compression.value)] * 2
+
+
+def test_round_is_encoded_and_digested_once_for_all_members() -> None:
+    one, other = of_kind(decide(gang(), now()).actions, SendRound)
+    assert one.outgoing is other.outgoing
+    assert one.outgoing.body is other.outgoing.body
+    assert one.outgoing.body == dumps(one.message)
+    assert one.outgoing.digest == one.message.content_digest()
 
 
 def test_a_sidecar_that_has_the_round_receives_it_once() -> None:

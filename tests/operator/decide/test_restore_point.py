@@ -226,6 +226,8 @@ def test_committed_and_unreadable_waits_and_never_starts_over() -> None:
     choice = pick(state, [pod(0, 1), NEW_B], [], waited=1e6)
     assert isinstance(choice, Wait)
     assert choice.note.reason == Reason.RESTORE_POINT_UNAVAILABLE
+    assert "step 10 was committed" in choice.note.message
+    assert "delete this job and create it again" in choice.note.message
 
 
 def test_an_older_checkpoint_object_is_better_than_waiting() -> None:
@@ -237,7 +239,7 @@ def test_an_older_checkpoint_object_is_better_than_waiting() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"phase": "PartiallyFailed"},
+        {"phase": "Expired"},
         {"phase": "Deleting"},
         {"deleting": True},
         {"persisted": False},

@@ -4,7 +4,6 @@ commit, and stops the clock of the deadline."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -12,14 +11,7 @@ from tests.support.operator.life import Life
 from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.model.job import PodPhase
 from holdfast_operator.model.reasons import Reason
-
-
-def no_image(life: Life) -> None:
-    """Prevent the pods of the next round from starting."""
-    for pod in life.cluster.pods.values():
-        pod.view = replace(pod.view, phase=PodPhase.PENDING, waiting_reason="ErrImagePull")
 
 
 def no_node(life: Life) -> None:

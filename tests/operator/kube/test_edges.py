@@ -18,14 +18,17 @@ from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.api import (
     GoodputStatus,
+    PromotedSpare,
     RecoveryStatus,
     SchedulingStatus,
+    SparesStatus,
+    StragglerStatus,
     TrainingJob,
     TrainingJobStatus,
     changed,
 )
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import RestartRound
+from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_operator.base.logs import Changed
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
@@ -220,6 +223,27 @@ def test_changed_forgets() -> None:
 # --------------------------------------------------------------------------- statuses, metrics
 
 
+def test_metrics_show_ready_and_promoted_spares() -> None:
+    metrics = Metrics()
+    two = TrainingJobStatus(
+        restart_round=RestartRound(0), spares=SparesStatus(ready=2, births=(RestartRound(0),) * 2)
+    )
+    metrics.status_written(job(), two)
+    taken = PromotedSpare(worker=Worker(1), birth=RestartRound(1), pod="gpt-s0-r0")
+    one = changed(two, spares=changed(two.spares, ready=1, promoted=(taken,)))
+    metrics.status_written(job(two), one)
+    metrics.status_written(job(one), one)
+    text = generate_latest(metrics.registry).decode()
+    assert 'holdfast_job_spares_ready{job="gpt",namespace="team"} 1.0' in text
+    assert 'holdfast_job_spares_promoted_total{job="gpt",namespace="team"} 1.0' in text
+    metrics.status_written(job(one), changed(one, spares=None))
+    assert (
+        'spares_ready{job="gpt",namespace="team"} 0.0' in generate_latest(metrics.registry).decode()
+    )
+    metrics.forget("team", "gpt")
+    assert 'spares_ready{job="gpt"' not in generate_latest(metrics.registry).decode()
+
+
 def test_metrics_count_what_a_status_write_adds() -> None:
     metrics = Metrics()
     first = TrainingJobStatus(restart_round=RestartRound(0), goodput=GoodputStatus(ratio=0.5))
@@ -282,3 +306,33 @@ def test_a_disruption_budget_that_exists_gets_the_new_number() -> None:
     assert [set_to(1), set_to(2), set_to(2)] == [1, 2, 2]
     del api.objects[key]
     assert set_to(0) == 0
+
+
+def test_only_present_stragglers_have_a_metric() -> None:
+    metrics, of_job = Metrics(), 'job="gpt",namespace="team",rank='
+
+    def shown(*factors: tuple[int, float]) -> list[str]:
+        stragglers = tuple(
+            StragglerStatus(
+                rank=rank,
+                worker=Worker(rank),
+                factor=factor,
+                since_step=Step(1),
+                slow_part="Input",
+            )
+            for rank, factor in factors
+        )
+        metrics.status_written(job(), TrainingJobStatus(stragglers=stragglers))
+        return lines()
+
+    def lines() -> list[str]:
+        text = generate_latest(metrics.registry).decode()
+        return [line for line in text.splitlines() if line.startswith("holdfast_straggler_factor{")]
+
+    assert shown((3, 2.5), (4, 1.5)) == [
+        f'holdfast_straggler_factor{{{of_job}"3"}} 2.5',
+        f'holdfast_straggler_factor{{{of_job}"4"}} 1.5',
+    ]
+    assert shown((4, 1.6)) == [f'holdfast_straggler_factor{{{of_job}"4"}} 1.6']
+    metrics.forget("team", "gpt")
+    assert lines() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,14 +10,14 @@ from tests.support.operator.builders import UID, job, store
 
 from holdfast_core.api import CheckpointStatus, TrainingJob, changed
 from holdfast_core.contract import PodContract, SidecarContract
-from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.ids import FIRST_SPARE, RestartRound, Step, Worker
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import CreateCheckpointObject
 from holdfast_operator.model.job import StoreView
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.disruption_budget import render_disruption_budget
 from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.pod import CERTS_VOLUME, SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
 
 SIDECAR = SidecarSettings("example/sidecar:1", "Always")
@@ -44,6 +45,21 @@ def with_spec(changes: dict[str, Any], trainer: dict[str, Any] | None = None) ->
         old = template["spec"]["containers"][0]
         template["spec"]["containers"] = [{**old, **trainer}]
     return changed(base, spec=changed(base.spec, template=template))
+
+
+def test_a_spare_differs_from_a_worker_in_its_index_only() -> None:
+    """Its Secret has the certificates of the spares."""
+    spare = render_pod(job(2), FIRST_SPARE, RestartRound(3), None, SIDECAR)
+    worker = render(job(2))
+    name, secret = "job-l2msg4-s0-r3", "job-l2msg4-certs-64-r3"
+    assert spare["metadata"]["name"] == name
+    [volume] = [v for v in spare["spec"]["volumes"] if v["name"] == CERTS_VOLUME]
+    assert volume["secret"]["secretName"] == secret
+    assert plain_env(container(spare, "trainer"))["HOLDFAST_WORKER"] == str(FIRST_SPARE)
+    text = (
+        json.dumps(spare).replace(name, "job-l2msg4-1-r3").replace(secret, "job-l2msg4-certs-0-r3")
+    )
+    assert json.loads(text.replace(f'"{FIRST_SPARE}"', '"1"')) == worker
 
 
 def test_identity_and_owner() -> None:

@@ -125,7 +125,9 @@ async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
             jobs = [JobUid(f"silent-{n}") for n in range(60)]
             for uid in jobs:
                 pods = [replace(pod_view(n), uid=f"{uid}-{n}", ip="127.67.0.1") for n in range(5)]
-                b.sidecars.follow(KEY, uid, RestartRound(0), pods, None, frozenset(), ranks=5)
+                b.sidecars.follow(
+                    KEY, uid, RestartRound(0), pods, None, frozenset(), ranks=5, gang=frozenset()
+                )
             b.sidecars.seal(UID, pod.uid, RestartRound(1))
             await b.until(lambda: b.view(pod).sealed_round == 1)
             found = [v for uid in jobs for v in b.sidecars.views(uid)]

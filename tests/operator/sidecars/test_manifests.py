@@ -184,6 +184,8 @@ async def test_the_manifests_of_a_deleted_job_are_forgotten() -> None:
         b.follow(PODS[0])
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
         b.sidecars.forget(UID)
-        b.sidecars.follow(KEY, UID, RestartRound(0), PODS[:1], None, frozenset(), ranks=8)
+        b.sidecars.follow(
+            KEY, UID, RestartRound(0), PODS[:1], None, frozenset(), ranks=8, gang=frozenset()
+        )
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
         assert fetched([server]) == [5, 5]

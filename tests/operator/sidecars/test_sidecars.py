@@ -19,7 +19,7 @@ from tests.support.operator.bench import (
 )
 
 from holdfast_core.contract import peer_dns_name
-from holdfast_core.ids import Digest, RestartRound, Step, Worker
+from holdfast_core.ids import FIRST_SPARE, Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     GangRequest,
@@ -30,6 +30,7 @@ from holdfast_core.messages.schema import (
     Round,
 )
 from holdfast_operator.model.job import Reachable
+from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.sidecars.answers import back_off_seconds
 from holdfast_operator.sidecars.certificates import (
     LEAF_LIFE,
@@ -64,6 +65,32 @@ async def test_the_first_call_fetches_the_inventory() -> None:
         assert inventory is not None
         assert inventory.round == 0
         assert b.enqueued == [KEY]
+
+
+async def test_a_spare_is_asked_again_until_its_launcher_is_connected() -> None:
+    async with bench() as b:
+        pod = pod_view(FIRST_SPARE, ip="127.66.0.9")
+        server = await b.serve(pod)
+
+        def asked_again() -> bool:
+            b.follow(pod)
+            return [kind for kind, _ in server.calls].count("inventory") > 2
+
+        await b.until(asked_again)
+        inventory = b.view(pod).inventory
+        assert inventory is not None
+        assert (inventory.worker, inventory.launcher) == (FIRST_SPARE, False)
+        server.launcher = True
+
+        def ready() -> bool:
+            b.follow(pod)
+            found = b.view(pod).inventory
+            return found is not None and found.launcher
+
+        await b.until(ready)
+        became = replace(pod, worker=Worker(1), birth_round=RestartRound(1))
+        b.follow(became)
+        assert b.view(pod).worker == 1
 
 
 async def test_two_failures_make_it_unreachable_and_an_answer_reachable_again() -> None:
@@ -126,13 +153,13 @@ async def test_a_refused_round_brings_the_newest_version_of_the_sidecar() -> Non
         server = await b.serve(pod)
         b.follow(pod)
         await b.until(lambda: b.view(pod).reachable is Reachable.YES)
-        b.sidecars.send_round(UID, pod.uid, round_message(0, 1), 0)
+        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 1)), 0)
         await b.until(lambda: b.view(pod).acked is not None)
         acked = b.view(pod).acked
         assert acked is not None
         assert (acked.round, acked.version, acked.sidecar_restarts) == (0, 1, 0)
         server.version = 7
-        b.sidecars.send_round(UID, pod.uid, round_message(0, 2), 0)
+        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 2)), 0)
         await b.until(lambda: (i := b.view(pod).inventory) is not None and i.version == 7)
         assert b.view(pod).reachable is Reachable.YES
 
@@ -385,7 +412,7 @@ async def test_a_sidecar_that_does_not_coordinate_yet_is_polled_when_it_has_rece
         await b.until(lambda: server.calls.count(("state", 0)) >= 5)
         assert asyncio.get_running_loop().time() - begun > FIRST_REFUSED_SECONDS * 2**3 - 0.1
         server.state = CoordinatorState(1, RestartRound(0), running=True)
-        b.sidecars.send_round(UID, pod.uid, round_message(0, 1), 0)
+        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 1)), 0)
         await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
 
 

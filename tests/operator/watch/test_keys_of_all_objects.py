@@ -6,9 +6,13 @@ import asyncio
 
 from tests.support.api_objects import checkpoint_object, job_object, store_object
 from tests.support.clock import ManualClock
+from tests.support.operator.builders import job as built_job
+from tests.support.operator.builders import metadata
 from tests.support.operator.fake_api import FakeApi
 
+from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.model.keys import Key, adoption_key, job_key, store_key
+from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations
 
@@ -65,3 +69,31 @@ async def test_a_checkpoint_queues_its_job_and_those_that_restore_from_it() -> N
     for reflector in cache.reflectors:
         await reflector.relist()
     assert queued == {job_key("team-a", "owner"), job_key("team-a", "copy")}
+
+
+async def test_the_pods_of_a_missing_job_queue_its_key_and_have_no_pass() -> None:
+    """An operator that starts after the deletion of a job finds its pods, which Kueue's finalizer keeps."""
+    api, queued = FakeApi(), set[Key]()
+    present = job_object("present")
+    api.put("trainingjobs", {**present, "metadata": {**present["metadata"], "uid": "uid-present"}})
+    names = {}
+    for name, uid in (("gone", "uid-gone"), ("present", "uid-present"), ("present", "uid-former")):
+        of = metadata(built_job(1), name=name, uid=uid)
+        pod = render_pod(of, Worker(0), RestartRound(0), None, SidecarSettings("example/sidecar:1"))
+        names[uid] = api.put("pods", pod)["metadata"]["name"]
+    cache = ClusterCache(api, ManualClock(), (), Expectations(), queued.add, lambda job: None)
+    for reflector in cache.reflectors:
+        await reflector.relist()
+    queued.clear()
+    cache.enqueue_all()
+    gone, here = job_key("team-a", "gone"), job_key("team-a", "present")
+    assert queued == {gone, here}
+    assert [p.name for p in cache.pods_without_pass(gone)] == [names["uid-gone"]]
+    assert [p.name for p in cache.pods_without_pass(here)] == [names["uid-former"]]
+    api.remove("pods", "team-a", names["uid-gone"])
+    for reflector in cache.reflectors:
+        await reflector.relist()
+    queued.clear()
+    cache.enqueue_all()
+    assert queued == {here}
+    assert cache.pods_without_pass(gone) == ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
+    FIRST_SPARE,
     Digest,
     JobUid,
     Level,
@@ -79,13 +80,18 @@ def accepting(worker: int) -> RoundState:
 
 
 def sealed(worker: int) -> RoundState:
-    return RoundState(Worker(worker), 2, NOW)
+    return RoundState(Worker(worker), 2, NOW, f"gpt-{worker}-r0")
+
+
+def spare(pod: str) -> RoundState:
+    """Return the state of a spare pod of this name."""
+    return RoundState(FIRST_SPARE, 2, NOW, pod)
 
 
 def restarted(floor: int) -> RoundState:
     """Return the state of a process that has just started; its round.json contains a ROUND of that
     version."""
-    return RoundState(Worker(0), 2, NOW, version_floor=floor)
+    return RoundState(Worker(0), 2, NOW, "gpt-0-r0", version_floor=floor)
 
 
 COORDINATOR = accepting(1)
@@ -219,6 +225,22 @@ CASES = [
         round_of_three(),
         Refusal.NOT_NEWER,
     ),
+    Case("round: a spare that it names", spare("gpt-2-r0"), OPERATOR, round_of_three(), None),
+    Case(
+        "round: a spare that it does not name",
+        spare("gpt-s0-r0"),
+        OPERATOR,
+        round_of_three(),
+        Refusal.NOT_MEMBER,
+    ),
+    Case(
+        "round: another worker than before",
+        replace(sealed(1), pod="gpt-2-r0"),
+        OPERATOR,
+        round_of_three(),
+        Refusal.BAD_REQUEST,
+    ),
+    Case("copy: to a spare", spare("gpt-2-r0"), MEMBER[1], copy(rank=2), Refusal.SEALED),
     Case("round: from a member", sealed(0), MEMBER[1], round_of_three(), Refusal.NOT_MEMBER),
     # messages to the coordinator
     *fenced("prepared", prepared, 1, MEMBER[0]),
@@ -428,3 +450,12 @@ def test_a_former_member_is_refused_before_its_body_is_read(
 def test_tier_names_are_not_refusals() -> None:
     """Replies contain codes and tiers as strings, so no code may equal a tier."""
     assert not {str(c) for c in Refusal} & {str(t) for t in TierName}
+
+
+def test_a_spare_becomes_the_worker_that_round_names_and_stays_it() -> None:
+    message = round_of_three()
+    becomes = spare("gpt-2-r0").accepting(message, message.content_digest())
+    assert becomes.worker == 2
+    assert list(becomes.own_ranks) == [4, 5]
+    assert becomes.sealed_for(NEW).worker == 2
+    assert sealed(1).accepting(message, message.content_digest()).worker == 1

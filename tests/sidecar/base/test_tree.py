@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.sidecar.rounds import round_message
 
-from holdfast_core.ids import Worker
-from holdfast_core.messages.bounds import MAX_WORKERS
+from holdfast_core.ids import MAX_WORKERS, Worker
 from holdfast_core.messages.schema import Round
 from holdfast_sidecar.base.tree import next_hop, relay_of
 

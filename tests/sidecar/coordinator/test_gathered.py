@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.messages.schema import Failure, RankProgress, WorkerReport
+from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.schema import AcceptedRound, Failure, RankProgress, WorkerReport
 from holdfast_sidecar.coordinator.reports.gathered import Gathered
 
 WORKERS = frozenset(map(Worker, range(3)))
@@ -86,3 +87,28 @@ def test_pods_that_end_keep_no_copies() -> None:
     assert (gathered.ending, gathered.leaves) == ({Worker(1)}, False)
     gathered.receive(replace(report, ends=True, leaves=True), 3.0)
     assert gathered.leaves
+
+
+def accepted(version: int, content: str = "b3:a") -> AcceptedRound:
+    return AcceptedRound(version, Digest(content))
+
+
+@pytest.mark.parametrize(
+    ("reports", "since", "expected"),
+    [
+        pytest.param([accepted(1), accepted(3), accepted(2)], 0.0, accepted(3), id="the same"),
+        pytest.param([accepted(1), accepted(1)], 0.0, None, id="one has not reported"),
+        pytest.param([accepted(1), accepted(1), None], 0.0, None, id="one has accepted none"),
+        pytest.param([accepted(1), accepted(1), accepted(2, "b3:b")], 0.0, None, id="another one"),
+        pytest.param([accepted(1), accepted(1), accepted(1)], 1.5, None, id="one is silent"),
+    ],
+)
+def test_the_round_that_all_have_accepted(
+    reports: list[AcceptedRound | None], since: float, expected: AcceptedRound | None
+) -> None:
+    gathered = Gathered(WORKERS, 3, 0.0)
+    for worker, report in enumerate(reports):
+        gathered.receive(
+            WorkerReport(RestartRound(0), Worker(worker), accepted=report), 1.0 + worker
+        )
+    assert gathered.accepted(since) == expected

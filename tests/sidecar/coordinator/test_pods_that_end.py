@@ -13,6 +13,7 @@ from holdfast_core.messages.schema import Policy, WorkerReport
 from holdfast_core.store.tier import ObjectTier
 
 COPIES = Policy(interval_steps=1, peer_copies=1)
+ELASTIC = Policy(interval_steps=1, peer_copies=1, shrinks=True)
 NO_COPIES = Policy(interval_steps=1, peer_copies=0)
 
 
@@ -27,6 +28,9 @@ def report(worker: int, *, ends: bool = False) -> WorkerReport:
         pytest.param(COPIES, (0,), True, False, id="the pod with its copies stays"),
         pytest.param(COPIES, (0, 1), True, True, id="the pod with its copies ends, too"),
         pytest.param(COPIES, (0, 1), False, False, id="there is no store"),
+        pytest.param(ELASTIC, (), True, False, id="elastic, and no pod ends"),
+        pytest.param(ELASTIC, (0,), True, True, id="fewer workers cannot restore from copies"),
+        pytest.param(ELASTIC, (0,), False, False, id="elastic, and there is no store"),
         pytest.param(NO_COPIES, (), True, False, id="no copies, and no pod ends"),
         pytest.param(NO_COPIES, (0,), True, True, id="no pod has copies"),
     ],

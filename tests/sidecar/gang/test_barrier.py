@@ -57,7 +57,11 @@ def test_the_barrier_opens_when_everything_is_ready() -> None:
     )
 
 
-SEALED = RoundState(Worker(1), 4, RestartRound(2))
+SEALED = RoundState(Worker(1), 4, RestartRound(2), "gpt-1-r0")
+
+
+def accepting(round_: Round) -> RoundState:
+    return SEALED.accepting(round_, round_.content_digest())
 
 
 @pytest.mark.parametrize(
@@ -66,10 +70,10 @@ SEALED = RoundState(Worker(1), 4, RestartRound(2))
         pytest.param({"state": SEALED}, "no ROUND", id="sealed"),
         pytest.param({"restored": False}, "restore point", id="not restored"),
         pytest.param(
-            {"state": SEALED.accepting(message("10.0.0.1", ""))}, "address: [1]", id="no address"
+            {"state": accepting(message("10.0.0.1", ""))}, "address: [1]", id="no address"
         ),
         pytest.param(
-            {"state": SEALED.accepting(message("10.0.0.1"))},
+            {"state": accepting(message("10.0.0.1"))},
             "not all workers are members",
             id="too few",
         ),

@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import DeadRank, Exited, Ok, Progress, WorkerReport
+from holdfast_core.messages.schema import (
+    DeadRank,
+    Exited,
+    Ok,
+    Progress,
+    RankWork,
+    WorkerReport,
+)
 from holdfast_sidecar.gang.state import LocalGang
 
 ROUND = RestartRound(3)
@@ -20,7 +27,7 @@ def step_of(gang: LocalGang, rank: int) -> None:
 
 
 def training() -> LocalGang:
-    gang = LocalGang(Worker(1))
+    gang = LocalGang(2)
     gang.running_round = ROUND
     for rank in RANKS:
         step_of(gang, rank)
@@ -109,3 +116,12 @@ def test_only_the_reply_to_a_report_that_the_pod_ends_counts() -> None:
     assert gang.waits_for_store is True
     gang.reset()
     assert gang.waits_for_store is None
+
+
+def test_the_newest_work_of_a_rank_is_reported() -> None:
+    gang = training()
+    for seconds in (1.0, 2.0):
+        work = RankWork(0.5, seconds, 12)
+        gang.progressed(Progress(ROUND, Rank(2), Step(8), work=work))
+    assert gang.progress[Rank(2)].work == RankWork(0.5, 2.0, 12)
+    assert gang.progress[Rank(3)].work is None

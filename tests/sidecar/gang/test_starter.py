@@ -25,7 +25,7 @@ from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.intake import Connection, Intake, LocalConnections
 
-STATE = RoundState(Worker(0), 1, RestartRound(1))
+STATE = RoundState(Worker(0), 1, RestartRound(1), "gpt-0-r0")
 
 
 class Handler:
@@ -71,7 +71,7 @@ class World:
         self, shared: Path, state: RoundState, running: int | None, clock: Clock, **settings: float
     ) -> None:
         self.settings = Settings(contract_with(shared_dir=str(shared)), **settings)  # type: ignore[arg-type]
-        self.gang = LocalGang(Worker(0))
+        self.gang = LocalGang(1)
         self.gang.running_round = None if running is None else RestartRound(running)
         self.connections = LocalConnections()
         handler = Handler()

@@ -87,7 +87,7 @@ class World:
         self.stager = PlayedStager()
         self.stopped: list[str] = []
         self.rehydrations: list[Round] = []
-        self.current = CurrentRound(RoundState(Worker(0), 1, RestartRound(round_)))
+        self.current = CurrentRound(RoundState(Worker(0), 1, RestartRound(round_), "gpt-0-r0"))
         contract = contract_with(shared_dir=str(folder))
         settings = Settings(contract, settle_seconds=30.0, seal_seconds=45.0)
         changed: Signal[[]] = Signal()
@@ -101,8 +101,10 @@ class World:
                 filler=SimpleNamespace(stop=self.stopped.append),
                 rehydrator=SimpleNamespace(reset=self._nothing, begin=self.rehydrations.append),
             ),
-            LocalGang(Worker(0)),
-            SimpleNamespace(reset=self._nothing, end_ranks=self._nothing),  # type: ignore[arg-type]
+            LocalGang(1),
+            SimpleNamespace(  # type: ignore[arg-type]
+                reset=self._nothing, end_ranks=self._nothing, has_launcher=True
+            ),
             SimpleNamespace(end=self._nothing),  # type: ignore[arg-type]
             changed,
         )

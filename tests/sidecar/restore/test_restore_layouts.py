@@ -99,7 +99,7 @@ class Pod:
         return document
 
     def ask(self, message: Restore | Fill) -> Any:
-        state = RoundState(Worker(1), 1, NOW, accepted=round_of_two())
+        state = RoundState(Worker(1), 1, NOW, "gpt-1-r0", accepted=round_of_two())
 
         async def scenario() -> Any:
             pools = Pools(disk=1, fetch=1, store=1)

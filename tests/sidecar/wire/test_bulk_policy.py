@@ -20,7 +20,7 @@ def accepting(policy: Policy) -> RoundState:
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        pytest.param(RoundState(Worker(0), 1, ROUND), False, id="sealed"),
+        pytest.param(RoundState(Worker(0), 1, ROUND, "gpt-0-r0"), False, id="sealed"),
         pytest.param(accepting(Policy(1)), False, id="by default"),
         pytest.param(accepting(Policy(1, peer_encryption="TLS")), False, id="TLS"),
         pytest.param(accepting(Policy(1, peer_encryption="None")), True, id="None"),

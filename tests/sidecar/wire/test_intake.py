@@ -43,7 +43,7 @@ FILE = ShardFile(
     TierName.NODE,
     is_attached=True,
 )
-STATE = RoundState(Worker(0), 1, RestartRound(1))
+STATE = RoundState(Worker(0), 1, RestartRound(1), "gpt-0-r0")
 
 
 class Failing:

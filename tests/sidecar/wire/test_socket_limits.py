@@ -32,7 +32,7 @@ HOUR = 3600.0
 class Local:
     """A LocalHandler that answers nothing."""
 
-    state = RoundState(Worker(0), 2, NOW)
+    state = RoundState(Worker(0), 2, NOW, "gpt-0-r0")
 
     def hello(self, connection: Connection) -> Ok:
         return Ok(NOW)

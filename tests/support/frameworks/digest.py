@@ -8,9 +8,13 @@ from collections.abc import Iterable
 import torch
 
 
-def digest_of(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a hexadecimal SHA-256 over the bytes of `tensors`, in their order."""
+def digest_of(values: Iterable[object]) -> str:
+    """Return a hexadecimal SHA-256 over the bytes of the tensors in `values`, in their order.
+
+    A state_dict may have other values: Megatron's and TransformerEngine's extra states can be None.
+    """
     sum_ = hashlib.sha256()
-    for tensor in tensors:
-        sum_.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for tensor in values:
+        if isinstance(tensor, torch.Tensor):
+            sum_.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sum_.hexdigest()

@@ -209,7 +209,7 @@ def _be_child(script: str, training: dict[str, Any], kill_after: int | None, wri
             _become_rank(training["ranks"])
         found = runpy.run_path(script, run_name="__main__")
         if not output.has_digest and isinstance(found.get("model"), torch.nn.Module):
-            print("digest", digest_of(found["model"].state_dict().values()))
+            print("digest", _digest_of_gang(found["model"]))
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0
@@ -218,6 +218,17 @@ def _be_child(script: str, training: dict[str, Any], kill_after: int | None, wri
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _digest_of_gang(model: torch.nn.Module) -> str:
+    """Return the same digest on all ranks, also where each has another part of the model."""
+    own = digest_of(model.state_dict().values())
+    distributed: Any = torch.distributed
+    if not distributed.is_initialized():
+        return own
+    digests: list[str] = [own] * distributed.get_world_size()
+    distributed.all_gather_object(digests, own)
+    return "-".join(sorted(set(digests)))
 
 
 def _become_rank(ranks: int) -> None:

@@ -14,7 +14,7 @@ from tests.support.servers.ports import free_port
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import JobUid, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import Certificate
 from holdfast_operator.model.job import PodPhase, PodView, SidecarView
 from holdfast_operator.model.keys import Key, job_key
@@ -117,6 +117,7 @@ class Bench:
         round_: int = 0,
         coordinator: int | None = None,
         suspects: frozenset[str] = frozenset(),
+        trains: bool = False,
     ) -> None:
         self.sidecars.follow(
             KEY,
@@ -126,6 +127,7 @@ class Bench:
             None if coordinator is None else Worker(coordinator),
             suspects,
             ranks=8,
+            gang=frozenset(p.uid for p in pods if trains and not is_spare(p.worker)),
         )
 
     def view(self, pod: PodView) -> SidecarView:

@@ -21,6 +21,8 @@ COLLECT_TICKS = 5
 """Ticks until the garbage collector deletes an object whose owners are gone."""
 STAMP = "2026-01-01T00:00:00Z"
 
+_DELETES = "$deleteFromPrimitiveList/"
+
 Raw = dict[str, Any]
 Key = tuple[str, str, str]
 """Plural, namespace (empty for cluster-scoped objects) and name."""
@@ -174,6 +176,27 @@ class FakeApi(KubeApi):
         else:
             raw["metadata"] = merge(raw["metadata"], meta)
             raw["spec"] = merge(raw.get("spec") or {}, patch.get("spec") or {})
+        if raw != before:
+            self.touch(raw)
+        self._collect_finalized(where, raw)
+        return copy.deepcopy(raw)
+
+    async def patch_strategic(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        """Apply a strategic merge patch of metadata. Of its directives, one removes items from a list."""
+        where = _parse(path)
+        self.requests.append(("PATCH", path))
+        self._check("PATCH", where)
+        raw = self._find(where)
+        patch = json.loads(json.dumps(body["metadata"]))
+        if patch.pop("uid", raw["metadata"]["uid"]) != raw["metadata"]["uid"]:
+            raise _error(409, "Conflict", f"{where.name}: the uid is another one")
+        before = copy.deepcopy(raw)
+        for key in [k for k in patch if k.startswith(_DELETES)]:
+            name, gone = key.removeprefix(_DELETES), patch.pop(key)
+            raw["metadata"][name] = [x for x in raw["metadata"].get(name, []) if x not in gone]
+        raw["metadata"] = merge(raw["metadata"], patch)
         if raw != before:
             self.touch(raw)
         self._collect_finalized(where, raw)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tests.support.operator.builders import NAMESPACE, raw_store
 from tests.support.operator.fake_api import STAMP, FakeApi, Key, merge
@@ -19,7 +19,15 @@ from tests.support.operator.toy_gang import ToyGang, ToySidecar, ToyStore
 from holdfast_core.api import Checkpoint
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import CheckpointId, JobUid, Level, RestartRound, Step
+from holdfast_core.ids import (
+    FIRST_SPARE,
+    CheckpointId,
+    JobUid,
+    Level,
+    RestartRound,
+    Step,
+    is_spare,
+)
 from holdfast_core.names import pod_name
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.model import labels
@@ -33,7 +41,7 @@ TAINT_SECONDS = 40
 """Seconds of silence after which a node is tainted."""
 UNREACHABLE = "node.kubernetes.io/unreachable"
 DELETE_SECONDS = 2
-"""Seconds that a kubelet takes to end a deleted pod."""
+"""Default of FakeCluster.delete_seconds."""
 START_SECONDS = 2
 """Seconds from the creation of a pod until its sidecar listens."""
 
@@ -69,6 +77,11 @@ class FakePod:
     job_uid: str
     age: int = 0
     deleted_for: int | None = None
+    removed: bool = False
+    """Whether its kubelet has confirmed the deletion, or a forced delete did not wait for it. Finalizers keep
+    the object."""
+    announced: tuple[str, str] | None = None
+    """Reason and message of condition TerminationTarget, by which Kueue announces its deletion."""
     unreadable: bool = False
     """Whether its status holds a value that no parser accepts."""
 
@@ -96,6 +109,22 @@ class DeletionMade:
     after: CheckpointId | None
 
 
+_KEPT = ("name", "namespace", "creationTimestamp", "labels")
+"""Metadata of a job that is created again."""
+
+
+class Kueue(Protocol):
+    """A Kueue that is installed in the cluster."""
+
+    def admit_pod(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a pod that is created as the webhook leaves it."""
+        ...
+
+    def tick(self) -> None:
+        """Run the controller for a second."""
+        ...
+
+
 @dataclass(slots=True)
 class FakeCluster:
     job: dict[str, Any]
@@ -121,6 +150,8 @@ class FakeCluster:
     """Names of nodes without room for another pod."""
     gated: bool = False
     """Whether pods that have no node yet have a scheduling gate."""
+    delete_seconds: int = DELETE_SECONDS
+    """Seconds that a kubelet takes to end a deleted pod."""
     pods_per_node: int = 1000
     """Number of this cluster's pods that fit on a node."""
     hold_starts: bool = False
@@ -131,6 +162,9 @@ class FakeCluster:
     silent_workers: set[int] = field(default_factory=set)
     """Workers whose sidecars do not answer the operator, in whichever pod they run."""
     total_steps: int = 100_000
+    kueue: Kueue | None = None
+    ends_as: PodPhase = PodPhase.FAILED
+    """Phase of a deleted pod that has ended and that finalizers keep."""
     seconds: float = 1000
     _uids: int = 0
 
@@ -180,9 +214,22 @@ class FakeCluster:
             self.touch_job()
             self.statuses.append(merged)
 
+    def member_names(self, status: Mapping[str, Any]) -> list[str]:
+        """Return the names of the workers' pods by a status. A pod that was a spare keeps its name."""
+        spares = (status.get("spares") or {}).get("promoted") or []
+        promoted = {(r["worker"], r["birth"]): r["pod"] for r in spares}
+        return [
+            promoted.get(key) or pod_name("job", self.uid, *key)
+            for key in enumerate(status.get("members") or [])
+        ]
+
+    def spare_names(self, status: Mapping[str, Any]) -> list[str]:
+        """Return the names of the pods of the spares that the job is to have by a status."""
+        births = (status.get("spares") or {}).get("births") or []
+        return [pod_name("job", self.uid, *key) for key in enumerate(births, FIRST_SPARE)]
+
     def _readable(self, status: Mapping[str, Any]) -> frozenset[str]:
-        members = enumerate(status["members"])
-        names = (pod_name("job", self.uid, worker, birth) for worker, birth in members)
+        names = self.member_names(status)
         return frozenset(n for n in names if n in self.pods and self._has_disk(self.pods[n]))
 
     def _has_disk(self, pod: FakePod) -> bool:
@@ -263,6 +310,7 @@ class FakeCluster:
             birth_round=identity.birth_round,
             phase=PodPhase.PENDING,
             node=raw["spec"].get("nodeName"),
+            placeholder=identity.placeholder,
         )
         self.pods[meta["name"]] = FakePod(view, identity.job_uid)
 
@@ -281,6 +329,10 @@ class FakeCluster:
         for pod in self.pods.values():
             raw = self.api.objects["pods", NAMESPACE, pod.view.name]
             status = _UNREADABLE_STATUS if pod.unreadable else pod_status(pod.view)
+            if pod.announced is not None:
+                reason, message = pod.announced
+                told = {"type": "TerminationTarget", "reason": reason, "message": message}
+                status = {**status, "conditions": [{**told, "status": "True"}]}
             if raw.get("status") != status or raw["spec"].get("nodeName") != pod.view.node:
                 raw["status"], raw["spec"]["nodeName"] = status, pod.view.node
                 self.api.touch(raw)
@@ -328,7 +380,7 @@ class FakeCluster:
             {
                 **self.job,
                 "metadata": {
-                    **{k: meta[k] for k in ("name", "namespace", "creationTimestamp")},
+                    **{k: meta[k] for k in _KEPT if k in meta},
                     "uid": f"aaaaaaaa-0000-0000-0000-{self._uids:012}",
                     "generation": 1,
                 },
@@ -388,15 +440,50 @@ class FakeCluster:
     # ------------------------------------------------------------------ faults
 
     def lose_pod(self, name: str) -> None:
-        """Remove the pod and its disk immediately."""
-        if self.pods.pop(name, None) is not None:
-            self.api.remove("pods", NAMESPACE, name)
+        """Remove the pod and its disk immediately. Finalizers keep the object of the pod."""
         self.sidecars.pop(name, None)
+        pod = self.pods.get(name)
+        if pod is None:
+            return
+        if not self.api.objects["pods", NAMESPACE, name]["metadata"].get("finalizers"):
+            del self.pods[name]
+            self.api.remove("pods", NAMESPACE, name)
+            return
+        pod.removed = True
+        view = pod.view
+        node = self.nodes.get(view.node or "")
+        ends = node is not None and not node.silent and not view.ended
+        phase = self.ends_as if ends else view.phase
+        pod.view = replace(view, terminating=True, ready=False, phase=phase)
+
+    def finalizers_removed(self, name: str) -> None:
+        """Remove the object of a pod that is gone from its node, unless a finalizer keeps it."""
+        pod = self.pods.get(name)
+        if pod is None or not pod.removed:
+            return
+        if not self.api.objects["pods", NAMESPACE, name]["metadata"].get("finalizers"):
+            del self.pods[name]
+            self.api.remove("pods", NAMESPACE, name)
 
     def fail_pod(self, name: str, reason: str) -> None:
         pod = self.pods.get(name)
         if pod is not None:
             pod.view = replace(pod.view, phase=PodPhase.FAILED, reason=reason, ready=False)
+
+    def runs(self, name: str) -> bool:
+        """Return whether the sidecar of the pod runs, on a node that has power."""
+        return self._runs(self.pods[name])
+
+    def end_pod(self, name: str) -> None:
+        """Let the containers of the pod return 0."""
+        pod = self.pods[name]
+        pod.view = replace(
+            pod.view,
+            phase=PodPhase.SUCCEEDED,
+            trainer_exit_code=0,
+            ready=False,
+            sidecar_started=False,
+        )
 
     def restart_sidecar(self, name: str) -> None:
         """Restart the sidecar's container.
@@ -448,6 +535,9 @@ class FakeCluster:
         self.gang.tick(running)
         self.api.tick()
         self._finish()
+        if self.kueue is not None:
+            self.publish()
+            self.kueue.tick()
 
     def _talks(self, pod: FakePod) -> bool:
         """Return whether other workers can reach the pod. They cannot reach a node that is cut off."""
@@ -456,9 +546,13 @@ class FakeCluster:
     def _kubelet(self, name: str, pod: FakePod) -> None:
         pod.age += 1
         view = pod.view
+        if pod.removed:
+            return
         if view.node is None:
-            node = None if self.gated else self._place(view)
-            waiting = "SchedulingGated" if self.gated else "Unschedulable"
+            gates = self.api.objects["pods", NAMESPACE, name]["spec"].get("schedulingGates")
+            gated = self.gated or bool(gates)
+            node = None if gated else self._place(view)
+            waiting = "SchedulingGated" if gated else "Unschedulable"
             text = None if node else waiting
             message = "" if node else f"0/{len(self.nodes)} nodes are available"
             pod.view = replace(view, node=node, reason=text, message=message)
@@ -467,10 +561,10 @@ class FakeCluster:
             return
         if pod.deleted_for is not None:
             pod.deleted_for += 1
-            if pod.deleted_for >= DELETE_SECONDS:
+            if pod.deleted_for >= self.delete_seconds:
                 self.lose_pod(name)
                 return
-        if self.hold_starts:
+        if self.hold_starts or not self._mounts(name) <= self.secrets:
             return
         if view.phase is PodPhase.PENDING and pod.age >= START_SECONDS:
             self._uids += 1
@@ -478,10 +572,17 @@ class FakeCluster:
                 view,
                 phase=PodPhase.RUNNING,
                 ip=f"10.0.0.{self._uids}",
-                ready=True,
                 sidecar_started=True,
             )
             self.sidecars[name] = ToySidecar(view.worker, name, view.birth_round)
+        sidecar = self.sidecars.get(name)
+        if sidecar is not None and pod.view.phase is PodPhase.RUNNING:
+            pod.view = replace(pod.view, ready=not is_spare(sidecar.worker))
+
+    def _mounts(self, name: str) -> set[str]:
+        """Return the Secrets that the pod waits for."""
+        volumes = self.api.objects["pods", NAMESPACE, name]["spec"]["volumes"]
+        return {v["secret"]["secretName"] for v in volumes if "secret" in v}
 
     def _place(self, view: PodView) -> str | None:
         """Return the node with the fewest pods that has room, no taint, and matches the pod's affinity.
@@ -612,6 +713,9 @@ class _ClusterApi(FakeApi):
         if text and body.get("kind") == "Pod":
             name = body["metadata"]["name"]
             raise ApiError(403, "Forbidden", f"pods {name} is forbidden: {text}")
+        kueue = self._cluster.kueue
+        if kueue is not None and body.get("kind") == "Pod":
+            body = kueue.admit_pod(body)
         answer = await super().post(path, body, params)
         if answer.get("kind") == "Pod":
             self._cluster.pod_created(answer)
@@ -633,6 +737,13 @@ class _ClusterApi(FakeApi):
         except ConflictError as error:
             raise ApiError(409, "Conflict", str(error)) from error
         return job
+
+    async def patch_strategic(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        answer = await super().patch_strategic(path, body, params)
+        self._cluster.finalizers_removed(answer["metadata"]["name"])
+        return answer
 
     def _delete(self, key: Key, options: Mapping[str, Any]) -> None:
         pod = self._cluster.pods.get(key[2])

@@ -19,8 +19,7 @@ from tests.support.operator.toy_link import ToyLink, Trouble, calm
 
 from holdfast_core.api import Gang, TrainingJob
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import JobUid
-from holdfast_core.names import pod_name
+from holdfast_core.ids import JobUid, Worker
 from holdfast_operator.apply.apply import Applied, apply, memory_after
 from holdfast_operator.apply.job_effects import JobEffects
 from holdfast_operator.apply.unreadable_reports import UnreadableReports
@@ -29,10 +28,12 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.loop.former_jobs import release_pods
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Unreadable
 from holdfast_operator.model.keys import job_key
+from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
@@ -103,6 +104,7 @@ class FakeOperator:
     async def run_pass(self) -> Applied:
         """Run one pass: read the cluster, observe, decide and apply."""
         observed = await self.observe()
+        await self._release_pods()
         if observed is None:
             return Applied()
         job = observed.job
@@ -153,6 +155,13 @@ class FakeOperator:
                 self.cache.leases.observe(node, renewed, self._clock.monotonic())
         return self._observer.observe(job, self.memory)
 
+    async def _release_pods(self) -> None:
+        name = self.cluster.job["metadata"]["name"]
+        try:
+            await release_pods(self.cache, self._kube, job_key(NAMESPACE, name))
+        except HoldfastError:
+            pass  # the queue retries the key
+
     async def sweep(self) -> None:
         """Delete certificates of jobs that are gone, as a real operator does at its start and every hour."""
         await self.certificates.sweep(self.cache.job_uids())
@@ -162,7 +171,7 @@ class FakeOperator:
         job = TrainingJob.from_dict(self.cluster.job)
         if worker >= len(job.status.members):
             return None
-        name = pod_name(job.name, job.uid, worker, job.status.members[worker])
+        name = pod_source(job).identity(Worker(worker), job.status.members[worker])
         pod = self.cluster.pods.get(name)
         return None if pod is None else pod.view
 
@@ -235,6 +244,11 @@ class _TroubledApi(FakeApi):
         if "/trainingjobs/" in path and self.trouble.strikes(self.trouble.conflict):
             self._cluster.touch_job()
         return self._reply(await self._cluster.api.patch(path, body, params))
+
+    async def patch_strategic(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        return self._reply(await self._cluster.api.patch_strategic(path, body, params))
 
     async def delete(self, path: str, options: Mapping[str, Any] | None = None) -> Any:
         return self._reply(await self._cluster.api.delete(path, options))

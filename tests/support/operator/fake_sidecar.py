@@ -63,6 +63,7 @@ class FakeSidecar:
     version: int = 0
     manifests: tuple[Manifest, ...] = ()
     stored: tuple[ListedShard, ...] = ()
+    launcher: bool = False
     state: CoordinatorState | None = None
     since: int = 0
     """The `since` of the latest poll."""
@@ -144,6 +145,7 @@ class FakeSidecar:
                 for m in self.manifests
             ),
             shards=self.stored,
+            launcher=self.launcher,
         )
 
     def _refuse(self, code: Refusal, text: str) -> web.Response:

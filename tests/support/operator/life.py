@@ -27,6 +27,7 @@ class Life:
         store: bool = False,
         every: int = 1000,
         total_steps: int = 100_000,
+        spares: int = 0,
         tolerations: Sequence[Mapping[str, str]] = (),
     ) -> None:
         checkpoint: dict[str, object] = {"interval": {"steps": 5}, "peer": {"copies": copies}}
@@ -34,6 +35,7 @@ class Life:
             checkpoint["object"] = {"storeRef": {"name": "main"}, "every": {"steps": every}}
         nodes = {f"node-{i}": FakeNode(f"node-{i}") for i in range(WORKERS + 2)}
         job = raw_job(WORKERS, checkpoint=checkpoint)
+        job["spec"]["spares"] = spares
         job["spec"]["template"]["spec"]["tolerations"] = list(tolerations)
         self.cluster = FakeCluster(job=job, nodes=nodes, total_steps=total_steps)
         self.copies = copies

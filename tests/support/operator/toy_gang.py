@@ -22,6 +22,7 @@ from holdfast_core.ids import (
     Step,
     TierName,
     Worker,
+    is_spare,
 )
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -35,11 +36,15 @@ from holdfast_operator.model.job import InventoryView, ManifestView
 
 @dataclass(slots=True)
 class ToySidecar:
-    """The disk of one pod and the round for which its sidecar is sealed."""
+    """The disk of one pod and the round for which its sidecar is sealed.
+
+    A spare becomes the worker that ROUND names.
+    """
 
     worker: Worker
     pod: str
     round: RestartRound
+    has_launcher: bool = True
     message: Round | None = None
     manifests: dict[CheckpointId, ManifestView] = field(default_factory=dict)
     shards: dict[tuple[CheckpointId, Rank], ListedShard] = field(default_factory=dict)
@@ -58,6 +63,10 @@ class ToySidecar:
                 own_round=self.round,
                 own_version=self.version,
             )
+        named = next((m.worker for m in message.members if m.pod == self.pod), self.worker)
+        if not is_spare(self.worker):
+            assert named == self.worker, f"{self.pod} is worker {self.worker}, not {named}"
+        self.worker = named
         self.message = message
         return self.inventory()
 
@@ -72,6 +81,8 @@ class ToySidecar:
         return InventoryView(
             round=self.round,
             version=self.version,
+            worker=self.worker,
+            launcher=self.has_launcher,
             manifests=tuple(self.manifests.values()),
             shards=tuple(self.shards.values()),
         )

@@ -20,11 +20,10 @@ from holdfast_core.messages.schema import (
     GangRequest,
     Prune,
     PruneReply,
-    Round,
 )
-from holdfast_operator.model.actions import round_digest
 from holdfast_operator.model.job import AckedRound, InventoryView, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
+from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.sidecars.calls import Sidecars
 
 
@@ -91,7 +90,9 @@ class ToyLink(Sidecars):
         pods: Iterable[PodView],
         coordinator: Worker | None,
         suspects: frozenset[str],
+        *,
         ranks: int = 1,
+        gang: frozenset[str] = frozenset(),
     ) -> None:
         """Read the inventory of each sidecar and the coordinator's state once."""
         job = self._of(uid)
@@ -144,7 +145,10 @@ class ToyLink(Sidecars):
         if not self.trouble.strikes(self.trouble.lost_reply):
             self._update_sidecar(known, inventory)
 
-    def send_round(self, uid: JobUid, pod_uid: str, message: Round, sidecar_restarts: int) -> None:
+    def send_round(
+        self, uid: JobUid, pod_uid: str, outgoing: OutgoingRound, sidecar_restarts: int
+    ) -> None:
+        message = outgoing.message
         known = self._of(uid).pods.get(pod_uid)
         sidecar = None if known is None else self._cluster.reachable(known.pod)
         if known is None or sidecar is None:
@@ -157,8 +161,7 @@ class ToyLink(Sidecars):
         if self.trouble.strikes(self.trouble.lost_reply):
             return
         self._update_sidecar(known, inventory)
-        digest = round_digest(message)
-        known.acked = AckedRound(message.round, message.version, digest, sidecar_restarts)
+        known.acked = AckedRound(message.round, message.version, outgoing.digest, sidecar_restarts)
 
     def request(self, uid: JobUid, pod: str, path: str, message: GangRequest) -> None:
         run = self._cluster.gang.run

@@ -20,11 +20,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.support.servers.certificates import write_loopback_certificates
+from cryptography.hazmat.primitives.asymmetric import rsa
+from tests.support.servers.pki import Authority
 from tests.support.servers.ports import free_port
 from tests.support.servers.settings import find_tool, testbed_dir
 
@@ -82,7 +84,7 @@ class ControlPlane:
             self.dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-cp-")))
             if self._keep_logs_in is not None:
                 stack.callback(self._copy_logs, self._keep_logs_in)
-            write_loopback_certificates(self.dir)
+            self._write_certificates()
             client, peer, port = (free_port() for _ in range(3))
             self.url = f"https://127.0.0.1:{port}"
             self._etcd_url = f"http://127.0.0.1:{client}"
@@ -103,6 +105,19 @@ class ControlPlane:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+
+    def _write_certificates(self) -> None:
+        """Write ca.crt, server.crt and server.key, which are valid for a day.
+
+        The key is RSA, so that it can also sign the tokens of service accounts.
+        """
+        day = timedelta(days=1)
+        authority = Authority(lifetime=day)
+        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        certificate, key_pem = authority.leaf("localhost", "127.0.0.1", lifetime=day, key=key)
+        (self.dir / "ca.crt").write_bytes(authority.certificate_pem)
+        (self.dir / "server.crt").write_bytes(certificate)
+        (self.dir / "server.key").write_bytes(key_pem)
 
     def start_api(self) -> None:
         """Start kube-apiserver (again, after `kill_api`) and wait until it is ready."""

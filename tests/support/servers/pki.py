@@ -5,6 +5,7 @@ It issues ECDSA P-256 leaves that are valid for an hour unless the caller choose
 
 from __future__ import annotations
 
+import ipaddress
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,13 +51,16 @@ class Authority:
 
     def leaf(
         self,
-        *dns_names: str,
+        *names: str,
         lifetime: timedelta = timedelta(hours=1),
         key: PrivateKey | None = None,
     ) -> tuple[bytes, bytes]:
         """Return a certificate and its key as PEM, valid for servers and clients.
 
-        With a negative lifetime the certificate expired that long ago. Without a key, a new one is made.
+        Args:
+            names: DNS names and IP addresses of the holder.
+            lifetime: How long it is valid. With a negative lifetime, it expired that long ago.
+            key: The key of the holder. None makes a new one.
         """
         key = key or ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name("holdfast-test"), self._name, key, lifetime)
@@ -74,7 +78,7 @@ class Authority:
                 critical=False,
             )
             .add_extension(
-                x509.SubjectAlternativeName([x509.DNSName(name) for name in dns_names]),
+                x509.SubjectAlternativeName([_alternative_name(name) for name in names]),
                 critical=False,
             )
             .sign(self._key, hashes.SHA256())
@@ -95,6 +99,13 @@ class Authority:
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _alternative_name(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
 
 
 def _key_pem(key: PrivateKey) -> bytes:

@@ -32,7 +32,6 @@ from holdfast_core.messages.schema import (
     Round,
 )
 from holdfast_core.net.tls import TlsFiles, client_context
-from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.settings import PORTS_FILE
 
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
@@ -92,7 +91,7 @@ class Gang:
         )
 
     async def launch(self, worker: int, birth_round: int = 0) -> None:
-        """A new pod: empty node tier and shared volume."""
+        """Start the sidecar of a new pod, whose node tier and shared volume are empty."""
         sidecar = SidecarProcess(
             self.contract(worker, birth_round), self.root / f"w{worker}-r{birth_round}.log"
         )
@@ -102,7 +101,7 @@ class Gang:
         await self.learn(worker)
 
     async def relaunch(self, worker: int) -> None:
-        """The sidecar's container restarted: same volumes, new process (and ports, here)."""
+        """Restart the sidecar's container: a new process with the same volumes. Its ports are new here."""
         self.sidecars[worker].start()
         await self.learn(worker)
 
@@ -174,7 +173,7 @@ class Gang:
         return saved
 
     async def point(self, step: int, *, local: bool = False) -> RestorePoint:
-        """The committed step as the coordinator (worker 0) names it."""
+        """Return the committed step that the coordinator (worker 0) names."""
 
         def newest(state: CoordinatorState) -> RestorePoint | None:
             return state.last_local if local else state.last_replicated
@@ -241,7 +240,7 @@ class Gang:
         return found
 
     def counted(self, worker: int, name: str) -> dict[str, int]:
-        """A counter of the sidecar's metrics, by tier. Blocks."""
+        """Return a counter of the sidecar's metrics by tier. The call blocks."""
         lines = self.metrics(worker).splitlines()
         found = [line for line in lines if line.startswith(f'{name}{{tier="')]
         return {line.split('"')[1]: int(float(line.split()[-1])) for line in found}
@@ -268,16 +267,10 @@ class Gang:
         return f"http://127.0.0.1:{ports['metrics']}/metrics"
 
     def lose(self, worker: int) -> None:
-        """The pod is gone: process killed, volumes lost with it."""
+        """Lose the pod: kill its processes. Its volumes are lost with it."""
         self.sidecars[worker].kill()
         self.launchers.pop(worker).close()
         self.ranks.pop(worker).close()
-
-    def node_tier(self, worker: int) -> DiskNodeTier:
-        """A look at a worker's disk (its sidecar must not run)."""
-        tier = DiskNodeTier(self.sidecars[worker].node)
-        tier.open()
-        return tier
 
     async def __aenter__(self) -> Self:
         return self

@@ -29,7 +29,6 @@ class SidecarProcess:
     module: str = "holdfast_sidecar"
     """Module that runs the sidecar."""
     process: subprocess.Popen[bytes] | None = None
-    launches: int = 0
 
     @property
     def shared(self) -> Path:
@@ -43,7 +42,6 @@ class SidecarProcess:
         for directory in (self.shared, self.node):
             directory.mkdir(parents=True, exist_ok=True)
         (self.node / PORTS_FILE).unlink(missing_ok=True)
-        self.launches += 1
         failing = VARIABLE in (extra or {})
         module = "tests.support.sidecar.failing" if failing else self.module
         with self.log.open("ab") as log:

@@ -31,7 +31,9 @@ def round_message(round_: int = 0, *, workers: int = 2, **fields: Any) -> Round:
 
 def accepted(message: Round, *, worker: int = 0, procs_per_worker: int = 1) -> RoundState:
     """Return the state of a worker that has accepted this ROUND."""
-    return RoundState(Worker(worker), procs_per_worker, message.round, accepted=message)
+    return RoundState(
+        Worker(worker), procs_per_worker, message.round, f"gpt-{worker}-r0", accepted=message
+    )
 
 
 def first_round() -> RoundState:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.state.copying.target import DeviceCopy
+from holdfast.state.copying.target import DeviceCopy, run_device_copies
 from holdfast.state.tensors import is_tensor
 from holdfast_core.errors import DeviceError
 
@@ -73,8 +73,7 @@ class FakeDevice:
         with self._changed:
             while not last.is_done:
                 mark = self._marks.pop(0)
-                for copy in mark.copies:
-                    copy.run()
+                run_device_copies(mark.copies, non_blocking=False)
                 mark.is_done = True
             self._changed.notify_all()
 

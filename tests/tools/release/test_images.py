@@ -145,7 +145,9 @@ def test_the_sdk_is_one_layer_whose_program_copies_it_to_a_volume(
     root, volume = tmp_path / "root", tmp_path / "volume"
     volume.mkdir()
     with tarfile.open(fileobj=io.BytesIO(layer)) as entries:
-        entries.extractall(root, filter="tar")
+        # Python 3.11 before 3.11.4 has no filters, and no argument `filter`.
+        entries.extraction_filter = getattr(tarfile, "tar_filter", lambda member, path: member)
+        entries.extractall(root)
     program, script = config["config"]["Entrypoint"]
     assert program == "python3"
     assert config["config"]["Cmd"] == []

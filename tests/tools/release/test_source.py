@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tools.release.source import (
     refuse_folder,
 )
 
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="a checkout needs git")
 SOURCE = Source("1.2.3", "a" * 40, 1_700_000_000)
 
 

@@ -57,7 +57,7 @@ FULL = RankSettings(
             id="auto",
         ),
         pytest.param(
-            RankSettings(round=RestartRound(0), interval_steps=0, agent_store=True), id="not-told"
+            RankSettings(round=RestartRound(0), interval_steps=0, agent_store=True), id="no-time"
         ),
     ],
 )

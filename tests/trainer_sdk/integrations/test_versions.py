@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.integrations.versions import TESTED, installed_version, untested
+from holdfast.integrations.versions import ALSO_TESTED, TESTED, installed_version, untested
 
 LOCK = Path(__file__).parents[3] / "tests" / "frameworks" / "uv.lock"
 
@@ -23,6 +23,11 @@ def test_the_warning_about_another_release_names_both_versions(installed: str) -
     assert message is not None
     assert installed in message
     assert TESTED["transformers"] in message
+
+
+def test_a_release_that_was_tested_in_another_environment_needs_no_warning() -> None:
+    assert untested("megatron-core", ALSO_TESTED["megatron-core"]) is None
+    assert untested("megatron-core", "0.17.0") is not None
 
 
 def test_a_module_without_metadata_gets_a_warning() -> None:

@@ -30,7 +30,7 @@ def make(width: int = 2048) -> dict[str, Any]:
         torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)
     ).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    odd = torch.arange(12, device="cuda", dtype=torch.complex128).reshape(3, 4)
+    odd = torch.arange(12.0, device="cuda").to(torch.complex128).reshape(3, 4)
     return {"model": model, "optim": optimizer, "odd": {"t": odd.t(), "c": odd}, "n": 3}
 
 

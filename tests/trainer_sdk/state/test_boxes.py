@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.support.shards.placements import shards_of
 from tests.support.trainer.launched import run_two_ranks
+from tests.support.trainer.payloads import RANK, stored
 from tests.support.trainer.snapshots import take_snapshot
-from tests.trainer_sdk.state.payloads import RANK, stored
 
 import holdfast
 from holdfast.state.loading.load import load_state

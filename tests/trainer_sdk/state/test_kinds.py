@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.payloads import RANK, stored
 from tests.support.trainer.snapshots import take_snapshot
-from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.state.loading.load import load_state
 from holdfast.state.loading.restore_target import RestoreTarget

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.payloads import RANK, stored
 from tests.support.trainer.snapshots import take_snapshot
-from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.state.loading.load import load_state
 from holdfast.state.snapshot import read_payload

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer_sdk.state.payloads import stored
+from tests.support.trainer.payloads import stored
 
 from holdfast.state.loading.load import fits, load_state
 from holdfast.state.snapshot import read_payload

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.payloads import RANK, stored
 from tests.support.trainer.snapshots import take_snapshot
-from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.slots.segments import SEGMENT_SLOTS, segment_bytes, segments_of
 from holdfast.slots.staging import Copier

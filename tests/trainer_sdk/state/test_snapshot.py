@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import torch as safetensors_torch
+from tests.support.trainer.payloads import RANK, stored
 from tests.support.trainer.snapshots import take_snapshot
-from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.slots.staging import Copier
-from holdfast.state.copying.target import PayloadTarget, device_copies
+from holdfast.state.copying.target import PayloadTarget, run_device_copies
 from holdfast.state.snapshot import SavePlan, plan_save, read_payload
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.rank_layout import parse_rank_layout
@@ -45,12 +45,12 @@ def test_copies_of_a_device_write_the_same_bytes(dtype: torch.dtype) -> None:
     snapshot = take_snapshot(state, RANK)
     plan = plan_save(snapshot, RANK)
     target = np.zeros(plan.payload_bytes, dtype=np.uint8)
-    copies = device_copies(plan, snapshot, target, torch.is_tensor, non_blocking=True)
-    PayloadTarget(plan, target).write(snapshot, Copier().run, torch.is_tensor)
+    payload = PayloadTarget(plan, target)
+    copies = payload.device_copies(snapshot, torch.is_tensor)
+    payload.write(snapshot, Copier().run, torch.is_tensor)
     assert not np.array_equal(target, stored(state))
     assert [copy.leaf.name for copy in copies] == ["x", "t", "0"]
-    for copy in copies:
-        copy.run()
+    run_device_copies(copies, non_blocking=True)
     assert np.array_equal(target, stored(state))
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.payloads import RANK
 from tests.support.trainer.snapshots import take_snapshot
-from tests.trainer_sdk.state.payloads import RANK
 
 import holdfast
 from holdfast.slots.staging import Copier

@@ -262,6 +262,7 @@ class Checkpointer:
                 "the memory for saves is allocated at the first save instead of now: %s", error
             )
         parts.decisions.begin(start)
+        self._watch_work(state)
         loop = self._loop = TrainingLoop(state, self._session.interrupt)
         try:
             for index in range(start, total):
@@ -458,6 +459,7 @@ class Checkpointer:
         found = self._restore(parts, state, wanted, before_rng, defer, rolls_back=rolls_back)
         if found is None:
             self._notify_nothing_found(parts, 0)
+        self._watch_work(state)
         return found
 
     def restore_tensors(
@@ -623,7 +625,7 @@ class Checkpointer:
         try:
             self._place.start(self._session)
         except Exception:
-            # Without a round no request can succeed, and a restore would wait for a reply for ever.
+            # Without a round no request can succeed, and a restore would wait for a reply forever.
             self.close(wait=False)
             raise
         self._signal.install()
@@ -707,6 +709,12 @@ class Checkpointer:
             # For a requested step every rank raises this, so that the next call rolls back again.
             parts.saves.have_begun = parts.saves.have_begun or step is not None
             raise
+
+    def _watch_work(self, state: Mapping[str, Any]) -> None:
+        """Measure the models of `state`, if the job looks for stragglers."""
+        policy = self._session.policy
+        if policy is not None and policy.straggler_factor > 0:
+            self._status.progress.work.watch(state)
 
     def _notify_nothing_found(self, parts: Opened, done: int) -> None:
         start = f"continuing after step {done}" if done else "starting at step 0"

@@ -31,7 +31,6 @@ class CheckpointPhase(StrEnum):
     REQUESTED = "Requested"
     IN_PROGRESS = "InProgress"
     COMMITTED = "Committed"
-    PARTIALLY_FAILED = "PartiallyFailed"
     EXPIRED = "Expired"
     DELETING = "Deleting"
 
@@ -42,7 +41,6 @@ class CheckpointCondition(StrEnum):
     COMMITTED = "Committed"
     REPLICATED = "Replicated"
     PERSISTED = "Persisted"
-    VERIFIED = "Verified"
     RESTORABLE = "Restorable"
     PINNED = "Pinned"
     QUARANTINED = "Quarantined"
@@ -141,12 +139,6 @@ class CheckpointStatus(WithConditions):
     world_size: Annotated[int | None, Field(ge=1, description="Number of ranks that saved it.")] = (
         None
     )
-    verified_at: Annotated[
-        Timestamp | None, Field(description="When all bytes were last read and digested (UTC).")
-    ] = None
-    verified_bytes: Annotated[
-        int | None, Field(ge=0, description="Bytes read by that verification.")
-    ] = None
     started_at: Annotated[Timestamp | None, Field(description="When the save began (UTC).")] = None
     committed_at: Annotated[
         Timestamp | None, Field(description="When the operator saw it committed (UTC).")

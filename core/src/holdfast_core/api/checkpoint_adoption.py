@@ -21,12 +21,11 @@ from holdfast_core.api.training_job import (
     TrainingJob,
 )
 from holdfast_core.api.training_job_status import (
-    MAX_WORKERS,
     RoundField,
     TrainingJobStatus,
     WorkerField,
 )
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import MAX_WORKERS, JobUid, RestartRound, Worker
 
 
 class CheckpointAdoptionSpec(GangSpec):
@@ -80,6 +79,11 @@ class CheckpointAdoptionSpec(GangSpec):
         return None
 
     @property
+    def spares(self) -> int:
+        """Another controller creates the pods, so there are no spares."""
+        return 0
+
+    @property
     def suspend(self) -> bool:
         """Another controller suspends the pods: the operator sees only that they are deleted."""
         return False
@@ -88,6 +92,11 @@ class CheckpointAdoptionSpec(GangSpec):
     def schedule_timeout_seconds(self) -> int:
         """Another controller creates the pods again, so the operator never deletes pods that wait."""
         return 0
+
+    @property
+    def elastic(self) -> None:
+        """Another controller decides how many pods there are."""
+        return None
 
     @property
     def active_deadline_seconds(self) -> None:

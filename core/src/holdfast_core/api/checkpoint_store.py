@@ -101,10 +101,6 @@ class S3Spec(ApiModel):
             )
         ),
     ] = None
-    path_style: Annotated[
-        bool,
-        Field(description="true: bucket in the path (MinIO and most others); false: in the host."),
-    ] = True
     part_size_mib: Annotated[
         int,
         Field(

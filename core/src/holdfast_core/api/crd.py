@@ -58,7 +58,6 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         _column("Phase", "string", ".status.phase", "Summary of the conditions."),
         _column("Tiers", "string", ".status.shards.summary", "Shards: memory/node/peer/object."),
         _column("Size", "integer", ".status.bytes", "Bytes of all shards."),
-        _column("Verified", "date", ".status.verifiedAt", "Time since all bytes were verified."),
         _column(
             "Pinned",
             "boolean",
@@ -90,7 +89,7 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def crd(kind: Kind) -> dict[str, Any]:
-    """The CustomResourceDefinition of one kind. Raises ConfigError if its model cannot be one."""
+    """Return the CustomResourceDefinition of one kind. Raises ConfigError if a CRD cannot express it."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

@@ -40,17 +40,20 @@ class FailureReason(StrEnum):
     TRAINER_RESTARTING = "TrainerRestarting"
     RESTORE_FAILED = "RestoreFailed"
     SIDECAR_UNREACHABLE = "SidecarUnreachable"
+    POD_SUCCEEDED_EARLY = "PodSucceededEarly"
     HUNG = "Hung"
 
 
-class HangDetection(StrEnum):
-    """Whether a gang that finishes no step restarts."""
+class Detection(StrEnum):
+    """Whether hangs or stragglers are looked for."""
 
     ON = "On"
     OFF = "Off"
 
 
 DEFAULT_STEP_TIMES = 10
+DEFAULT_STRAGGLER_FACTOR = 1.5
+DEFAULT_STRAGGLER_STEPS = 30
 
 
 class PodConditionPattern(ApiModel):
@@ -185,9 +188,9 @@ class HangsSpec(ApiModel):
     )
 
     detection: Annotated[
-        HangDetection,
+        Detection,
         Field(description="Off: a gang that finishes no step is never restarted for it."),
-    ] = HangDetection.ON
+    ] = Detection.ON
     step_times: Annotated[
         int | None,
         Field(
@@ -212,14 +215,73 @@ class HangsSpec(ApiModel):
     @property
     def effective_step_times(self) -> int:
         """The number of step times, or 0 if the limit is a fixed time or the detection is off."""
-        if self.detection is HangDetection.OFF or self.seconds is not None:
+        if self.detection is Detection.OFF or self.seconds is not None:
             return 0
         return self.step_times or DEFAULT_STEP_TIMES
 
     @property
     def effective_seconds(self) -> float:
         """The fixed limit in seconds, or 0 if there is none or the detection is off."""
-        return 0.0 if self.detection is HangDetection.OFF else float(self.seconds or 0)
+        return 0.0 if self.detection is Detection.OFF else float(self.seconds or 0)
+
+
+class StragglersSpec(ApiModel):
+    """Limits from which the status shows a slow rank as a straggler. No straggler causes a restart."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "self.detection != 'Off' || !(has(self.factor) || has(self.steps))",
+                message=(
+                    "failurePolicy.stragglers has detection Off and a limit: omit factor and steps, or "
+                    "detection"
+                ),
+            ),
+        )
+    )
+
+    detection: Annotated[
+        Detection,
+        Field(description="Off: the ranks measure nothing, and none is shown as a straggler."),
+    ] = Detection.ON
+    factor: Annotated[
+        float | None,
+        Field(
+            description="1.1 to 100. A rank is slow while the input and the forward passes of a step take it "
+            "this many times as long as the median of the ranks with the same number of parameters, and "
+            "this delays the gang by at least 5 % of a step. Default: 1.5.",
+            json_schema_extra=cel_rules(
+                rule(
+                    "self >= 1.1 && self <= 100.0",
+                    message_expression=(
+                        "'failurePolicy.stragglers.factor must be 1.1 to 100, got %.2f: 1.5 shows ranks that "
+                        "take half as long again as the others'.format([self])"
+                    ),
+                )
+            ),
+        ),
+    ] = None
+    steps: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=1_000_000,
+            description="Steps for which a rank must be slow without a break. Default: 30.",
+            json_schema_extra=remedy("30 suits most trainings"),
+        ),
+    ] = None
+
+    @property
+    def effective_factor(self) -> float:
+        """The factor, or 0 if the detection is off."""
+        if self.detection is Detection.OFF:
+            return 0.0
+        return DEFAULT_STRAGGLER_FACTOR if self.factor is None else self.factor
+
+    @property
+    def effective_steps(self) -> int:
+        """The number of steps, or 0 if the detection is off."""
+        return 0 if self.detection is Detection.OFF else self.steps or DEFAULT_STRAGGLER_STEPS
 
 
 class FailurePolicySpec(ApiModel):
@@ -296,6 +358,11 @@ class FailurePolicySpec(ApiModel):
         HangsSpec,
         Field(description="When a gang that finishes no step is restarted."),
     ] = HangsSpec()
+
+    stragglers: Annotated[
+        StragglersSpec,
+        Field(description="When a slow rank is shown as a straggler."),
+    ] = StragglersSpec()
 
     @property
     def window_length(self) -> timedelta:

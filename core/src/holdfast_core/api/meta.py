@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
 
@@ -17,7 +17,6 @@ class ObjectMeta(ApiModel):
     """The fields of metadata that Holdfast uses; all others are ignored."""
 
     name: str = ""
-    generate_name: str | None = None
     namespace: str = ""
     uid: str = ""
     resource_version: str = ""
@@ -28,7 +27,6 @@ class ObjectMeta(ApiModel):
     labels: dict[str, str] | None = None
     annotations: dict[str, str] | None = None
     finalizers: tuple[str, ...] = ()
-    owner_references: list[dict[str, Any]] | None = None
 
 
 class ApiObject(ApiModel):
@@ -118,7 +116,7 @@ class Condition(ApiModel):
 Conditions = Annotated[
     tuple[Condition, ...],
     Field(
-        max_length=16,
+        max_length=24,
         description="Durable facts about this object, one entry per type.",
         json_schema_extra={
             "x-kubernetes-list-type": "map",

@@ -135,7 +135,7 @@ class _Walker:
                 flat[bound] = flat.pop(key)
                 flat[key] = True
         if REMEDY in flat:
-            # As a rule of CEL, because the server's own words for `minimum` name no remedy.
+            # As a rule of CEL, because the server's own message for `minimum` names no remedy.
             field = ".".join(part for part in path if part not in ("spec", "*"))
             entry = bounds(
                 field, flat.pop("minimum", None), flat.pop("maximum", None), flat[REMEDY]

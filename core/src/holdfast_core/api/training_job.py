@@ -17,7 +17,7 @@ from holdfast_core.api.meta import ApiObject, NameRef
 from holdfast_core.api.rules.cel import RULES, cel_rules, remedy, rule
 from holdfast_core.api.template import PodTemplate
 from holdfast_core.api.training_job_status import TrainingJobStatus
-from holdfast_core.ids import JobUid
+from holdfast_core.ids import MAX_SPARES, JobUid
 
 
 def _checkpoint_ref_by_rule(schema: dict[str, Any]) -> None:
@@ -155,16 +155,145 @@ class GangSpec(ApiModel):
         return None if self.restore_from is None else self.restore_from.checkpoint_ref.name
 
 
+class ElasticSpec(ApiModel):
+    """How far a gang may shrink when nodes are missing, and when it shrinks and grows again."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "!has(self.max) || self.min <= self.max",
+                message_expression=(
+                    "'elastic.min is %d, more than elastic.max %d: lower min or raise "
+                    "max'.format([self.min, self.max])"
+                ),
+                field_path=".min",
+            )
+        )
+    )
+
+    min: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=4096,
+            description="Smallest number of workers with which the gang continues when nodes are missing, "
+            "the MIN of torchrun --nnodes=MIN:MAX.",
+            json_schema_extra=remedy("set the smallest number of pods that can train the model"),
+        ),
+    ]
+    max: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=4096,
+            description="Largest value that spec.workers may be changed to. The gang never grows beyond "
+            "spec.workers: to use more nodes, raise that. Default: 4096.",
+            json_schema_extra=remedy("omit it to allow every number of workers"),
+        ),
+    ] = None
+    shrink_after_seconds: Annotated[
+        int,
+        Field(
+            ge=30,
+            le=604_800,
+            description="Seconds for which pods wait for nodes before the gang continues without them. "
+            "With a cluster autoscaler, set more than it needs for a new node.",
+            json_schema_extra=remedy(
+                "a scheduler needs some seconds for a large gang, and a new node some minutes"
+            ),
+        ),
+    ] = 120
+    grow_after_seconds: Annotated[
+        int,
+        Field(
+            ge=60,
+            le=604_800,
+            description="Seconds for which a gang with missing workers trains before the operator looks "
+            "for nodes again. Each growth costs a save and a restart.",
+            json_schema_extra=remedy("each growth costs a save and a restart of the gang"),
+        ),
+    ] = 600
+
+
+_ELASTIC_RULES = (
+    rule(
+        "!has(self.elastic) || has(self.checkpoint.object)",
+        message=(
+            "elastic needs an object store, from which ranks of another number of workers read their "
+            "state: set checkpoint.object, or remove elastic"
+        ),
+        field_path=".elastic",
+    ),
+    rule(
+        "!has(self.elastic) || self.elastic.min <= self.workers",
+        message_expression=(
+            "'elastic.min is %d, more than workers %d, the number that the gang grows to: lower "
+            "elastic.min or raise workers'.format([self.elastic.min, self.workers])"
+        ),
+        field_path=".elastic.min",
+    ),
+    rule(
+        "!has(self.elastic) || !has(self.elastic.max) || self.workers <= self.elastic.max",
+        message_expression=(
+            "'workers is %d, more than elastic.max %d: lower workers or raise "
+            "elastic.max'.format([self.workers, self.elastic.max])"
+        ),
+        field_path=".workers",
+    ),
+    rule(
+        "!has(self.elastic) || !has(self.checkpoint.peer) || "
+        "self.checkpoint.peer.copies < self.elastic.min",
+        message_expression=(
+            "'elastic.min is %d, but checkpoint.peer.copies %d needs at least %d workers: raise "
+            "elastic.min or lower copies'.format([self.elastic.min, self.checkpoint.peer.copies, "
+            "self.checkpoint.peer.copies + 1])"
+        ),
+        field_path=".elastic.min",
+    ),
+    rule(
+        "!has(self.elastic) || self.scheduleTimeoutSeconds == 0 || "
+        "self.elastic.shrinkAfterSeconds <= self.scheduleTimeoutSeconds",
+        message_expression=(
+            "'elastic.shrinkAfterSeconds is %d, but after scheduleTimeoutSeconds %d the gang gives all of "
+            "its nodes back: lower shrinkAfterSeconds or raise "
+            "scheduleTimeoutSeconds'.format([self.elastic.shrinkAfterSeconds, self.scheduleTimeoutSeconds])"
+        ),
+        field_path=".elastic.shrinkAfterSeconds",
+    ),
+)
+
+
 class TrainingJobSpec(GangSpec):
     """What the job runs, how it is checkpointed and what it survives."""
 
+    model_config = ConfigDict(json_schema_extra=cel_rules(COPIES_BELOW_WORKERS, *_ELASTIC_RULES))
+
     template: PodTemplate
+    elastic: Annotated[
+        ElasticSpec | None,
+        Field(
+            description="Lets the gang continue with fewer workers than spec.workers when nodes are "
+            "missing, and grow again when there are nodes. Needs an object store. Default: the gang "
+            "waits for all of its workers."
+        ),
+    ] = None
     suspend: Annotated[
         bool,
         Field(
             description=("true: save, then delete all pods; false: continue from that checkpoint.")
         ),
     ] = False
+    spares: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=MAX_SPARES,
+            description="Pods that wait, with the image pulled and torch imported, to take the place of lost "
+            "workers. Each of them holds the resources of a worker, GPUs included. They are created while "
+            "the gang trains.",
+            json_schema_extra=remedy("0 keeps no spare pods"),
+        ),
+    ] = 0
     schedule_timeout_seconds: Annotated[
         int,
         Field(

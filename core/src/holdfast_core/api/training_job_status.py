@@ -12,14 +12,23 @@ from pydantic import Field, PlainSerializer, field_serializer, field_validator
 
 from holdfast_core.api.base import ApiModel, Timestamp, changed
 from holdfast_core.api.meta import Conditions, WithConditions
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step, Worker
+from holdfast_core.ids import (
+    MAX_SPARES,
+    MAX_WORKERS,
+    CheckpointId,
+    Digest,
+    JobUid,
+    RestartRound,
+    Step,
+    Worker,
+)
 
-MAX_WORKERS = 4096
 MAX_LINEAGE = 256
 MAX_RECENT_RESTARTS = 1024
 """More than the largest maxRestarts, or the limit could never be reached."""
 MAX_NODE_FAILURES = 256
 MAX_RECOVERIES = 10
+MAX_STRAGGLERS = 16
 MAX_QUARANTINED = 16
 """Each of them takes room on the nodes. A job that would need more fails."""
 MAX_NAMED_WORKERS = 8
@@ -66,6 +75,13 @@ class JobCondition(StrEnum):
     that happens."""
     RESIZING = "Resizing"
     """True while the gang changes to another number of workers; absent before that happens."""
+    QUEUED = "Queued"
+    """True while pods of the gang wait for their queue in Kueue; absent before they were in one."""
+    SPARES_READY = "SparesReady"
+    """True while all spare pods can take the place of lost workers; absent before the job has spares."""
+    WORKERS_MISSING = "WorkersMissing"
+    """True while an elastic gang has nodes for fewer workers than spec.workers; absent before that
+    happens."""
     FAILURE_RULES_APPLY = "FailureRulesApply"
     """False while a rule of failurePolicy.rules can never match; absent before that happens."""
 
@@ -75,6 +91,7 @@ RoundField = Annotated[RestartRound, Field(ge=0)]
 DigestField = Annotated[Digest, Field(max_length=128)]
 WorkerField = Annotated[Worker, Field(ge=0)]
 Seconds = Annotated[float, PlainSerializer(lambda value: round(value, 3), return_type=float)]
+Factor = Annotated[float, PlainSerializer(lambda value: round(value, 2), return_type=float)]
 Share = Annotated[float, PlainSerializer(lambda value: round(value, 4), return_type=float)]
 
 
@@ -342,9 +359,40 @@ class ResizeStatus(ApiModel):
             "tried again until spec.workers changes.",
         ),
     ] = None
+    refused_of_workers: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_WORKERS,
+            description="spec.workers when that number was refused. With another value, the refusal "
+            "no longer counts.",
+        ),
+    ] = None
     refused_because: Annotated[
         str | None, Field(max_length=1024, description="The failure with that number.")
     ] = None
+
+
+class ElasticStatus(ApiModel):
+    """The number of workers of an elastic gang for which there are nodes."""
+
+    workers: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=MAX_WORKERS,
+            description="Number of workers with which the gang continues, fewer than spec.workers.",
+        ),
+    ]
+    of_workers: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=MAX_WORKERS,
+            description="spec.workers when nodes were missing. With another value, the gang first "
+            "tries the new number.",
+        ),
+    ]
 
 
 class WorkersStatus(ApiModel):
@@ -352,8 +400,20 @@ class WorkersStatus(ApiModel):
 
     ready: Annotated[int, Field(ge=0, description="Workers whose ranks train.")]
     total: Annotated[int, Field(ge=0, description="Workers of the present gang.")]
+    wanted: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="spec.workers, while nodes are missing for some of them. Absent: the same as "
+            "total, or a resize is under way.",
+        ),
+    ] = None
     summary: Annotated[
-        str, Field(max_length=16, description="ready/total, computed, for the WORKERS column.")
+        str,
+        Field(
+            max_length=16,
+            description="ready/wanted or ready/total, computed, for the WORKERS column.",
+        ),
     ] = ""
 
     @field_validator("summary", mode="before")
@@ -363,7 +423,37 @@ class WorkersStatus(ApiModel):
 
     @field_serializer("summary")
     def _summary(self, _: str) -> str:
-        return f"{self.ready}/{self.total}"
+        return f"{self.ready}/{self.wanted or self.total}"
+
+
+class PromotedSpare(ApiModel):
+    """A worker whose pod was a spare before."""
+
+    worker: Annotated[WorkerField, Field(description="Index of the worker.")]
+    birth: Annotated[
+        RoundField, Field(description="Birth round of the worker: the round that took the spare.")
+    ]
+    pod: Annotated[str, Field(max_length=63, description="Name of the pod.")]
+
+
+class SparesStatus(ApiModel):
+    """Pods that wait to take the place of lost workers, and those that have."""
+
+    ready: Annotated[
+        int,
+        Field(ge=0, description="Spares that can become workers now: torch is imported."),
+    ] = 0
+    births: Annotated[
+        tuple[RoundField, ...],
+        Field(
+            max_length=MAX_SPARES,
+            description="Birth round of the pod of each spare, by its number.",
+        ),
+    ] = ()
+    promoted: Annotated[
+        tuple[PromotedSpare, ...],
+        Field(max_length=MAX_WORKERS, description="Workers of the gang whose pods were spares."),
+    ] = ()
 
 
 class RestartRecord(ApiModel):
@@ -431,6 +521,34 @@ class NodeFailure(ApiModel):
         bool,
         Field(description="true: a rule with action AvoidNode applied, so it alone suffices."),
     ] = False
+
+
+class StragglerStatus(ApiModel):
+    """A rank that takes longer than the others for the same work."""
+
+    rank: Annotated[int, Field(ge=0, description="The rank.")]
+    worker: Annotated[WorkerField, Field(description="The worker that it belongs to.")]
+    node: Annotated[
+        str | None,
+        Field(max_length=253, description="Node of the worker. Absent: its pod is gone."),
+    ] = None
+    factor: Annotated[
+        Factor,
+        Field(
+            ge=0,
+            description="Its time for the input and the forward passes of a step, divided by the median of "
+            "the ranks with the same number of parameters. 2 is twice as slow.",
+        ),
+    ]
+    since_step: Annotated[StepField, Field(description="Step from which on it is slow.")]
+    slow_part: Annotated[
+        str,
+        Field(
+            max_length=128,
+            description="What delays it most: Input (its batch arrives late) or Forward (it computes "
+            "slowly).",
+        ),
+    ]
 
 
 class TrainingJobStatus(WithConditions):
@@ -570,14 +688,31 @@ class TrainingJobStatus(WithConditions):
             description="The newest change of the number of workers; absent before there was one."
         ),
     ] = None
+    stragglers: Annotated[
+        tuple[StragglerStatus, ...],
+        Field(
+            max_length=MAX_STRAGGLERS,
+            description=f"The slowest {MAX_STRAGGLERS} ranks that are stragglers by "
+            "failurePolicy.stragglers, by rank.",
+        ),
+    ] = ()
+    elastic: Annotated[
+        ElasticStatus | None,
+        Field(description="The number of workers that have nodes; absent while all of them do."),
+    ] = None
     workers: Annotated[
         WorkersStatus | None, Field(description="How many workers of the gang train.")
+    ] = None
+    spares: Annotated[
+        SparesStatus | None,
+        Field(description="The spare pods; absent if the job has none and no worker was one."),
     ] = None
     start_time: Annotated[
         Timestamp | None,
         Field(
-            description="When the first round, or the round after a suspension, began (UTC); absent "
-            "while the job is suspended. activeDeadlineSeconds counts from here."
+            description="When the first round, or the round after a suspension, began, or when Kueue "
+            "admitted the gang after that (UTC); absent while the job is suspended or all of its pods wait "
+            "for their queue. activeDeadlineSeconds counts from here."
         ),
     ] = None
     completion_time: Annotated[
@@ -592,6 +727,12 @@ class TrainingJobStatus(WithConditions):
     def last_recovery(self) -> RecoveryStatus | None:
         """Return the newest recovery, which may not be complete, or None."""
         return self.recoveries[-1] if self.recoveries else None
+
+    def promoted_since(self, before: TrainingJobStatus) -> tuple[PromotedSpare, ...]:
+        """Return the spares that have become workers since an earlier status."""
+        old = () if before.spares is None else before.spares.promoted
+        new = () if self.spares is None else self.spares.promoted
+        return tuple(r for r in new if r not in old)
 
     def with_recovery(self, recovery: RecoveryStatus) -> TrainingJobStatus:
         """Return the status with this recovery as the newest, instead of an older record of its round."""

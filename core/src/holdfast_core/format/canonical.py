@@ -131,7 +131,7 @@ def loads_strict(data: bytes, what: str, *, limit_bytes: int = MAX_DOCUMENT_BYTE
         raise FormatError(f"{what}: {len(data)} bytes, at most {limit_bytes} are accepted")
     try:
         text = data.decode()
-        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: not valid JSON: {error}") from error
 
@@ -161,13 +161,14 @@ def _check_keys(value: Any) -> None:
             stack.extend(item)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of these pairs, as `object_pairs_hook` of json. Raises ValueError for a repeated key."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"duplicate key {key!r}")
+                raise ValueError(f"duplicate key {key[:80]!r}")
             seen.add(key)
     return result
 

@@ -13,14 +13,27 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import (
+    FIRST_SPARE,
+    MAX_SPARES,
+    MAX_WORKERS,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    Step,
+    Worker,
+)
 
 MAX_INT = (1 << 63) - 1
 MAX_RANKS = 4096 * 64
 """The largest spec.workers times the largest spec.procsPerWorker (core/api)."""
-MAX_WORKERS = 4096
 MAX_LISTED = 1024
 """Largest number of manifests that an inventory lists."""
+
+
+MAX_STRAGGLERS = 16
+"""Largest number of stragglers that a coordinator and a job's status name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +62,7 @@ OF_NEW_TYPE = MappingProxyType(
     {
         Step: Bounds(low=0, high=MAX_STEP),
         Rank: Bounds(low=0, high=MAX_RANK),
-        Worker: Bounds(low=0, high=MAX_WORKERS - 1),
+        Worker: Bounds(low=0, high=FIRST_SPARE + MAX_SPARES - 1),
         RestartRound: Bounds(low=0, high=MAX_ROUND),
         JobUid: Bounds(characters=64),
         Digest: Bounds(characters=128),
@@ -64,6 +77,8 @@ ClippedText = Annotated[str, Bounds(characters=4096, clip=True)]
 """Text for people. Longer text is cut."""
 ShortText = Annotated[str, Bounds(characters=512, clip=True)]
 """Text for people of which a message has one for each rank. Longer text is cut."""
+Factor = Annotated[float, Bounds(low=0, high=10**6)]
+"""How many times as long as something else takes."""
 Reason = Annotated[str, Bounds(pattern=re.compile(r"[A-Za-z][A-Za-z0-9]{0,127}"))]
 """The reason of a condition: one CamelCase word of 1 to 128 characters, as the CRD requires."""
 Name = Annotated[str, Bounds(characters=253)]

@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Annotated, Any, TypeVar, Union
 
 from holdfast_core.errors import FormatError
+from holdfast_core.format.canonical import unique_keys
 from holdfast_core.messages.bounds import OF_NEW_TYPE, Bounds, body_limit_bytes, entries_limit
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ def parse_json(data: bytes, what: str, limit_bytes: int) -> Any:
     if len(data) > limit_bytes:
         raise FormatError(f"{what}: {len(data)} bytes, at most {limit_bytes} are accepted")
     try:
-        value = json.loads(data, object_pairs_hook=_no_duplicates)
+        value = json.loads(data, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: not valid JSON: {error}") from error
     if _is_too_deep(value):
@@ -133,17 +134,6 @@ def from_json(cls: type[T], value: Any) -> T:
     except _MismatchError as error:
         path = "".join(reversed(error.path))
         raise FormatError(f"{cls.__name__}{path}: {error.text}") from error
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"duplicate key {key[:80]!r}")
-            seen.add(key)
-    return result
 
 
 def _is_too_deep(value: Any) -> bool:

@@ -17,6 +17,7 @@ from holdfast_core.ids import (
 )
 from holdfast_core.messages.bounds import (
     ClippedText,
+    Factor,
     Natural,
     Reason,
     Seconds,
@@ -124,6 +125,14 @@ class Policy:
     hang_seconds: Seconds = 0.0
     """The gang counts as hung after this time without a step, instead of `hang_steps`. 0: not by this
     rule."""
+    straggler_factor: Factor = 0.0
+    """A rank that takes this many times as long as the median for the same work is slow. 0: there are no
+    stragglers."""
+    straggler_steps: Natural = 0
+    """Steps for which a rank must be slow before it is a straggler."""
+    shrinks: bool = False
+    """The gang may continue with fewer workers. These can restore from the object store only, so a pod does
+    not leave before the step at which the gang has stopped is persisted, even if peers have copies."""
 
     @property
     def memory_level_enabled(self) -> bool:
@@ -142,6 +151,21 @@ class Policy:
     @property
     def compresses_uploads(self) -> bool:
         return self.object_compression == "Zstd"
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """What a step takes a rank by itself, without the time in which it waits for other ranks.
+
+    Both times are medians of the last steps.
+    """
+
+    input_seconds: Seconds
+    """From the end of the step before to the first forward pass: the batch and its preparation."""
+    forward_seconds: Seconds
+    """The forward passes. On a GPU, the GPU's time."""
+    parameters: Natural
+    """Number of parameters of the rank's model. Only ranks with the same number have the same work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ message, 503 after an error of the receiver, and 409 for every other refusal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
+
+from blake3 import blake3
 
 from holdfast_core.ids import (
     Digest,
@@ -20,16 +22,20 @@ from holdfast_core.ids import (
 )
 from holdfast_core.messages.bounds import (
     MAX_LISTED,
+    MAX_STRAGGLERS,
     Bounds,
     ClippedText,
+    Factor,
     ManyShards,
     Name,
     Natural,
     Pem,
     PerRank,
     PerWorker,
+    Reason,
     Seconds,
 )
+from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.common import (
     Failure,
     Interval,
@@ -37,6 +43,7 @@ from holdfast_core.messages.common import (
     RestorePoint,
 )
 from holdfast_core.messages.report import (
+    AcceptedRound,
     DeadRank,
 )
 
@@ -76,6 +83,15 @@ class Round:
     last_persisted: RestorePoint | None = None
     fan_in: Annotated[int, Bounds(low=1)] = 64
     """Number of consecutive workers that exchange messages with the coordinator through one relay."""
+
+    def content_digest(self) -> Digest:
+        """Return a digest of the message without its version and `last_persisted`.
+
+        The coordinator has its own record of what it persisted, so a change of that field alone must not
+        repeat ROUND to the whole gang.
+        """
+        content = replace(self, version=0, last_persisted=None)
+        return Digest("b3:" + blake3(dumps(content)).hexdigest())
 
     def targets(self) -> dict[Worker, tuple[Worker, ...]]:
         """Return the workers that receive copies of the shards of each worker."""
@@ -123,12 +139,15 @@ class Inventory:
     """Reply of POST /v1/seal, POST /v1/round and GET /v1/inventory: what this worker stores."""
 
     worker: Worker
+    """From FIRST_SPARE for a spare pod that no ROUND has named yet."""
     pod: Name
     round: RestartRound
     version: Natural
     """Version of the newest ROUND message that the sidecar holds for `round`. 0 if it holds none."""
     manifests: Annotated[tuple[ListedManifest, ...], Bounds(items=MAX_LISTED)] = ()
     shards: Annotated[tuple[ListedShard, ...], ManyShards] = ()
+    launcher: bool = False
+    """The launcher of the pod is connected. That of a spare connects when it has imported torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +213,19 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that has taken longer than the other ranks for the same work for many steps."""
+
+    rank: Rank
+    factor: Factor
+    """Its time for a step, without waits, divided by the median of the ranks with the same work."""
+    since: Step
+    """The step at which it was found to be slow first."""
+    slow_part: Reason
+    """The part of the step that costs it the most time more than the median: Input or Forward."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorState:
     """Reply of GET /v1/state?since=V&timeout=S: the whole current state and its version.
 
@@ -232,6 +264,12 @@ class CoordinatorState:
     interval: Interval | None = None
     """The interval between saves as rank 0 has reported it. None: it is a number of steps, or not known."""
     hang: Hang | None = None
+    accepted: AcceptedRound | None = None
+    """The ROUND that every worker has accepted, with the highest of their versions. None unless every worker
+    has reported lately, and all have accepted the same content. An operator that has just started then needs
+    to call no other sidecar of the gang."""
+    stragglers: Annotated[tuple[Straggler, ...], Bounds(items=MAX_STRAGGLERS)] = ()
+    """The slowest ranks, by rank. Nothing restarts because of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from holdfast_core.messages.common import (
     MemoryUse,
     Policy,
     RankStack,
+    RankWork,
     RestorePoint,
 )
 
@@ -252,6 +253,8 @@ class Progress:
     """Median time of its last steps without pauses. None until it has finished a few."""
     paused: ShortText = ""
     """What keeps the rank from finishing steps for now, such as an evaluation. "": it trains."""
+    work: RankWork | None = None
+    """None: it was not measured, or not often enough yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from holdfast_core.ids import (
+    Digest,
     Rank,
     RestartRound,
     Step,
@@ -23,6 +24,7 @@ from holdfast_core.messages.common import (
     Interval,
     MemoryUse,
     RankStack,
+    RankWork,
 )
 
 
@@ -65,6 +67,17 @@ class RankProgress:
     """See Progress."""
     paused: ShortText = ""
     """See Progress."""
+    work: RankWork | None = None
+    """See Progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRound:
+    """The ROUND message that a sidecar has accepted."""
+
+    version: Natural
+    content: Digest
+    """`Round.content_digest()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +119,7 @@ class WorkerReport:
     stacks_token: str = ""
     """`Ok.stacks_token` that `stacks` is the reply to. "": there was none in this round."""
     stacks: Annotated[tuple[RankStack, ...], PerRank] = ()
+    accepted: AcceptedRound | None = None
 
     @property
     def urgent(self) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ from holdfast_core.messages.common import (
     MemoryUse,
     Policy,
     RankStack,
+    RankWork,
     Refusal,
     Refused,
     RestorePoint,
@@ -63,6 +64,7 @@ from holdfast_core.messages.operator import (
     RoundTimes,
     Seal,
     StepState,
+    Straggler,
 )
 from holdfast_core.messages.pod_socket import (
     OVERTAKEN,
@@ -100,6 +102,7 @@ from holdfast_core.messages.pod_socket import (
     TakeStore,
 )
 from holdfast_core.messages.report import (
+    AcceptedRound,
     DeadRank,
     Ok,
     RankProgress,

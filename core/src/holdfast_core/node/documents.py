@@ -1,8 +1,8 @@
-"""Manifests, layouts and the restart round as small files on the node's disk.
+"""Manifests, layouts, the restart round and a spare's worker as small files on the node's disk.
 
 A manifest or layout file is the document, a newline, the document's digest and a newline. The digest
-shows a document that was damaged on the disk; the node has no other record of its contents. The round
-file is canonical JSON without a digest.
+shows a document that was damaged on the disk; the node has no other record of its contents. The files
+of round and worker are canonical JSON without a digest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from holdfast_core.errors import (
 from holdfast_core.format.canonical import dumps_canonical, loads_strict
 from holdfast_core.format.checks import expect_int, expect_object
 from holdfast_core.format.digest import digest_of, parse_digest
-from holdfast_core.ids import Digest, RestartRound
+from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.node.files import Directories, TempFile, disk_errors, fsync_directory, write_at
 
 _DIGEST_BYTES = len("\n") + len("b3:") + 64 + len("\n")
 _ROUND_FIELDS = frozenset({"round", "version"})
+_WORKER_FIELDS = frozenset({"worker"})
 _MAX_ROUND_BYTES = 4096
 
 
@@ -103,29 +104,47 @@ def write_round(path: Path, round_: RestartRound, version: int, directories: Dir
             own_round=recorded[0],
             own_version=recorded[1],
         )
+    _write_numbers(path, {"round": round_, "version": version}, directories)
+
+
+def read_round(path: Path) -> tuple[RestartRound, int] | None:
+    """Return (round, version), or None if no round was ever written. Raises CorruptionError."""
+    found = _read_numbers(path, _ROUND_FIELDS)
+    return None if found is None else (RestartRound(found["round"]), found["version"])
+
+
+def write_worker(path: Path, worker: Worker, directories: Directories) -> None:
+    """Write the worker that a spare pod has become durably."""
+    _write_numbers(path, {"worker": worker}, directories)
+
+
+def read_worker(path: Path) -> Worker | None:
+    """Return the worker that a spare pod has become, or None if there is none. Raises CorruptionError."""
+    found = _read_numbers(path, _WORKER_FIELDS)
+    return None if found is None else Worker(found["worker"])
+
+
+def _write_numbers(path: Path, numbers: dict[str, int], directories: Directories) -> None:
     with disk_errors(f"creating a temporary file for {path}"):
         temp = TempFile.create(path.parent, directories)
     try:
         with disk_errors(f"writing {path}"):
-            data = dumps_canonical({"round": round_, "version": version})
-            write_at(temp.fd, memoryview(data), 0)
+            write_at(temp.fd, memoryview(dumps_canonical(numbers)), 0)
             temp.sync()
             temp.publish(path)
     finally:
         temp.discard()
 
 
-def read_round(path: Path) -> tuple[RestartRound, int] | None:
-    """Return (round, version), or None if no round was ever written. Raises CorruptionError."""
+def _read_numbers(path: Path, names: frozenset[str]) -> dict[str, int] | None:
     try:
         data = _read(path)
     except NotFoundError:
         return None
     try:
         value = loads_strict(data, str(path), limit_bytes=_MAX_ROUND_BYTES)
-        fields = expect_object(value, str(path), _ROUND_FIELDS)
-        round_ = expect_int(fields["round"], f"{path}: round")
-        return RestartRound(round_), expect_int(fields["version"], f"{path}: version")
+        fields = expect_object(value, str(path), names)
+        return {name: expect_int(fields[name], f"{path}: {name}") for name in sorted(names)}
     except FormatError as error:
         raise CorruptionError(str(error)) from error
 

@@ -34,15 +34,25 @@ from holdfast_core.format.keys import (
     shard_key,
 )
 from holdfast_core.format.manifest import misnamed
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Worker,
+)
 from holdfast_core.node.clone import Clone, CloningWriter, clone_range
 from holdfast_core.node.copy import DiskCopyWriter
 from holdfast_core.node.documents import (
     read_document,
     read_round,
+    read_worker,
     stored_bytes,
     write_document,
     write_round,
+    write_worker,
 )
 from holdfast_core.node.files import (
     BufferPool,
@@ -66,6 +76,7 @@ from holdfast_core.tiers.base import PayloadSource
 
 QUARANTINE = "quarantine"
 ROUND_FILE = "round.json"
+WORKER_FILE = "worker.json"
 QUARANTINE_KEPT = 8
 """Maximum number of quarantined files, which are kept for inspection. The oldest are removed first."""
 _RESERVED = frozenset({QUARANTINE, LAYOUTS, SPARE, ROUND_FILE, LOCK_FILE})
@@ -379,6 +390,16 @@ class DiskNodeTier:
         self._expect_open()
         with self._round_lock:
             write_round(self._root / ROUND_FILE, round, version, self._directories)
+
+    def read_worker(self) -> Worker | None:
+        """Return the worker that this spare pod has become, or None."""
+        return read_worker(self._root / WORKER_FILE)
+
+    def write_worker(self, worker: Worker) -> None:
+        """Write the worker that this spare pod becomes durably."""
+        self._expect_open()
+        with self._round_lock:
+            write_worker(self._root / WORKER_FILE, worker, self._directories)
 
     # ------------------------------------------------------------------ space
 

@@ -1,7 +1,7 @@
 """Minimum rate of a remote peer's answer.
 
 The socket's time-out bounds one pause only. Without a minimum rate, a peer that sends a byte before each
-time-out could hold a caller for ever.
+time-out could hold a caller forever.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The trainer can rename, replace and truncate every file in the volume that it shares with the sidecar.
 The same path may resolve to two different files, a symbolic link may point into the sidecar's own
-volume, and opening a FIFO may block for ever. Every access therefore goes through a directory
+volume, and opening a FIFO may block forever. Every access therefore goes through a directory
 descriptor, follows no link, never blocks, and accepts regular files only.
 
 Callers must pass directories whose parent the untrusted process cannot replace, such as a mount point.

@@ -27,6 +27,7 @@ from holdfast_operator.model.actions import (
     CommitPersisted,
     CreateCertificates,
     CreateCheckpointObject,
+    CreatePlaceholder,
     CreatePod,
     CreateService,
     Decision,
@@ -36,6 +37,7 @@ from holdfast_operator.model.actions import (
     DeletePod,
     EmitEvent,
     PruneObject,
+    ReleasePod,
     RequestSave,
     RequestStop,
     SealWorker,
@@ -50,6 +52,7 @@ from holdfast_operator.model.job import JobMemory, Observed
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.disruption_budget import render_disruption_budget
 from holdfast_operator.render.network_policy import render_network_policy
+from holdfast_operator.render.placeholder import render_placeholder
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
 
@@ -113,6 +116,8 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
     """
     refused, old = _refused_create(applied), observed.memory
     new = replace(decision.memory, create_refused=refused, record_refused=_refused_record(applied))
+    if any(isinstance(a, CreatePlaceholder) for a in decision.actions):
+        new = replace(new, placeholders_refused=_refused_placeholder(applied))
     written = not (
         applied.conflict
         or applied.not_gone
@@ -126,6 +131,7 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
         new,
         create_refused=old.create_refused if same_round else "",
         record_refused=old.record_refused if same_round else "",
+        placeholders_refused=old.placeholders_refused if same_round else "",
         save_requests=old.save_requests,
         round_sent_at=old.round_sent_at if same_round else None,
         levels_written_at=old.levels_written_at,
@@ -144,6 +150,11 @@ def _refused_create(applied: Applied) -> str:
     name = first.action.name if isinstance(first.action, CreateService | CreatePod) else name
     others = f" (and {more} more)" if more else ""
     return f"{type(first.action).__name__} {name}{others} was refused: {first.error}"
+
+
+def _refused_placeholder(applied: Applied) -> str:
+    errors = [str(f.error) for f in applied.failed if isinstance(f.action, CreatePlaceholder)]
+    return errors[0] if errors else ""
 
 
 def _refused_record(applied: Applied) -> str:
@@ -174,6 +185,7 @@ def _stages(
                 first.append(action)
             case (
                 SetDisruptionBudget()
+                | CreatePlaceholder()
                 | CreatePod()
                 | SealWorker()
                 | SendRound()
@@ -187,6 +199,7 @@ def _stages(
                 | PruneObject()
                 | DeleteCheckpoint()
                 | DeletePod()
+                | ReleasePod()
                 | DeleteCertificates()
                 | DeleteJob()
             ):
@@ -266,10 +279,16 @@ class _Interpreter:
                     self._sidecar,
                     action.avoided_nodes,
                     action.failed_nodes,
+                    action.group,
                 )
+                await effects.create_pod(job, body)
+            case CreatePlaceholder():
+                body = render_placeholder(job, action.worker, self._observed.store, self._sidecar)
                 await effects.create_pod(job, body)
             case DeletePod():
                 await effects.delete_pod(job, action.name, action.uid, force=action.force)
+            case ReleasePod():
+                await effects.release_pod(job, action)
             case DeleteCertificates():
                 await effects.delete_certificates(job, action.secret)
             case DeleteJob():

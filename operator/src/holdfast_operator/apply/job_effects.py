@@ -31,6 +31,7 @@ from holdfast_operator.model.actions import (
     EmitEvent,
     EventKind,
     PruneObject,
+    ReleasePod,
     RequestSave,
     RequestStop,
     SealWorker,
@@ -135,6 +136,11 @@ class JobEffects:
         await self._cluster.delete_pod(job.namespace, name, uid, force=force)
         self._cache.expect_deleted(job, uid)
 
+    async def release_pod(self, job: Gang, action: ReleasePod) -> None:
+        await self._cluster.release_pod(
+            job.namespace, action.name, action.uid, ends_group=action.ends_group
+        )
+
     async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
         await self._cluster.create_policy(job.namespace, body)
 
@@ -238,7 +244,7 @@ class JobEffects:
         self._sidecars.seal(job.uid, action.pod_uid, action.round)
 
     async def send_round(self, job: Gang, action: SendRound) -> None:
-        self._sidecars.send_round(job.uid, action.pod_uid, action.message, action.sidecar_restarts)
+        self._sidecars.send_round(job.uid, action.pod_uid, action.outgoing, action.sidecar_restarts)
 
     async def request_save(self, job: Gang, action: RequestSave) -> None:
         request = GangRequest(action.round, action.token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -11,6 +12,12 @@ from holdfast_operator.model.reasons import Reason
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 600)
 _JOB = ("namespace", "job")
+
+
+def _remove(metric: Counter | Gauge, *labels: str) -> None:
+    """Remove a series, if there is one."""
+    with suppress(KeyError):
+        metric.remove(*labels)
 
 
 class Metrics:
@@ -59,6 +66,27 @@ class Metrics:
         self._silent = Gauge(
             "holdfast_job_sidecars_unreachable",
             "1 while condition SidecarsUnreachable of the job is true, else 0.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._stragglers = Gauge(
+            "holdfast_straggler_factor",
+            "How many times as long a straggler takes for its part of a step as the median of the ranks "
+            "with the same work. A job has at most 16 such series, and none without a straggler.",
+            (*_JOB, "rank"),
+            registry=self.registry,
+        )
+        self._slow_ranks: dict[tuple[str, str], set[str]] = {}
+        """Ranks with a series of `_stragglers`, by namespace and job."""
+        self._spares = Gauge(
+            "holdfast_job_spares_ready",
+            "Spare pods of the job that can take the place of a lost worker now.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._promotions = Counter(
+            "holdfast_job_spares_promoted",
+            "Spare pods that have taken the place of lost workers of the job.",
             _JOB,
             registry=self.registry,
         )
@@ -174,6 +202,14 @@ class Metrics:
         if new.goodput is not None:
             self._goodput.labels(job.namespace, job.name).set(new.goodput.ratio)
 
+        self._show_stragglers(job, new)
+        if new.spares is not None or old.spares is not None:
+            ready = 0 if new.spares is None else new.spares.ready
+            self._spares.labels(job.namespace, job.name).set(ready)
+        promoted = len(new.promoted_since(old))
+        if promoted:
+            self._promotions.labels(job.namespace, job.name).inc(promoted)
+
         silent = new.is_true(JobCondition.SIDECARS_UNREACHABLE)
         self._silent.labels(job.namespace, job.name).set(1 if silent else 0)
 
@@ -194,11 +230,22 @@ class Metrics:
             self._quarantined,
             self._silent,
             self._timeouts,
+            self._spares,
+            self._promotions,
         ):
-            try:
-                metric.remove(namespace, job)
-            except KeyError:
-                continue  # the job never had this series
+            _remove(metric, namespace, job)
+        for rank in self._slow_ranks.pop((namespace, job), set()):
+            _remove(self._stragglers, namespace, job, rank)
+
+    def _show_stragglers(self, job: Gang, new: TrainingJobStatus) -> None:
+        key = (job.namespace, job.name)
+        factors = {str(s.rank): s.factor for s in new.stragglers}
+        for rank in self._slow_ranks.pop(key, set()) - factors.keys():
+            _remove(self._stragglers, *key, rank)
+        for rank, factor in factors.items():
+            self._stragglers.labels(*key, rank).set(factor)
+        if factors:
+            self._slow_ranks[key] = set(factors)
 
     def _count_recovery(self, job: Gang, new: RecoveryStatus) -> None:
         same = (r for r in job.status.recoveries if r.round == new.round)

@@ -48,6 +48,16 @@ def replacements(world: World) -> list[Action]:
     ]
 
 
+def misplaced_spares(world: World) -> list[Action]:
+    """Return deletes of spares that have not started and may get a better node."""
+    return [
+        DeletePod(spare.pod.name, spare.pod.uid, force=spare.node_lost)
+        for spare in world.spares
+        if spare.pod is not None and not spare.pod.started and not spare.node_lost
+        if _is_misplaced(world, spare, spare.pod)
+    ]
+
+
 def waiting_note(world: World) -> Note | None:
     """Return why a pod has not started, if it is bound to a lost node or excludes nodes. Else None."""
     for member, pod in _waiting(world):

@@ -1,12 +1,20 @@
-"""Passes over a job that is over, suspended, resized, not scheduled in time, or has no round yet. Pure."""
+"""Passes over a job that is over, suspended, resized, short of nodes, or has no round yet. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core.api import JobCondition, changed
-from holdfast_operator.decide import acceptance, checkpoints, gang, lifecycle, new_rounds, releases
-from holdfast_operator.decide.facts import failure, resize, scheduling
+from holdfast_core.api import ElasticStatus, JobCondition, changed
+from holdfast_operator.decide import (
+    acceptance,
+    checkpoints,
+    gang,
+    lifecycle,
+    new_rounds,
+    releases,
+    resizing,
+)
+from holdfast_operator.decide.facts import failure, resize, scheduling, times
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.status import Note, set_condition
@@ -20,6 +28,10 @@ from holdfast_operator.decide.writes import (
 from holdfast_operator.model.actions import Action, Decision, EmitEvent, EventKind
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
+
+GATHER_SECONDS = 30.0
+"""Time for which a gang that found a node waits for nodes for its other missing workers. Each growth costs a
+save and a restart."""
 
 
 def over(world: World, memory: JobMemory, now: Now) -> Decision:
@@ -90,13 +102,58 @@ def resize_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
         if at_work or failure.drains(world, memory, now) or not lifecycle.may_suspend_now(world):
             return None
     workers = resize.next_workers(world)
-    text = f"spec.workers is {workers}, and the gang had {len(world.members)} workers"
-    status = new_rounds.resized_round(world, workers, Note(Reason.RESIZED, text), now)
+    job, had = world.observed.job, f"the gang had {len(world.members)} workers"
+    note = Note(Reason.RESIZED, f"spec.workers is {workers}, and {had}")
+    if resize.is_growing(job, world.status):
+        note = Note(Reason.GROWN, f"there are nodes for {workers} workers, and {had}")
+    elif workers < job.spec.workers:
+        note = Note(Reason.RESIZED, f"elastic.min is {workers}, and {had}")
+    status = new_rounds.resized_round(world, workers, note, now)
     status = recovery.interrupted(status, memory)
-    event = EmitEvent(
-        EventKind.NORMAL, Reason.RESIZED, f"round {status.restart_round} begins: {text}"
-    )
+    text = f"round {status.restart_round} begins: {note.message}"
+    event = EmitEvent(EventKind.NORMAL, note.reason, text)
     return begin_round(world, memory, now, status, (), event)
+
+
+def shrink_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
+    """Return the decision that begins a round with fewer workers, or None if it is not due or not possible.
+
+    All pods of the round are new, as after a resize. No committed step is lost with the old ones.
+    """
+    job = world.observed.job
+    if job.spec.suspend or not resize.lacks_nodes(world, memory, now):
+        return None
+    if resizing.shrink_obstacle(world) is not None:
+        return None
+    workers = resize.fewer_workers(world)
+    text = f"{scheduling.describe(world)}. The gang continues with {workers} of {job.spec.workers} workers"
+    note = Note(Reason.SHRUNK, text)
+    status = new_rounds.resized_round(world, workers, note, now)
+    kind = JobCondition.WORKERS_MISSING
+    status = set_condition(status, kind, True, note, now, job.generation)
+    status = recovery.interrupted(status, memory)
+    text = f"round {status.restart_round} begins with {workers} workers"
+    event = EmitEvent(EventKind.NORMAL, Reason.ROUND_BEGAN, text)
+    return begin_round(world, memory, now, status, (), event)
+
+
+def grow_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
+    """Return the decision to resize the gang to the workers for which there are nodes, or None.
+
+    The status records the number. Then the gang is resized as after a change of spec.workers.
+    """
+    job, present = world.observed.job, len(world.members)
+    found = len(world.placeholders_with_nodes)
+    if not found or not resizing.may_grow(world):
+        return None
+    workers = min(present + found, job.spec.workers)
+    gathered = times.seconds_since(memory.room_since, now) >= GATHER_SECONDS
+    if workers < job.spec.workers and not gathered:
+        return None
+    record = ElasticStatus(workers=workers, of_workers=job.spec.workers)
+    status = changed(world.status, elastic=record)
+    status = resizing.with_missing_workers(status, world, memory, now)
+    return written(world, memory, now, status, [], f"the gang grows to {workers} workers")
 
 
 def schedule(world: World, memory: JobMemory, now: Now) -> Decision | None:

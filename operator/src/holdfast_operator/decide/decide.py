@@ -10,10 +10,14 @@ The rules apply in this order, and the first that fits decides the pass:
  7. Failures: a new round (CAS 1), a wait, or the end of the job.
  8. Completion, or suspension after the gang has saved and stopped.
  9. spec.workers has changed, and no committed step would be lost with the pods: a new round (CAS 1).
-10. The pods cannot all be scheduled in time: a new round (CAS 1) creates them again after a back-off.
-11. Adopted pods that have started are recorded in the status.
-12. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
-13. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
+10. An elastic gang is resized when there are nodes for missing workers, and begins a round (CAS 1) without
+    the workers for which there are none.
+11. The pods cannot all be scheduled in time: a new round (CAS 1) creates them again after a back-off.
+12. Adopted pods that have started are recorded in the status.
+13. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
+14. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
+Each pass but those of rule 2 and those that begin a round also deletes placeholders that are not needed.
+Pods that are being deleted lose Kueue's finalizer, whichever rule decides (queue/releases.py).
 A pass that begins a round or chooses its restore point only emits Events besides. No pass writes the status
 more than once.
 """
@@ -28,14 +32,23 @@ from holdfast_operator.decide import (
     beginnings,
     lifecycle,
     releases,
+    resizing,
     rounds,
 )
 from holdfast_operator.decide.facts import failure, times
 from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.queue import releases as queue_releases
 from holdfast_operator.decide.report import readability
 from holdfast_operator.decide.report.notices import with_notices
 from holdfast_operator.decide.writes import fail_job, written
-from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
+from holdfast_operator.model.actions import (
+    Action,
+    BeginRound,
+    ChooseRestorePoint,
+    Decision,
+    EmitEvent,
+    EventKind,
+)
 from holdfast_operator.model.job import Now, Observed
 from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.model.reasons import Reason
@@ -46,8 +59,21 @@ __all__ = ["decide"]
 def decide(observed: Observed, now: Now) -> Decision:
     """Return the actions of one pass over one job, and the memory for the next pass."""
     decision = _decide(observed, now)
-    permitted = pod_source(observed.job).permitted(decision.actions)
+    actions = decision.actions
+    if not any(isinstance(a, BeginRound | ChooseRestorePoint) for a in actions):
+        actions = (*actions, *_in_each_pass(World(observed)))
+    permitted = pod_source(observed.job).permitted(actions)
     return with_notices(replace(decision, actions=permitted), observed.job.status)
+
+
+def _in_each_pass(world: World) -> list[Action]:
+    """Return what is done to pods whichever rule decides, except in a pass that begins a round."""
+    observed = world.observed
+    actions: list[Action] = []
+    actions.extend(queue_releases.due(world, is_over=lifecycle.is_over(observed.job.status)))
+    if observed.placeholders and not observed.unreadable:
+        actions.extend(resizing.unneeded_placeholders(world))
+    return actions
 
 
 def _decide(observed: Observed, now: Now) -> Decision:
@@ -87,6 +113,12 @@ def _decide(observed: Observed, now: Now) -> Decision:
     resized = beginnings.resize_gang(world, memory, now)
     if resized is not None:
         return resized
+    larger = beginnings.grow_gang(world, memory, now)
+    if larger is not None:
+        return larger
+    smaller = beginnings.shrink_gang(world, memory, now)
+    if smaller is not None:
+        return smaller
     later = beginnings.schedule(world, memory, now)
     if later is not None:
         return later

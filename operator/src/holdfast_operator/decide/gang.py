@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import Compression, PersistedStep, RestorePointStatus
+from holdfast_core.api import Compression, JobCondition, PersistedStep, RestorePointStatus
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
 from holdfast_core.names import service_name
@@ -18,10 +18,17 @@ from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.checkpoints import own_checkpoints
 from holdfast_operator.decide.facts.interval import timing
-from holdfast_operator.decide.facts.placement import place_copies
+from holdfast_operator.decide.facts.placement import domain_of, place_copies
 from holdfast_operator.decide.facts.quarantine import with_released
+from holdfast_operator.decide.facts.resize import elastic_of
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.queue import groups
+from holdfast_operator.decide.spares.pods import (
+    create_spares,
+    delete_lost_spares,
+    make_room,
+)
 from holdfast_operator.model.actions import (
     Action,
     CreateCertificates,
@@ -32,15 +39,17 @@ from holdfast_operator.model.actions import (
     SealWorker,
     SendRound,
     SetDisruptionBudget,
-    round_digest,
 )
-from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.job import JobMemory, Now, Reachable
+from holdfast_operator.model.outgoing_round import OutgoingRound
 
 COORDINATOR_SILENT_SECONDS = 10.0
 """Time without an answer after which another member becomes the coordinator."""
 ADDRESSES_EVERY_SECONDS = 1.0
 """Shortest interval between repetitions of ROUND while members have no address yet. Without it, 4,096 pods
 that start one after another would cause 4,096 times 4,096 calls."""
+SPARES_EVERY_SECONDS = 10.0
+"""Shortest interval between creates of spares in a round, which a quota may refuse."""
 
 
 # --------------------------------------------------------------------------- pods and seals
@@ -63,7 +72,7 @@ def member_actions(world: World) -> list[Action]:
     # acceptance.birth_problem checks what else a new pod requires.
     if unstarted and world.may_create_pods and birth_problem(world) is None:
         births = _births(world)
-        actions.extend(avoidance.replacements(world))
+        actions.extend(avoidance.replacements(world) or groups.strays(world))
     actions.extend(_leaves(world, births))
     actions.extend(births)
     for member in world.members:
@@ -72,16 +81,38 @@ def member_actions(world: World) -> list[Action]:
             continue
         actions.append(SealWorker(member.worker, pod.name, pod.uid, pod.ip, world.round))
     actions.extend(delete_obsolete(world))
+    actions.extend(make_room(world))
     return actions
+
+
+def spare_actions(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], JobMemory]:
+    """Return the creates and deletes of spares while the gang trains.
+
+    A refused create makes a pass incomplete. So spares are created every SPARES_EVERY_SECONDS only.
+    """
+    if not world.spares or world.observed.job.spec.suspend:
+        return [], memory
+    actions = [*delete_lost_spares(world), *avoidance.misplaced_spares(world)]
+    last = memory.spares_created_at
+    recent = last is not None and now.monotonic - last < SPARES_EVERY_SECONDS
+    if recent or birth_problem(world) is not None:
+        return actions, memory
+    avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
+    creates = create_spares(world, avoided, failed)
+    if creates:
+        memory = replace(memory, spares_created_at=now.monotonic)
+    return [*creates, *actions], memory
 
 
 def _births(world: World) -> list[Action]:
     """Return the creates of this round's missing pods.
 
     Once the restore point is chosen, a missing pod that had started is lost and requires a new round: an
-    empty pod must not take the name of one that may have held shards.
+    empty pod must not take the name of one that may have held shards. In a queue, a pod is created once the
+    older pod of its worker no longer counts there.
     """
     avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
+    group, occupied = groups.present_group(world), groups.occupied(world)
     return [
         CreatePod(
             world.source.identity(m.worker, world.round),
@@ -89,9 +120,10 @@ def _births(world: World) -> list[Action]:
             world.round,
             avoided,
             failed,
+            group,
         )
         for m in _born(world)
-        if m.pod is None and world.awaits_start(m)
+        if m.pod is None and world.awaits_start(m) and m.worker not in occupied
     ]
 
 
@@ -106,7 +138,7 @@ def _leaves(world: World, births: list[Action]) -> list[Action]:
     known = world.observed.secrets - world.observed.doubtful_secrets
     needed: dict[str, list[str]] = {}
     for member in world.members:
-        if member.birth_round != world.round:
+        if member.birth_round != world.round or member.was_spare:
             continue
         waits = member.alive and member.pod is not None and not member.pod.sidecar_started
         secret = world.source.certificates(member.worker, world.round)
@@ -140,7 +172,8 @@ def delete_old_certificates(world: World) -> list[Action]:
 
     Secrets of an earlier operator process are not known to this one. They are deleted with the job.
     """
-    wanted = {world.source.certificates(m.worker, m.birth_round) for m in world.members}
+    present = (*world.members, *world.spares)
+    wanted = {world.source.certificates(m.worker, m.birth_round) for m in present}
     return [DeleteCertificates(s) for s in sorted(world.observed.secrets - wanted)]
 
 
@@ -167,6 +200,23 @@ def renamed_coordinator(world: World, now: Now) -> Worker | None:
         return None
     others = [m for m in world.members if m.alive and m.reachable]
     return others[0].worker if others else None
+
+
+def awaits_coordinator(world: World, memory: JobMemory, now: Now) -> bool:
+    """Return whether a new operator process still waits for the coordinator of a gang that trains.
+
+    Its state says which ROUND the members have accepted (ADR 0110). Without it, every new process would seal
+    each member of each gang again and send it the ROUND that it has.
+    """
+    current = world.coordinator_member()
+    return (
+        world.status.is_true(JobCondition.RUNNING)
+        and world.coordinator is None
+        and current is not None
+        and current.alive
+        and (current.sidecar is None or current.sidecar.reachable is Reachable.UNKNOWN)
+        and seconds_since(memory.round_seen_at, now) < COORDINATOR_SILENT_SECONDS
+    )
 
 
 def store_host(world: World) -> Worker:
@@ -197,7 +247,7 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
     The restore point of the round must be chosen.
     """
     message = round_message(world)
-    digest = round_digest(message)
+    digest = message.content_digest()
     complete = all(m.address for m in message.members)
     behind = [m for m in world.members if not _holds(m, world.round, digest)]
     if not behind:
@@ -205,7 +255,7 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
     sent = memory.round_sent_at
     if not complete and sent is not None and now.monotonic - sent < ADDRESSES_EVERY_SECONDS:
         return RoundPlan((), memory, False)
-    message = replace(message, version=_highest_version(world) + 1)
+    outgoing = OutgoingRound(replace(message, version=_highest_version(world) + 1), digest)
     actions = []
     for member in behind:
         pod = member.pod
@@ -214,7 +264,7 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
         if not member.sealed_for(world.round):
             continue  # member_actions seals it first
         actions.append(
-            SendRound(member.worker, pod.name, pod.uid, pod.ip, message, pod.sidecar_restarts)
+            SendRound(member.worker, pod.name, pod.uid, pod.ip, outgoing, pod.sidecar_restarts)
         )
     if actions:
         memory = replace(memory, round_sent_at=now.monotonic)
@@ -302,7 +352,7 @@ def _persisted_message(view: PersistedStep | None) -> RestorePoint | None:
 def _policy(world: World) -> Policy:
     spec = world.observed.job.spec
     checkpoint, object_ = spec.checkpoint, spec.checkpoint.object
-    hangs = spec.failure_policy.hangs
+    hangs, stragglers = spec.failure_policy.hangs, spec.failure_policy.stragglers
     return Policy(
         interval_steps=checkpoint.interval.steps or 0,
         timing=timing(world),
@@ -315,6 +365,9 @@ def _policy(world: World) -> Policy:
         object_compression=(Compression.NONE if object_ is None else object_.compression).value,
         hang_steps=hangs.effective_step_times,
         hang_seconds=hangs.effective_seconds,
+        straggler_factor=stragglers.effective_factor,
+        straggler_steps=stragglers.effective_steps,
+        shrinks=elastic_of(world.observed.job) is not None,
     )
 
 
@@ -326,16 +379,7 @@ def _pinned_steps(world: World) -> tuple[Step, ...]:
 def _domains(world: World) -> tuple[str, ...]:
     """Return the topology domain of each worker.
 
-    A worker without a node gets a domain of its own, and a node without the label is a domain of its own.
+    A worker without a node gets a domain of its own.
     """
-    key = world.observed.job.spec.peer.topology_key
-    found = []
-    for member in world.members:
-        node_name = None if member.pod is None else member.pod.node
-        if node_name is None:
-            found.append(f"?{member.worker}")
-            continue
-        node = world.observed.nodes.get(node_name)
-        label = None if node is None else node.labels.get(key)
-        found.append(label if label is not None else node_name)
-    return tuple(found)
+    nodes = (None if m.pod is None else m.pod.node for m in world.members)
+    return tuple(domain_of(world, n) or f"?{worker}" for worker, n in enumerate(nodes))

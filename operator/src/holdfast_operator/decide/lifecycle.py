@@ -37,6 +37,9 @@ _UNTIL_THE_END = (
     JobCondition.RESTARTING,
     JobCondition.UNSCHEDULABLE,
     JobCondition.RESIZING,
+    JobCondition.QUEUED,
+    JobCondition.SPARES_READY,
+    JobCondition.WORKERS_MISSING,
 )
 """Conditions of a gang, which are false once the job is over or suspended."""
 
@@ -178,7 +181,7 @@ def after_the_end(world: World, now: Now) -> list[Action]:
 
 
 def may_resize(world: World) -> bool:
-    """Return whether spec.workers asks for another number of workers, and nothing stands in the way."""
+    """Return whether the gang is to have another number of workers, and nothing stands in the way."""
     return resize.is_asked_for(world) and resize_obstacle(world) is None
 
 
@@ -216,7 +219,8 @@ def suspended(world: World, now: Now) -> TrainingJobStatus:
         ("spec.suspend is true, and no committed step would be lost with the pods"),
     )
     # As for a Job of batch/v1, activeDeadlineSeconds counts from zero again when the job resumes.
-    status = changed(world.status, start_time=None, scheduling=None)
+    # All pods are new after the suspension, so an elastic gang then tries to have all of its workers.
+    status = changed(world.status, start_time=None, scheduling=None, elastic=None)
     return _ended(status, world, now, JobCondition.SUSPENDED, note)
 
 

@@ -37,6 +37,7 @@ from holdfast_operator.decide.facts.scheduling import describe, next_try, timeou
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.lifecycle import asked_for
 from holdfast_operator.decide.report.status import Note, set_condition, with_levels
+from holdfast_operator.decide.spares.births import with_new_spares, with_promotions
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
 
@@ -46,7 +47,7 @@ def first_round(world: World, now: Now) -> TrainingJobStatus:
     round_ = world.next_round
     newer = world.pods_ahead
     workers = range(world.observed.job.spec.workers)
-    return changed(
+    status = changed(
         with_expected_failures(world.status, world),
         restart_round=round_,
         members=tuple(newer.get(Worker(w), round_) for w in workers),
@@ -54,6 +55,7 @@ def first_round(world: World, now: Now) -> TrainingJobStatus:
         coordinator=None,
         start_time=world.status.start_time or now.utc,
     )
+    return with_promotions(status, world)
 
 
 def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
@@ -94,7 +96,7 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
         recent_restarts=recent,
         restarts_count_towards_max=len(counted(in_window(recent, world, now))),
     )
-    status = with_expected_failures(status, world)
+    status = with_promotions(with_expected_failures(status, world), world)
     status = status.with_recovery(_recovery(world, round_, failures))
     status = set_condition(status, JobCondition.RESTARTING, True, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
@@ -144,7 +146,7 @@ def with_taken_in(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
                 nodes=tuple(sorted({*record.nodes, *found.nodes})[:MAX_NAMED_WORKERS]),
             )
         )
-    status = changed(status, members=_members(world, gone, round_))
+    status = with_promotions(changed(status, members=_members(world, gone, round_)), world)
     note = Note(ruling.failures[0].reason, f"round {round_}: {cause_of(ruling)}")
     return set_condition(
         status, JobCondition.RESTARTING, True, note, now, world.observed.job.generation
@@ -202,6 +204,7 @@ def round_after_time_out(world: World, now: Now) -> TrainingJobStatus:
         coordinator=None,
         scheduling=SchedulingStatus(timeouts=timeouts(world) + 1, retry_at=at),
     )
+    status = with_new_spares(status, world)
     status = set_condition(status, JobCondition.UNSCHEDULABLE, True, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
 
@@ -221,6 +224,7 @@ def resumed_round(world: World, now: Now) -> TrainingJobStatus:
         coordinator=None,
         start_time=now.utc,
     ).with_recovery(RecoveryStatus(round=round_, reason=Reason.RESUMED, begun_at=now.utc))
+    status = with_new_spares(status, world)
     status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
 
@@ -244,7 +248,10 @@ def round_of_way_back(world: World, failure: Failure, now: Now) -> TrainingJobSt
     assert old is not None
     before = old.from_workers or present
     record = ResizeStatus(
-        round=world.next_round, refused_workers=present, refused_because=failure.message[:1024]
+        round=world.next_round,
+        refused_workers=present,
+        refused_of_workers=world.observed.job.spec.workers,
+        refused_because=failure.message[:1024],
     )
     text = (
         f"the gang failed with {present} workers before its first step, and goes back to {before}"
@@ -268,7 +275,9 @@ def _with_new_pods(
         restore_point=None,
         coordinator=None,
         resize=record,
+        elastic=resize.elastic_record(job, workers),
         scheduling=None,
     ).with_recovery(RecoveryStatus(round=round_, reason=note.reason, begun_at=now.utc))
+    status = with_new_spares(status, world)
     status = set_condition(status, JobCondition.RESIZING, True, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)

@@ -95,15 +95,12 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
         return _chosen(world, best, holders, newest, bool(unknown))
     committed = readable.recorded_commit(world)
     if committed is not None:
-        return Wait(
-            Note(
-                Reason.RESTORE_POINT_UNAVAILABLE,
-                (
-                    f"step {committed} was committed, but no complete checkpoint can be read. The job "
-                    "waits for a worker that has it, and deletes nothing"
-                ),
-            )
+        text = (
+            f"step {committed} was committed, but every copy of one of its shards is lost, and no other "
+            "checkpoint is complete. The operator deletes nothing and never starts a job over "
+            "by itself. To start over, delete this job and create it again"
         )
+        return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, text))
     apart = _quarantined_above(world, None)
     if apart and unknown:
         text = f"workers {first_of([m.worker for m in unknown])} have not answered yet: {_MAY_HAVE_OLDER}"

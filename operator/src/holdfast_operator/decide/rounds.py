@@ -16,11 +16,13 @@ from holdfast_operator.decide import (
     checkpoints,
     gang,
     lifecycle,
+    resizing,
     restore_point,
 )
 from holdfast_operator.decide.facts import departures, times
 from holdfast_operator.decide.facts.failure import CANNOT_START
 from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.queue import groups
 from holdfast_operator.decide.report import adoption
 from holdfast_operator.decide.report.status import Note, after_write, refresh, with_ratio
 from holdfast_operator.decide.writes import (
@@ -142,6 +144,9 @@ def _less_lost_work(
 
 
 def run(world: World, memory: JobMemory, now: Now) -> Decision:
+    if gang.awaits_coordinator(world, memory, now):
+        text = "the coordinator has not answered this operator process yet"
+        return Decision((), STARTING_SECONDS, text, memory)
     job = world.observed.job
     state = world.coordinator
     running = state is not None and state.running
@@ -153,6 +158,10 @@ def run(world: World, memory: JobMemory, now: Now) -> Decision:
     memory = planned.memory
     if running:
         actions.extend(gang.delete_old_certificates(world))
+        spares, memory = gang.spare_actions(world, memory, now)
+        actions.extend(spares)
+    placeholders, memory = resizing.new_placeholders(world, memory, now)
+    actions.extend(placeholders)
     if lifecycle.must_stop(world):
         actions.extend(lifecycle.request_stop(world))
     actions.extend(_departing(world))
@@ -210,6 +219,8 @@ def _pod_trouble(world: World) -> Note | None:
         if pod is not None and pod.waiting_reason in CANNOT_START:
             text = f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}"
             return Note(Reason.CONTAINER_CANNOT_START, text)
+    if groups.waits(world):
+        return Note(Reason.WAITING_FOR_QUEUE, groups.describe_wait(world))
     waiting = avoidance.waiting_note(world)
     if waiting is not None:
         return waiting

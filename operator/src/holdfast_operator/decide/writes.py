@@ -25,7 +25,7 @@ from holdfast_operator.decide.report.status import (
     refresh,
     set_condition,
 )
-from holdfast_operator.decide.resizing import with_resizing
+from holdfast_operator.decide.resizing import with_missing_workers, with_resizing
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -61,7 +61,7 @@ def with_status_write(
     job = world.observed.job
     status = _with_suspend_note(world, now, job.status)
     status = lifecycle.accepted(World(with_status(world, status)), now, None)
-    status = with_resizing(refresh(world, now, memory, status, note), world, now)
+    status = _refreshed(status, world, memory, now, note)
     status = with_silence(status, world, now)
     reason = note.message if note is not None else f"round {world.round} runs"
     if must_write(job.status, status, memory, now, world.observed.routine_seconds):
@@ -70,6 +70,14 @@ def with_status_write(
     elif _renamed(world, now, status).coordinator != job.status.coordinator:
         actions = [WriteStatus(job.resource_version, _renamed(world, now, status)), *actions]
     return Decision(tuple(actions), requeue_seconds, reason, memory, _acted(world))
+
+
+def _refreshed(
+    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now, note: Note | None
+) -> TrainingJobStatus:
+    """Return the status with what is observed of a gang that may change its number of workers."""
+    status = with_resizing(refresh(world, now, memory, status, note), world, now)
+    return with_missing_workers(status, world, memory, now)
 
 
 def written(
@@ -98,8 +106,7 @@ def committed(
     """Return a decision that commits in the object tier and then takes these actions."""
     job = world.observed.job
     status = changed(job.status, last_persisted=commit)
-    status = refresh(world, now, memory, _with_suspend_note(world, now, status), note)
-    status = with_resizing(status, world, now)
+    status = _refreshed(_with_suspend_note(world, now, status), world, memory, now, note)
     text = f"step {commit.step} of round {commit.round} is persisted"
     first: list[Action] = [CommitPersisted(job.resource_version, status)]
     event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)

@@ -21,6 +21,7 @@ REQUEST_SECONDS = 30.0
 USER_AGENT = "holdfast-operator"
 
 MERGE_PATCH = "application/merge-patch+json"
+STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 
 
 class ApiError(HoldfastError):
@@ -102,6 +103,15 @@ class KubeApi:
     ) -> Any:
         """Send a JSON merge patch."""
         return await self._call("PATCH", path, params, body, MERGE_PATCH)
+
+    async def patch_strategic(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        """Send a strategic merge patch, which can remove an item from a list.
+
+        Only Kubernetes' own kinds accept it.
+        """
+        return await self._call("PATCH", path, params, body, STRATEGIC_MERGE_PATCH)
 
     async def delete(self, path: str, options: Mapping[str, Any] | None = None) -> Any:
         return await self._call("DELETE", path, None, options)

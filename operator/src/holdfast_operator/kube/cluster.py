@@ -113,6 +113,27 @@ class Cluster:
             options["gracePeriodSeconds"] = 0
         await self._delete(f"/api/v1/namespaces/{namespace}/pods/{name}", options)
 
+    async def release_pod(self, namespace: str, name: str, uid: str, *, ends_group: bool) -> None:
+        """Remove Kueue's finalizer from the pod if it still has this uid. Raises ApiError.
+
+        The list of finalizers is not replaced, because others may add theirs at the same time.
+
+        Args:
+            ends_group: Also mark the pod as one that is not replaced in its group.
+        """
+        metadata: dict[str, Any] = {
+            "uid": uid,
+            "$deleteFromPrimitiveList/finalizers": [labels.KUEUE_FINALIZER],
+        }
+        if ends_group:
+            metadata["annotations"] = {labels.RETRIABLE_IN_GROUP: "false"}
+        path = f"/api/v1/namespaces/{namespace}/pods/{name}"
+        try:
+            await self._api.patch_strategic(path, {"metadata": metadata}, _MANAGER)
+        except ApiError as error:
+            if error.status not in (NOT_FOUND, CONFLICT):  # CONFLICT: the name has another uid now
+                raise
+
     # ------------------------------------------------------------------ our kinds
 
     async def patch_job_status(
@@ -174,12 +195,11 @@ class Cluster:
 
     async def get_batch_job(self, namespace: str, name: str) -> Any | None:
         """Return the Job of batch/v1 of this name, or None if there is none. Raises ApiError."""
-        try:
-            return await self._api.get(f"/apis/batch/v1/namespaces/{namespace}/jobs/{name}")
-        except ApiError as error:
-            if error.status == NOT_FOUND:
-                return None
-            raise
+        return await self._get(f"/apis/batch/v1/namespaces/{namespace}/jobs/{name}")
+
+    async def get_pytorch_job(self, namespace: str, name: str) -> Any | None:
+        """Return the PyTorchJob of this name, or None if there is none. Raises ApiError."""
+        return await self._get(f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{name}")
 
     async def create_checkpoint(self, namespace: str, body: Mapping[str, Any]) -> Created:
         """Create a Checkpoint. If one exists, the caller must check which job it belongs to.
@@ -189,12 +209,7 @@ class Cluster:
         return await self._create(_ours(namespace, Checkpoint.PLURAL), body)
 
     async def get_checkpoint(self, namespace: str, name: str) -> Any | None:
-        try:
-            return await self._api.get(_ours(namespace, Checkpoint.PLURAL, name))
-        except ApiError as error:
-            if error.status == NOT_FOUND:
-                return None
-            raise
+        return await self._get(_ours(namespace, Checkpoint.PLURAL, name))
 
     async def delete_checkpoint(self, namespace: str, name: str, uid: str) -> None:
         path = _ours(namespace, Checkpoint.PLURAL, name)
@@ -298,6 +313,15 @@ class Cluster:
                 return Created("", existed=True)
             raise
         return Created(str(answer["metadata"]["uid"]), existed=False)
+
+    async def _get(self, path: str) -> Any | None:
+        """Return the object of this path, or None if there is none. Raises ApiError."""
+        try:
+            return await self._api.get(path)
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
 
     async def _delete(self, path: str, options: Mapping[str, Any]) -> None:
         body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}

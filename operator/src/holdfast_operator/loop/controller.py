@@ -36,6 +36,7 @@ from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.kube.leadership import Leadership
+from holdfast_operator.loop.former_jobs import release_pods
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.owners import Owners
 from holdfast_operator.loop.silence_checks import SilenceChecks
@@ -224,6 +225,7 @@ class Controller:
     async def _job(self, key: Key) -> None:
         job = self._cache.job(key)
         if job is None:
+            await release_pods(self._cache, self._cluster, key)
             hidden = self._cache.unreadable(_KINDS[key.kind], key.namespace, key.name)
             if hidden is not None:
                 await self._reports.report(hidden)
@@ -243,6 +245,7 @@ class Controller:
         self._log_changes.info(str(key), decision.reason, **logs.job_fields(job))
         applied = await apply(decision, observed, self._effects, self._sidecar)
         self._memory[job.uid] = memory_after(decision, observed, applied)
+        await release_pods(self._cache, self._cluster, key)
         if applied.complete:
             self._sidecars.acted_on(job.uid, decision.acted_version)
             if decision.requeue_after_seconds is not None:
@@ -254,7 +257,7 @@ class Controller:
         """Remove our finalizer from those Checkpoints of this missing job that are being deleted.
 
         The sidecars that could delete the data are gone with the job, so the finalizer would block the
-        deletion of the Checkpoints and of their namespace for ever. Raises HoldfastError where a call
+        deletion of the Checkpoints and of their namespace forever. Raises HoldfastError where a call
         fails; the queue then retries the key.
         """
         for checkpoint in releases.hanging(self._cache.checkpoints(key.namespace, key.name)):

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from holdfast_core.api import Checkpoint, CheckpointStore, Gang, StoreCondition
+from holdfast_core.api import Checkpoint, CheckpointStore, Gang, JobCondition, StoreCondition
 from holdfast_core.clock import Clock
 from holdfast_core.contract import StoreConfig
-from holdfast_core.ids import Worker
+from holdfast_core.ids import FIRST_SPARE, Worker
 from holdfast_core.names import job_prefix
 from holdfast_operator.apply.job_effects import JobEffects
 from holdfast_operator.model.job import (
@@ -28,7 +28,6 @@ from holdfast_operator.model.job import (
 from holdfast_operator.model.keys import gang_key
 from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.model.routine import routine_seconds
-from holdfast_operator.model.size import present_workers
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.watch.cache import ClusterCache
 
@@ -71,13 +70,14 @@ class Observer:
         template_refusal: str | None = None,
         owner: OwnerView | None = None,
     ) -> Observed:
-        pods = self.pods(job)
+        pods, placeholders = self.pods(job), self._cache.placeholders(job)
         self.follow_sidecars(job, pods)
         return Observed(
             job=job,
             pods=pods,
+            placeholders=placeholders,
             sidecars=self._sidecars.views(job.uid),
-            nodes=self._nodes(job, pods),
+            nodes=self._nodes(job, (*pods, *placeholders)),
             lost_nodes=self._lost_nodes(job, pods),
             coordinator=self._sidecars.coordinator_state(job.uid),
             checkpoints=self._checkpoints(job),
@@ -103,6 +103,7 @@ class Observer:
         coordinator: Worker | None = None
         if status.restore_point is not None:
             coordinator = status.coordinator
+        trains = status.is_true(JobCondition.RUNNING)
         members = tuple(p for p in pods if _is_member(job, p))
         named = {p.uid for p in members if p.worker == coordinator}
         others = tuple(p for p in pods if p.worker != coordinator or p.uid in named)
@@ -113,7 +114,8 @@ class Observer:
             others,
             coordinator,
             self.suspects(job, pods),
-            ranks=present_workers(job) * job.spec.procs_per_worker,
+            ranks=_present_workers(job) * job.spec.procs_per_worker,
+            gang=frozenset(p.uid for p in members) if trains else frozenset(),
         )
 
     def suspects(self, job: Gang, pods: tuple[PodView, ...]) -> frozenset[str]:
@@ -213,8 +215,9 @@ class Observer:
         pods. They count until this process has seen the node's lease change.
         """
         started = {(p.worker, p.birth_round) for p in pods if p.started}
-        if started.issuperset(enumerate(job.status.members)):
-            return ()  # every member has started, so the search of all leases is saved
+        spares = () if job.status.spares is None else job.status.spares.births
+        if started.issuperset([*enumerate(job.status.members), *enumerate(spares, FIRST_SPARE)]):
+            return ()  # every pod has started, so the search of all leases is saved
         cache, threshold = self._cache, job.spec.node_loss.suspect_after_seconds
         lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
         avoided = {n for p in pods for n in p.avoided_nodes if cache.leases.is_undated(n)}
@@ -293,3 +296,12 @@ def store_view(store: CheckpointStore) -> StoreView:
 def _is_member(job: Gang, pod: PodView) -> bool:
     members = job.status.members
     return pod.worker < len(members) and members[pod.worker] == pod.birth_round
+
+
+def _present_workers(job: Gang) -> int:
+    """Return the number of workers of the present gang.
+
+    It differs from spec.workers after a user has changed it, until the gang has stopped. Before the first
+    round they are equal.
+    """
+    return len(job.status.members) or job.spec.workers

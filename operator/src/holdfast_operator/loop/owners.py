@@ -1,21 +1,22 @@
-"""Find out which controller creates an adopted gang's pods, and what its restart policy costs.
+"""Look up the controller that creates an adopted gang's pods.
 
-The operator reads only Jobs of batch/v1: Job, JobSet and TrainJob create their pods through them. It reads
-each Job once, because the restart policy of a Job is immutable.
+Job, JobSet and TrainJob create pods through Jobs of batch/v1, and a PyTorchJob creates them itself. The
+operator reads such an object once. The restart policy of a Job is immutable. A changed PyTorchJob is read
+again by the next operator process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from holdfast_core.api import CheckpointAdoption, Gang
 from holdfast_core.ids import JobUid
+from holdfast_operator.decide.report.owners import (
+    NO_OWNER,
+    other_owner,
+    owner_of_job,
+    owner_of_pytorch_job,
+)
 from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.model.job import OwnerView, PodView
-
-_DEFAULT_BACKOFF_LIMIT = 6
-"""spec.backoffLimit of a Job that does not set it."""
+from holdfast_operator.model.job import Owner, OwnerView, PodView
 
 
 class Owners:
@@ -36,53 +37,20 @@ class Owners:
         known = self._known.get(job.uid)
         if known is not None and known[0] == uid:
             return known[1]
-        found = NO_OWNER
-        if controller is not None and controller.kind != "Job":
-            found = other_owner(controller.kind, controller.name)
-        elif controller is not None:
-            raw = await self._cluster.get_batch_job(job.namespace, controller.name)
-            found = NO_OWNER if raw is None else owner_of_job(raw)
+        found = NO_OWNER if controller is None else await self._read(job.namespace, controller)
         self._known[job.uid] = (uid, found)
         return found
 
+    async def _read(self, namespace: str, controller: Owner) -> OwnerView:
+        match (controller.group, controller.kind):
+            case ("batch", "Job"):
+                raw = await self._cluster.get_batch_job(namespace, controller.name)
+                return NO_OWNER if raw is None else owner_of_job(raw)
+            case ("kubeflow.org", "PyTorchJob"):
+                raw = await self._cluster.get_pytorch_job(namespace, controller.name)
+                return NO_OWNER if raw is None else owner_of_pytorch_job(raw)
+            case _:
+                return other_owner(controller.kind, controller.name)
+
     def forget(self, uid: JobUid) -> None:
         self._known.pop(uid, None)
-
-
-NO_OWNER = OwnerView(
-    "no controller creates a lost pod of this gang again: create it yourself, or let a Job create it",
-    loses_all_copies=False,
-)
-
-
-def other_owner(kind: str, name: str) -> OwnerView:
-    text = (
-        f"{kind} {name} creates the pods, and Holdfast does not know its restart policy: if it deletes the "
-        "remaining pods after a failure, only a step in the object store is left"
-    )
-    return OwnerView(text, loses_all_copies=False)
-
-
-def owner_of_job(raw: Mapping[str, Any]) -> OwnerView:
-    """Return what the restart policy of a Job of batch/v1 costs. Pure."""
-    meta, spec = raw["metadata"], raw.get("spec") or {}
-    limit = spec.get("backoffLimit")
-    limit = _DEFAULT_BACKOFF_LIMIT if limit is None else int(limit)
-    job = f"Job {meta['name']} (backoffLimit {limit})"
-    parent = next((r for r in meta.get("ownerReferences") or [] if r.get("controller")), None)
-    if spec.get("backoffLimitPerIndex") is not None:
-        return OwnerView(f"{job} creates a lost pod again, index by index", loses_all_copies=False)
-    if limit == 0:
-        end = "fails, which deletes the remaining pods"
-        if parent is not None:
-            end = f"fails, and {parent['kind']} {parent['name']} deletes all pods and creates them again"
-        text = (
-            f"when one pod fails, {job} {end}: every copy in memory and on nodes is lost, and only a step in "
-            "the object store is left"
-        )
-        return OwnerView(text, loses_all_copies=True)
-    text = (
-        f"{job} creates a lost pod again. After {limit} failed pods all pods are deleted, and only a step in "
-        "the object store is left"
-    )
-    return OwnerView(text, loses_all_copies=False)

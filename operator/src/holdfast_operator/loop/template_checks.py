@@ -10,6 +10,7 @@ from holdfast_core.api import Gang
 from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_operator.decide.acceptance import template_problem
+from holdfast_operator.decide.queue.groups import wanted_group
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model.keys import Key
 from holdfast_operator.render.pod import SidecarSettings, render_pod
@@ -78,7 +79,8 @@ class TemplateChecks:
             return known.text
         if template_problem(job.spec.template) is not None:
             return None  # the template cannot be rendered, and `decide` reports that itself
-        body = render_pod(job, Worker(0), RestartRound(0), None, self._sidecar)
+        group = wanted_group(job, job.spec.workers, RestartRound(0))
+        body = render_pod(job, Worker(0), RestartRound(0), None, self._sidecar, group=group)
         text = await self._cluster.refusal_of_pod(job.namespace, body)
         result = _Result(job.generation, text, now if known is None else known.since, now)
         self._results[job.uid] = result

@@ -7,16 +7,14 @@ contains at most one status write.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
-from blake3 import blake3
-
 from holdfast_core.api import CheckpointStatus, TrainingJobStatus
-from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
-from holdfast_core.messages.codec import dumps
+from holdfast_core.ids import JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.schema import RestorePoint, Round
-from holdfast_operator.model.job import JobMemory
+from holdfast_operator.model.job import JobMemory, PodGroup
+from holdfast_operator.model.outgoing_round import OutgoingRound
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +85,16 @@ class CreatePod:
     """Names of lost nodes that the pod's node affinity excludes."""
     failed_nodes: tuple[str, ...] = ()
     """Names of nodes that it excludes because workers of the job failed there."""
+    group: PodGroup | None = None
+    """The pod group in Kueue that it joins. None: it is in no queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePlaceholder:
+    """Creation of a pod that takes a node as the pod of this missing worker would, and runs no container."""
+
+    name: str
+    worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,17 @@ class DeletePod:
     """Precondition of the delete: a pod of this name with another uid is left alone."""
     force: bool = False
     """Delete with grace period 0, because the node is lost and its kubelet cannot confirm the delete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePod:
+    """Removal of Kueue's finalizer from a pod that is being deleted, or that has ended with its job."""
+
+    name: str
+    uid: str
+    """Precondition: a pod of this name with another uid is left alone."""
+    ends_group: bool
+    """Whether Kueue may finish the pod's group: no pod of it will be replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +146,13 @@ class SendRound:
     pod: str
     pod_uid: str
     address: str
-    message: Round
+    outgoing: OutgoingRound
     sidecar_restarts: int
     """Restart count of the pod's sidecar container when the message is sent, for AckedRound."""
+
+    @property
+    def message(self) -> Round:
+        return self.outgoing.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +252,9 @@ Action = (
     | SetDisruptionBudget
     | CreateCertificates
     | CreatePod
+    | CreatePlaceholder
     | DeletePod
+    | ReleasePod
     | DeleteCertificates
     | DeleteJob
     | SealWorker
@@ -258,13 +283,3 @@ class Decision:
     acted_version: int | None = None
     """Version of the coordinator's state up to which everything is durable in the API. The next long poll
     sends it as `since`. None: the value that was sent before stays."""
-
-
-def round_digest(message: Round) -> Digest:
-    """Return a digest of a ROUND message without its version and `last_persisted`.
-
-    `last_persisted` is left out because the coordinator has its own record of what it persisted: a change
-    of this field alone must not repeat ROUND to the whole gang.
-    """
-    content = replace(message, version=0, last_persisted=None)
-    return Digest("b3:" + blake3(dumps(content)).hexdigest())

@@ -20,6 +20,7 @@ from holdfast_operator.model.actions import (
     CreateCertificates,
     EmitEvent,
     PruneObject,
+    ReleasePod,
     RequestSave,
     RequestStop,
     SealWorker,
@@ -63,6 +64,10 @@ class Effects(Protocol):
 
     async def delete_pod(self, job: Gang, name: str, uid: str, *, force: bool) -> None:
         """Delete the pod if it has this uid. With `force`, the grace period is 0."""
+        ...
+
+    async def release_pod(self, job: Gang, action: ReleasePod) -> None:
+        """Remove Kueue's finalizer from the pod if it has this uid."""
         ...
 
     async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:

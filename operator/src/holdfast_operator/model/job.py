@@ -15,11 +15,12 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from holdfast_core.api import Checkpoint, Gang
+from holdfast_core.api import Checkpoint, Gang, TrainingJob
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, ListedShard
+from holdfast_operator.model import labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Owner:
     kind: str
     name: str
     uid: str
+    group: str
+    """API group, without the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,9 @@ class OwnerView:
     cost: str
     """What happens to the copies in pods if a pod fails, as a sentence for the status."""
     loses_all_copies: bool
-    """Whether one failed pod makes the controller delete all pods, and with them every local copy."""
+    """Whether one failed pod leads to the deletion of all pods, and with them of every local copy."""
+    remedy: str = ""
+    """What a user can change in the controller's object so that `loses_all_copies` is False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,28 @@ def tolerated_taints(spec: Mapping[str, Any]) -> frozenset[Taint]:
 
 
 @dataclass(frozen=True, slots=True)
+class PodGroup:
+    """A group of pods that Kueue admits as a whole, from the labels of a pod or for a new pod (ADR 0103)."""
+
+    name: str
+    queue: str
+    """Name of the LocalQueue."""
+    pods: int
+    """Number of pods of the group."""
+    priority_class: str | None = None
+    """Name of the WorkloadPriorityClass. None: Kueue takes the pod's own priority."""
+
+
+def queue_of(job: Gang) -> str | None:
+    """Return the LocalQueue of Kueue that the job's labels name, or None.
+
+    A CheckpointAdoption has none: the controller of its pods, or Kueue itself, groups them.
+    """
+    marks = job.metadata.labels or {}
+    return marks.get(labels.QUEUE_NAME) or None if isinstance(job, TrainingJob) else None
+
+
+@dataclass(frozen=True, slots=True)
 class PodView:
     name: str
     uid: str
@@ -154,7 +181,8 @@ class PodView:
     """Newest reason of the pod or of its trainer container, such as Evicted, OOMKilled or Unschedulable."""
     message: str = ""
     disrupted: bool = False
-    """Whether condition DisruptionTarget is True. The rules check it before exit codes."""
+    """Whether a condition announces its deletion: DisruptionTarget, or Kueue's TerminationTarget. The rules
+    check it before exit codes."""
     conditions: frozenset[tuple[str, str]] = frozenset()
     """Type and status of each condition of the pod."""
     avoided_nodes: frozenset[str] = frozenset()
@@ -170,8 +198,16 @@ class PodView:
     """Name in its certificate and in ROUND. "" means its own name."""
     controller: Owner | None = None
     """The object of another controller that created it. None: there is none, or the operator created it."""
+    placeholder: bool = False
+    """Whether it only looks for a node for a missing worker of an elastic gang, and runs no container."""
     created: str = ""
     """Its creationTimestamp. It decides only between pods of other controllers that claim one worker."""
+    group: PodGroup | None = None
+    """The pod group in Kueue to which it belongs. None: it has no label of a group."""
+    queued: bool = False
+    """Whether a scheduling gate of Kueue holds it back."""
+    has_kueue_finalizer: bool = False
+    """Whether Kueue's finalizer keeps the object after the pod has ended."""
 
     @property
     def peer_name(self) -> str:
@@ -181,7 +217,7 @@ class PodView:
     @property
     def unscheduled(self) -> bool:
         """Return whether the pod waits for a node, and no scheduling gate holds it back."""
-        return self.node is None and self.reason != "SchedulingGated"
+        return self.node is None and not self.queued and self.reason != "SchedulingGated"
 
     @property
     def started(self) -> bool:
@@ -199,6 +235,11 @@ class PodView:
     @property
     def ended(self) -> bool:
         return self.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED)
+
+    @property
+    def disruption(self) -> str:
+        """Return the pod's name, and why it is disrupted or was evicted."""
+        return f"pod {self.name}: {self.reason or 'disrupted'}: {self.message}".rstrip(": ")
 
     @property
     def leaving(self) -> bool:
@@ -224,7 +265,7 @@ class AckedRound:
     round: RestartRound
     version: int
     digest: Digest
-    """Content of the message (actions.round_digest)."""
+    """Content of the message (Round.content_digest)."""
     sidecar_restarts: int = 0
     """Restart count of the sidecar container when the message was sent. ROUND must be sent again to a sidecar
     that has restarted since."""
@@ -249,6 +290,10 @@ class InventoryView:
     round: RestartRound
     version: int
     """Version of the newest ROUND message that the sidecar held for `round`. 0 if it held none."""
+    worker: Worker | None = None
+    """Index of its worker, by the sidecar itself. None: it has not said it."""
+    launcher: bool = False
+    """Whether its launcher was connected."""
     manifests: tuple[ManifestView, ...] = ()
     shards: tuple[ListedShard, ...] = ()
 
@@ -368,10 +413,22 @@ class JobMemory:
     """Longest time for which a step was seen to be copied in `round`."""
     leaving_since: tuple[tuple[str, float], ...] = ()
     """Pairs (pod uid, time at which the pod was first seen leaving)."""
+    announced: tuple[tuple[str, str], ...] = ()
+    """Pairs (name, `PodView.disruption`) of the pods that were seen disrupted in `round`, gone ones too."""
+    ending_since: float | None = None
+    """Time since which some members' pods have succeeded while others have not. None: none or all have."""
     avoiding_since: float | None = None
     """Time since which a pod that excludes failed nodes waits for a node. None: no pod does."""
     unscheduled_since: float | None = None
     """Time since which not all pods of the gang that have not started have nodes. None: all have."""
+    lacking_since: float | None = None
+    """The same, except that the time counts only while no pod of an earlier round holds a node."""
+    room_since: float | None = None
+    """Time since which a placeholder of the job has a node. None: none has."""
+    placeholders_at: float | None = None
+    """When this process last created placeholders in `round`."""
+    placeholders_refused: str = ""
+    """Error of a create that was refused at `placeholders_at`. "" if none was refused."""
     unstarted: frozenset[str] = frozenset()
     """Names of this round's pods that had not started when they were last seen."""
     create_refused: str = ""
@@ -384,6 +441,8 @@ class JobMemory:
     """Requests to save that were sent to the coordinator and are not fulfilled yet."""
     round_sent_at: float | None = None
     """When ROUND was last sent. While addresses are missing, it limits how often ROUND is repeated."""
+    spares_created_at: float | None = None
+    """When creates of spares were last decided in this round."""
     levels_written_at: float | None = None
     """When the status was last written."""
     counted_at: float | None = None
@@ -399,10 +458,14 @@ class Observed:
     job: Gang
     pods: tuple[PodView, ...] = ()
     """All worker pods that the job controls, including those of replaced workers."""
+    placeholders: tuple[PodView, ...] = ()
+    """Pods of the job that look for nodes for missing workers of an elastic gang. No container of them runs,
+    so no rule for workers sees them."""
     sidecars: tuple[SidecarView, ...] = ()
     """At most one per pod uid."""
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
-    """Nodes of the job's pods, by name. A missing entry means that the node's state is not known."""
+    """Nodes of the job's pods and placeholders, by name. A missing entry means that the node's state is not
+    known."""
     lost_nodes: tuple[NodeView, ...] = ()
     """All nodes of the cluster whose leases have stopped or that have a failing condition, with a pod of the
     job or without, the newest loss

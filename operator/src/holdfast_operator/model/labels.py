@@ -32,6 +32,38 @@ FAILED_NODES = f"{GROUP}/failed-nodes"
 """Annotation of a pod with the names, separated by commas, of the nodes that its node affinity excludes
 because workers of the job failed there."""
 
+QUEUE_NAME = "kueue.x-k8s.io/queue-name"
+"""Label with the name of a LocalQueue of Kueue. Users set it on a TrainingJob, and the operator on its pods.
+The names that follow are Kueue's as well: pkg/controller/jobs/pod/constants and pkg/controller/constants of
+kubernetes-sigs/kueue."""
+
+QUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
+"""Label with the name of a WorkloadPriorityClass, on a TrainingJob and on its pods."""
+
+POD_GROUP = "kueue.x-k8s.io/pod-group-name"
+"""Label with the name of the pod group that Kueue admits as a whole. Kueue's Workload has the same name."""
+
+POD_GROUP_COUNT = "kueue.x-k8s.io/pod-group-total-count"
+"""Annotation with the number of pods of the group."""
+
+ROLE_HASH = "kueue.x-k8s.io/role-hash"
+"""Annotation that replaces Kueue's hash of the pod's shape. Pods of a role that the group had not at its
+beginning are never admitted, and the shape contains the affinity, by which new pods avoid nodes."""
+
+ROLE_WORKER = "worker"
+"""Value of ROLE_HASH on all worker pods. Kueue uses it as the name of the pod set in its Workload."""
+
+RETRIABLE_IN_GROUP = "kueue.x-k8s.io/retriable-in-group"
+"""Annotation by which Kueue regards a group as finished, and frees its quota, once no pod of it runs. The
+operator sets it to "false" on the ended pods of a job that is over. No pod replaces them."""
+
+KUEUE_FINALIZER = "kueue.x-k8s.io/managed"
+"""Finalizer that Kueue's webhook adds to each pod with QUEUE_NAME."""
+
+KUEUE_GATE_PREFIX = "kueue.x-k8s.io/"
+"""Beginning of the names of the scheduling gates that Kueue adds to a pod and removes when it admits it:
+`admission`, and `topology` with topology-aware scheduling."""
+
 MANAGED_BY = "app.kubernetes.io/managed-by"
 """Label that selects, with MANAGED_BY_VALUE, all pods that the operator watches."""
 
@@ -40,6 +72,9 @@ MANAGED_BY_VALUE = "holdfast"
 COMPONENT = "app.kubernetes.io/component"
 COMPONENT_WORKER = "worker"
 """Value of COMPONENT on worker pods. Store probes have COMPONENT_STORE_PROBE."""
+
+COMPONENT_PLACEHOLDER = "placeholder"
+"""Value of COMPONENT on pods that look for nodes for missing workers of an elastic gang."""
 
 FIELD_MANAGER = "holdfast-operator"
 

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast_core.api import GROUP, CheckpointStore, TrainingJob
 from holdfast_core.contract import SIDECAR_CONTAINER
 from holdfast_core.ids import JobUid, RestartRound, Worker
-from holdfast_core.names import parse_pod_name, worker_name
+from holdfast_core.names import parse_placeholder_name, parse_pod_name, worker_name
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import Owner
 
@@ -32,6 +32,8 @@ class WorkerIdentity:
     birth_round: RestartRound
     identity: str = ""
     """Name of an adopted pod in its certificate. "" means the pod's name."""
+    placeholder: bool = False
+    """Whether the pod only looks for a node for this worker."""
 
 
 def controller_of(raw: Mapping[str, Any]) -> Owner | None:
@@ -40,26 +42,37 @@ def controller_of(raw: Mapping[str, Any]) -> Owner | None:
     for reference in references if isinstance(references, list) else []:
         if not isinstance(reference, Mapping) or reference.get("controller") is not True:
             continue
-        if str(reference.get("apiVersion")).partition("/")[0] != GROUP:
-            return None  # an object has one controller at most
-        return Owner(
-            kind=str(reference.get("kind")),
-            name=str(reference.get("name")),
-            uid=str(reference.get("uid")),
-        )
+        found = _owner(reference)
+        return found if found.group == GROUP else None  # an object has one controller at most
     return None
 
 
+def _owner(reference: Mapping[str, Any]) -> Owner:
+    return Owner(
+        kind=str(reference.get("kind")),
+        name=str(reference.get("name")),
+        uid=str(reference.get("uid")),
+        group=str(reference.get("apiVersion")).partition("/")[0],
+    )
+
+
 def worker_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
-    """Return the identity of a worker pod, or None for any other pod. Labels are not read."""
+    """Return the identity of a worker pod or a placeholder, or None for any other pod.
+
+    Labels are not read.
+    """
     owner = controller_of(raw)
     if owner is None or owner.kind != TrainingJob.KIND:
         return None
     uid = JobUid(owner.uid)
-    found = parse_pod_name(owner.name, uid, str(raw["metadata"].get("name")))
-    if found is None:
+    name = str(raw["metadata"].get("name"))
+    found = parse_pod_name(owner.name, uid, name)
+    if found is not None:
+        return WorkerIdentity(owner.name, uid, *found)
+    worker = parse_placeholder_name(owner.name, uid, name)
+    if worker is None:
         return None
-    return WorkerIdentity(owner.name, uid, *found)
+    return WorkerIdentity(owner.name, uid, worker, RestartRound(0), placeholder=True)
 
 
 def adopted_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
@@ -85,9 +98,7 @@ def other_controller(raw: Mapping[str, Any]) -> Owner | None:
     """Return the controller of an adopted pod, or None if it has none."""
     for reference in (raw.get("metadata") or {}).get("ownerReferences") or []:
         if reference.get("controller") is True:
-            return Owner(
-                str(reference.get("kind")), str(reference.get("name")), str(reference.get("uid"))
-            )
+            return _owner(reference)
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from holdfast_core.api import (
@@ -23,6 +24,7 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import (
     CERTIFICATES_IN_SECRET,
     certificates_secret_name,
+    parse_pod_name,
     pod_name,
     worker_name,
 )
@@ -32,6 +34,7 @@ from holdfast_operator.model.actions import (
     CreateService,
     DeleteCertificates,
     DeletePod,
+    ReleasePod,
     SetDisruptionBudget,
 )
 from holdfast_operator.model.job import PodView
@@ -50,8 +53,12 @@ class PodSource(Protocol):
         """Return the name of the pod whose absence a direct read can confirm, or None."""
         ...
 
-    def sealed_from(self, birth: RestartRound) -> RestartRound:
-        """Return the round for which a pod's sidecar is sealed when it starts."""
+    def sealed_from(self, worker: Worker, birth: RestartRound) -> RestartRound:
+        """Return the round for which the sidecar of the worker's pod is sealed when it starts."""
+        ...
+
+    def was_spare(self, worker: Worker, birth: RestartRound) -> bool:
+        """Return whether the worker's pod of this birth round was a spare before (ADR 0107)."""
         ...
 
     def has_started(self, worker: Worker, birth: RestartRound) -> bool | None:
@@ -89,28 +96,51 @@ def pod_source(gang: Gang) -> PodSource:
             return AdoptedPods(gang)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OwnPods:
-    """Pods that the operator creates and deletes. Their names tell worker and birth round."""
+    """Pods that the operator creates and deletes. Their names tell worker and birth round.
+
+    A pod that was a spare keeps its name. The status records which worker it is, and since which round.
+    """
 
     job: TrainingJob
 
+    @cached_property
+    def _promoted(self) -> dict[tuple[Worker, RestartRound], str]:
+        """The names of the pods that were spares, by worker and birth round."""
+        spares = self.job.status.spares
+        return {} if spares is None else {(r.worker, r.birth): r.pod for r in spares.promoted}
+
     def members(self, pods: tuple[PodView, ...], lost_nodes: frozenset[str]) -> tuple[PodView, ...]:
-        return pods
+        if not self._promoted:
+            return pods
+        by_name = {name: key for key, name in self._promoted.items()}
+        return tuple(_as(pod, by_name.get(pod.name)) for pod in pods)
 
     def identity(self, worker: Worker, birth: RestartRound) -> str:
-        return pod_name(self.job.name, self.job.uid, worker, birth)
+        known = self._promoted.get((worker, birth))
+        return known or pod_name(self.job.name, self.job.uid, worker, birth)
 
     def gone_name(self, worker: Worker, birth: RestartRound) -> str | None:
         return self.identity(worker, birth)
 
-    def sealed_from(self, birth: RestartRound) -> RestartRound:
-        return birth
+    def sealed_from(self, worker: Worker, birth: RestartRound) -> RestartRound:
+        return self._born_as(worker, birth)[1]
+
+    def was_spare(self, worker: Worker, birth: RestartRound) -> bool:
+        return (worker, birth) in self._promoted
 
     def has_started(self, worker: Worker, birth: RestartRound) -> bool | None:
-        return None
+        return True if self.was_spare(worker, birth) else None
+
+    def _born_as(self, worker: Worker, birth: RestartRound) -> tuple[Worker, RestartRound]:
+        """Return the index and the round with which the worker's pod was created."""
+        name = self._promoted.get((worker, birth))
+        born = None if name is None else parse_pod_name(self.job.name, self.job.uid, name)
+        return born or (worker, birth)
 
     def certificates(self, worker: Worker, birth: RestartRound) -> str:
+        worker, birth = self._born_as(worker, birth)
         return certificates_secret_name(self.job.name, self.job.uid, worker, birth)
 
     def with_births(
@@ -120,6 +150,11 @@ class OwnPods:
 
     def permitted(self, actions: Sequence[Action]) -> tuple[Action, ...]:
         return tuple(actions)
+
+
+def _as(pod: PodView, became: tuple[Worker, RestartRound] | None) -> PodView:
+    """Return the pod as the worker that it has become, or as it is."""
+    return pod if became is None else replace(pod, worker=became[0], birth_round=became[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +195,11 @@ class AdoptedPods:
     def gone_name(self, worker: Worker, birth: RestartRound) -> str | None:
         return None
 
-    def sealed_from(self, birth: RestartRound) -> RestartRound:
+    def sealed_from(self, worker: Worker, birth: RestartRound) -> RestartRound:
         return RestartRound(0)
+
+    def was_spare(self, worker: Worker, birth: RestartRound) -> bool:
+        return False
 
     def has_started(self, worker: Worker, birth: RestartRound) -> bool | None:
         return self.job.status.recorded(worker, birth) is not None
@@ -188,5 +226,12 @@ class AdoptedPods:
         return changed(status, pods=tuple(records[w] for w in sorted(records)))
 
     def permitted(self, actions: Sequence[Action]) -> tuple[Action, ...]:
-        theirs = (CreatePod, DeletePod, CreateService, SetDisruptionBudget, DeleteCertificates)
+        theirs = (
+            CreatePod,
+            DeletePod,
+            ReleasePod,
+            CreateService,
+            SetDisruptionBudget,
+            DeleteCertificates,
+        )
         return tuple(a for a in actions if not isinstance(a, theirs))

@@ -166,6 +166,22 @@ class Reason(StrEnum):
     NODES_STAY = "NodesStay"
     """No worker runs on such a node any more."""
 
+    # --- Events about stragglers
+    STRAGGLER = "Straggler"
+    """A rank takes longer than the others for the same work, by failurePolicy.stragglers. The Event names its
+    node. Nothing restarts because of it."""
+    STRAGGLER_RECOVERED = "StragglerRecovered"
+    """The rank is as fast as the others again."""
+    # --- SparesReady
+    SPARES_READY = "SparesReady"
+    """As many spare pods as spec.spares says can take the place of lost workers."""
+    SPARES_WAIT = "SparesWait"
+    """Fewer spare pods are ready. The message says what the first of the others waits for."""
+
+    # --- Events about spares
+    SPARE_PROMOTED = "SparePromoted"
+    """A spare pod has taken the place of a lost worker."""
+
     # --- Unschedulable
     NOT_SCHEDULED = "NotScheduled"
     """The pods of the gang could not all be scheduled within scheduleTimeoutSeconds, so all of them were
@@ -174,6 +190,30 @@ class Reason(StrEnum):
     """The same, but the pods stay: a committed step would be lost with them."""
     SCHEDULED = "Scheduled"
     """All pods of the gang have nodes."""
+
+    # --- Queued, Running
+    WAITING_FOR_QUEUE = "WaitingForQueue"
+    """Pods of the gang wait until Kueue admits them to their queue. The message names the queue."""
+    ADMITTED_BY_QUEUE = "AdmittedByQueue"
+    """Kueue has admitted all pods of the gang."""
+    QUEUE_CHANGES_LATER = "QueueChangesLater"
+    """The labels of the job name another queue or priority than its pods have. Pods cannot change it: the
+    labels take effect when the gang has no pods that have started, for example after a suspension."""
+    NOT_QUEUED = "NotQueued"
+    """The pods of the gang are in no queue."""
+    # --- WorkersMissing
+    SHRUNK = "Shrunk"
+    """There were no nodes for some workers of an elastic gang, so it continues without them. Also why a round
+    begins."""
+    CANNOT_SHRINK = "CannotShrink"
+    """There are no nodes for some workers of an elastic gang, and it cannot continue without them. The
+    message says why."""
+    GROWING = "Growing"
+    """Nodes were found for missing workers. The gang saves, stops and continues with them."""
+    GROWN = "Grown"
+    """Why a round begins: nodes were found for missing workers."""
+    ALL_WORKERS = "AllWorkers"
+    """The gang has as many workers as spec.workers."""
 
     # --- FailureRulesApply
     RULE_NEVER_MATCHES = "RuleNeverMatches"

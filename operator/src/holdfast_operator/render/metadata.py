@@ -7,6 +7,7 @@ from typing import Any
 from holdfast_core.api import API_VERSION, Gang
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.model import labels
+from holdfast_operator.model.job import PodGroup
 
 
 def job_labels(job: Gang) -> dict[str, str]:
@@ -24,6 +25,23 @@ def worker_labels(job: Gang, worker: Worker, birth_round: RestartRound) -> dict[
         labels.WORKER: str(worker),
         labels.BIRTH_ROUND: str(birth_round),
     }
+
+
+def group_labels(group: PodGroup | None) -> dict[str, str]:
+    """Return the labels by which Kueue holds a pod back until it admits the whole group."""
+    if group is None:
+        return {}
+    marks = {labels.QUEUE_NAME: group.queue, labels.POD_GROUP: group.name}
+    if group.priority_class is not None:
+        marks[labels.QUEUE_PRIORITY] = group.priority_class
+    return marks
+
+
+def group_annotations(group: PodGroup | None) -> dict[str, str]:
+    """Return the annotations that Kueue requires of each pod of a group."""
+    if group is None:
+        return {}
+    return {labels.POD_GROUP_COUNT: str(group.pods), labels.ROLE_HASH: labels.ROLE_WORKER}
 
 
 def owner_reference(job: Gang) -> dict[str, Any]:

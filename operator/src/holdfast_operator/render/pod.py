@@ -32,8 +32,13 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_operator.model import labels
 from holdfast_operator.model.grace import grace_of
-from holdfast_operator.model.job import StoreView
-from holdfast_operator.render.metadata import owner_reference, worker_labels
+from holdfast_operator.model.job import PodGroup, StoreView
+from holdfast_operator.render.metadata import (
+    group_annotations,
+    group_labels,
+    owner_reference,
+    worker_labels,
+)
 from holdfast_operator.render.names import certificate_items
 from holdfast_operator.render.network_policy import WorkerNetwork
 
@@ -80,6 +85,7 @@ def render_pod(
     sidecar: SidecarSettings,
     avoided_nodes: Sequence[str] = (),
     failed_nodes: Sequence[str] = (),
+    group: PodGroup | None = None,
 ) -> dict[str, Any]:
     """Return the body of a worker's pod. The template must have passed `acceptance.template_problem`.
 
@@ -91,6 +97,7 @@ def render_pod(
         sidecar: Settings of the sidecar container.
         avoided_nodes: Names of lost nodes that the pod's node affinity excludes.
         failed_nodes: Names of nodes that it excludes because workers failed there.
+        group: The pod group in Kueue that it joins, or None.
     """
     template = copy.deepcopy(dict(job.spec.template or {}))
     user_meta = template.get("metadata") or {}
@@ -124,10 +131,15 @@ def render_pod(
     if avoided_nodes or failed_nodes:
         affinity, nodes = spec["affinity"], sorted({*avoided_nodes, *failed_nodes})
         affinity["nodeAffinity"] = _avoiding(affinity.get("nodeAffinity") or {}, nodes)
+    annotations.update(group_annotations(group))
     metadata = {
         "name": name,
         "namespace": job.namespace,
-        "labels": {**(user_meta.get("labels") or {}), **worker_labels(job, worker, birth_round)},
+        "labels": {
+            **(user_meta.get("labels") or {}),
+            **worker_labels(job, worker, birth_round),
+            **group_labels(group),
+        },
         "ownerReferences": [owner_reference(job)],
     }
     if annotations:

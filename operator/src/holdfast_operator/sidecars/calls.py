@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import JobUid, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import (
     CoordinatorState,
     GangRequest,
@@ -24,12 +24,12 @@ from holdfast_core.messages.schema import (
     Prune,
     PruneReply,
     Refusal,
-    Round,
     Seal,
 )
-from holdfast_operator.model.actions import round_digest
 from holdfast_operator.model.job import AckedRound, InventoryView, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
+from holdfast_operator.model.outgoing_round import OutgoingRound
+from holdfast_operator.sidecars.allowance import Allowance
 from holdfast_operator.sidecars.answers import MAX_LOG_CHARACTERS, Answers
 from holdfast_operator.sidecars.call_slots import CallSlots
 from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused, Target
@@ -40,8 +40,13 @@ from holdfast_operator.sidecars.state import JobCalls, PodCalls
 
 PROBE_SECONDS = 2.0
 """Time between inventory calls to a sidecar that is not known to be reachable or is on a suspect node."""
+SPARE_SECONDS = 10.0
+"""Time between inventory calls to a spare that is ready. It has no coordinator that would notice its end."""
 KNOWLEDGE_SECONDS = 1800.0
 """Time without any call after which a reachable sidecar is asked for its inventory."""
+FIRST_CALLS_PER_SECOND = 25
+"""Sidecars that a new process calls for the first time in a second while their coordinators answer for them.
+The call reads the inventory, and shows when the certificate of the sidecar ends."""
 REQUEST_AGAIN_SECONDS = 1.0
 URGENT = frozenset({"seal", "round"})
 """Names of calls that a recovery waits for. They go before all other calls (call_slots)."""
@@ -67,6 +72,7 @@ class Sidecars:
         self._jobs: dict[JobUid, JobCalls] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = CallSlots()
+        self._first_calls = Allowance(FIRST_CALLS_PER_SECOND, 1 / FIRST_CALLS_PER_SECOND)
 
     async def close(self) -> None:
         tasks = [*self._tasks, *(j.poll for j in self._jobs.values() if j.poll is not None)]
@@ -108,6 +114,7 @@ class Sidecars:
         suspects: frozenset[str],
         *,
         ranks: int,
+        gang: frozenset[str],
     ) -> None:
         """Update the job's pods and start the calls that no decision requests.
 
@@ -118,6 +125,8 @@ class Sidecars:
             coordinator: Worker whose sidecar is polled for its state; None to poll none.
             suspects: Names of nodes whose sidecars are called although they answered lately.
             ranks: Number of ranks of the job, which bounds the size of replies.
+            gang: Uids of the pods of a gang that trains according to its status: its coordinator can answer
+                for them. Empty for a gang that does not.
         """
         job = self._jobs.setdefault(uid, JobCalls(key, uid, Manifests(uid)))
         job.round = round_
@@ -131,6 +140,8 @@ class Sidecars:
                 job.pods[pod_uid] = PodCalls(
                     SidecarView(pod.worker, pod_uid), target, job.manifests
                 )
+            elif known.view.worker != pod.worker:  # the spare has become a worker
+                known.view = replace(known.view, worker=pod.worker)
             elif known.target != target:
                 known.target = target
                 known.not_before = 0.0
@@ -140,6 +151,11 @@ class Sidecars:
                 job.pods[pod_uid].not_before = 0.0
         job.manifests.keep(job.listed)
         self._polls.follow(job, present, coordinator)
+        job.gang = gang
+        job.awaits_coordinator = bool(gang) and any(
+            p.view.worker == coordinator and p.view.reachable is Reachable.UNKNOWN
+            for p in job.pods.values()
+        )
         for pod_uid, pod in present.items():
             # On a suspect node, terminating pods are called as well: its kubelet may not report their end.
             if pod.alive or pod.node in suspects:
@@ -172,7 +188,9 @@ class Sidecars:
 
         self._start(uid, pod_uid, "seal", call)
 
-    def send_round(self, uid: JobUid, pod_uid: str, message: Round, sidecar_restarts: int) -> None:
+    def send_round(
+        self, uid: JobUid, pod_uid: str, outgoing: OutgoingRound, sidecar_restarts: int
+    ) -> None:
         """Start a ROUND to the pod's sidecar, unless one is under way or its back-off has not ended.
 
         Args:
@@ -181,7 +199,7 @@ class Sidecars:
         """
 
         async def call(context: SSLContext, pod: PodCalls) -> None:
-            reply = await self._client.round(context, pod.target, message)
+            reply = await self._client.round(context, pod.target, outgoing)
             inventory = await self._with_manifests(context, pod, reply)
             self._answers.answered(pod)
             pod.round_received.set()
@@ -189,7 +207,10 @@ class Sidecars:
                 pod.view,
                 inventory=pod.newest(inventory),
                 acked=AckedRound(
-                    message.round, message.version, round_digest(message), sidecar_restarts
+                    outgoing.message.round,
+                    outgoing.message.version,
+                    outgoing.digest,
+                    sidecar_restarts,
                 ),
             )
 
@@ -238,14 +259,26 @@ class Sidecars:
     def _look_after(
         self, job: JobCalls, known: PodCalls, pod: PodView, suspects: frozenset[str]
     ) -> None:
-        now = self._clock.monotonic()
-        age = None if known.called_at is None else now - known.called_at
-        silent = known.view.reachable is not Reachable.YES or pod.node in suspects
-        due = age is None or (silent and age >= PROBE_SECONDS) or age >= KNOWLEDGE_SECONDS
-        if due and not known.under_way and (pod.sidecar_started or age is None or silent):
+        if not known.under_way and self._is_due(job, known, pod, suspect=pod.node in suspects):
             self._start(job.uid, pod.uid, "inventory", self._inventory)
         if self._leaves.is_due(known):
             self._renew(job.uid, known)
+
+    def _is_due(self, job: JobCalls, known: PodCalls, pod: PodView, *, suspect: bool) -> bool:
+        """Return whether the sidecar's inventory is to be read now."""
+        now = self._clock.monotonic()
+        if known.called_at is None:
+            if suspect:
+                return True
+            if known.is_reported:
+                return self._first_calls.try_use(now)
+            return not (job.awaits_coordinator and pod.uid in job.gang)
+        age = now - known.called_at
+        if suspect or known.view.reachable is not Reachable.YES:
+            return age >= PROBE_SECONDS
+        if is_spare(pod.worker) and pod.sidecar_started:
+            return age >= (SPARE_SECONDS if known.has_launcher else PROBE_SECONDS)
+        return age >= KNOWLEDGE_SECONDS and pod.sidecar_started
 
     async def _inventory(self, context: SSLContext, pod: PodCalls) -> None:
         reply = await self._client.inventory(context, pod.target)

@@ -31,10 +31,10 @@ from holdfast_core.messages.schema import (
     PruneReply,
     Refusal,
     Refused,
-    Round,
     Seal,
 )
 from holdfast_core.net.tls import OUT_OF_TIME
+from holdfast_operator.model.outgoing_round import OutgoingRound
 
 R = TypeVar("R")
 
@@ -146,8 +146,12 @@ class SidecarClient:
     async def seal(self, context: ssl.SSLContext, target: Target, message: Seal) -> Inventory:
         return await self._post(context, target, "/v1/seal", message, Inventory, SEAL_SECONDS)
 
-    async def round(self, context: ssl.SSLContext, target: Target, message: Round) -> Inventory:
-        return await self._post(context, target, "/v1/round", message, Inventory, CALL_SECONDS)
+    async def round(
+        self, context: ssl.SSLContext, target: Target, outgoing: OutgoingRound
+    ) -> Inventory:
+        return await self._post(
+            context, target, "/v1/round", outgoing.body, Inventory, CALL_SECONDS
+        )
 
     async def request(
         self, context: ssl.SSLContext, target: Target, path: str, message: GangRequest
@@ -233,7 +237,7 @@ class SidecarClient:
             async with session.request(
                 method,
                 f"https://{host}:{self._port}{path}",
-                data=None if message is None else dumps(message),
+                data=message if message is None or isinstance(message, bytes) else dumps(message),
                 headers={"Content-Type": "application/json"},
                 ssl=context,
                 server_hostname=peer_dns_name(target.pod, target.job_uid),

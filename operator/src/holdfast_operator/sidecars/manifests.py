@@ -2,7 +2,7 @@
 
 Every worker stores the manifests of the whole gang. An inventory therefore lists them by digest only: with
 their contents, the replies of a gang would grow with the square of its size. A digest stands for the same
-bytes for ever, so a manifest that was fetched earlier, or from another sidecar, is never out of date.
+bytes forever, so a manifest that was fetched earlier, or from another sidecar, is never out of date.
 """
 
 from __future__ import annotations
@@ -57,7 +57,14 @@ class Manifests:
                 f"the sidecar of pod {inventory.pod} lists {len(inventory.manifests)} manifests and did "
                 f"not send them within {ALL_SECONDS:.0f} s"
             ) from error
-        return InventoryView(inventory.round, inventory.version, tuple(found), inventory.shards)
+        return InventoryView(
+            round=inventory.round,
+            version=inventory.version,
+            worker=inventory.worker,
+            launcher=inventory.launcher,
+            manifests=tuple(found),
+            shards=inventory.shards,
+        )
 
     def keep(self, digests: Set[Digest]) -> None:
         """Forget all manifests but these. A `view` under way fetches what it needs of them again."""

@@ -160,6 +160,7 @@ class CoordinatorPolls:
         self._answers.answered(pod)
         self._answers.log_changes.forget(f"poll {job.uid}")
         older, job.state = job.state, state
+        job.take_report(state)
         if quiet > ROUTINE_SECONDS and _is_routine(job, older, state):
             job.since = state.version
         elif state != older:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from holdfast_core.ids import Digest, JobUid, RestartRound
 from holdfast_core.messages.schema import CoordinatorState, PruneReply
-from holdfast_operator.model.job import InventoryView, SidecarView
+from holdfast_operator.model.job import AckedRound, InventoryView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.sidecars.allowance import Allowance
 from holdfast_operator.sidecars.call_slots import Standing
@@ -47,6 +47,9 @@ class PodCalls:
     """Earliest time of the next call, set by the back-off after a failure."""
     called_at: float | None = None
     """When the last call got its slot. None makes an inventory call due."""
+    is_reported: bool = False
+    """Whether `view` has the round and its content from the coordinator's state. The sidecar itself has not
+    answered this process with them yet."""
     renewed_at: datetime | None = None
     """When it last accepted a new leaf of this operator process (UTC)."""
     renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -57,11 +60,23 @@ class PodCalls:
     """Whether the sidecar has started, and its restart count. A change ends the back-off."""
 
     @property
+    def has_launcher(self) -> bool:
+        """Return whether the launcher was connected when the sidecar last sent its inventory."""
+        return self.view.inventory is not None and self.view.inventory.launcher
+
+    @property
     def standing(self) -> Standing:
         """Return which slots a call to the pod uses."""
         if self.failures >= SILENT_AFTER:
             return Standing.SILENT
         return Standing.ANSWERS if self.answered and not self.failures else Standing.UNKNOWN
+
+    @property
+    def knows_sidecar(self) -> bool:
+        """Return whether the sidecar itself has answered this process with the round that it is in."""
+        view = self.view
+        own = view.acked is not None or view.sealed_round is not None
+        return view.inventory is not None or (own and not self.is_reported)
 
     def newest(self, inventory: InventoryView) -> InventoryView:
         """Return this inventory, or the known one if that is of a newer round.
@@ -83,6 +98,10 @@ class JobCalls:
     pods: dict[str, PodCalls] = field(default_factory=dict)
     """By uid of the pod."""
     round: RestartRound | None = None
+    gang: frozenset[str] = frozenset()
+    """Uids of the pods for which the coordinator of a gang that trains can answer."""
+    awaits_coordinator: bool = False
+    """Whether the coordinator of a gang that trains has neither answered this process nor failed to."""
     coordinator_pod: str | None = None
     """Identity of the polled sidecar: uid, IP and restarts of its pod, and the round."""
     poll: asyncio.Task[None] | None = None
@@ -104,6 +123,28 @@ class JobCalls:
 
     def pod(self, name: str) -> PodCalls | None:
         return next((p for p in self.pods.values() if p.target.pod == name), None)
+
+    def take_report(self, state: CoordinatorState) -> None:
+        """Take from the coordinator's state what it says about sidecars that this process does not know yet.
+
+        A new process would otherwise call every sidecar of the cluster before it knows that nothing has
+        happened (ADR 0110). Sidecars for which the coordinator no longer answers are called, and so are those
+        that did not answer their first call.
+        """
+        accepted = state.accepted if state.round == self.round else None
+        for uid, pod in self.pods.items():
+            if pod.knows_sidecar:
+                pod.is_reported = False
+            elif accepted is not None and uid in self.gang and not pod.failures:
+                acked = AckedRound(state.round, accepted.version, accepted.content, pod.starts[1])
+                pod.is_reported = True
+                pod.view = replace(
+                    pod.view, reachable=Reachable.YES, sealed_round=state.round, acked=acked
+                )
+            elif pod.is_reported:
+                pod.is_reported = False
+                reachable = Reachable.YES if pod.answered else Reachable.UNKNOWN
+                pod.view = SidecarView(pod.view.worker, pod.view.pod_uid, reachable)
 
     @property
     def listed(self) -> set[Digest]:

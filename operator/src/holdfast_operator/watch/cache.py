@@ -25,7 +25,7 @@ from holdfast_core.ids import JobUid
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import NodeView, PodView, Unreadable
-from holdfast_operator.model.keys import Key, adoption_key, gang_key, job_key, store_key
+from holdfast_operator.model.keys import Key, KeyKind, adoption_key, gang_key, job_key, store_key
 from holdfast_operator.watch.expectations import (
     Expectations,
     created,
@@ -156,7 +156,7 @@ class ClusterCache:
         return [r.collection.name for r in self.reflectors if r.last_turn < since]
 
     def enqueue_all(self) -> None:
-        """Add the keys of all objects, and of missing jobs that have Checkpoints."""
+        """Add the keys of all objects, and of missing jobs that have Checkpoints or pods."""
         for key in self._jobs:
             self._enqueue(key)
         for hidden in self._unreadable.values():
@@ -169,6 +169,9 @@ class ClusterCache:
         for namespace, job in self._checkpoints_of:
             if not self.name_is_used(namespace, job):
                 self._enqueue(job_key(namespace, job))
+        for key in self._pods.job_keys():
+            if key not in self._jobs:
+                self._enqueue(key)
 
     # ------------------------------------------------------------------ look-ups
 
@@ -217,6 +220,17 @@ class ClusterCache:
     def pods(self, job: Gang) -> tuple[PodView, ...]:
         """Return the worker pods whose controller is this job by uid, not another one of its name."""
         return self._pods.workers(job.namespace, job.uid)
+
+    def pods_without_pass(self, key: Key) -> tuple[PodView, ...]:
+        """Return the worker pods of TrainingJobs of this key that are deleted or cannot be parsed."""
+        if key.kind is not KeyKind.JOB:
+            return ()
+        job = self._jobs.get(key)
+        return self._pods.of_other_jobs(key, None if job is None else job.uid)
+
+    def placeholders(self, job: Gang) -> tuple[PodView, ...]:
+        """Return the placeholders of missing workers whose controller is this job by uid."""
+        return self._pods.placeholders(job.namespace, job.uid)
 
     def unreadable_pods(self, namespace: str, owner_uid: str) -> tuple[Unreadable, ...]:
         return self._pods.unreadable(namespace, owner_uid)

@@ -26,6 +26,8 @@ class PodCache:
 
     def __init__(self) -> None:
         self._workers: dict[tuple[str, JobUid], dict[str, WorkerPod]] = {}
+        self._uids: dict[Key, set[JobUid]] = {}
+        """Uids of the jobs of each key that have pods."""
         self._probes: dict[tuple[str, str], dict[str, ProbePod]] = {}
         self._unreadable: dict[tuple[str, str], dict[str, Unreadable]] = {}
         """Pods that cannot be parsed, by namespace and uid of the controller, then by uid."""
@@ -35,12 +37,27 @@ class PodCache:
     # ------------------------------------------------------------------ look-ups
 
     def workers(self, namespace: str, job_uid: JobUid) -> tuple[PodView, ...]:
-        return tuple(p.view for p in self._workers.get((namespace, job_uid), {}).values())
+        pods = self._workers.get((namespace, job_uid), {}).values()
+        return tuple(p.view for p in pods if not p.view.placeholder)
+
+    def placeholders(self, namespace: str, job_uid: JobUid) -> tuple[PodView, ...]:
+        pods = self._workers.get((namespace, job_uid), {}).values()
+        return tuple(p.view for p in pods if p.view.placeholder)
 
     def worker(self, namespace: str, job_uid: JobUid, uid: str) -> WorkerPod | None:
         return self._workers.get((namespace, job_uid), {}).get(uid)
 
+    def of_other_jobs(self, key: Key, present: str | None) -> tuple[PodView, ...]:
+        """Return the pods of the jobs of this key that have another uid than `present`."""
+        others = self._uids.get(key, set()) - {present}
+        return tuple(view for uid in others for view in self.workers(key.namespace, JobUid(uid)))
+
+    def job_keys(self) -> tuple[Key, ...]:
+        """Return the keys of all jobs that have pods."""
+        return tuple(self._uids)
+
     def all_workers(self) -> tuple[WorkerPod, ...]:
+        """Return the pods of all workers, and all placeholders."""
         return tuple(p for pods in self._workers.values() for p in pods.values())
 
     def probes(self, namespace: str, store_uid: str) -> tuple[ProbePod, ...]:
@@ -62,6 +79,7 @@ class PodCache:
             case WorkerPod():
                 pods = self._workers.setdefault((item.namespace, item.job_uid), {})
                 pods[item.view.uid] = item
+                self._uids.setdefault(item.key, set()).add(item.job_uid)
             case ProbePod():
                 self._probes.setdefault((item.namespace, item.store_uid), {})[item.uid] = item
             case Unreadable(owner=owner) if owner is not None:
@@ -72,7 +90,10 @@ class PodCache:
     def remove(self, item: Item) -> None:
         match item:
             case WorkerPod():
-                _discard(self._workers, (item.namespace, item.job_uid), item.view.uid)
+                index = (item.namespace, item.job_uid)
+                _discard(self._workers, index, item.view.uid)
+                if index not in self._workers:
+                    self._forget(item)
             case ProbePod():
                 _discard(self._probes, (item.namespace, item.store_uid), item.uid)
             case Unreadable(owner=owner) if owner is not None:
@@ -82,6 +103,12 @@ class PodCache:
                 pods.discard(item.uid)
                 if not pods:
                     self._foreign.pop(item.namespace, None)
+
+    def _forget(self, last: WorkerPod) -> None:
+        uids = self._uids.get(last.key, set())
+        uids.discard(last.job_uid)
+        if not uids:
+            self._uids.pop(last.key, None)
 
     def _add_foreign(self, pod: ForeignPod) -> None:
         pods = self._foreign.setdefault(pod.namespace, set())

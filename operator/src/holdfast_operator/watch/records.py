@@ -40,6 +40,8 @@ class ForeignPod(ManagedPod):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPod(ManagedPod):
+    """The pod of a worker, or a placeholder of a missing one."""
+
     key: Key
     """Key of the job or adoption to which it belongs."""
     job_uid: JobUid

@@ -1,4 +1,4 @@
-"""LIST and WATCH one collection for ever, and keep parsed records of its objects by uid.
+"""LIST and WATCH one collection forever, and keep parsed records of its objects by uid.
 
 1. LIST in pages. Objects that were deleted since the last copy are reported first.
 2. WATCH from the resourceVersion of the LIST, with bookmarks and a read time-out. When the server ends

@@ -17,12 +17,31 @@ from holdfast_operator.model import labels
 from holdfast_operator.model.job import (
     LOST_NODE_TAINTS,
     NodeView,
+    PodGroup,
     PodPhase,
     PodView,
     Taint,
     tolerated_taints,
 )
 from holdfast_operator.model.ownership import WorkerIdentity, other_controller
+
+_ANNOUNCED = ("DisruptionTarget", "TerminationTarget")
+"""Conditions that announce the deletion of a pod: Kubernetes' own, and that of Kueue when it preempts."""
+
+
+def _group(meta: Mapping[str, Any]) -> PodGroup | None:
+    """Return the pod group that the labels name, or None. An unusable count is 0, which no group has."""
+    marks, notes = meta.get("labels") or {}, meta.get("annotations") or {}
+    name = marks.get(labels.POD_GROUP)
+    if not name:
+        return None
+    count = str(notes.get(labels.POD_GROUP_COUNT))
+    return PodGroup(
+        name=str(name),
+        queue=str(marks.get(labels.QUEUE_NAME) or ""),
+        pods=int(count) if count.isdecimal() else 0,
+        priority_class=marks.get(labels.QUEUE_PRIORITY) or None,
+    )
 
 
 def _never_started(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -76,7 +95,7 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
         sidecar_restarts=int(sidecar.get("restartCount") or 0),
         reason=reason,
         message=message,
-        disrupted=_is_true(conditions.get("DisruptionTarget")),
+        disrupted=any(_is_true(conditions.get(kind)) for kind in _ANNOUNCED),
         conditions=_pairs(tuple((str(k), str(c.get("status"))) for k, c in conditions.items())),
         avoided_nodes=_nodes(meta, labels.AVOIDED_NODES),
         failed_nodes=_nodes(meta, labels.FAILED_NODES),
@@ -84,7 +103,14 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
         tolerations=_pairs(_tolerations(raw.get("spec") or {})),
         identity=identity.identity,
         controller=other_controller(raw) if identity.identity else None,
+        placeholder=identity.placeholder,
         created=str(meta.get("creationTimestamp") or ""),
+        group=_group(meta),
+        queued=any(
+            str(gate.get("name")).startswith(labels.KUEUE_GATE_PREFIX)
+            for gate in (raw.get("spec") or {}).get("schedulingGates") or []
+        ),
+        has_kueue_finalizer=labels.KUEUE_FINALIZER in (meta.get("finalizers") or []),
     )
 
 
@@ -152,9 +178,10 @@ def _text(
     """Return the most specific reason and message of a pod that is not well, or (None, "")."""
     if status.get("reason"):
         return str(status["reason"]), str(status.get("message") or "")
-    disruption = conditions.get("DisruptionTarget")
-    if disruption is not None and _is_true(disruption):
-        return str(disruption.get("reason")), str(disruption.get("message") or "")
+    for kind in _ANNOUNCED:
+        disruption = conditions.get(kind)
+        if disruption is not None and _is_true(disruption):
+            return str(disruption.get("reason")), str(disruption.get("message") or "")
     for key in ("state", "lastState"):
         ended = (trainer.get(key) or {}).get("terminated") or {}
         if ended.get("reason") not in (None, "Completed"):

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from holdfast_core.ids import RestartRound, Worker, ranks_of
+from holdfast_core.ids import Digest, RestartRound, Worker, is_spare, ranks_of
 from holdfast_core.messages.relay import Relay
 from holdfast_core.messages.schema import (
+    AcceptedRound,
     Buffered,
     BufferNotice,
     Certificate,
@@ -58,13 +59,18 @@ class RoundState:
     """The state by which requests are fenced."""
 
     worker: Worker
+    """Index of this pod's worker. A spare has an index from FIRST_SPARE until a ROUND names its pod."""
     procs_per_worker: int
     round: RestartRound
+    pod: str
+    """Name of this pod in its certificate and in ROUND."""
     version_floor: int = 0
     """Version of the newest ROUND of this round that an earlier process of this sidecar recorded on the node
     tier. A ROUND of a lower version is refused."""
     accepted: Round | None = None
     """The accepted ROUND. None while sealed."""
+    acceptance: AcceptedRound | None = None
+    """What reports say about `accepted`."""
     _by_worker: Mapping[Worker, Member] = field(init=False, repr=False, compare=False)
     _by_pod: Mapping[str, Member] = field(init=False, repr=False, compare=False)
 
@@ -105,11 +111,26 @@ class RoundState:
 
     def sealed_for(self, round_: RestartRound) -> RoundState:
         """Return the state after the SEAL of a newer round."""
-        return replace(self, round=round_, version_floor=0, accepted=None)
+        return replace(self, round=round_, version_floor=0, accepted=None, acceptance=None)
 
-    def accepting(self, message: Round) -> RoundState:
-        """Return the state after `message` was accepted."""
-        return replace(self, accepted=message)
+    def named_in(self, message: Round) -> Worker | None:
+        """Return the worker that the message names this pod, or None if it does not name it."""
+        return next((m.worker for m in message.members if m.pod == self.pod), None)
+
+    def accepting(self, message: Round, content: Digest) -> RoundState:
+        """Return the state after `message` was accepted. A spare becomes the worker that it names.
+
+        Args:
+            message: The ROUND.
+            content: `message.content_digest()`, which takes tens of milliseconds for thousands of workers.
+        """
+        named = self.named_in(message)
+        return replace(
+            self,
+            worker=self.worker if named is None else named,
+            accepted=message,
+            acceptance=AcceptedRound(message.version, content),
+        )
 
     def refused(self, code: Refusal, message: str) -> Refused:
         return Refused(code, message, self.round, self.version)
@@ -316,7 +337,25 @@ def _round_message(state: RoundState, message: Round) -> Refused | None:
             Refusal.NOT_NEWER,
             f"ROUND {message.round} version {message.version} is not above {newest}",
         )
-    return None
+    return _other_worker(state, message)
+
+
+def _other_worker(state: RoundState, message: Round) -> Refused | None:
+    """Return why a ROUND is refused that gives this pod no worker, or another one than it has.
+
+    A pod stores the shards of one worker only, and a spare has no ranks until it becomes a worker.
+    """
+    own = state.named_in(message)
+    if own is None and is_spare(state.worker):
+        return state.refused(
+            Refusal.NOT_MEMBER, f"ROUND {message.round} names no worker for spare pod {state.pod}"
+        )
+    if own is None or is_spare(state.worker) or own == state.worker:
+        return None
+    return state.refused(
+        Refusal.BAD_REQUEST,
+        f"ROUND {message.round} names pod {state.pod} as worker {own}: it is worker {state.worker}",
+    )
 
 
 def _not_operator(state: RoundState, caller: Caller) -> Refused | None:

@@ -65,6 +65,7 @@ from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.coordinator.rebuild import RebuildTarget, rebuild_from
 from holdfast_sidecar.coordinator.reports.gathered import Gathered
 from holdfast_sidecar.coordinator.reports.hangs import HangWatch
+from holdfast_sidecar.coordinator.reports.stragglers import StragglerWatch
 from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune, uploading
 from holdfast_sidecar.coordinator.uploads import Uploads
 from holdfast_sidecar.upkeep.leftovers import Leftovers
@@ -77,10 +78,12 @@ _PRESSED_EVERY_SECONDS = 1.0
 """Interval of pruning while a node has no room. It gives the nodes time to delete what was pruned."""
 
 _SILENT_SECONDS = 20.0
-"""Time without a report after which pods that end no longer wait for a worker's upload. It is several times
-the interval of reports."""
+"""Time without a report after which a worker counts as silent: pods that end no longer wait for its upload,
+and the operator calls it itself. It is several times the interval of reports."""
 _LOOK_SECONDS = 1.0
 """Interval in which the coordinator looks whether the gang hangs."""
+_COMPARED_PER_SECOND = 4096
+"""Ranks that the search for stragglers compares in a second, at most."""
 _WEIGH_AFTER_SECONDS = 0.01
 """Time for which BUFFERED messages are gathered before the step to write is chosen again. Each choice looks
 at all ranks."""
@@ -135,6 +138,7 @@ class Coordinator:
         """Set while `_weigh_soon` has a call of `_weigh` scheduled."""
         self.instance = secrets.token_hex(8)
         self._hangs = HangWatch(self._gathered, self.instance)
+        self._stragglers = StragglerWatch(self._gathered)
         self._dropped = 0
         self._outbox = Outbox(
             settings,
@@ -186,6 +190,7 @@ class Coordinator:
         self._tasks.spawn(self._make_room(), "room")
         self._tasks.spawn(self._finish_loop(), "finish")
         self._tasks.spawn(self._look_for_hangs(), "hangs")
+        self._tasks.spawn(self._look_for_stragglers(), "stragglers")
 
     def update(self, message: Round) -> None:
         """Take over a higher version of the same ROUND."""
@@ -364,8 +369,8 @@ class Coordinator:
         """Return the state once its version is above `since`, or after the time-out.
 
         Args:
-            quiet_seconds: Time for which the operator wants to hear of urgent changes only. Ignored for other
-                callers.
+            quiet_seconds: Time for which the reply waits for urgent changes only. It has an effect for the
+                operator only.
             acknowledges: The caller has durably recorded every version up to `since`.
         """
         if acknowledges:
@@ -406,6 +411,8 @@ class Coordinator:
             steps_dropped=self._dropped,
             interval=gathered.interval,
             hang=self._hangs.hang,
+            accepted=gathered.accepted(self._clock.monotonic() - _SILENT_SECONDS),
+            stragglers=self._stragglers.found,
         )
 
     def _all_failures(self) -> tuple[Failure, ...]:
@@ -413,7 +420,7 @@ class Coordinator:
 
         Those of node tiers come first, because they explain missing commits; then the commit alarm.
         """
-        own = (replace(f, worker=self._contract.worker) for f in self._failures.current)
+        own = (replace(f, worker=self._message.coordinator) for f in self._failures.current)
         found = tuple(dict.fromkeys((*self._gathered.failures, *own)))
         nodes = tuple(f for f in found if f.tier is TierName.NODE)
         return (*nodes, *self._alarm.failures, *(f for f in found if f not in nodes))
@@ -479,7 +486,7 @@ class Coordinator:
         level = self._ledger.acknowledged(step, worker)
         if level is not None:
             self._risen(step, level)
-        elif worker == self._contract.worker:
+        elif worker == self._message.coordinator:
             self._changed()  # The other members may have the manifest now.
 
     def _risen(self, step: Step, level: Level) -> None:
@@ -631,6 +638,15 @@ class Coordinator:
             if changed:
                 self._versioned.bump(urgent=True)
 
+    async def _look_for_stragglers(self) -> None:
+        # A look compares all ranks, so it is less frequent in a large gang.
+        interval = max(_LOOK_SECONDS, self._gathered.world_size / _COMPARED_PER_SECOND)
+        while True:
+            await self._clock.sleep(interval)
+            if self._stragglers.look(self._message.policy):
+                logs.info("the stragglers have changed", ranks=self._stragglers.ranks)
+                self._versioned.bump(urgent=True)
+
     # ------------------------------------------------------------------ finish
 
     async def _finish_loop(self) -> None:
@@ -660,14 +676,17 @@ class Coordinator:
     def _only_store_stays(self) -> bool:
         """Whether a pod leaves whose shards only the object store can keep.
 
-        Either no peer has copies, or all peers that have copies are ending, too.
+        Either no peer has copies, or all peers that have copies are ending, too, or the gang may continue
+        with fewer workers, which cannot restore from peers.
         """
         return self._store is not None and self._gathered.leaves and not self._copies_stay
 
     @property
     def _copies_stay(self) -> bool:
-        """Whether workers whose pods do not end receive copies of the shards of each pod that ends."""
+        """Whether copies of the shards of each pod that ends stay, from which the next round can restore."""
         ending = self._gathered.ending
+        if ending and self._message.policy.shrinks:
+            return False
         kept = all(self._gathered.stays(self._targets.get(worker, ())) for worker in ending)
         return kept and (self._ledger.expects_copies or not ending)
 

@@ -101,7 +101,6 @@ class Outbox:
             on_lost: Called when a member answers that it lacks its shard of a step.
         """
         self._settings = settings
-        self._own = settings.contract.worker
         self._peers = peers
         self._ledger = ledger
         self._clock = clock
@@ -119,9 +118,11 @@ class Outbox:
         self._released = False
         self._released_at: float | None = None
         self._message: Round | None = None
+        self._own: Worker | None = None
 
     def start(self, message: Round) -> None:
         self._message = message
+        self._own = message.coordinator
         for worker in self._ledger.workers:
             self._acknowledged[worker] = _Acknowledged()
             self._wakes[worker] = asyncio.Event()

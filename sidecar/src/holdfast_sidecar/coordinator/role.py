@@ -29,7 +29,7 @@ class CoordinatorRole:
 
     def begin(self, message: Round) -> None:
         """Coordinate the round if its ROUND names this worker. No Coordinator may exist."""
-        if message.coordinator == self._pod.contract.worker:
+        if message.coordinator == self._pod.state.worker:
             self.coordinator = Coordinator(
                 self._pod, message, self._tiers, self._peers, self._failures
             )
@@ -46,6 +46,6 @@ class CoordinatorRole:
         if self.coordinator is None:
             raise RefusedError(
                 Refusal.NOT_COORDINATOR,
-                f"worker {self._pod.contract.worker} is not the coordinator",
+                f"worker {self._pod.state.worker} is not the coordinator",
             )
         return self.coordinator

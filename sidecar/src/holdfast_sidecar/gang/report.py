@@ -76,6 +76,7 @@ def compose(
         reported_to=reported_to,
         instance=instance,
         interval=gang.intervals.get(Rank(0)),
+        accepted=state.acceptance,
     )
 
 

@@ -63,6 +63,11 @@ class Starter:
         self._waiting = logs.Changed()
         self.barrier_open = False
 
+    @property
+    def has_launcher(self) -> bool:
+        """Return whether the launcher is connected."""
+        return self._connections.launcher is not None
+
     # ------------------------------------------------------------------ rounds
 
     def begin(self) -> None:
@@ -115,7 +120,7 @@ class Starter:
                 state,
                 self._restored(),
                 self._store,
-                self._connections.launcher is not None,
+                self.has_launcher,
                 self._gang.running_round,
                 self._last_round,
             )

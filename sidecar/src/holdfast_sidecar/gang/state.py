@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from holdfast_core.ids import Rank, RestartRound, Worker
+from holdfast_core.ids import Rank, RestartRound, worker_of
 from holdfast_core.messages.schema import (
     DeadRank,
     Exited,
@@ -27,8 +27,8 @@ KILLED = -9
 class LocalGang:
     """Record of the pod's ranks. A seal resets all but `running_round` and `ends`."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, procs_per_worker: int) -> None:
+        self._procs_per_worker = procs_per_worker
         self.running_round: RestartRound | None = None
         """Round whose ranks the launcher runs now, if any."""
         self.progress: dict[Rank, RankProgress] = {}
@@ -98,6 +98,7 @@ class LocalGang:
             message.finished,
             message.step_seconds,
             message.paused,
+            message.work,
         )
         if before is not None and before.step > message.step:
             now = replace(now, step=before.step)
@@ -115,7 +116,7 @@ class LocalGang:
         else:
             self.dead[message.rank] = DeadRank(
                 message.rank,
-                self._worker,
+                worker_of(message.rank, self._procs_per_worker),
                 message.code,
                 message.message[:2048],
                 message.out_of_memory,
@@ -131,4 +132,5 @@ class LocalGang:
     def lost(self, ranks: Iterable[Rank], why: str) -> None:
         """Record ranks as killed that ended together with the launcher, without reporting an exit code."""
         for rank in ranks:
-            self.dead.setdefault(rank, DeadRank(rank, self._worker, KILLED, why))
+            worker = worker_of(rank, self._procs_per_worker)
+            self.dead.setdefault(rank, DeadRank(rank, worker, KILLED, why))

@@ -74,7 +74,7 @@ class Sidecar:
         connections = LocalConnections()
         saves = SaveJourney(pod, tiers, members, telemetry, background, changed)
         restores = RestoreJourney(pod, tiers, members, saves, metrics, changed)
-        gang = LocalGang(contract.worker)
+        gang = LocalGang(contract.procs_per_worker)
         starter = Starter(pod, gang, connections, peers, lambda: restores.is_here, changed)
         role = CoordinatorRole(pod, tiers, peers, telemetry.failures)
         journeys = Journeys(current, saves, restores, gang, starter, role, changed)

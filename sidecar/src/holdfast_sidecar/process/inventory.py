@@ -40,8 +40,13 @@ class Inventories:
         self._failures = telemetry.failures
         self._changed = logs.Changed()
 
-    async def take(self, state: RoundState) -> Inventory:
-        """Return what this pod has now. The inventory names the round of `state`."""
+    async def take(self, state: RoundState, *, launcher: bool) -> Inventory:
+        """Return what this pod has now.
+
+        Args:
+            state: The state whose round the inventory names.
+            launcher: Whether the launcher is connected.
+        """
         uid = self._pod.job_uid
         corrupt = partial(self._metrics.corruption, TierName.NODE)
         manifests = await self._read.run(listed_manifests, self._node, uid, corrupt)
@@ -58,6 +63,7 @@ class Inventories:
             version=state.version,
             manifests=manifests,
             shards=shards,
+            launcher=launcher,
         )
         fitting = await self._read.run(fit, whole)
         left_out = len(whole.manifests) - len(fitting.manifests)

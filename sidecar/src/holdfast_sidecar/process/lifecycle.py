@@ -9,7 +9,8 @@ On SEAL, the sidecar
    committed, both within time limits;
 6. replies with the inventory.
 
-On ROUND, it records the round and version durably and takes them into its state. If the round is new, it
+On ROUND, it records the round and version durably and takes them into its state. A spare also records the
+worker that it becomes. If the round is new, it
 deletes steps off the lineage and starts the coordinator (if it is the one), rehydration and rendezvous. A
 higher version of the same round only changes members, copies and the coordinator.
 """
@@ -187,11 +188,17 @@ class Lifecycle:
         async with self._lock:
             self._check(caller, message)
             before = self._pod.state.accepted
+            becomes = self._pod.state.named_in(message)
+            if becomes is not None and becomes != self._pod.state.worker:
+                # The worker is recorded first: a process that dies here is this worker when it starts again.
+                await self._tiers.pools.meta.run(self._disk.write_worker, becomes)
+                logs.info("the spare becomes a worker", worker=becomes, round=message.round)
             await self._record(message.round, message.version)
-            # A SEAL does not wait for the lock: it may have come while the record was written, and a
-            # ROUND of the old round must not unseal the new one.
+            content = await asyncio.to_thread(message.content_digest)
+            # A SEAL does not wait for the lock: it may have come during these waits, and a ROUND of the old
+            # round must not unseal the new one.
             self._check(caller, message)
-            self._pod.current.state = self._pod.state.accepting(message)
+            self._pod.current.state = self._pod.state.accepting(message, content)
             self._unsettled = None
             self._telemetry.metrics.level(pending=self._saves.flow.pending, round_=message.round)
             if before is None:
@@ -283,4 +290,5 @@ class Lifecycle:
         # The state is read before anything is listed. If a seal were settled while the list is made, the
         # inventory would name its round but lack what the seal has just written, and the operator would
         # choose an older step.
-        return await self._inventories.take(self._unsettled or self._pod.state)
+        state = self._unsettled or self._pod.state
+        return await self._inventories.take(state, launcher=self._starter.has_launcher)

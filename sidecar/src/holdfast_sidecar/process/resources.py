@@ -78,13 +78,14 @@ def _first_state(settings: Settings, disk: DiskNodeTier) -> RoundState:
     It is sealed for the pod's birth round, or for the recorded round if that is newer.
     """
     contract = settings.contract
-    found = disk.read_round()
+    found, promoted = disk.read_round(), disk.read_worker()
     recorded, version = (RestartRound(-1), 0) if found is None else found
     round_ = max(contract.birth_round, recorded)
     return RoundState(
-        contract.worker,
+        contract.worker if promoted is None else promoted,
         contract.procs_per_worker,
         round_,
+        contract.pod_name,
         version_floor=version if recorded == round_ else 0,
     )
 

@@ -80,5 +80,5 @@ class BufferedReporter:
     async def _report(self, accepted: Round, buffered: tuple[RankBuffered, ...]) -> BufferedReply:
         named = sorted({shard.layout for rank in buffered for shard in rank.shards})
         layouts = tuple([await self._layouts.digests(digest) for digest in named])
-        message = Buffered(accepted.round, self._pod.contract.worker, buffered, layouts)
+        message = Buffered(accepted.round, self._pod.state.worker, buffered, layouts)
         return await self._peers.call(accepted.coordinator, message, BufferedReply)

@@ -368,7 +368,7 @@ class Flow:
         message = Prepared(
             self._current().round,
             shard.ref.step,
-            self._pod.contract.worker,
+            self._pod.state.worker,
             shard.info,
             await self._layouts.digests(shard.layout),
         )
@@ -389,7 +389,7 @@ class Flow:
 
     def _sender(self, shard: OwnShard) -> tuple[RestartRound, Step, Worker]:
         """Return the fields that every message about a shard begins with: round, step and sender."""
-        return self._current().round, shard.ref.step, self._pod.contract.worker
+        return self._current().round, shard.ref.step, self._pod.state.worker
 
     async def _copy(self, shard: OwnShard, target: Worker | None) -> None:
         state = self._current()
@@ -416,7 +416,7 @@ class Flow:
             return
         if await self._layout(shard) is None:
             return
-        message = KeepLayout(self._current().round, self._pod.contract.worker, shard.layout)
+        message = KeepLayout(self._current().round, self._pod.state.worker, shard.layout)
         await self._members.control.call(target, message, Ok)
         self._layouts_at[target, shard.layout] = now
 

@@ -159,7 +159,7 @@ class Peers:
             FormatError: The reply is not valid.
         """
         target = path or PATHS[type(message)]
-        if worker == self._contract.worker and self._dispatch is not None:
+        if worker == self._current().worker and self._dispatch is not None:
             answer = await self._dispatch(Caller(self._contract.pod_name), target, message)
             if not isinstance(answer, reply):
                 raise FormatError(f"{target}: answered {type(answer).__name__}")
@@ -193,7 +193,7 @@ class Peers:
         accepted = self._current().accepted
         if accepted is None:
             return worker
-        return next_hop(accepted, self._contract.worker, worker)
+        return next_hop(accepted, self._current().worker, worker)
 
     def mail(self, worker: Worker) -> Mail:
         """Return the sender of letters to this worker, which is a relay or the coordinator.

@@ -58,7 +58,7 @@ _IDLE_SECONDS = 330.0
 certificate of this job come so far."""
 _PLAIN_IDLE_SECONDS = 5.0
 _MAX_QUIET_SECONDS = 600.0
-"""Longest time for which the operator may ask not to hear of progress."""
+"""Longest time for which the operator may ask for urgent changes only."""
 _PLAIN_PLACES = Places(unauthenticated=32, unauthenticated_per_address=16)
 _RENDER_SECONDS = 0.2
 """Least time between two renderings of /metrics, which anyone may request at any rate. Requests that arrive

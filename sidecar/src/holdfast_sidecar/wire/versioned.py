@@ -70,7 +70,7 @@ class Versioned:
             self._acknowledged = max(self._acknowledged, since)
         elif since >= self.version:
             # The number is from an earlier instance. Without a version above it, the caller would wait
-            # for ever.
+            # forever.
             self.version = since
             self._raise()
 

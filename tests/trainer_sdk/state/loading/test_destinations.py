@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.trainer.payloads import RANK, stored
 from tests.support.trainer.snapshots import take_snapshot
-from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.state.loading.destinations import Destinations
 from holdfast.state.loading.load import fits, load_state

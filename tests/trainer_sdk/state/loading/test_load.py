@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.trainer.payloads import stored
 from tests.support.trainer.snapshots import take_snapshot
-from tests.trainer_sdk.state.payloads import stored
 
 from holdfast.slots.staging import Copier
 from holdfast.state.copying.target import PayloadTarget

@@ -30,7 +30,7 @@ from holdfast_core.ids import Step
 logger = logging.getLogger(__name__)
 
 _COPIES_SECONDS = 120.0
-"""Time that `close` waits for copies from a device. A device may hang in a collective for ever."""
+"""Time that `close` waits for copies from a device. A device may hang in a collective forever."""
 _COPIES_AFTER_ERROR_SECONDS = 10.0
 
 

@@ -21,7 +21,7 @@ from holdfast.connection.session import Session
 from holdfast.slots.device import find_device
 from holdfast.slots.device_copies import DeviceCopies, PendingCopies
 from holdfast.slots.staging import Copier, Slot, SlotRing
-from holdfast.state.copying.target import PayloadTarget, device_copies
+from holdfast.state.copying.target import PayloadTarget, run_device_copies
 from holdfast.state.sizing import estimated_bytes, slot_bytes
 from holdfast.state.snapshot import SavePlan, Snapshot, Snapshots, paused_collector, plan_save
 from holdfast_core.errors import DeviceError, UnavailableError
@@ -121,7 +121,7 @@ class Saver:
             if self._copies is None:
                 target.write(snapshot, self._copier.run)
             else:
-                pending = self._start(self._copies, plan, snapshot, slot)
+                pending = self._start(self._copies, target, snapshot, slot)
                 target.write(snapshot, self._copier.run, self._copies.device.holds)
         except BaseException:
             if self._copies is not None and pending is not None:
@@ -166,20 +166,17 @@ class Saver:
         return snapshot, self._plan
 
     def _start(
-        self, copies: DeviceCopies, plan: SavePlan, snapshot: Snapshot, slot: Slot
+        self, copies: DeviceCopies, target: PayloadTarget, snapshot: Snapshot, slot: Slot
     ) -> PendingCopies | None:
         """Start the device's copies into `slot`. Return None if none of them is pending on return."""
-        jobs = device_copies(
-            plan, snapshot, slot.payload, copies.device.holds, non_blocking=slot.is_pinned
-        )
+        jobs = target.device_copies(snapshot, copies.device.holds)
         if not jobs:
             return None
         if slot.is_pinned:
             return copies.enqueue(jobs, snapshot.optimizers)
         # These copies do not run in the Copier: its helper thread does not use this thread's streams.
         try:
-            for job in jobs:
-                job.run()
+            run_device_copies(jobs, non_blocking=False)
         except RuntimeError as error:
             raise DeviceError(f"copying a state from its device: {error}") from error
         return None

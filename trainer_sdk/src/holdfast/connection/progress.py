@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from holdfast.connection.session import Session
+from holdfast.training.own_work import OwnWork
 from holdfast_core.ids import Rank, Step
 from holdfast_core.messages.schema import Interval, Progress
 
@@ -50,6 +51,8 @@ class ProgressReporter:
         self._blocked_seconds = 0.0
         self._skipped = 0
         self._done: Step | None = None
+        self.work = OwnWork(monotonic)
+        """What a step takes this rank by itself. It measures nothing until it is given the models."""
         self.interval: Interval | None = None
         """The interval between saves, if it is given as a time."""
         self._sent = 0
@@ -81,6 +84,7 @@ class ProgressReporter:
             self._seconds.append(at - self._last_at)
         self._last_at = at
         self._finished += 1
+        self.work.finished()
         self._loop_ended = self._is_repeated = False
         self._done = step
 
@@ -93,8 +97,10 @@ class ProgressReporter:
             yield
         finally:
             _, began = self._pauses.pop()
-            if not self._pauses and self._last_at is not None:
-                self._last_at += self._monotonic() - max(began, self._last_at)
+            if not self._pauses:
+                self.work.paused(began)
+                if self._last_at is not None:
+                    self._last_at += self._monotonic() - max(began, self._last_at)
             self._deliver()
 
     def rolled_back(self) -> None:
@@ -108,6 +114,7 @@ class ProgressReporter:
         """
         self._loop_ended = not is_error
         self._last_at = None
+        self.work.stop()
         self._deliver()
 
     def send(self) -> None:
@@ -141,6 +148,7 @@ class ProgressReporter:
                 self._finished,
                 median(self._seconds) if len(self._seconds) >= FEWEST_STEPS else None,
                 self._pause,
+                self.work.found,
             )
         )
         self._sent = self._finished

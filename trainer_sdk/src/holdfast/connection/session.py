@@ -78,7 +78,7 @@ class Session:
         round_: Restart round, or None to take it from the first HelloReply.
         peer: Name of the other side for log and error messages.
         knows_what_is_durable: Whether the other side can answer a `Stage` for a slot that it has freed.
-            If so, the session sends `Stage` again for every unsettled save after a reconnect.
+            If so, the session sends `Stage` again forevery unsettled save after a reconnect.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class Session:
     def report_no_more_uploads(self, why: str) -> None:
         """Record that no report arrives any more that a save so far is in the object store.
 
-        Otherwise `wait("persisted")` would wait for ever.
+        Otherwise `wait("persisted")` would wait forever.
         """
         for save in self._all():
             save.handle.report_no_more(Level.PERSISTED, why)
@@ -473,7 +473,7 @@ class Session:
         try:
             self._take_answer(save, future)
         except BaseException as error:
-            # concurrent.futures only logs an exception, and the save would wait for ever.
+            # concurrent.futures only logs an exception, and the save would wait forever.
             logger.exception("handling the reply to the save of step %d", save.stage.step)
             save.handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
         self._settled()

@@ -26,6 +26,7 @@ from holdfast.base.restore_point import RestorePoint, TensorInfo
 from holdfast.base.settings import RankSettings
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.boxes import as_box, by_first_part
+from holdfast.integrations.versions import warn_if_untested
 from holdfast.state.decoder import Decoder
 from holdfast.state.tree import Encoder
 from holdfast_core.errors import (
@@ -49,6 +50,7 @@ def save(step: int, sharded_state_dict: Mapping[str, Any], ckpt: Checkpointer) -
 
     Raises UnsupportedStateError for a flattened range and for a value that cannot be saved, with its key.
     """
+    warn_if_untested("megatron-core")
     tensors: dict[str, torch.Tensor] = {}
 
     def add(leaf: Any) -> None:

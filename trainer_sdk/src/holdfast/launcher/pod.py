@@ -8,6 +8,9 @@
  5. On TakeStacks it finds out where its ranks are, writes their stacks to its log and sends Stacks.
  6. On End it sends SIGKILL to all ranks, reaps them and sends Ended. Then it waits for the next Run.
 
+The launcher of a spare pod connects when the fork server has imported torch. So the sidecar knows that the
+spare is ready (ADR 0107).
+
 This also works when the sidecar starts late, restarts, or repeats a message.
 """
 
@@ -25,7 +28,7 @@ from holdfast.launcher.ranks.gang import STORE_SECRET_BYTES, Gang, RoundPlan
 from holdfast.launcher.ranks.processes import Processes, RankProcess
 from holdfast.launcher.record import RoundRecord
 from holdfast_core.contract import PodContract
-from holdfast_core.ids import Rank, RestartRound
+from holdfast_core.ids import Rank, RestartRound, is_spare
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     End,
@@ -85,10 +88,12 @@ class PodLauncher:
     async def run(self, channel: SidecarChannel) -> int:
         """Serve the sidecar until the gang has finished, then return 0.
 
-        Raises FormatError for an invalid round record.
+        Raises FormatError for an invalid round record, and for a spare what `Processes.ready` raises.
         """
-        self.channel = channel
         self._last_round = self._record.read()
+        if is_spare(self._contract.worker):
+            await self._processes.ready()
+        self.channel = channel
         connection = asyncio.ensure_future(channel.run())
         try:
             finishing = asyncio.ensure_future(self._finish())

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.state.copying.target import DeviceCopy
+from holdfast.state.copying.target import DeviceCopy, run_device_copies
 from holdfast.state.tensors import is_tensor, torch_module
 from holdfast_core.errors import DeviceError
 
@@ -121,8 +121,7 @@ class CudaDevice:
             side = self._streams[device] = _cuda().Stream(device)
         side.wait_stream(_cuda().current_stream(device))
         with _cuda().stream(side):
-            for copy in copies:
-                copy.run()
+            run_device_copies(copies, non_blocking=True)
             # blocking=True: a thread that waits for the event sleeps and does not use a core.
             event = _cuda().Event(blocking=True)
             event.record(side)

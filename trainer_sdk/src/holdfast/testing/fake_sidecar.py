@@ -61,6 +61,7 @@ class FakeSidecar:
         interval_steps: Steps between saves; 0 means on request only.
         slots: Slots of each rank.
         keep_last: Number of checkpoints to keep.
+        straggler_factor: `Policy.straggler_factor`; 0 means that ranks do not measure their work.
     """
 
     def __init__(
@@ -72,12 +73,17 @@ class FakeSidecar:
         interval_steps: int = 0,
         slots: int = 2,
         keep_last: int = 3,
+        straggler_factor: float = 0.0,
     ) -> None:
         self._shared = shared_dir
         self._node = node_dir
         self._world_size = world_size
         self._policy = Policy(
-            interval_steps=interval_steps, slots=slots, keep_last=keep_last, peer_copies=0
+            interval_steps=interval_steps,
+            slots=slots,
+            keep_last=keep_last,
+            peer_copies=0,
+            straggler_factor=straggler_factor,
         )
         self._listener: socket.socket | None = None
         self._connections: list[Connection] = []

@@ -21,7 +21,7 @@ def rule(
     field_path: str | None = None,
     forbidden: bool = False,
 ) -> dict[str, Any]:
-    """One entry of x-kubernetes-validations.
+    """Return one entry of x-kubernetes-validations.
 
     `forbidden`: the value is fine, changing it is not (reason FieldValueForbidden). A message
     expression must stay cheap: format numbers with `%d`; `string(self.x)` breaks the cost budget.
@@ -43,18 +43,18 @@ def cel_rules(*entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def remedy(text: str) -> dict[str, Any]:
-    """`json_schema_extra` of a numeric field with ge/le: the words that end its message."""
+    """`json_schema_extra` of a numeric field with ge/le: the remedy that ends its message."""
     return {REMEDY: text}
 
 
 def text(literal: str) -> str:
-    """A CEL string literal."""
+    """Return a CEL string literal."""
     escaped = literal.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 def bounds(field: str, low: int | None, high: int | None, how_to_fix: str) -> dict[str, Any]:
-    """The rule of a numeric field with `ge` and `le`, with our message instead of the server's."""
+    """Return the rule of a numeric field with `ge` and `le`. It has our message instead of the server's."""
     if low is not None and high is not None:
         expression, expected = f"self >= {low} && self <= {high}", f"{low} to {high}"
     elif low is not None:

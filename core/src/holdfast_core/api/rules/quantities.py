@@ -51,7 +51,7 @@ def parse_quantity_bytes(text: str) -> int:
 
 
 def parse_duration(text: str) -> timedelta:
-    """A Go duration of hours, minutes and seconds ("1h", "90m30s"), to the microsecond.
+    """Parse a Go duration of hours, minutes and seconds ("1h", "90m30s"), to the microsecond.
 
     Raises ConfigError for anything else, a sign and a bare number included.
     """

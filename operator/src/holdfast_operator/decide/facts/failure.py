@@ -32,6 +32,8 @@ KUBELET_SECONDS = 10.0
 COORDINATOR_ANSWER_SECONDS = 10.0
 """Time for the coordinator to answer an operator process that finds a pod leaving when it starts. Without it,
 the new process would seal a gang that is saving."""
+ENDING_SECONDS = 60.0
+"""Time in which all pods of a gang end after the first of them has succeeded."""
 SIDECAR_SILENT_SECONDS = 90.0
 """Time without an answer after which a sidecar counts as failed. It is longer than
 restore_point.HOLDERS_SECONDS, so that the restore point is chosen before a pod is replaced."""
@@ -132,22 +134,25 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
     if world.awaits_start(member):
         return None  # it holds no data: avoidance.py replaces it in this round
     if pod is None:
-        name = f"worker {member.worker}, created in round {member.birth_round}"
+        name = world.source.gone_name(member.worker, member.birth_round)
+        announced = dict(memory.announced).get(name or "")
+        worker = f"worker {member.worker}, created in round {member.birth_round}"
         return Failure(
-            Reason.POD_LOST,
-            f"the pod of {name} no longer exists",
+            Reason.POD_LOST if announced is None else Reason.POD_EVICTED,
+            f"the pod of {worker} no longer exists" if announced is None else announced,
             member.worker,
             disruption=True,
             replace_pod=True,
-            confirm_gone=world.source.gone_name(member.worker, member.birth_round),
+            confirm_gone=name,
         )
     if member.node_lost:
         return _of_lost_node(world, member, pod, now)
     if pod.leaving and _may_drain(world, pod, memory, now):
         return None
     if pod.disrupted or (pod.phase is PodPhase.FAILED and pod.reason in _EVICTED):
-        text = f"pod {pod.name}: {pod.reason or 'disrupted'}: {pod.message}".rstrip(": ")
-        return Failure(Reason.POD_EVICTED, text, member.worker, disruption=True, replace_pod=True)
+        return Failure(
+            Reason.POD_EVICTED, pod.disruption, member.worker, disruption=True, replace_pod=True
+        )
     if pod.terminating:
         text = f"pod {pod.name} is being deleted{_node_leaves(world, pod)}"
         return Failure(Reason.POD_LOST, text, member.worker, disruption=True, replace_pod=True)
@@ -212,10 +217,7 @@ def _of_container(
             replace_pod=True,
         )
     if pod.phase is PodPhase.SUCCEEDED:
-        if world.status.restore_point is not None:
-            return None  # its ranks have finished, and the pods of the other members end soon
-        text = f"pod {pod.name} ended before round {world.round} began to run"
-        return Failure(Reason.POD_SUCCEEDED_EARLY, text, worker, disruption=True, replace_pod=True)
+        return _of_succeeded(world, worker, pod, memory, now)
     if pod.waiting_reason in CANNOT_START:
         return None
     if pod.trainer_restarts > MAX_TRAINER_RESTARTS and readable.answering_can_be_replaced(
@@ -232,6 +234,29 @@ def _of_container(
             replace_pod=True,
         )
     return _of_sidecar(world, member, pod, memory, now)
+
+
+def _of_succeeded(
+    world: World, worker: Worker, pod: PodView, memory: JobMemory, now: Now
+) -> Failure | None:
+    """Return the failure of a member whose containers returned 0 although the gang has not finished, or None.
+
+    The launchers of a gang return together, after its last step, so the other pods have ENDING_SECONDS to
+    follow. A script that catches its launcher's error and returns 0 would otherwise leave them waiting.
+    """
+    if world.status.restore_point is None:
+        text = f"pod {pod.name} ended before round {world.round} began to run"
+        return Failure(Reason.POD_SUCCEEDED_EARLY, text, worker, disruption=True, replace_pod=True)
+    waited = seconds_since(memory.ending_since, now)
+    if waited < ENDING_SECONDS:
+        return None
+    text = (
+        f"the containers of pod {pod.name} returned 0, and other pods of the gang still run {waited:.0f} s "
+        "later. A trainer container must return what `holdfast run` returns"
+    )
+    return Failure(
+        Reason.POD_SUCCEEDED_EARLY, text, worker, exit_code=pod.trainer_exit_code, replace_pod=True
+    )
 
 
 def _of_sidecar(

@@ -15,6 +15,16 @@ from itertools import chain
 
 from holdfast_core.ids import Worker
 from holdfast_core.messages.schema import CopyAssignment
+from holdfast_operator.decide.facts.world import World
+
+
+def domain_of(world: World, node_name: str | None) -> str | None:
+    """Return the topology domain of a node. A node without the label is a domain of its own."""
+    if node_name is None:
+        return None
+    node = world.observed.nodes.get(node_name)
+    label = None if node is None else node.labels.get(world.observed.job.spec.peer.topology_key)
+    return label if label is not None else node_name
 
 
 def place_copies(domains: tuple[str, ...], copies: int) -> tuple[CopyAssignment, ...]:

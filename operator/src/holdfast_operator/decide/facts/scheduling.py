@@ -23,15 +23,20 @@ NAMED_PODS = 4
 
 
 def timed_out(world: World, memory: JobMemory, now: Now) -> bool:
-    """Return whether pods of the gang have been without nodes for scheduleTimeoutSeconds.
+    """Return whether pods of the gang have been without nodes for scheduleTimeoutSeconds."""
+    limit = world.observed.job.spec.schedule_timeout_seconds
+    waited = seconds_since(memory.unscheduled_since, now)
+    return limit > 0 and waited >= limit and waits_for_nodes(world)
+
+
+def waits_for_nodes(world: World) -> bool:
+    """Return whether pods of the gang have no nodes.
 
     A gang whose ranks train has all of its pods: the watch of pods is then behind.
     """
-    limit = world.observed.job.spec.schedule_timeout_seconds
     state = world.coordinator
     trains = state is not None and state.running
-    waited = seconds_since(memory.unscheduled_since, now)
-    return limit > 0 and bool(world.unscheduled) and waited >= limit and not trains
+    return bool(world.unscheduled) and not trains
 
 
 def lost_if_deleted(world: World) -> str | None:

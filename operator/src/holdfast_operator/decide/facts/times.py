@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.job import JobMemory, Now, PodPhase
 
 LONGEST_PAUSE_SECONDS = 5.0
 
@@ -43,12 +43,21 @@ def advance(world: World, now: Now) -> JobMemory:
     leaving = tuple((pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.leaving)
     if leaving != memory.leaving_since:
         memory = replace(memory, leaving_since=leaving)
+    announced = dict(memory.announced)
+    announced.update((pod.name, pod.disruption) for pod in world.observed.pods if pod.disrupted)
+    memory = replace(memory, announced=tuple(announced.items()))
+    succeeded = {m.pod is not None and m.pod.phase is PodPhase.SUCCEEDED for m in world.members}
+    memory = replace(memory, ending_since=_since(memory.ending_since, len(succeeded) == 2, at))
     avoiding = any(
-        m.pod is not None and m.pod.node is None and m.pod.failed_nodes for m in world.members
+        m.pod is not None and m.pod.unscheduled and m.pod.failed_nodes for m in world.members
     )
     memory = replace(memory, avoiding_since=_since(memory.avoiding_since, avoiding, at))
     waiting = bool(world.unscheduled)
     memory = replace(memory, unscheduled_since=_since(memory.unscheduled_since, waiting, at))
+    lacking = waiting and not world.nodes_become_free
+    memory = replace(memory, lacking_since=_since(memory.lacking_since, lacking, at))
+    room = bool(world.placeholders_with_nodes)
+    memory = replace(memory, room_since=_since(memory.room_since, room, at))
     unstarted = world.unstarted
     if unstarted != memory.unstarted:
         memory = replace(memory, unstarted=unstarted)
@@ -64,7 +73,8 @@ def advance(world: World, now: Now) -> JobMemory:
         return memory
     round_ = status.restart_round
     members = world.members
-    if memory.sealed_at is None and all(m.sealed_for(round_) for m in members):
+    # A member without a pod has nothing to seal: another controller creates its pod when it likes.
+    if memory.sealed_at is None and all(m.pod is None or m.sealed_for(round_) for m in members):
         memory = replace(memory, sealed_at=at)
     if memory.scheduled_at is None and all(
         m.pod is not None and (m.pod.sidecar_started or m.reachable) for m in members

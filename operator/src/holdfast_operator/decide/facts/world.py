@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus
-from holdfast_core.ids import CheckpointId, RestartRound, Worker
+from holdfast_core.api import JobCondition, LineageEntry, PersistedStep, TrainingJobStatus
+from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import CoordinatorState
-from holdfast_operator.model.job import Observed, PodView, Reachable, SidecarView
+from holdfast_operator.model.job import (
+    Observed,
+    PodView,
+    Reachable,
+    SidecarView,
+    queue_of,
+)
 from holdfast_operator.model.pod_source import PodSource, pod_source
 
+ENDS_OF_GANG = (JobCondition.SUSPENDED, JobCondition.COMPLETE, JobCondition.FAILED)
+"""Conditions of a job that has no gang: it is suspended or over."""
 MAX_ROUNDS_AHEAD = 10_000
 """How far above the status the round of a pod or a sidecar may be and still count as evidence."""
 
@@ -26,6 +35,8 @@ class MemberState:
     node_lost: bool
     sealed_from: RestartRound
     """Round for which its sidecar is sealed when it starts."""
+    was_spare: bool = False
+    """Whether its pod was a spare before it became this worker."""
 
     @property
     def alive(self) -> bool:
@@ -54,6 +65,11 @@ class MemberState:
         return bool(known) and max(known) >= round_
 
 
+def has_no_gang(status: TrainingJobStatus) -> bool:
+    """Return whether the job is suspended or over."""
+    return any(status.is_true(kind) for kind in ENDS_OF_GANG)
+
+
 def inventory_round(sidecar: SidecarView) -> RestartRound | None:
     return None if sidecar.inventory is None else sidecar.inventory.round
 
@@ -78,22 +94,65 @@ class World:
         return self.status.restart_round or RestartRound(0)
 
     @cached_property
-    def members(self) -> tuple[MemberState, ...]:
+    def _pods_by_key(self) -> dict[tuple[int, int], PodView]:
         by_key: dict[tuple[int, int], PodView] = {}
         for pod in self.observed.pods:
             key = (pod.worker, pod.birth_round)
             known = by_key.get(key)
             if known is None or (pod.alive and not known.alive):
                 by_key[key] = pod
-        sidecars = {s.pod_uid: s for s in self.observed.sidecars}
+        return by_key
+
+    @cached_property
+    def _sidecars(self) -> dict[str, SidecarView]:
+        return {s.pod_uid: s for s in self.observed.sidecars}
+
+    @cached_property
+    def members(self) -> tuple[MemberState, ...]:
+        return self._states(enumerate(self.status.members))
+
+    @cached_property
+    def spares(self) -> tuple[MemberState, ...]:
+        """Return the spares that the job is to have, with indices from FIRST_SPARE (ADR 0107)."""
+        spares = self.status.spares
+        return () if spares is None else self._states(enumerate(spares.births, FIRST_SPARE))
+
+    def _states(self, births: Iterable[tuple[int, RestartRound]]) -> tuple[MemberState, ...]:
         found = []
-        for index, birth in enumerate(self.status.members):
-            member_pod = by_key.get((index, birth))
-            sidecar = None if member_pod is None else sidecars.get(member_pod.uid)
-            lost = member_pod is not None and self.observed.node_lost(member_pod)
-            sealed = self.source.sealed_from(birth)
-            found.append(MemberState(Worker(index), birth, member_pod, sidecar, lost, sealed))
+        for index, birth in births:
+            worker, pod = Worker(index), self._pods_by_key.get((index, birth))
+            found.append(
+                MemberState(
+                    worker,
+                    birth,
+                    pod,
+                    None if pod is None else self._sidecars.get(pod.uid),
+                    node_lost=pod is not None and self.observed.node_lost(pod),
+                    sealed_from=self.source.sealed_from(worker, birth),
+                    was_spare=self.source.was_spare(worker, birth),
+                )
+            )
         return tuple(found)
+
+    @cached_property
+    def claims(self) -> dict[Worker, PodView]:
+        """Return the spares that are workers by a newer status than this one, with the newest round first.
+
+        Their sidecars say so, and are in a higher round than the status, which was restored from a backup.
+        """
+        found: dict[Worker, tuple[RestartRound, PodView]] = {}
+        for pod in self.observed.pods:
+            sidecar = self.observed.sidecar_of(pod) if is_spare(pod.worker) and pod.alive else None
+            inventory = None if sidecar is None else sidecar.inventory
+            worker = None if inventory is None else inventory.worker
+            if inventory is None or worker is None or is_spare(worker):
+                continue
+            known = self.status.restart_round
+            if known is None or inventory.round > known:
+                old = found.get(worker)
+                if old is None or old[0] < inventory.round:
+                    found[worker] = (inventory.round, pod)
+        return {worker: pod for worker, (_, pod) in found.items()}
 
     @property
     def nodes_are_fixed(self) -> bool:
@@ -118,6 +177,15 @@ class World:
         spec = self.observed.job.spec
         return not spec.suspend or spec.store is not None
 
+    @property
+    def wanted_spares(self) -> int:
+        """Return the number of spare pods that the job is to have.
+
+        A job in a queue of Kueue has none: its pods are a group with a fixed number of pods (ADR 0103).
+        """
+        job = self.observed.job
+        return job.spec.spares if queue_of(job) is None else 0
+
     @cached_property
     def copies(self) -> int:
         """Return the number of copies of each shard on other workers of the present gang."""
@@ -139,6 +207,23 @@ class World:
             for m in self.members
             if (refused if m.pod is None else m.pod.unscheduled) and self.awaits_start(m)
         )
+
+    @property
+    def nodes_become_free(self) -> bool:
+        """Return whether pods that are no members of the round still have nodes, which are not lost.
+
+        Until such a pod has ended, a pod of the round may wait for its node.
+        """
+        return bool(self.placeholders_with_nodes) or any(
+            p.node is not None and not p.ended and not self.observed.node_lost(p)
+            for p in self.obsolete_pods
+        )
+
+    @property
+    def placeholders_with_nodes(self) -> tuple[PodView, ...]:
+        """Return the placeholders that have not ended and have nodes, which are not lost."""
+        found = (p for p in self.observed.placeholders if not p.ended and p.node is not None)
+        return tuple(p for p in found if not self.observed.node_lost(p))
 
     @cached_property
     def unstarted(self) -> frozenset[str]:
@@ -168,24 +253,26 @@ class World:
 
     @cached_property
     def obsolete_pods(self) -> tuple[PodView, ...]:
-        """Return the pods that are not members, such as those of replaced workers.
+        """Return the pods that are neither members nor spares, such as those of replaced workers.
 
         Pods of a round above the status are left out: they are evidence that this operator is behind.
         """
-        wanted = {m.pod.uid for m in self.members if m.pod is not None}
+        present = (*self.members, *self.spares)
+        wanted = {m.pod.uid for m in present if m.pod is not None}
         return tuple(p for p in self.observed.pods if p.uid not in wanted and not self.is_ahead(p))
 
     def is_ahead(self, pod: PodView) -> bool:
         """Return whether the status is older than the pod, so that the pod must not be deleted.
 
         The pod's round is above the status, or its worker was lost while that round had only sealed and the
-        status does not show it yet (ADR 0096).
+        status does not show it yet (ADR 0096), or it is a spare that has become a worker.
         """
         round_, members = self.status.restart_round, self.status.members
         if round_ is None or pod.birth_round > round_:
             return True
         taken_in = pod.worker < len(members) and members[pod.worker] < round_
-        return pod.birth_round == round_ and taken_in
+        claims = is_spare(pod.worker) and any(p.uid == pod.uid for p in self.claims.values())
+        return (pod.birth_round == round_ and taken_in) or claims
 
     def _is_evidence(self, round_: RestartRound) -> bool:
         """Return whether a round is close enough to the status to count as evidence.

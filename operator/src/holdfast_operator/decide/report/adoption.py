@@ -18,15 +18,14 @@ from holdfast_operator.render.injection import injection
 def refusal(world: World) -> str | None:
     """Return why the pods may not become workers, or None.
 
-    If their controller deletes all of them when one fails, no copy would be left of any step.
+    If all of them are deleted after one has failed, no copy would be left of any step.
     """
     owner = world.observed.owner
     if owner is None or not owner.loses_all_copies or world.observed.job.spec.store is not None:
         return None
     return (
         f"{owner.cost}. This CheckpointAdoption has no object store, so each failure would lose all work: "
-        "set checkpoint.object in a new CheckpointAdoption, or set a backoffLimit above 0 on the Jobs of the "
-        "pods"
+        f"set checkpoint.object in a new CheckpointAdoption, or {owner.remedy}"
     )
 
 

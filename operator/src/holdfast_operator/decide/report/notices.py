@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJobStatus
+from holdfast_operator.decide.facts.world import has_no_gang
 from holdfast_operator.decide.report import recovery
+from holdfast_operator.decide.report.stragglers import straggler_events
 from holdfast_operator.model.actions import (
     BeginRound,
     ChooseRestorePoint,
@@ -37,7 +39,7 @@ _ENDS = {
     JobCondition.FAILED: "the failure of the job",
     JobCondition.COMPLETE: "the end of the job",
 }
-"""Conditions that end a recovery, and the words for them."""
+"""Conditions that end a recovery, and the text for each in the Event."""
 _TROUBLE = frozenset({Reason.CONTAINER_CANNOT_START, Reason.CREATE_REFUSED})
 """Reasons of Running=False for which no other code emits an Event on the job."""
 
@@ -72,8 +74,11 @@ def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEve
             events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
     for kind in _BAD_IF_TRUE:
         events.extend(_turned(kind, before, after))
+    events.extend(straggler_events(before, after))
     events.extend(_resize(before, after))
+    events.extend(_missing_workers(before, after))
     events.extend(_quarantine(before, after))
+    events.extend(_promotions(before, after))
     old, new = before.condition(JobCondition.RUNNING), after.condition(JobCondition.RUNNING)
     trouble = new is not None and not new.is_true and new.reason in _TROUBLE
     if new is not None and trouble and (old is None or old.reason != new.reason):
@@ -101,8 +106,7 @@ def _end_of_recovery(before: TrainingJobStatus, after: TrainingJobStatus) -> lis
 def _open_recovery(status: TrainingJobStatus) -> RecoveryStatus | None:
     """Return the recovery of the current round if it is neither complete nor interrupted."""
     record = status.last_recovery
-    over = any(status.is_true(kind) for kind in _ENDS)
-    if record is None or record.total_seconds is not None or over:
+    if record is None or record.total_seconds is not None or has_no_gang(status):
         return None
     return record if record.round == status.restart_round else None
 
@@ -139,8 +143,34 @@ def _resize(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEve
     if new.reason == Reason.NO_OBJECT_TIER:
         return [EmitEvent(EventKind.WARNING, new.reason, new.message)]
     done = new.reason == Reason.RESIZED and new.is_false
-    told = new.reason == Reason.STOPPING or (done and old is not None)
-    return [EmitEvent(EventKind.NORMAL, new.reason, new.message)] if told else []
+    has_event = new.reason == Reason.STOPPING or (done and old is not None)
+    return [EmitEvent(EventKind.NORMAL, new.reason, new.message)] if has_event else []
+
+
+def _promotions(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
+    """Return a Normal Event for each spare that becomes a worker."""
+    return [
+        EmitEvent(
+            EventKind.NORMAL,
+            Reason.SPARE_PROMOTED,
+            f"spare pod {r.pod} is worker {r.worker} from round {r.birth} on",
+        )
+        for r in after.promoted_since(before)
+    ]
+
+
+def _missing_workers(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
+    """Return the Event of an elastic gang that shrinks, cannot shrink, grows, or has all of its workers."""
+    kind = JobCondition.WORKERS_MISSING
+    old, new = before.condition(kind), after.condition(kind)
+    if new is None or (old is not None and old.reason == new.reason):
+        return []
+    match new.reason:
+        case Reason.SHRUNK | Reason.CANNOT_SHRINK:
+            return [EmitEvent(EventKind.WARNING, new.reason, new.message)]
+        case Reason.GROWING | Reason.ALL_WORKERS:
+            return [EmitEvent(EventKind.NORMAL, new.reason, new.message)]
+    return []
 
 
 def _quarantine(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:

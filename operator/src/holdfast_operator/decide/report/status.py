@@ -22,12 +22,17 @@ from holdfast_core.api import (
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, RestorePoint
 from holdfast_operator.decide.facts.interval import with_reported_interval
+from holdfast_operator.decide.facts.resize import wanted_workers
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.adoption import with_adoption
 from holdfast_operator.decide.report.leaving_nodes import with_leaving_nodes
 from holdfast_operator.decide.report.policy import with_policy
+from holdfast_operator.decide.report.queue import with_queue
 from holdfast_operator.decide.report.scheduling import with_scheduling
+from holdfast_operator.decide.report.spares import with_spares_ready
+from holdfast_operator.decide.report.stragglers import with_stragglers
+from holdfast_operator.decide.spares.births import with_spares
 from holdfast_operator.model.grace import grace_of
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
@@ -92,14 +97,20 @@ def refresh(
     status = _with_tier_conditions(status, world, now)
     status = with_policy(status, world, memory, now)
     status = with_leaving_nodes(status, world, now)
+    status = with_stragglers(status, world)
     status = with_scheduling(status, world, memory, now)
+    status = with_queue(status, world, now)
     status = with_adoption(status, world, now)
+    status = with_spares_ready(with_spares(status, world), world, now)
     ready = sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
     begun = status.restart_round is not None
+    missing = wanted_workers(job, status) < job.spec.workers
     return changed(
         status,
         workers=WorkersStatus(
-            ready=ready if begun else 0, total=len(status.members) or job.spec.workers
+            ready=ready if begun else 0,
+            total=len(status.members) or job.spec.workers,
+            wanted=job.spec.workers if missing else None,
         ),
         phase=compute_phase(status),
         observed_generation=job.generation,
@@ -350,6 +361,7 @@ def _durable(status: TrainingJobStatus) -> tuple[object, ...]:
         grace_period_seconds=None,
         goodput=None,
         interval=None,
+        stragglers=tuple(changed(s, factor=1.0, slow_part="") for s in status.stragglers),
         conditions=(),
     )
     return rest, conditions

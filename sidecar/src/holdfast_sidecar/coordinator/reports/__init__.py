@@ -1,1 +1,1 @@
-"""What members report of their ranks: combined, and searched for gangs that hang."""
+"""What members report of their ranks: combined, and searched for hangs and stragglers."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holdfast_core.ids import Rank, Step, Worker
 from holdfast_core.messages.schema import (
+    AcceptedRound,
     DeadRank,
     Failure,
     GangProgress,
@@ -20,6 +21,18 @@ from holdfast_core.messages.schema import (
 from holdfast_sidecar.base.failures import FULL
 
 _MAX_FAILURES = 64
+
+
+def common_round(accepted: Sequence[AcceptedRound | None]) -> AcceptedRound | None:
+    """Return the ROUND that all of these workers have accepted, with the highest of their versions.
+
+    Args:
+        accepted: What each worker has accepted. None: it has accepted no ROUND, or is silent.
+    """
+    known = [a for a in accepted if a is not None]
+    if len(known) < len(accepted) or len({a.content for a in known}) != 1:
+        return None
+    return max(known, key=lambda a: a.version)
 
 
 class Gathered:
@@ -113,6 +126,18 @@ class Gathered:
         return len(self._received_at) == len(self.workers) and all(
             at >= since for at in self._received_at.values()
         )
+
+    def accepted(self, since: float) -> AcceptedRound | None:
+        """Return the ROUND that all workers have accepted, with the highest of their versions.
+
+        None unless every worker has reported since then, and all have accepted the same content.
+
+        Args:
+            since: Monotonic seconds.
+        """
+        if not self.all_reported_since(since):
+            return None
+        return common_round([report.accepted for report in self.reports.values()])
 
     @property
     def step_seconds(self) -> list[float]:

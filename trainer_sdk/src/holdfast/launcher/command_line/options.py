@@ -68,7 +68,7 @@ _OPTIONS = (
         "HOST[:PORT]",
     ),
     _Option("rdzv-id", "text that all nodes of this run share, and no other run has", "ID"),
-    _Option("rdzv-backend", "accepted for torchrun's sake: c10d or static, both are the same", "B"),
+    _Option("rdzv-backend", "c10d or static, as for torchrun; both have the same effect here", "B"),
     _Option(
         "rdzv-conf",
         "join_timeout=SECONDS: how long nodes wait for each other (default 600)",
@@ -84,7 +84,7 @@ _OPTIONS = (
     ),
     _Option(
         "monitor-interval",
-        "accepted for torchrun's sake: the launcher notices the end of a rank at once",
+        "accepted, as for torchrun, without effect: the launcher notices the end of a rank at once",
         "SECONDS",
     ),
     _Option("module", "SCRIPT is the name of a module, as with python -m", short="-m"),

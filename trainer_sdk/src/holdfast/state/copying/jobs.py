@@ -116,20 +116,9 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)[::-1] if shape else ()
 
 
-def copy_from_device(leaf: Leaf, target: np.ndarray[Any, Any], *, non_blocking: bool) -> None:
-    """Write a tensor's bytes into `target`, on the current stream of its device.
-
-    Args:
-        leaf: A leaf whose source is a tensor.
-        target: uint8 array of `leaf.byte_count` elements.
-        non_blocking: Return before the stream has done the copy. This requires a page-locked `target`.
-    """
-    import torch
-
-    source, dtype = leaf.source, leaf.source.dtype
-    if leaf.is_raw:
-        source, dtype = bytes_of(_plain(source)), torch.uint8
-    torch_view(target, dtype, tuple(source.shape)).copy_(source, non_blocking=non_blocking)
+def stored_tensor(leaf: Leaf) -> Any:
+    """Return the tensor that a copy into the leaf's place reads: its source, or the bytes of a raw leaf."""
+    return bytes_of(_plain(leaf.source)) if leaf.is_raw else leaf.source
 
 
 def flat_bytes(leaf: Leaf) -> Any:

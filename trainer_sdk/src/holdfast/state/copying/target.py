@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from holdfast.state.copying.jobs import Copy, Places, copies_into, copy_from_device
+from holdfast.state.copying.jobs import Copy, Places, copies_into, stored_tensor
 from holdfast.state.snapshot import SavePlan, Snapshot
 from holdfast.state.tensors import Leaf
 
@@ -24,11 +24,29 @@ class DeviceCopy:
     """Copy of one tensor from its device to its place in the payload."""
 
     leaf: Leaf
-    run: Callable[[], None]
+    place: Any
+    """Tensor over the memory of the payload, with the shape of what `stored_tensor` returns."""
 
     @property
     def source(self) -> Any:
         return self.leaf.source
+
+
+def run_device_copies(copies: Sequence[DeviceCopy], *, non_blocking: bool) -> None:
+    """Copy, each on the current stream of its tensor's device.
+
+    Args:
+        copies: What `PayloadTarget.device_copies` returned.
+        non_blocking: Return before the stream has done them. This requires page-locked places.
+    """
+    import torch
+
+    # One call for all: a call of `copy_` for each tensor takes Python longer than the driver.
+    torch._foreach_copy_(
+        [copy.place for copy in copies],
+        [stored_tensor(copy.leaf) for copy in copies],
+        non_blocking=non_blocking,
+    )
 
 
 class PayloadTarget:
@@ -40,6 +58,10 @@ class PayloadTarget:
         self._target = target
         self._made_for: tuple[Any, Any] | None = None
         self._copies: list[tuple[int, Copy]] = []
+        self._places = Places(target)
+        self._placed_for: Any = None
+        self._placed: dict[int, Any] = {}
+        """Places of the leaves from which a device has copied, by the leaf's position."""
 
     def write(
         self,
@@ -69,7 +91,7 @@ class PayloadTarget:
     def _make_copies(
         self, snapshot: Snapshot, leave_out: Callable[[object], bool] | None
     ) -> Iterator[tuple[int, Copy]]:
-        places, ranges = Places(self._target), self.plan.ranges
+        places, ranges = self._places, self.plan.ranges
         return copies_into(
             (
                 (position, leaf, places.of(leaf, ranges[leaf.name].start))
@@ -80,24 +102,28 @@ class PayloadTarget:
             BATCH_BYTES,
         )
 
+    def device_copies(
+        self, snapshot: Snapshot, is_on_device: Callable[[object], bool]
+    ) -> list[DeviceCopy]:
+        """Return the copies that `write` leaves out with `leave_out=is_on_device`.
 
-def device_copies(
-    plan: SavePlan,
-    snapshot: Snapshot,
-    target: np.ndarray[Any, Any],
-    is_on_device: Callable[[object], bool],
-    *,
-    non_blocking: bool,
-) -> list[DeviceCopy]:
-    """Return the copies that `PayloadTarget.write` leaves out with `leave_out=is_on_device`.
+        The caller runs them on the stream of its choice.
+        """
+        if snapshot.structure is None or snapshot.structure != self._placed_for:
+            self._placed, self._placed_for = {}, snapshot.structure
+        copies: list[DeviceCopy] = []
+        for position, leaf in enumerate(snapshot.leaves):
+            if leaf.byte_count and is_on_device(leaf.source):
+                place = self._placed.get(position)
+                if place is None:
+                    place = self._placed[position] = self._place_of(leaf)
+                copies.append(DeviceCopy(leaf, place))
+        return copies
 
-    The caller runs them on the stream of its choice.
-    """
-    copies: list[DeviceCopy] = []
-    for leaf in snapshot.leaves:
-        if leaf.byte_count and is_on_device(leaf.source):
-            where = plan.ranges[leaf.name]
-            place = target[where.start : where.stop]
-            run = partial(copy_from_device, leaf, place, non_blocking=non_blocking)
-            copies.append(DeviceCopy(leaf, run))
-    return copies
+    def _place_of(self, leaf: Leaf) -> Any:
+        place = self._places.of(leaf, self.plan.ranges[leaf.name].start)
+        if not leaf.is_raw:
+            return place
+        import torch
+
+        return torch.from_numpy(place)

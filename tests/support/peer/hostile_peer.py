@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from tests.core.peer.bulk_pair import OPTIONS, SERVER
+from tests.support.peer.bulk_pair import OPTIONS, SERVER
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.tiers.memory import MemoryTier
 

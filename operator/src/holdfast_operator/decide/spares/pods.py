@@ -1,0 +1,64 @@
+"""Create and delete the pods of spares (ADR 0107). Pure.
+
+Spares are less urgent than workers. They are created while the gang trains, and deleted when a worker has no
+room. A spare that is lost holds nothing, so it is created again under its name.
+"""
+
+from __future__ import annotations
+
+from holdfast_core.ids import FIRST_SPARE, MAX_SPARES
+from holdfast_core.names import certificates_secret_name, pod_name
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.actions import Action, CreateCertificates, CreatePod, DeletePod
+
+
+def create_spares(world: World, avoided: tuple[str, ...], failed: tuple[str, ...]) -> list[Action]:
+    """Return the creates of missing spares and of their certificates.
+
+    Args:
+        avoided: Names of lost nodes that new pods exclude.
+        failed: Names of nodes that they exclude because workers failed there.
+    """
+    job = world.observed.job
+    known = world.observed.secrets - world.observed.doubtful_secrets
+    secrets: dict[str, Action] = {}
+    actions: list[Action] = []
+    for spare in world.spares:
+        pod, birth = spare.pod, spare.birth_round
+        if pod is None or (not pod.sidecar_started and pod.alive):
+            secret = certificates_secret_name(job.name, job.uid, spare.worker, birth)
+            if secret not in known:
+                # A Secret cannot be changed, so it has the leaves of all spares that may be created later.
+                names = (
+                    pod_name(job.name, job.uid, FIRST_SPARE + n, birth) for n in range(MAX_SPARES)
+                )
+                secrets[secret] = CreateCertificates(secret, birth, tuple(names))
+        if pod is None:
+            name = pod_name(job.name, job.uid, spare.worker, birth)
+            actions.append(CreatePod(name, spare.worker, birth, avoided, failed))
+    return [*secrets.values(), *actions]
+
+
+def delete_lost_spares(world: World) -> list[Action]:
+    """Return deletes of the spares that have ended or are on a lost node."""
+    return [
+        DeletePod(s.pod.name, s.pod.uid, force=s.node_lost)
+        for s in world.spares
+        if s.pod is not None and (s.node_lost or (s.pod.ended and not s.pod.terminating))
+    ]
+
+
+def make_room(world: World) -> list[Action]:
+    """Return deletes of all spares if a worker is unschedulable, or the creation of its pod is refused."""
+    if has_room(world):
+        return []
+    return [
+        DeletePod(s.pod.name, s.pod.uid, force=s.node_lost)
+        for s in world.spares
+        if s.pod is not None and (s.node_lost or not s.pod.terminating)
+    ]
+
+
+def has_room(world: World) -> bool:
+    """Return whether no worker is unschedulable, and no creation of a worker's pod was refused."""
+    return all(m.pod is not None and m.pod.reason != "Unschedulable" for m in world.unscheduled)

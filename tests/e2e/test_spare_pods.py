@@ -1,0 +1,38 @@
+"""A spare pod takes the place of a worker whose pod is deleted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from testbed.driver.scenario import SHORT
+
+from holdfast_core.ids import FIRST_SPARE
+
+
+def _spares(job) -> dict[str, str]:
+    """Return the uid of each pod of the job that was created as a spare, by name."""
+    found = (pod["metadata"] for pod in job.pods())
+    return {
+        meta["name"]: meta["uid"]
+        for meta in found
+        if int(meta["labels"]["holdfast.dev/worker"]) >= FIRST_SPARE
+    }
+
+
+def test_a_spare_pod_takes_the_place_of_a_deleted_one(scenario):
+    training = replace(SHORT, sleep_per_step=0.6)  # the second spare must be ready before the end
+    job = scenario.start(training, more={"spares": 1})
+    job.wait_step(5)
+    job.wait_condition("SparesReady", timeout_seconds=180)
+    ((spare, uid),) = _spares(job).items()
+    job.wait_replicated(10)
+    scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
+    job.wait_round(1)
+    status = job.status
+    assert status["spares"]["promoted"] == [{"worker": 1, "birth": 1, "pod": spare}]
+    assert status["members"] == [0, 1, 0]
+    assert job.pod_name(1) == spare
+    assert _spares(job)[spare] == uid, "no pod was created for the worker"
+    assert status["restorePoint"]["sources"]["peer"] == 1
+    job.wait("a new spare", lambda: set(_spares(job)) - {spare}, 60)
+    scenario.finish_and_judge(job, training)

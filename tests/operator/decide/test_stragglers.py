@@ -1,0 +1,154 @@
+"""A straggler is shown in the status and by one Event, and nothing restarts because of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.support.operator.builders import condition, job, now, pod, sidecar, status
+
+from holdfast_core.api import (
+    Detection,
+    FailurePolicySpec,
+    JobCondition,
+    RestorePointStatus,
+    StragglersSpec,
+    StragglerStatus,
+    TrainingJobStatus,
+    changed,
+)
+from holdfast_core.ids import Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import CoordinatorState, DeadRank, Straggler
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.actions import (
+    BeginRound,
+    DeletePod,
+    EmitEvent,
+    EventKind,
+    SendRound,
+    WriteStatus,
+)
+from holdfast_operator.model.job import JobMemory, Observed
+from holdfast_operator.model.reasons import Reason
+
+CHOSEN = status(
+    1,
+    (0, 1),
+    restore_point=RestorePointStatus(),
+    coordinator=Worker(0),
+    conditions=(condition(JobCondition.RUNNING, True, Reason.TRAINING),),
+)
+PROCS = 4
+"""Ranks of a worker."""
+SLOW = Straggler(Rank(5), 2.4, Step(120), "Input")
+SHOWN = StragglerStatus(
+    rank=5, worker=Worker(1), node="node-1", factor=2.4, since_step=Step(120), slow_part="Input"
+)
+
+
+def of_kind(actions: tuple[Any, ...], kind: type) -> list[Any]:
+    return [a for a in actions if isinstance(a, kind)]
+
+
+def observed(*stragglers: Straggler, before: TrainingJobStatus = CHOSEN) -> Observed:
+    """Return a gang that trains, whose coordinator has found these stragglers."""
+    pods = (pod(0, node="node-0"), pod(1, 1, node="node-1"))
+    state = CoordinatorState(5, RestartRound(1), running=True, stragglers=stragglers)
+    return Observed(
+        job=job(2, before, procs_per_worker=PROCS),
+        pods=pods,
+        sidecars=tuple(sidecar(p, 1) for p in pods),
+        services=frozenset({"job-l2msg4-gang"}),
+        coordinator=state,
+        memory=JobMemory(round=RestartRound(1), round_seen_at=900.0, levels_written_at=999.0),
+    )
+
+
+def events(found: Observed) -> list[EmitEvent]:
+    return [
+        e
+        for e in of_kind(decide(found, now()).actions, EmitEvent)
+        if e.reason in (Reason.STRAGGLER, Reason.STRAGGLER_RECOVERED)
+    ]
+
+
+def test_a_straggler_is_shown_at_once_and_changes_nothing_else() -> None:
+    actions = decide(observed(SLOW), now()).actions
+    (write,) = of_kind(actions, WriteStatus)
+    assert write.status.stragglers == (SHOWN,)
+    assert not of_kind(actions, BeginRound) and not of_kind(actions, DeletePod)
+
+
+def test_a_straggler_has_one_event() -> None:
+    (event,) = events(observed(SLOW))
+    assert (event.kind, event.message) == (
+        EventKind.WARNING,
+        "rank 5 of worker 1 on node node-1 takes 2.4 times as long for its part of a step as the median, "
+        "mostly for its input, since step 120",
+    )
+    known = changed(CHOSEN, stragglers=(SHOWN,))
+    slower = replace(SLOW, factor=3.0, slow_part="Forward")
+    assert events(observed(SLOW, before=known)) == []
+    assert events(observed(slower, before=known)) == []
+
+
+def test_a_changed_factor_alone_waits_for_the_next_routine_write() -> None:
+    """Otherwise each pass over a job with a straggler would cause a write in etcd."""
+    known = decide(observed(SLOW), now()).actions
+    (write,) = of_kind(known, WriteStatus)
+    slower = observed(replace(SLOW, factor=3.0), before=write.status)
+    assert of_kind(decide(slower, now()).actions, WriteStatus) == []
+    (later,) = of_kind(decide(slower, now(1009.5)).actions, WriteStatus)
+    assert later.status.stragglers[0].factor == 3.0
+
+
+def test_a_rank_that_is_as_fast_again_is_no_longer_shown() -> None:
+    found = observed(before=changed(CHOSEN, stragglers=(SHOWN,)))
+    (event,) = events(found)
+    assert (event.kind, event.reason) == (EventKind.NORMAL, Reason.STRAGGLER_RECOVERED)
+    assert of_kind(decide(found, now()).actions, WriteStatus)[0].status.stragglers == ()
+
+
+def test_stragglers_stay_while_the_coordinator_is_silent() -> None:
+    found = replace(observed(before=changed(CHOSEN, stragglers=(SHOWN,))), coordinator=None)
+    (write,) = of_kind(decide(found, now(1100)).actions, WriteStatus)
+    assert write.status.stragglers == (SHOWN,)
+
+
+def test_a_new_round_begins_without_stragglers() -> None:
+    """Its ranks have not been measured. No Event says that the rank is as fast as the others."""
+    dead = CoordinatorState(
+        5, RestartRound(1), dead=(DeadRank(Rank(1), Worker(1), 1, "boom"),), stragglers=(SLOW,)
+    )
+    found = replace(observed(before=changed(CHOSEN, stragglers=(SHOWN,))), coordinator=dead)
+    actions = decide(found, now()).actions
+    assert of_kind(actions, BeginRound)[0].status.stragglers == ()
+    assert events(found) == []
+
+
+def test_a_report_of_another_round_or_of_unknown_ranks_shows_nothing() -> None:
+    late = observed(SLOW)
+    assert late.coordinator is not None
+    late = replace(late, coordinator=replace(late.coordinator, round=RestartRound(0)))
+    assert events(late) == []
+    assert events(observed(replace(SLOW, rank=Rank(2 * PROCS)))) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        pytest.param(StragglersSpec(), (1.5, 30), id="default"),
+        pytest.param(StragglersSpec(factor=2.0, steps=5), (2.0, 5), id="both"),
+        pytest.param(StragglersSpec(factor=3.0), (3.0, 30), id="one"),
+        pytest.param(StragglersSpec(detection=Detection.OFF), (0.0, 0), id="off"),
+    ],
+)
+def test_sidecars_get_the_limits_of_the_spec(
+    spec: StragglersSpec, expected: tuple[float, int]
+) -> None:
+    found = observed()
+    limited = changed(found.job.spec, failure_policy=FailurePolicySpec(stragglers=spec))
+    found = replace(found, job=changed(found.job, spec=limited))
+    policy = of_kind(decide(found, now()).actions, SendRound)[0].message.policy
+    assert (policy.straggler_factor, policy.straggler_steps) == expected

@@ -1,0 +1,1 @@
+"""A bulk server and its clients, and a peer that breaks the protocol."""
