@@ -1,14 +1,23 @@
-"""A Checkpointer that measures how long each save blocks its caller."""
+"""Measurement of how long each save blocks its caller."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import holdfast
 
 _MOST_SECONDS = 120.0
+
+
+@contextmanager
+def timed(seconds: list[float]) -> Iterator[None]:
+    """Append to `seconds` how long the block took."""
+    began = time.perf_counter()
+    yield
+    seconds.append(time.perf_counter() - began)
 
 
 class TimedCheckpointer(holdfast.Checkpointer):
@@ -23,9 +32,8 @@ class TimedCheckpointer(holdfast.Checkpointer):
         self, step: int, state: Mapping[str, Any], *, is_last: bool = False
     ) -> holdfast.SaveHandle:
         self.settle()
-        began = time.perf_counter()
-        self._last = super().save(step, state, is_last=is_last)
-        self.seconds.append(time.perf_counter() - began)
+        with timed(self.seconds):
+            self._last = super().save(step, state, is_last=is_last)
         return self._last
 
     def settle(self) -> None:

@@ -10,12 +10,10 @@ SAVES = 8
 
 
 def _blocked(folder: Path) -> Blocked:
-    import time
-
     import torch
     from accelerate import Accelerator
 
-    from benchmarks.integrations.timed import TimedCheckpointer
+    from benchmarks.integrations.timed import TimedCheckpointer, timed
     from holdfast.integrations.accelerate import AcceleratorRun
 
     torch.manual_seed(1)
@@ -34,9 +32,8 @@ def _blocked(folder: Path) -> Blocked:
             stepping.step()
             stepping.zero_grad()
             run.after_step(step, SAVES + 1)
-            began = time.perf_counter()
-            alone.save_state(str(folder / "theirs"))
-            theirs.append(time.perf_counter() - began)
+            with timed(theirs):
+                alone.save_state(str(folder / "theirs"))
     bytes_ = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     return Blocked(ckpt.seconds[1:], theirs[1:], bytes_)
 

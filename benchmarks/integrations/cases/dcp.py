@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.integrations.case import SCRIPTS, Blocked, Case
+from benchmarks.integrations.timed import timed
 
 SAVES = 8
 
 
 def _blocked(folder: Path) -> Blocked:
-    import time
     import warnings
 
     import torch
@@ -34,13 +34,11 @@ def _blocked(folder: Path) -> Blocked:
             optimizer.zero_grad()
             weights, moments = get_state_dict(model, optimizer)
             state = {"model": weights, "optim": moments, "step": step}
-            began = time.perf_counter()
-            ours_done = dcp.async_save(state, storage_writer=dcp.StorageWriter(ckpt, step))
-            ours.append(time.perf_counter() - began)
+            with timed(ours):
+                ours_done = dcp.async_save(state, storage_writer=dcp.StorageWriter(ckpt, step))
             ours_done.result()
-            began = time.perf_counter()
-            theirs_done: Any = async_save(state, checkpoint_id=folder / "theirs", no_dist=True)
-            theirs.append(time.perf_counter() - began)
+            with timed(theirs):
+                theirs_done: Any = async_save(state, checkpoint_id=folder / "theirs", no_dist=True)
             theirs_done.result()
     bytes_ = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     return Blocked(ours[1:], theirs[1:], bytes_)

@@ -19,13 +19,12 @@ CONFIG = {
 
 def _blocked(folder: Path) -> Blocked:
     import os
-    import time
 
     import torch
     import torch.distributed as dist
     from tests.support.frameworks import deepspeed_cpu
 
-    from benchmarks.integrations.timed import TimedCheckpointer
+    from benchmarks.integrations.timed import TimedCheckpointer, timed
     from holdfast.integrations.deepspeed import HoldfastEngine
 
     os.environ["LOCAL_RANK"] = "0"  # DeepSpeed asks for it
@@ -49,12 +48,10 @@ def _blocked(folder: Path) -> Blocked:
                 engine.backward(engine(torch.rand(2, 1024).bfloat16()).float().square().mean())
                 engine.step()
             ckpt.settle()
-            began = time.perf_counter()
-            saver.step_done()
-            ours.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            its.save_checkpoint(str(folder / "theirs"), tag="last")
-            theirs.append(time.perf_counter() - began)
+            with timed(ours):
+                saver.step_done()
+            with timed(theirs):
+                its.save_checkpoint(str(folder / "theirs"), tag="last")
     parameters = sum(p.numel() for p in mine.module.parameters())
     dist.destroy_process_group()
     # bf16 parameters, and fp32 parameters with two moments

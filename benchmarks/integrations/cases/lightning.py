@@ -11,14 +11,13 @@ SAVES = 8
 
 
 def _blocked(folder: Path) -> Blocked:
-    import time
     import warnings
 
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.callbacks import Callback
 
-    from benchmarks.integrations.timed import TimedCheckpointer
+    from benchmarks.integrations.timed import TimedCheckpointer, timed
     from holdfast.integrations.lightning import HoldfastCallback
 
     theirs: list[float] = []
@@ -36,9 +35,8 @@ def _blocked(folder: Path) -> Blocked:
 
     class Theirs(Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            began = time.perf_counter()
-            trainer.save_checkpoint(folder / "theirs.ckpt")
-            theirs.append(time.perf_counter() - began)
+            with timed(theirs):
+                trainer.save_checkpoint(folder / "theirs.ckpt")
 
     warnings.simplefilter("ignore")
     torch.manual_seed(1)

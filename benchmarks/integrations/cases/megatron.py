@@ -12,8 +12,6 @@ FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def _blocked(folder: Path) -> Blocked:
-    import time
-
     import tests.support.frameworks.megatron_cpu  # noqa: F401 - before Megatron is used
     import torch
     import torch.distributed as dist
@@ -22,7 +20,7 @@ def _blocked(folder: Path) -> Blocked:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
-    from benchmarks.integrations.timed import TimedCheckpointer
+    from benchmarks.integrations.timed import TimedCheckpointer, timed
     from holdfast.integrations import megatron
 
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -48,15 +46,13 @@ def _blocked(folder: Path) -> Blocked:
             model(tokens, torch.arange(16), None, labels=tokens).mean().backward()
             distributed.finalize_model_grads([model])
             optimizer.step()
-            began = time.perf_counter()
-            megatron.save(step, state(), ckpt)
-            ours.append(time.perf_counter() - began)
+            with timed(ours):
+                megatron.save(step, state(), ckpt)
             ckpt.settle()
             place = folder / f"theirs-{step}"
             place.mkdir()
-            began = time.perf_counter()
-            dist_checkpointing.save(state(), str(place))
-            theirs.append(time.perf_counter() - began)
+            with timed(theirs):
+                dist_checkpointing.save(state(), str(place))
     parameters = sum(p.numel() for p in gpt.parameters())
     dist.destroy_process_group()
     # fp32 parameters, the optimizer's copy of them, and two moments

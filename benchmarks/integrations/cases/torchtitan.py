@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.integrations.case import SCRIPTS, Blocked, Case
+from benchmarks.integrations.timed import timed
 
 SAVES = 8
 
 
 def _blocked(folder: Path) -> Blocked:
-    import time
-
     import torch
     import torch.distributed as dist
     from torchtitan.components.checkpointer import CheckpointManager
@@ -52,9 +51,8 @@ def _blocked(folder: Path) -> Blocked:
         optimizers.step()
         optimizers.zero_grad()
         for manager in (mine, its):
-            began = time.perf_counter()
-            manager.save(step)
-            seconds[manager].append(time.perf_counter() - began)
+            with timed(seconds[manager]):
+                manager.save(step)
             manager.maybe_wait_for_saving()
     mine.close()
     its.close()

@@ -11,8 +11,6 @@ SAVES = 8
 
 
 def _blocked(folder: Path) -> Blocked:
-    import time
-
     import torch
     from transformers import (
         GPT2Config,
@@ -22,7 +20,7 @@ def _blocked(folder: Path) -> Blocked:
         TrainingArguments,
     )
 
-    from benchmarks.integrations.timed import TimedCheckpointer
+    from benchmarks.integrations.timed import TimedCheckpointer, timed
     from holdfast.integrations.transformers import HoldfastTrainer
 
     theirs: list[float] = []
@@ -31,9 +29,8 @@ def _blocked(folder: Path) -> Blocked:
         """Saves with the Trainer's own code, before Holdfast saves the same step."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            began = time.perf_counter()
-            Trainer._save_checkpoint(trainer, trainer.model, None)
-            theirs.append(time.perf_counter() - began)
+            with timed(theirs):
+                Trainer._save_checkpoint(trainer, trainer.model, None)
 
     torch.manual_seed(1)
     model = GPT2LMHeadModel(
