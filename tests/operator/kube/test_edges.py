@@ -18,6 +18,7 @@ from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.api import (
     GoodputStatus,
+    JobCondition,
     PromotedSpare,
     RecoveryStatus,
     SchedulingStatus,
@@ -36,6 +37,7 @@ from holdfast_operator.kube.access import from_kubeconfig, from_service_account,
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.model.reasons import Reason
 from holdfast_operator.watch.expectations import Expectations, is_at_least
 
 NEEDED = {
@@ -334,5 +336,29 @@ def test_only_present_stragglers_have_a_metric() -> None:
         f'holdfast_straggler_factor{{{of_job}"4"}} 1.5',
     ]
     assert shown((4, 1.6)) == [f'holdfast_straggler_factor{{{of_job}"4"}} 1.6']
+    metrics.forget("team", "gpt")
+    assert lines() == []
+
+
+def test_only_a_job_that_was_in_a_queue_has_the_metric_of_the_queue() -> None:
+    metrics = Metrics()
+
+    def shown(queued: bool | None) -> list[str]:
+        status = TrainingJobStatus()
+        if queued is not None:
+            status = status.with_condition(
+                JobCondition.QUEUED, queued, Reason.NOT_QUEUED, "text", NOW, 1
+            )
+        metrics.status_written(job(), status)
+        return lines()
+
+    def lines() -> list[str]:
+        text = generate_latest(metrics.registry).decode()
+        return [line for line in text.splitlines() if line.startswith("holdfast_job_queued{")]
+
+    series = 'holdfast_job_queued{job="gpt",namespace="team"}'
+    assert shown(None) == []
+    assert shown(True) == [f"{series} 1.0"]
+    assert shown(False) == [f"{series} 0.0"]
     metrics.forget("team", "gpt")
     assert lines() == []

@@ -69,6 +69,12 @@ class Metrics:
             _JOB,
             registry=self.registry,
         )
+        self._queued = Gauge(
+            "holdfast_job_queued",
+            "1 while condition Queued of the job is true, else 0. A job that was in no queue has no series.",
+            _JOB,
+            registry=self.registry,
+        )
         self._stragglers = Gauge(
             "holdfast_straggler_factor",
             "How many times as long a straggler takes for its part of a step as the median of the ranks "
@@ -212,6 +218,9 @@ class Metrics:
 
         silent = new.is_true(JobCondition.SIDECARS_UNREACHABLE)
         self._silent.labels(job.namespace, job.name).set(1 if silent else 0)
+        queued = new.condition(JobCondition.QUEUED)
+        if queued is not None:
+            self._queued.labels(job.namespace, job.name).set(1 if queued.is_true else 0)
 
     def foreign_pods(self, count: int) -> None:
         self._foreign_pods.set(count)
@@ -229,6 +238,7 @@ class Metrics:
             self._lost_steps,
             self._quarantined,
             self._silent,
+            self._queued,
             self._timeouts,
             self._spares,
             self._promotions,
