@@ -104,10 +104,16 @@ tools: sync prerequisites-cluster ## build etcd, kube-apiserver, helm, MinIO... 
 test-integration: tools ## real MinIO, real API server, real sidecars and trainers as processes
 	$(RUN) pytest tests/integration tests/charts -q $(FILES_SIDE_BY_SIDE)
 
+# Tests that `make test` leaves out: the first line of each target below says why.
+APART := not long and not jobset and not trainer
 .PHONY: test-e2e
 test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
-	$(RUN) pytest tests/e2e -m "not alone and not jobset and not trainer" -q -n 2 --dist loadfile --durations=0
-	$(RUN) pytest tests/e2e -m "alone and not jobset and not trainer" -q --durations=0
+	$(RUN) pytest tests/e2e -m "not alone and $(APART)" -q -n 2 --dist loadfile --durations=0
+	$(RUN) pytest tests/e2e -m "alone and $(APART)" -q --durations=0
+
+.PHONY: test-long
+test-long: cluster-up ## e2e tests that take minutes each and that faster tests cover in parts: before a release, not in `make test`
+	$(RUN) pytest tests/e2e -m long -q --durations=0
 
 .PHONY: e2e-jobset
 e2e-jobset: cluster-up ## adopted pods with the real JobSet controller; its first build takes up to 11 minutes
@@ -122,7 +128,7 @@ e2e-trainer: cluster-up ## adopted pods with the real controllers of Kubeflow Tr
 	$(PY) -m testbed trainer --remove
 
 .PHONY: test
-test: check test-unit test-frameworks test-integration test-e2e ## everything; what CI runs
+test: check test-unit test-frameworks test-integration test-e2e ## what CI runs: everything but test-long, e2e-jobset, e2e-trainer and what needs a GPU
 
 .PHONY: cluster-up
 cluster-up: sync prerequisites-cluster ## kind cluster with images, MinIO and the test bed's tools

@@ -46,6 +46,32 @@ def test_a_paused_node_is_replaced_and_does_no_harm_when_it_returns(scenario, no
     scenario.finish_and_judge(job)
 
 
+@pytest.mark.long
+def test_a_partitioned_node_is_replaced_and_does_no_harm_when_it_rejoins(scenario, nodes_back):
+    """The ranks of the partitioned node run on, and reach neither the gang nor the API server nor the store."""
+    job = scenario.start()
+    job.wait_step(25)
+    node = job.node_of(1)
+    faults.partition_node(node)
+    job.wait_round(1, 150)
+    faults.rejoin_node(node)
+    scenario.finish_and_judge(job)
+
+
+@pytest.mark.long
+def test_a_node_whose_object_is_deleted_is_lost(scenario, nodes_back):
+    """A cluster autoscaler takes the machine away and deletes its Node object."""
+    job = scenario.start(ON_EVERY_NODE)
+    job.wait_step(25)
+    node = job.node_of(2)
+    faults.kill_node(node)
+    scenario.kube.core.delete_node(node)
+    job.wait_round(1, 150)
+    assert job.status["members"] == [0, 0, 1, 0], "worker 2 alone is replaced"
+    assert job.status["recoveries"][-1]["reason"] == "NodeLost"
+    scenario.finish_and_judge(job, ON_EVERY_NODE)
+
+
 def test_the_choice_waits_for_a_survivor_that_answers_late(scenario, nodes_back):
     """One survivor is frozen while another pod is lost.
 

@@ -71,6 +71,7 @@ def lose_a_pod_during(change: Callable[[], str], tag: str, job: Job, worker: int
     return replicated
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_job_loses_pods_during_an_upgrade_and_during_the_rollback(
     scenario, installed: Kube, next_image: None
