@@ -143,7 +143,12 @@ class Run:
     def close(self) -> None:
         if self._task is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._task.cancel)
-            self._thread.join(10)
+            self._thread.join(60)
+            if self._thread.is_alive():
+                raise RuntimeError(
+                    f"the operator of the run in {self.base} did not end within 60 s of its "
+                    "cancellation; it would start pods that are never deleted"
+                )
         for pod in list(self.cluster.pods.values()):
             pod.delete()
         shutil.rmtree(self.memory, ignore_errors=True)

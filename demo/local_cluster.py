@@ -11,6 +11,7 @@ import ssl
 import threading
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -141,10 +142,10 @@ class LocalCluster:
                         poll.result()
                     self._wake.clear()
                     await self.one_pass()
-                    try:
-                        await asyncio.wait_for(self._wake.wait(), 0.2)
-                    except TimeoutError:
-                        continue
+                    # asyncio.wait_for of Python 3.11 ignores a cancellation that comes with the event.
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(0.2):
+                            await self._wake.wait()
             finally:
                 poll.cancel()
                 for task in self._tasks:

@@ -76,8 +76,10 @@ class World:
         self.clock = ManualClock()
         self.pools = Pools(disk=1, fetch=1, store=1)
         self.changed = asyncio.Event()
+        self.on_change: Callable[[], object] = self.changed.set
+        """Called when a failure is reported, and when the restore point is here."""
         self.rehydrator = rehydrator_of(
-            STATE, self.node, self.store, self.pools, self.clock, self.changed.set
+            STATE, self.node, self.store, self.pools, self.clock, lambda: self.on_change()
         )
         self.restored = Restored(
             POINT, MANIFEST, {RANK: MANIFEST.ref(RANK)}, {RANK: len(PAYLOAD)}, {}
@@ -168,3 +170,25 @@ async def test_a_seal_ends_the_wait() -> None:
         await world.until(fetch.done)
         with pytest.raises(RefusedError, match="the round of the restore ended"):
             await fetch
+
+
+async def test_a_seal_ends_a_restore_that_retries_at_the_same_moment() -> None:
+    async with running(*[AWAY] * 10_000) as world:
+        seals: list[asyncio.Task[None]] = []
+
+        def seal() -> None:
+            world.rehydrator.retry_now()
+            seals.append(asyncio.create_task(world.rehydrator.reset()))
+
+        def seal_soon() -> None:
+            # The failure is reported immediately before the restore waits for its next attempt.
+            world.on_change = world.changed.set
+            asyncio.get_running_loop().call_soon(seal)
+
+        world.on_change = seal_soon
+        world.rehydrator.begin(ROUND)
+        await world.until(lambda: world.store.asked >= 1)
+        world.clock.advance(PATIENCE_SECONDS)
+        await world.until(lambda: bool(seals))
+        await seals[0]
+        assert world.store.asked < 1000, "the seal waited for the end of the restore"

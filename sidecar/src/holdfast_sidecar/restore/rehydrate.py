@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast_core.errors import (
@@ -206,10 +207,10 @@ class Rehydrator:
                 self._last_failure = text
                 self._is_final = not source_errors.retryable
                 self._on_change()
-            try:
-                await asyncio.wait_for(self._retry.wait(), patience.next_seconds())
-            except TimeoutError:
-                continue
+            # asyncio.wait_for of Python 3.11 ignores a cancellation that comes with the retry.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience.next_seconds()):
+                    await self._retry.wait()
 
     async def _attempt(self, point: RestorePoint, source_errors: SourceErrors) -> Restored | None:
         """Try once to bring the restore point here.
