@@ -12,8 +12,10 @@ RUN := $(UV) run --frozen
 PY := $(RUN) python
 # Many tests start processes that import torch. Without compiled modules on disk, each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
-# Files of tests side by side. Some wait more than they compute: a third worker pays on two cores, too.
-FILES_SIDE_BY_SIDE := -n 3 --dist loadfile
+# Files of tests side by side, the longest first (tests/support/file_order.py).
+SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
+# Some tests wait more than they compute: a third worker pays on two cores, too.
+FILES_SIDE_BY_SIDE := -n 3 $(SIDE_BY_SIDE)
 # One of each kind: the chart, a lost pod, a lost rank, a lost node, the store.
 REGISTRY_MODE_TESTS := restricted or notes or deleted_pod or killed_rank or killed_node or store_down
 
@@ -63,7 +65,7 @@ test-unit: sync ## unit and contract tests, no server, no root
 
 FRAMEWORKS := UV_PROJECT_ENVIRONMENT=$(CURDIR)/.venv-frameworks
 # These tests only compute, and each worker imports every framework.
-FRAMEWORKS_SIDE_BY_SIDE := -n 2 --dist loadfile
+FRAMEWORKS_SIDE_BY_SIDE := -n 2 $(SIDE_BY_SIDE)
 .PHONY: test-frameworks
 test-frameworks: prerequisites ## the adapters with the real training frameworks, at the versions of tests/frameworks/uv.lock
 	$(FRAMEWORKS) $(UV) sync --frozen --project tests/frameworks --quiet
@@ -108,7 +110,7 @@ test-integration: tools ## real MinIO, real API server, real sidecars and traine
 APART := not long and not jobset and not trainer
 .PHONY: test-e2e
 test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
-	$(RUN) pytest tests/e2e -m "not alone and $(APART)" -q -n 2 --dist loadfile --durations=0
+	$(RUN) pytest tests/e2e -m "not alone and $(APART)" -q -n 2 $(SIDE_BY_SIDE) --durations=0
 	$(RUN) pytest tests/e2e -m "alone and $(APART)" -q --durations=0
 
 .PHONY: test-long

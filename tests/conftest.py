@@ -20,14 +20,21 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.support.file_order import place_of
 
+TESTS = Path(__file__).resolve().parent
 settings.register_profile("holdfast", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("holdfast")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")))
+    filter(None, (str(TESTS.parent), os.environ.get("PYTHONPATH")))
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest. The tests of a file keep their order."""
+    items.sort(key=lambda item: place_of(item.path.relative_to(TESTS).as_posix()))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.support.file_order import LONGEST_FIRST
+
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 LOOKING_INSIDE = {
@@ -122,3 +124,7 @@ def test_tests_do_not_read_private_attributes() -> None:
         if path.startswith("tests/") and any(private_names(tree))
     }
     assert found == set(LOOKING_INSIDE)
+
+
+def test_the_files_that_begin_first_exist() -> None:
+    assert [path for path in LONGEST_FIRST if not (TESTS / path).is_file()] == []

@@ -48,7 +48,7 @@ def test_a_paused_node_is_replaced_and_does_no_harm_when_it_returns(scenario, no
 
 @pytest.mark.long
 def test_a_partitioned_node_is_replaced_and_does_no_harm_when_it_rejoins(scenario, nodes_back):
-    """The ranks of the partitioned node run on, and reach neither the gang nor the API server nor the store."""
+    """The ranks of the partitioned node run on, and reach neither the gang nor the API server."""
     job = scenario.start()
     job.wait_step(25)
     node = job.node_of(1)
