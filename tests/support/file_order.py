@@ -8,11 +8,15 @@ a file, not their time, so the Makefile switches it off (`--no-loadscope-reorder
 from __future__ import annotations
 
 LONGEST_FIRST = (
+    "e2e/test_lost_pods.py",
     "integration/test_evictions.py",
+    "e2e/test_bad_input.py",
     "frameworks/test_accelerate.py",
+    "e2e/test_lost_processes.py",
     "integration/operator/test_api_faults.py",
     "integration/test_demo_local.py",
     "integration/recipes/test_recipes.py",
+    "e2e/test_resized_job.py",
     "core/node/test_node_every_call.py",
     "integration/test_status_of_loops.py",
     "frameworks/test_transformers.py",
