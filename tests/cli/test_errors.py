@@ -136,8 +136,18 @@ def config(tmp_path: Path, server: ApiServer) -> Path:
 def test_requests_go_to_the_namespace_of_the_context(
     server: ApiServer, config: Path, arguments: list[str], namespace: str
 ) -> None:
+    """The options stand before or after the verb, as those of kubectl."""
     assert run(config, *arguments, "checkpoints").returncode == 0
-    assert server.paths == [f"/apis/holdfast.dev/v1alpha1/namespaces/{namespace}/checkpoints"]
+    assert run(config, "checkpoints", *arguments).returncode == 0
+    path = f"/apis/holdfast.dev/v1alpha1/namespaces/{namespace}/checkpoints"
+    assert server.paths == [path, path]
+
+
+def test_a_context_before_the_verb_and_a_namespace_after_it(
+    server: ApiServer, config: Path
+) -> None:
+    assert run(config, "--context", "there", "checkpoints", "-n", "team-c").returncode == 0
+    assert server.paths == ["/apis/holdfast.dev/v1alpha1/namespaces/team-c/checkpoints"]
 
 
 def test_a_context_is_used_without_an_active_one(tmp_path: Path, server: ApiServer) -> None:

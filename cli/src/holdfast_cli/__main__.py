@@ -43,10 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kubectl holdfast", description=_DESCRIPTION, epilog=_EXIT_CODES
     )
-    parser.add_argument(
-        "-n", "--namespace", help="namespace of the job (default: the namespace of the context)"
-    )
-    parser.add_argument("--context", help="context of the kubeconfig (default: the active one)")
+    _add_place(parser, None)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     status = verbs.add_parser(
@@ -76,7 +73,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     save.add_argument("--wait", action="store_true", help="wait until it is committed")
     save.set_defaults(run=_save)
+    for verb in (status, checkpoints, save):
+        _add_place(verb, argparse.SUPPRESS)
     return parser
+
+
+def _add_place(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """Add the options that kubectl takes before and after the verb. SUPPRESS keeps the value before it."""
+    parser.add_argument(
+        "-n",
+        "--namespace",
+        default=default,
+        help="namespace of the job (default: the namespace of the context)",
+    )
+    parser.add_argument(
+        "--context",
+        default=default,
+        help="context of the kubeconfig (default: the active one)",
+    )
 
 
 def _add_output(verb: argparse.ArgumentParser) -> None:
