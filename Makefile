@@ -79,11 +79,17 @@ test-frameworks-newest: prerequisites ## the same tests with the newest released
 	.venv-frameworks-newest/env/bin/python -m pytest tests/frameworks -q $(FRAMEWORKS_SIDE_BY_SIDE)
 
 PYTHON_OF_MEGATRON ?= 3.12
-MEGATRON := --with megatron-core --with-editable ./core --with-editable './trainer_sdk[torch,s3]' --with-editable ./sidecar
+WITH_SDK := --with-editable ./core --with-editable './trainer_sdk[torch,s3]' --with-editable ./sidecar \
+	--with pytest --with pytest-timeout --with hypothesis
 .PHONY: test-megatron
 test-megatron: prerequisites ## the adapter for Megatron-core with its newest release, which needs Python 3.12
-	$(UV) run --no-project --python $(PYTHON_OF_MEGATRON) $(MEGATRON) --with pytest --with pytest-timeout --with hypothesis \
+	$(UV) run --no-project --python $(PYTHON_OF_MEGATRON) --with megatron-core $(WITH_SDK) \
 		python -m pytest tests/frameworks/test_megatron.py -q
+
+.PHONY: test-streaming
+test-streaming: prerequisites ## positions of mosaicml-streaming with its newest release, which needs older libraries than the adapters
+	$(UV) run --no-project --python 3.11 --with mosaicml-streaming $(WITH_SDK) \
+		python -m pytest tests/frameworks/test_streaming.py -q
 
 BESIDE := deepspeed megatron-core transformers mosaicml-streaming nvidia-resiliency-ext
 .PHONY: resolve
@@ -130,7 +136,7 @@ e2e-trainer: cluster-up ## adopted pods with the real controllers of Kubeflow Tr
 	$(PY) -m testbed trainer --remove
 
 .PHONY: test
-test: check test-unit test-frameworks test-integration test-e2e ## what CI runs: everything but test-long, e2e-jobset, e2e-trainer and what needs a GPU
+test: check test-unit test-frameworks test-integration test-e2e ## what CI runs: everything but test-long, test-megatron, test-streaming, e2e-jobset, e2e-trainer and what needs a GPU
 
 .PHONY: cluster-up
 cluster-up: sync prerequisites-cluster ## kind cluster with images, MinIO and the test bed's tools
