@@ -10,13 +10,12 @@ from testbed.driver import install
 from testbed.driver.jobs import TRAINER_IMAGE, Job
 from testbed.driver.kube import Kube, Object, wait_for
 
-pytestmark = pytest.mark.alone
-
 
 def _pod_uids(job: Job) -> dict[str, str]:
     return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in job.pods()}
 
 
+@pytest.mark.alone
 def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
     """A pod is lost while no sidecar answers. The survivors hold the only copies and must not be deleted."""
     job = scenario.start(object_every=None)
@@ -67,6 +66,7 @@ def _forged(job: Job, genuine: Object, namespace: str, name: str, birth_round: i
     }
 
 
+@pytest.mark.alone
 def test_forged_pods_neither_stop_nor_destroy_a_job(scenario, installed: Kube, strangers: str):
     job = scenario.start()
     job.wait_step(15)
