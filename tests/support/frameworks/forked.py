@@ -178,16 +178,19 @@ def _run(script: str, training: dict[str, Any], kill_after: int | None, kept: in
     kill_after = kill_after if training["signal"] == signal.SIGKILL else None
     with os.fdopen(reading) as output:
         ended = _Ended(*read_steps(output, kill_after))
-    if kill_after is not None and len(ended.steps) == kill_after:
-        try:
-            if kept > 0:
-                last = ended.steps[0] - 1 + kept
-                folder = Path(training["folder"])
-                until(lambda: committed_step(folder) >= last, f"a checkpoint of {kept} steps")
-        except AssertionError as error:
-            sys.exit(f"{error}\n" + "".join(ended.output))
-        finally:
-            os.killpg(pid, signal.SIGKILL)
+        if kill_after is not None and len(ended.steps) == kill_after:
+            failure = None
+            try:
+                if kept > 0:
+                    last = ended.steps[0] - 1 + kept
+                    folder = Path(training["folder"])
+                    until(lambda: committed_step(folder) >= last, f"a checkpoint of {kept} steps")
+            except AssertionError as error:
+                failure = error
+            finally:
+                os.killpg(pid, signal.SIGKILL)
+            if failure is not None:
+                sys.exit(f"{failure}\n" + "".join((*ended.output, *output)))
     ended.status = os.waitpid(pid, 0)[1]
     return ended
 
