@@ -14,8 +14,9 @@ PY := $(RUN) python
 unexport PYTHONDONTWRITEBYTECODE
 # Files of tests side by side, the longest first (tests/support/file_order.py).
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
-# Some tests wait more than they compute: a third worker pays on two cores, too.
+# Tests wait more than they compute, so that more processes than cores pay. Those of test-integration start others.
 FILES_SIDE_BY_SIDE := -n 3 $(SIDE_BY_SIDE)
+UNITS_SIDE_BY_SIDE := -n 4 $(SIDE_BY_SIDE)
 # One of each kind: the chart, a lost pod, a lost rank, a lost node, the store.
 REGISTRY_MODE_TESTS := restricted or notes or deleted_pod or killed_rank or killed_node or store_down
 
@@ -61,7 +62,7 @@ check: sync ## ruff, mypy --strict, import contracts, generated files, size of t
 
 .PHONY: test-unit
 test-unit: sync ## unit and contract tests, no server, no root
-	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts --ignore=tests/frameworks -q $(FILES_SIDE_BY_SIDE)
+	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts --ignore=tests/frameworks -q $(UNITS_SIDE_BY_SIDE)
 
 FRAMEWORKS := UV_PROJECT_ENVIRONMENT=$(CURDIR)/.venv-frameworks
 # These tests only compute, and each worker imports every framework.
