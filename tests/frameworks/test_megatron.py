@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from tests.support.frameworks.devices import train_page
 from tests.support.frameworks.forked import Training, train_forked
 from tests.support.frameworks.megatron_parts import part
 from tests.support.frameworks.pages import script_of
+from tests.support.gpu import needs_gpu
 from tests.support.shards.shard_files import flip_bit
 
 import holdfast
@@ -63,6 +65,14 @@ def test_two_killed_ranks_end_in_the_same_bits(parallel: str, tmp_path: Path) ->
     whole, killed = train_forked(script, plan, preload=PRELOAD)
     assert killed.digest == whole.digest
     assert len(set(killed.starts)) == killed.kills + 1  # every start continued from a later step
+
+
+@needs_gpu
+def test_a_killed_training_on_a_gpu_ends_in_the_same_bits(tmp_path: Path) -> None:
+    options = {"kills": 2, "least_steps": 4, "most_steps": 6}
+    whole, killed = train_page("megatron.md", "cuda", tmp_path, **options)
+    assert killed.digest == whole.digest
+    assert killed.starts[-1] > 1
 
 
 def test_a_model_with_its_optimizer_loads_with_other_parallel_sizes(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ _ON_GPU: dict[str, tuple[tuple[str, str], ...]] = {
     "dcp.md": _FSDP,
     "deepspeed.md": (),
     "lightning.md": (),
+    "megatron.md": (),
     "torchtitan.md": _FSDP,
     "transformers.md": (("use_cpu=True", "use_cpu=False"),),
 }
