@@ -124,6 +124,7 @@ def test_a_misspelt_value_is_refused(installed):
         install.upgrade("--dry-run=client", "--set-string", "operator.logLevell=debug")
 
 
+@pytest.mark.long
 def test_a_reinstalled_operator_takes_over_the_jobs_of_the_one_before(scenario, kube):
     job = scenario.start(LONG, name="orphan")
     doomed = scenario.start(LONG, name="doomed")
