@@ -14,7 +14,7 @@ PY := $(RUN) python
 unexport PYTHONDONTWRITEBYTECODE
 # Files of tests side by side, the longest first (tests/support/file_order.py).
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
-# Tests wait more than they compute, so that more processes than cores pay. Those of test-integration start others.
+# Tests wait more than they compute, so that more processes than cores pay. Integration tests start processes too.
 FILES_SIDE_BY_SIDE := -n 3 $(SIDE_BY_SIDE)
 UNITS_SIDE_BY_SIDE := -n 4 $(SIDE_BY_SIDE)
 # One of each kind: the chart, a lost pod, a lost rank, a lost node, the store.
@@ -65,19 +65,21 @@ test-unit: sync ## unit and contract tests, no server, no root
 	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts --ignore=tests/frameworks -q $(UNITS_SIDE_BY_SIDE)
 
 FRAMEWORKS := UV_PROJECT_ENVIRONMENT=$(CURDIR)/.venv-frameworks
+# mosaicml-streaming has an environment of its own (test-streaming).
+FRAMEWORK_TESTS := tests/frameworks --ignore=tests/frameworks/test_streaming.py
 # These tests only compute, and each worker imports every framework.
 FRAMEWORKS_SIDE_BY_SIDE := -n 2 $(SIDE_BY_SIDE)
 .PHONY: test-frameworks
 test-frameworks: prerequisites ## the adapters with the real training frameworks, at the versions of tests/frameworks/uv.lock
 	$(FRAMEWORKS) $(UV) sync --frozen --project tests/frameworks --quiet
-	.venv-frameworks/bin/python -m pytest tests/frameworks -q $(FRAMEWORKS_SIDE_BY_SIDE)
+	.venv-frameworks/bin/python -m pytest $(FRAMEWORK_TESTS) -q $(FRAMEWORKS_SIDE_BY_SIDE)
 
 .PHONY: test-frameworks-newest
 test-frameworks-newest: prerequisites ## the same tests with the newest released frameworks, in an environment of their own
 	mkdir -p .venv-frameworks-newest/project
 	cp tests/frameworks/pyproject.toml .venv-frameworks-newest/project/
 	UV_PROJECT_ENVIRONMENT=$(CURDIR)/.venv-frameworks-newest/env $(UV) sync --upgrade --project .venv-frameworks-newest/project --quiet
-	.venv-frameworks-newest/env/bin/python -m pytest tests/frameworks -q $(FRAMEWORKS_SIDE_BY_SIDE)
+	.venv-frameworks-newest/env/bin/python -m pytest $(FRAMEWORK_TESTS) -q $(FRAMEWORKS_SIDE_BY_SIDE)
 
 PYTHON_OF_MEGATRON ?= 3.12
 WITH_SDK := --with-editable ./core --with-editable './trainer_sdk[torch,s3]' --with-editable ./sidecar \
@@ -224,7 +226,7 @@ test-gpu: sync ## staging, and a killed training of each adapter, on a real GPU;
 	$(PY) -m benchmarks.gpu --look
 	$(RUN) pytest tests --ignore=tests/frameworks -m gpu -v
 	$(FRAMEWORKS) $(UV) sync --frozen --project tests/frameworks --quiet
-	.venv-frameworks/bin/python -m pytest tests/frameworks -m gpu -v
+	.venv-frameworks/bin/python -m pytest $(FRAMEWORK_TESTS) -m gpu -v
 
 .PHONY: bench-gpu
 bench-gpu: sync ## what a save costs a training on a GPU, beside torch DCP, into benchmarks/results/gpu.json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -36,26 +37,27 @@ def test_a_killed_node_costs_one_round(scenario, nodes_back):
     assert {r["reason"] for r in recoveries} == {"NodeLost"}
 
 
-def test_a_paused_node_is_replaced_and_does_no_harm_when_it_returns(scenario, nodes_back):
+def _loses_and_returns(
+    scenario, lose: Callable[[str], None], restore: Callable[[str], None]
+) -> None:
+    """Lose the node of worker 1, and let it come back when the gang has replaced the worker."""
     job = scenario.start()
     job.wait_step(25)
     node = job.node_of(1)
-    faults.pause_node(node)
+    lose(node)
     job.wait_round(1, 150)
-    faults.unpause_node(node)
+    restore(node)
     scenario.finish_and_judge(job)
+
+
+def test_a_paused_node_is_replaced_and_does_no_harm_when_it_returns(scenario, nodes_back):
+    _loses_and_returns(scenario, faults.pause_node, faults.unpause_node)
 
 
 @pytest.mark.long
 def test_a_partitioned_node_is_replaced_and_does_no_harm_when_it_rejoins(scenario, nodes_back):
     """The ranks of the partitioned node run on, and reach neither the gang nor the API server."""
-    job = scenario.start()
-    job.wait_step(25)
-    node = job.node_of(1)
-    faults.partition_node(node)
-    job.wait_round(1, 150)
-    faults.rejoin_node(node)
-    scenario.finish_and_judge(job)
+    _loses_and_returns(scenario, faults.partition_node, faults.rejoin_node)
 
 
 @pytest.mark.long

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from tests.support.operator.life import Life, dies_within
+from tests.support.operator.life import Life, dies_within, trains_with
 from tests.support.operator.oracle import broken_rules
 from tests.support.operator.phases import PHASES, Phase, heal, restart_unschedulable
 
-from holdfast_core.api import JobCondition, TrainingJobStatus
+from holdfast_core.api import JobCondition
 from holdfast_core.ids import CheckpointId
 from holdfast_operator.model.reasons import Reason
 
@@ -18,15 +16,6 @@ def resizing(life: Life) -> tuple[str, str, str]:
     found = life.status.condition(JobCondition.RESIZING)
     assert found is not None
     return found.status, found.reason, found.message
-
-
-def trains_with(workers: int) -> Callable[[TrainingJobStatus], bool]:
-    def reached(status: TrainingJobStatus) -> bool:
-        known = status.condition(JobCondition.RESIZING)
-        over = known is None or known.reason != Reason.STOPPING
-        return len(status.members) == workers and status.is_true(JobCondition.RUNNING) and over
-
-    return reached
 
 
 def becomes(life: Life, workers: int, newest: CheckpointId | None = None) -> None:

@@ -13,6 +13,7 @@ from tests.support.operator.oracle import broken_rules
 from holdfast_core.api import JobCondition, TrainingJob, TrainingJobStatus
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.messages.schema import DeadRank
+from holdfast_operator.model.reasons import Reason
 
 WORKERS = 4
 
@@ -141,3 +142,14 @@ def dies_within(life: Life, writes: int, *, seconds: int) -> bool:
 def dies_after(life: Life, writes: int) -> None:
     """Run passes of the operator up to and including that write, which it must make within a minute."""
     assert dies_within(life, writes, seconds=60)
+
+
+def trains_with(workers: int) -> Callable[[TrainingJobStatus], bool]:
+    """Return whether a gang of this size trains and does not stop for another size."""
+
+    def reached(status: TrainingJobStatus) -> bool:
+        known = status.condition(JobCondition.RESIZING)
+        over = known is None or known.reason != Reason.STOPPING
+        return len(status.members) == workers and status.is_true(JobCondition.RUNNING) and over
+
+    return reached
