@@ -17,7 +17,7 @@ from tests.support.operator.operator_account import OperatorAccount, install_crd
 from tests.support.operator.operator_bed import GROUP, STORE, training_job
 from tests.support.servers.control_plane import ControlPlane
 
-from benchmarks.scale.kubelets import Kubelets, Pod, in_parallel
+from benchmarks.scale.kubelets import Kubelets, in_parallel
 from benchmarks.scale.operator_process import OperatorProcess
 from holdfast_operator.kube.access import from_kubeconfig
 from holdfast_operator.kube.api import KubeApi
@@ -46,8 +46,6 @@ class Bed:
         """Requests to sidecars by path."""
         self.called: dict[str, dict[str, float]] = {}
         """By path and name of the pod: when the operator called it first since `forget_calls`."""
-        self.appeared: dict[str, float] = {}
-        """By uid of the pod: when the watch has shown it first."""
 
     async def __aenter__(self) -> Self:
         stack = self._stack
@@ -56,7 +54,7 @@ class Bed:
         self.api = KubeApi(from_kubeconfig(self.plane.kubeconfig))
         await self.api.start()
         stack.push_async_callback(self.api.close)
-        self.kubelets = Kubelets(self.api, self.nodes, self.workers, self._seen, self._called)
+        self.kubelets = Kubelets(self.api, self.nodes, self.workers, self._called)
         await self.kubelets.create_nodes()
         task = asyncio.create_task(self.kubelets.run())
         stack.push_async_callback(_ended, task)
@@ -125,9 +123,6 @@ class Bed:
     def _called(self, sidecar: FakeSidecar, path: str) -> None:
         self.calls[path] += 1
         self.called.setdefault(path, {}).setdefault(sidecar.pod, time.monotonic())
-
-    def _seen(self, pod: Pod) -> None:
-        self.appeared[pod.uid] = time.monotonic()
 
     async def until(
         self, what: str, done: Callable[[], Any], seconds: float, every: float = 0.25

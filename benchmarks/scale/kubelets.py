@@ -93,7 +93,7 @@ class Kubelets:
     """All nodes of the cluster. Start `run` as a task.
 
     Args:
-        seen: Receives each pod that appears, with the event loop's time.
+        called: Receives each request to a sidecar: the sidecar and the path.
     """
 
     def __init__(
@@ -101,13 +101,11 @@ class Kubelets:
         api: KubeApi,
         nodes: int,
         workers: int,
-        seen: Callable[[Pod], None],
         called: Callable[[FakeSidecar, str], None],
     ) -> None:
         self._api = api
         self._nodes = [f"node-{n:05d}" for n in range(nodes)]
         self._workers = workers
-        self._seen = seen
         self._next = 0
         self._addresses: dict[str, tuple[str, str]] = {}
         """Address and DNS name of each started pod, by uid."""
@@ -185,8 +183,6 @@ class Kubelets:
             self._stop(old)
             return
         self.pods[new.uid] = new
-        if old is None:
-            self._seen(new)
         if new.node in self.cut_off:
             return
         if new.deleting or not new.node or (new.name.startswith(PROBE_PREFIX) and old is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import signal
 import sys
@@ -36,6 +37,9 @@ def main() -> None:
     logs.configure(settings.log_level)
     allow_descriptors()
     use_small_read_buffers()
+    # The copies of the watches live long. With Python's own thresholds, full garbage collections took a fifth
+    # of the processor time of an operator that followed 1,000 jobs.
+    gc.set_threshold(50_000, 10, 10)
     sys.exit(asyncio.run(run(settings, access)))
 
 

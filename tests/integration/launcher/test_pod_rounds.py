@@ -197,6 +197,21 @@ def test_finish_is_asked_until_it_is_released(tmp_path: Path, sidecar: FakeSidec
         assert run.wait() == 0, run.err()
 
 
+def test_ranks_that_returned_still_finish_after_the_end_of_older_rounds(
+    tmp_path: Path, sidecar: FakeSidecar
+) -> None:
+    """A sidecar that was killed is sealed again for its round, after the ranks have returned (F848)."""
+    sidecar.start()
+    sidecar.released = False
+    with launch(tmp_path, sidecar) as run:
+        sidecar.wait_for(Hello)
+        begin(sidecar)
+        sidecar.wait_for(Finish)
+        sidecar.end(0)
+        sidecar.released = True
+        assert run.wait() == 0, run.err()
+
+
 HANGS = """
 import os, pathlib, sys, threading, time
 import torch, torch.distributed as dist

@@ -10,7 +10,7 @@ from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import Level, RestartRound
-from holdfast_core.messages.schema import Refusal, SaveFailed
+from holdfast_core.messages.schema import End, Refusal, SaveFailed
 from holdfast_core.shm.slot_header import SlotState
 
 pytestmark = pytest.mark.integration
@@ -43,11 +43,13 @@ async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker:
         assert refused.value.code == Refusal.SEALED
         launcher = await gang.launcher(worker, last_round=0, running=0)
         free_slots(rank)
+        await gang.operator.seal(worker, 0)  # as the operator does before it sends ROUND again
         await repeat_round(gang, 2)
         await gang.commit(2, Level.REPLICATED)
         point = await gang.point(2)
         assert point.round == 0
         assert launcher.run is None, "the ranks were not started again"
+        assert not [m for m in launcher.pushed if isinstance(m, End)], "the ranks were not ended"
         # A coordinator that has restarted learns of step 1 beside the commit of step 2.
         state = await gang.operator.state_until(
             0, lambda s: {x.step for x in s.steps} == {1, 2}, "the record of both steps"

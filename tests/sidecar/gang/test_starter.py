@@ -102,7 +102,7 @@ class World:
         pytest.param(Silent, None, 120.0, True, id="it runs nothing and is busy"),
     ],
 )
-async def test_end_ranks(
+async def test_ends_the_ranks_of_older_rounds(
     shared: Path,
     kind: type[FakeLauncher] | None,
     running: int | None,
@@ -116,6 +116,17 @@ async def test_end_ranks(
     if launcher is not None:
         await until(lambda: End(RestartRound(1)) in launcher.pushed, "End")
         launcher.close()
+    await world.intake.close()
+
+
+async def test_ranks_of_the_sealed_round_itself_are_not_ended(shared: Path) -> None:
+    """A sidecar that has restarted is sealed again for its round, whose ranks train on or have returned."""
+    world = World(shared, STATE, 1, SystemClock(), end_seconds=120.0)
+    await world.intake.start()
+    launcher = await world.launcher(Silent)
+    assert await world.starter.end_ranks(RestartRound(1))
+    assert End(RestartRound(1)) not in launcher.pushed
+    launcher.close()
     await world.intake.close()
 
 

@@ -114,7 +114,10 @@ class LocalClient:
 
 
 class FakeLauncher(LocalClient):
-    """Launcher double without processes that answers HostStore, Run and End."""
+    """Launcher double without processes that answers HostStore, Run and End.
+
+    As the real one, it does not answer the End of a round while it runs the ranks of this round.
+    """
 
     def __init__(
         self,
@@ -136,6 +139,7 @@ class FakeLauncher(LocalClient):
             ),
         )
         self._port = port
+        self._running = running
         self.run: Run | None = None
         self.ended: list[RestartRound] = []
         self.on_push = self._obey
@@ -146,7 +150,9 @@ class FakeLauncher(LocalClient):
                 self.push(StoreAddress(message.round, self._port, "secret of the round"))
             case Run():
                 self.run = message
-            case End():
+                self._running = message.round
+            case End() if self._running is None or self._running < message.round:
+                self._running = None
                 self.ended.append(message.round)
                 self.push(Ended(message.round))
 

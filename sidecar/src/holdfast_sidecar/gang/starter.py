@@ -96,9 +96,13 @@ class Starter:
             True once the launcher has confirmed it or disconnected, or if it runs no ranks. False if it
             did not reply within `Settings.end_seconds`.
         """
+        running = self._gang.running_round
+        if running is not None and running >= round_:
+            # This sidecar has restarted and is sealed again for the round in which its ranks train, or end.
+            return True
         self._ended.clear()
         sent = self._connections.push_launcher(End(round_))
-        if not sent or self._gang.running_round is None:
+        if not sent or running is None:
             # No ranks run. A launcher without ranks may be busy preloading for long, so its reply is not
             # waited for.
             return True

@@ -187,8 +187,8 @@ class PodLauncher:
         self._watch = asyncio.ensure_future(self._watch_ranks(self._gang))
 
     async def _end(self, round_: RestartRound) -> None:
-        self._succeeded.clear()
         if self._gang is not None and self._gang.plan.round < round_:
+            self._succeeded.clear()
             logger.info("round %d begins: ending the ranks", round_)
             await self._stop_gang()
         if self._store is not None and self._store.address.round < round_:
