@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 from tests.support.sidecar.gang import Gangs
 
-from holdfast_core.errors import HoldfastError, RefusedError
+from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import FIRST_SPARE, Level, Worker
-from holdfast_core.messages.schema import Refusal
 
 pytestmark = pytest.mark.integration
 
@@ -26,10 +26,11 @@ async def test_a_spare_restores_the_shards_of_the_worker_that_it_becomes(gangs: 
         await gang.launcher(FIRST_SPARE)
         assert (await gang.operator.inventory(FIRST_SPARE)).launcher
         early = await gang.connect_rank(FIRST_SPARE, 0)
-        with pytest.raises(RefusedError) as refused:
-            await early.save(2, b"too early")
-        assert refused.value.code == Refusal.SEALED
+        save = asyncio.ensure_future(early.save(2, b"too early"))
+        await gang.operator.inventory(FIRST_SPARE)
         gang.ranks.pop(FIRST_SPARE).close()
+        with pytest.raises(UnavailableError):
+            await save
 
         gang.lose(1)
         spare = gang.operator.members.pop(FIRST_SPARE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
-from holdfast_core.ids import JobUid
+from holdfast_core.ids import JobUid, RestartRound
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_sidecar.base.backoff import Backoff, Patience
 from holdfast_sidecar.base.rounds import RoundState
@@ -20,10 +21,29 @@ class CurrentRound:
     """
 
     def __init__(self, state: RoundState) -> None:
-        self.state = state
+        self._state = state
+        self._replaced = asyncio.Event()
 
     def __call__(self) -> RoundState:
-        return self.state
+        return self._state
+
+    @property
+    def state(self) -> RoundState:
+        return self._state
+
+    @state.setter
+    def state(self, state: RoundState) -> None:
+        self._state = state
+        replaced, self._replaced = self._replaced, asyncio.Event()
+        replaced.set()
+
+    async def unsealed(self, round_: RestartRound) -> None:
+        """Wait while this sidecar is sealed for this round.
+
+        Ranks run in it only if the sidecar has restarted. It then receives its ROUND again.
+        """
+        while self._state.round == round_ and self._state.accepted is None:
+            await self._replaced.wait()
 
 
 @dataclass(frozen=True, slots=True)

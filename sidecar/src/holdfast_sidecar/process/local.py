@@ -95,6 +95,8 @@ class Local:
     async def request(self, connection: Connection, message: Any) -> Any:
         match message:
             case Stage():
+                # The rank trains on meanwhile. A refusal would lose its last save after a restart.
+                await self._current.unsealed(message.round)
                 return await self._saves.stager.stage(self._current, message)
             case StageSegment():
                 return await self._saves.stager.streams.stage(self._current, message, connection)
