@@ -93,13 +93,12 @@ async def cold_start(bed: Bed, operator: OperatorProcess, seconds: float) -> lis
 
     async def reconciled() -> bool:
         polled = len(bed.called.get("/v1/state", {}))
+        if polled < bed.jobs:  # its metrics would cost the starting operator time
+            _progress(f"{polled} of {bed.jobs} coordinators called")
+            return False
         passes = await operator.metric(_PASSES)
         waiting = await operator.metric("holdfast_queue_depth")
-        _progress(
-            f"{polled} coordinators called, {passes:.0f} passes, {waiting:.0f} jobs in the queue"
-        )
-        if polled < bed.jobs:
-            return False
+        _progress(f"{passes:.0f} passes, {waiting:.0f} jobs in the queue")
         polled_at.append(time.monotonic())
         # The last answer has been acted on if the queue is still empty a second after it.
         waited = polled_at[-1] - polled_at[0] >= 1.0
@@ -344,10 +343,11 @@ async def _lose(bed: Bed, gangs: list[str], per_second: float) -> dict[str, floa
             try:
                 await bed.api.delete(pod.path, _NOW)
             except ApiError as error:
+                # The server shares the cores with all others, and may be silent for longer than a call.
                 if error.status is not None:
                     raise
-                continue  # the server, which shares the cores with all others, was silent for too long
-            lost[uid] = at
+            else:
+                lost[uid] = at
 
     await in_parallel(lose, enumerate(gangs), 64)
     return lost

@@ -47,6 +47,8 @@ async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker:
         await repeat_round(gang, 2)
         await early
         await gang.ranks[1 - worker].save(2, b"of the other worker")
+        for saved in gang.ranks.values():
+            await saved.reached(2, Level.REPLICATED)
         point = await gang.point(2)
         assert point.round == 0
         assert launcher.run is None, "the ranks were not started again"

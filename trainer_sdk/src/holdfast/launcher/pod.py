@@ -188,7 +188,6 @@ class PodLauncher:
 
     async def _end(self, round_: RestartRound) -> None:
         if self._gang is not None and self._gang.plan.round < round_:
-            self._succeeded.clear()
             logger.info("round %d begins: ending the ranks", round_)
             await self._stop_gang()
         if self._store is not None and self._store.address.round < round_:
@@ -229,6 +228,7 @@ class PodLauncher:
 
     async def _stop_gang(self) -> None:
         self._cancel_tasks()
+        self._succeeded.clear()
         if self._gang is not None:
             await self._gang.end()
             self._gang = None

@@ -21,7 +21,8 @@ from holdfast_core.ids import Step
 _HELLO_SECONDS = 10.0
 _FIRST_CONNECT_SECONDS = 5.0
 _ACKNOWLEDGE_SECONDS = 60.0
-"""A sidecar whose container restarts receives its ROUND some 25 s after its end."""
+"""Longest wait for the sidecar to take the last saves. If its container has ended for the second time, some
+25 s pass until it has its ROUND again."""
 _COMPARE_SECONDS = 120.0
 """Further time for a step that was saved twice: the sidecar may have to write the first save before."""
 
