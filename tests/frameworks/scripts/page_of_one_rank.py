@@ -19,6 +19,10 @@ if device == ["cuda"]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     text = script_on_gpu(page)
+    if page == "megatron.md":
+        from tests.support.frameworks import megatron_adam
+
+        megatron_adam.install()
 if "init_process_group" in text or "init_distributed" in text:
     os.environ.update({**GANG, "MASTER_PORT": "0"})
 exec(compile(text, page, "exec"))

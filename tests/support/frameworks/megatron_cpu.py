@@ -1,9 +1,8 @@
 """Lets Megatron-core train on the CPU. Import this module before Megatron is used.
 
 Megatron-core makes its tensors on the device "cuda" and draws dropout from the generators of a GPU. Here the
-CPU takes their place. The fused Adam of Apex, which needs a GPU too, is replaced by `_Adam`. Megatron cannot
-load its distributed optimizer with torch's own Adam (KeyError: 'step' in 0.16 and 0.19). Nothing else of
-Megatron is changed.
+CPU takes their place. The fused Adam of Apex, which needs a GPU too, is replaced (`megatron_adam`). Nothing
+else of Megatron is changed.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import megatron.core.optimizer as megatron_optimizer
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
-from megatron.core.optimizer import distrib_optimizer
+from tests.support.frameworks import megatron_adam
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -42,33 +40,6 @@ class _OnCpu(TorchFunctionMode):
         return found
 
 
-class _Adam(torch.optim.Optimizer):
-    """Adam with the state of Apex's FusedAdam: two moments a parameter, and the step in each group."""
-
-    def __init__(
-        self, params: Any, *, adam_w_mode: bool, capturable: bool = False, **defaults: Any
-    ) -> None:
-        assert adam_w_mode and not capturable
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            first, second = group["betas"]
-            for one in group["params"]:
-                if one.grad is None:
-                    continue
-                state = self.state[one]
-                mean = state.setdefault("exp_avg", torch.zeros_like(one))
-                square = state.setdefault("exp_avg_sq", torch.zeros_like(one))
-                mean.lerp_(one.grad, 1 - first)
-                square.lerp_(one.grad.square(), 1 - second)
-                size = (square / (1 - second ** group["step"])).sqrt() + group["eps"]
-                one.mul_(1 - group["lr"] * group["weight_decay"])
-                one.sub_(mean / size * (group["lr"] / (1 - first ** group["step"])))
-
-
 def _get_state(*_args: object, **_options: object) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -91,12 +62,7 @@ def _install() -> None:
     generators._set_cuda_rng_state = _set_state
     # It warns of each change of the CPU's generator.
     logging.getLogger(generators.__name__).setLevel(logging.ERROR)
-    optimizer: Any = megatron_optimizer
-    optimizer.Adam = _Adam
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distributed: Any = distrib_optimizer
-    distributed.Adam = _Adam
-    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+    megatron_adam.install()
     everywhere: Any = _OnCpu()
     everywhere.__enter__()
 
