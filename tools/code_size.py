@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 14700,
-    "operator": 12300,
+    "operator": 12360,
     "sidecar": 9700,
     "trainer_sdk": 17700,
     "cli": 600,

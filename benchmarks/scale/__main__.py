@@ -16,6 +16,7 @@ from benchmarks.report import Figure, merged, read, write
 from benchmarks.scale import cases
 from benchmarks.scale.bed import Bed
 from benchmarks.scale.page import page
+from holdfast_core.net.tls import use_small_read_buffers
 
 NAME = "scale"
 CASES = ("idle", "start", "failures", "two", "nodes", "outage", "all")
@@ -68,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--write", action="store_true", help="write the results of a smaller bed, too"
     )
     options = parser.parse_args(arguments)
+    use_small_read_buffers()  # for the connections of the sidecars, all of which are in this process
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -366,7 +366,7 @@ async def _counted(bed: Bed, rounds: dict[str, int], case: str) -> list[Figure]:
             "rounds",
             0,
             what="rounds beyond one for each loss",
-            gangs=Counter(str(n) for n in begun.values()),
+            gangs=dict(Counter(str(n) for n in begun.values())),
         ),
         at_most(
             f"{case}-pods",

@@ -58,21 +58,21 @@ class Server:
 
     async def patch_job_status(
         self, job: Gang, resource_version: str, status: Mapping[str, Any]
-    ) -> str:
+    ) -> Mapping[str, Any]:
         self.asked += 1
         if not self._takes(json.dumps(status)):
             raise ApiError(self._status, "Invalid", "status.x: Invalid value")
         self.written.append(status)
-        return "2"
+        return {"metadata": {"resourceVersion": "2"}}
 
 
 @pytest.mark.parametrize("refused", ["-1.0", "-5.0", "x" * 200, '"the message"'])
 def test_a_refused_detail_is_left_as_it_was(refused: str) -> None:
     server = Server(lambda text: refused not in text)
-    version, written = asyncio.run(
+    reply, written = asyncio.run(
         write_status(cast(Cluster, server), job(status=BEFORE), "1", AFTER)
     )
-    assert version == "2"
+    assert reply["metadata"]["resourceVersion"] == "2"
     assert written.restart_round == 4
     assert (written.step, written.goodput) == (7, GoodputStatus(ratio=1.0))
     assert written.is_true(JobCondition.RUNNING) is False

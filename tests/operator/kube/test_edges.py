@@ -38,7 +38,8 @@ from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.watch.expectations import Expectations, is_at_least
+from holdfast_operator.watch.expectations import Expectations
+from holdfast_operator.watch.versions import is_at_least
 
 NEEDED = {
     "HOLDFAST_SIDECAR_IMAGE": "i",
@@ -165,10 +166,10 @@ def test_expectations_hold_a_pass_until_met_or_expired() -> None:
     found = Expectations()
     assert found.wait_seconds("job", 0.0) is None
     found.expect("job", "created a", 0.0)
-    found.expect("job", "written 5", 1.0)
+    found.expect("job", "deleted b", 1.0)
     assert found.wait_seconds("job", 2.0) == 4.0
     assert found.wait_seconds("other", 2.0) is None
-    found.met("job", "written 5")
+    found.met("job", "deleted b")
     assert found.wait_seconds("job", 2.0) == 3.0
     assert found.wait_seconds("job", 5.0) is None
 

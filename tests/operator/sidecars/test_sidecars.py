@@ -399,6 +399,36 @@ async def test_a_kept_connection_does_not_hide_a_new_leaf() -> None:
         assert [kind for kind, _ in server.calls].count("certificate") == 1
 
 
+async def test_round_uses_the_connection_of_seal_and_closes_it() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        b.follow(pod)
+        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        for number in (1, 2):
+            before = server.handshakes
+            b.sidecars.seal(UID, pod.uid, RestartRound(number))
+            await b.until(lambda number=number: b.view(pod).sealed_round == number)
+            b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(number, 1)), 0)
+            await b.until(lambda number=number: len(server.rounds) == number)
+            assert server.handshakes == before + 1
+
+
+async def test_a_round_whose_kept_connection_breaks_is_sent_again_on_a_new_one() -> None:
+    """The sidecar may have closed it meanwhile, which is no failure of the sidecar."""
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        b.follow(pod)
+        b.sidecars.seal(UID, pod.uid, RestartRound(1))
+        await b.until(lambda: b.view(pod).sealed_round == 1)
+        server.cuts, before = 1, server.handshakes
+        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(1, 1)), 0)
+        await b.until(lambda: [kind for kind, _ in server.calls].count("round") == 2)
+        assert server.handshakes == before + 1
+        await b.until(lambda: b.view(pod).acked is not None)
+
+
 async def test_a_sidecar_that_does_not_coordinate_yet_is_polled_when_it_has_received_its_round() -> (
     None
 ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -210,6 +211,58 @@ async def test_lists_that_are_asked_for_are_limited() -> None:
         b.server.put("a", 2)
         await b.converged()
         assert b.reflector.lists == 1
+
+
+async def test_a_reply_is_stored_before_its_event_and_reported_once() -> None:
+    async with bench(a=1) as b:
+        await b.until(lambda: b.server.watches >= 1)
+        b.server.put("a", 5, silently=True)
+        b.reflector.take(b.server.objects["a"])
+        assert b.values() == {"a": 5}
+        b.server.send("a")
+        b.server.put("b", 2)
+        await b.converged()
+        assert b.seen == ["add a uid-1", "change a uid-1", "add b uid-2"]
+        b.server.put("a", 6)
+        await b.converged()
+
+
+async def test_events_and_lists_from_before_a_reply_do_not_replace_it() -> None:
+    async with bench(a=1) as b:
+        await b.until(lambda: b.server.watches >= 1)
+        before = deepcopy(b.server.objects["a"])
+        b.server.put("a", 5, silently=True)
+        reply = b.server.objects["a"]
+        b.reflector.take(reply)
+        b.server.objects["a"] = before
+        b.server.send("a")
+        b.server.put("b", 2)
+        await b.until(lambda: "b" in b.values())
+        assert b.values() == {"a": 5, "b": 2}
+        await b.reflector.relist()
+        assert b.values() == {"a": 5, "b": 2}
+        b.server.objects["a"] = reply
+        b.server.put("a", 7)
+        await b.converged()
+
+
+async def test_a_reply_for_an_object_that_is_gone_or_has_no_number_is_left_out() -> None:
+    async with bench(a=1) as b:
+        await b.until(lambda: b.server.watches >= 1)
+        known = b.server.objects["a"]
+        b.reflector.take(
+            {
+                **known,
+                "metadata": {**known["metadata"], "resourceVersion": "x"},
+                "spec": {"value": 9},
+            }
+        )
+        assert b.values() == {"a": 1}
+        b.server.remove("a")
+        await b.converged()
+        b.reflector.take(known)
+        assert b.values() == {}
+        assert b.seen == ["add a uid-1", "delete a uid-1"]
 
 
 async def test_contact_follows_events_and_bookmarks() -> None:

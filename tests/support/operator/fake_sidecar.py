@@ -80,6 +80,8 @@ class FakeSidecar:
     """Steps whose manifests are sent when the event is set."""
     keeps_leaf: bool = False
     """Whether it acknowledges a new certificate but keeps serving the old one."""
+    cuts: int = 0
+    """Number of further ROUNDs whose connections it aborts instead of answering."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     handshakes: int = 0
@@ -163,6 +165,10 @@ class FakeSidecar:
     async def _round(self, request: web.Request) -> web.Response:
         message = loads(Round, await request.read())
         self.calls.append(("round", message))
+        if self.cuts > 0 and request.transport is not None:
+            self.cuts -= 1
+            request.transport.abort()
+            return web.Response()
         if message.round > self.round:
             return self._refuse(Refusal.NOT_SEALED, "not sealed for this round")
         if (message.round, message.version) <= (self.round, self.version):

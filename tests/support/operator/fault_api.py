@@ -88,6 +88,10 @@ class FaultApi:
         if not silently:
             self._send("DELETED", gone)
 
+    def send(self, name: str) -> None:
+        """Send the event of an object as it is now to open watches."""
+        self._send("MODIFIED", self.objects[name])
+
     def bookmark(self) -> None:
         self._send("BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}})
 

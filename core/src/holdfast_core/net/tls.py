@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from holdfast_core.errors import AccessDeniedError, ConfigError
 
-READ_BYTES = 32 << 10
+READ_BYTES = 16 << 10
 """Read buffer of a TLS connection, see `use_small_read_buffers`."""
 _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME of OpenSSL's x509_vfy.h. Python's ssl module has no name for it."""

@@ -115,8 +115,8 @@ class JobEffects:
     async def write_job_status(
         self, job: Gang, resource_version: str, status: TrainingJobStatus
     ) -> None:
-        version, written = await write_status(self._cluster, job, resource_version, status)
-        self._cache.expect_written(job, version)
+        reply, written = await write_status(self._cluster, job, resource_version, status)
+        self._cache.take_job(job, reply)
         self._metrics.status_written(job, written)
 
     async def delete_job(self, job: Gang) -> None:

@@ -7,6 +7,9 @@ and the job would never recover.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from holdfast_core.api import Gang, JobCondition, TrainingJobStatus, changed, merge_patch
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
@@ -18,18 +21,18 @@ _DETAILS = frozenset({JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOT
 
 async def write_status(
     cluster: Cluster, job: Gang, resource_version: str, status: TrainingJobStatus
-) -> tuple[str, TrainingJobStatus]:
+) -> tuple[Mapping[str, Any], TrainingJobStatus]:
     """Write the status. If the API server refuses it as invalid, write it again with the present details.
 
     Returns:
-        The new resourceVersion, and the status that was written.
+        The job as the API server has it then, and the status that was written.
 
     Raises:
         ConflictError: The job is gone, or no longer at `resource_version`.
         ApiError: The API server refused the write for another reason, or refused the second one as well.
     """
 
-    async def write(wanted: TrainingJobStatus) -> str:
+    async def write(wanted: TrainingJobStatus) -> Mapping[str, Any]:
         return await cluster.patch_job_status(job, resource_version, merge_patch(wanted))
 
     try:

@@ -138,11 +138,11 @@ class Cluster:
 
     async def patch_job_status(
         self, job: Gang, resource_version: str, status: Mapping[str, Any]
-    ) -> str:
-        """Write the whole status as a merge patch. Return the new resourceVersion; raises ConflictError."""
-        return await self.patch_status(
-            job.PLURAL, job.namespace, job.name, resource_version, status
-        )
+    ) -> Mapping[str, Any]:
+        """Write the whole status as a merge patch. Return the job as it is then; raises ConflictError."""
+        path = _ours(job.namespace, job.PLURAL, job.name)
+        reply: Mapping[str, Any] = await self._patch_status(path, resource_version, status)
+        return reply
 
     async def patch_status(
         self,
@@ -151,22 +151,21 @@ class Cluster:
         name: str,
         resource_version: str,
         status: Mapping[str, Any],
-    ) -> str:
+    ) -> None:
         """Write a part of the status of one of our kinds. Raises ConflictError."""
-        path = _ours(namespace, plural, name)
-        return await self._patch_status(path, resource_version, status)
+        await self._patch_status(_ours(namespace, plural, name), resource_version, status)
 
     async def patch_store_status(
         self, namespace: str, name: str, resource_version: str, status: Mapping[str, Any]
-    ) -> str:
+    ) -> None:
         path = _ours(namespace, CheckpointStore.PLURAL, name)
-        return await self._patch_status(path, resource_version, status)
+        await self._patch_status(path, resource_version, status)
 
     async def patch_checkpoint_status(
         self, namespace: str, name: str, resource_version: str | None, status: Mapping[str, Any]
-    ) -> str:
+    ) -> None:
         path = _ours(namespace, Checkpoint.PLURAL, name)
-        return await self._patch_status(path, resource_version, status)
+        await self._patch_status(path, resource_version, status)
 
     async def patch_checkpoint(
         self, namespace: str, name: str, resource_version: str, patch: Mapping[str, Any]
@@ -174,7 +173,8 @@ class Cluster:
         """Write spec or metadata as a merge patch. Return the new resourceVersion; raises ConflictError."""
         metadata = {**(patch.get("metadata") or {}), "resourceVersion": resource_version}
         path = _ours(namespace, Checkpoint.PLURAL, name)
-        return await self._patch(path, {**patch, "metadata": metadata})
+        reply = await self._patch(path, {**patch, "metadata": metadata})
+        return str(reply["metadata"]["resourceVersion"])
 
     async def job_exists(self, namespace: str, name: str, uid: str) -> bool:
         """Return, by direct reads, whether a gang of this name, of either kind, exists and has this uid."""
@@ -333,20 +333,20 @@ class Cluster:
 
     async def _patch_status(
         self, path: str, resource_version: str | None, status: Mapping[str, Any]
-    ) -> str:
+    ) -> Any:
         body: dict[str, Any] = {"apiVersion": API_VERSION, "status": status}
         if resource_version is not None:
             body["metadata"] = {"resourceVersion": resource_version}
         return await self._patch(f"{path}/status", body)
 
-    async def _patch(self, path: str, body: Mapping[str, Any]) -> str:
+    async def _patch(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the object as it is then. Raises ConflictError and ApiError."""
         try:
-            answer = await self._api.patch(path, body, _MANAGER)
+            return await self._api.patch(path, body, _MANAGER)
         except ApiError as error:
             if error.status in (CONFLICT, NOT_FOUND):
                 raise ConflictError(str(error)) from error
             raise
-        return str(answer["metadata"]["resourceVersion"])
 
 
 def _ours(namespace: str, plural: str, name: str | None = None) -> str:

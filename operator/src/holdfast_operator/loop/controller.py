@@ -154,6 +154,15 @@ class Controller:
         if self._leadership.gained.is_set():
             self._queue.add(key)
 
+    def enqueue_hint(self, key: Key, uid: str, resource_version: str) -> None:
+        """Request a pass because of an event of kopf, unless the cache has this version of the object."""
+        if not self._cache.is_known(uid, resource_version):
+            self.enqueue(key)
+
+    async def wait_synced(self) -> None:
+        """Wait until each watch has completed its first LIST."""
+        await self._cache.wait_synced()
+
     def watch_age_seconds(self) -> float | None:
         """Return the seconds since the most silent watch delivered anything.
 

@@ -74,7 +74,8 @@ class HandlerInputs:
 
     settings: Settings
     access: KubeAccess
-    enqueue: Callable[[Key], None]
+    enqueue: Callable[[Key, str, str], None]
+    """Called with the key that an event concerns, and with the uid and the resourceVersion of its object."""
     failed: Callable[[], None]
     """Called each time that kopf has ended by itself."""
 
@@ -182,22 +183,23 @@ def _registry(inputs: HandlerInputs, caller: asyncio.AbstractEventLoop) -> kopf.
     """Return handlers that pass keys on to the event loop of the caller."""
     registry = kopf.OperatorRegistry()
 
-    def enqueue(key: Key) -> None:
-        caller.call_soon_threadsafe(inputs.enqueue, key)
+    def enqueue(key: Key, meta: kopf.Meta) -> None:
+        version = str(meta.get("resourceVersion", ""))
+        caller.call_soon_threadsafe(inputs.enqueue, key, str(meta.get("uid", "")), version)
 
-    async def on_job(namespace: str | None, name: str | None, **_: Any) -> None:
-        enqueue(job_key(namespace or "", name or ""))
+    async def on_job(meta: kopf.Meta, **_: Any) -> None:
+        enqueue(job_key(meta.namespace or "", meta.name or ""), meta)
 
-    async def on_adoption(namespace: str | None, name: str | None, **_: Any) -> None:
-        enqueue(adoption_key(namespace or "", name or ""))
+    async def on_adoption(meta: kopf.Meta, **_: Any) -> None:
+        enqueue(adoption_key(meta.namespace or "", meta.name or ""), meta)
 
-    async def on_checkpoint(namespace: str | None, spec: kopf.Spec, **_: Any) -> None:
+    async def on_checkpoint(meta: kopf.Meta, spec: kopf.Spec, **_: Any) -> None:
         job = (spec.get("jobRef") or {}).get("name")
         if job:
-            enqueue(job_key(namespace or "", str(job)))
+            enqueue(job_key(meta.namespace or "", str(job)), meta)
 
-    async def on_store(namespace: str | None, name: str | None, **_: Any) -> None:
-        enqueue(store_key(namespace or "", name or ""))
+    async def on_store(meta: kopf.Meta, **_: Any) -> None:
+        enqueue(store_key(meta.namespace or "", meta.name or ""), meta)
 
     def login(**_: Any) -> kopf.ConnectionInfo:
         access = inputs.access

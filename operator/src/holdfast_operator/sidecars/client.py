@@ -1,7 +1,8 @@
 """Client for single calls to a sidecar: mutual TLS, explicit time-outs, strictly parsed replies.
 
-The client connects to the pod's IP and verifies the pod's name in the certificate. Between calls it keeps
-only the connections of polls.
+The client connects to the pod's IP and verifies the pod's name in the certificate. It keeps the connections
+of polls for the next poll, and those of SEAL for the ROUND that follows: a handshake takes both sides more
+processor time than the call.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import ssl
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -50,7 +52,7 @@ PRUNE_SECONDS = 60.0
 POLL_SECONDS = 25
 """Time after which a sidecar answers a long poll without a change."""
 KEEP_SECONDS = 15.0
-"""Time for which a poll's connection is kept for the next poll."""
+"""Time for which the connection of a poll is kept for the next one, and that of a SEAL for the ROUND."""
 INLINE_BYTES = 32 << 10
 """Larger replies are parsed in a thread, because the event loop serves all jobs."""
 
@@ -97,6 +99,8 @@ class Target:
 class _Connection:
     """How a request reaches the sidecar."""
 
+    is_last: bool = False
+    """Whether to close the connection after this request."""
     kept: bool = False
     """Whether it uses the connection of an earlier request, whose handshake showed an older leaf, maybe."""
 
@@ -128,29 +132,38 @@ class SidecarClient:
     def __init__(self, port: int = CONTROL_PORT) -> None:
         self._port = port
         self._session: aiohttp.ClientSession | None = None
-        self._polls: aiohttp.ClientSession | None = None
+        self._kept: aiohttp.ClientSession | None = None
         # Large replies are parsed one at a time, which bounds memory and processor time.
         self._large = asyncio.Lock()
 
     async def start(self) -> None:
-        # One connection per call: a kept connection to a dead pod would cost the whole time-out.
+        # Inventories are read once in minutes, and ten thousand connections would need a gigabyte.
         self._session = _session(aiohttp.TCPConnector(limit=0, force_close=True))
         # The pool keeps connections apart by address, TLS context and name of the pod.
-        self._polls = _session(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS))
+        self._kept = _session(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS))
 
     async def close(self) -> None:
-        for session in (self._session, self._polls):
+        for session in (self._session, self._kept):
             if session is not None:
                 await session.close()
 
     async def seal(self, context: ssl.SSLContext, target: Target, message: Seal) -> Inventory:
-        return await self._post(context, target, "/v1/seal", message, Inventory, SEAL_SECONDS)
+        return await self._post(
+            context, target, "/v1/seal", message, Inventory, SEAL_SECONDS, keep=True
+        )
 
     async def round(
         self, context: ssl.SSLContext, target: Target, outgoing: OutgoingRound
     ) -> Inventory:
         return await self._post(
-            context, target, "/v1/round", outgoing.body, Inventory, CALL_SECONDS
+            context,
+            target,
+            "/v1/round",
+            outgoing.body,
+            Inventory,
+            CALL_SECONDS,
+            keep=True,
+            is_last=True,
         )
 
     async def request(
@@ -213,8 +226,28 @@ class SidecarClient:
         message: Any,
         reply: type[R],
         seconds: float,
+        *,
+        keep: bool = False,
+        is_last: bool = False,
     ) -> R:
-        return await self._call(context, target, "POST", path, message, reply, seconds)
+        """Call with POST. If the sidecar has closed a kept connection meanwhile, use a new one.
+
+        SEAL and ROUND may arrive twice. aiohttp itself repeats only a GET.
+
+        Args:
+            keep: Use a kept connection if there is one, and keep it.
+            is_last: Close the connection afterwards.
+        """
+        connection = _Connection(is_last=is_last)
+        call = partial(
+            self._call, context, target, "POST", path, message, reply, seconds, keep=keep
+        )
+        try:
+            return await call(connection=connection)
+        except UnavailableError as error:
+            if not connection.kept or isinstance(error.__cause__, TimeoutError):
+                raise
+        return await call(connection=_Connection(is_last=is_last))
 
     async def _call(
         self,
@@ -227,18 +260,21 @@ class SidecarClient:
         seconds: float = CALL_SECONDS,
         *,
         keep: bool = False,
+        connection: _Connection | None = None,
     ) -> R:
-        session = self._polls if keep else self._session
+        session, connection = self._kept if keep else self._session, connection or _Connection()
         if session is None:
             raise UnavailableError(f"{method} {path} to {target.pod}: the session is not open")
         host = f"[{target.address}]" if ":" in target.address else target.address
         try:
-            connection = _Connection()
             async with session.request(
                 method,
                 f"https://{host}:{self._port}{path}",
                 data=message if message is None or isinstance(message, bytes) else dumps(message),
-                headers={"Content-Type": "application/json"},
+                headers={
+                    "Content-Type": "application/json",
+                    **({"Connection": "close"} if connection.is_last else {}),
+                },
                 ssl=context,
                 server_hostname=peer_dns_name(target.pod, target.job_uid),
                 timeout=aiohttp.ClientTimeout(

@@ -26,13 +26,7 @@ from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import NodeView, PodView, Unreadable
 from holdfast_operator.model.keys import Key, KeyKind, adoption_key, gang_key, job_key, store_key
-from holdfast_operator.watch.expectations import (
-    Expectations,
-    created,
-    deleted,
-    is_at_least,
-    written,
-)
+from holdfast_operator.watch.expectations import Expectations, created, deleted
 from holdfast_operator.watch.node_leases import NodeLeases
 from holdfast_operator.watch.pods import PodCache, key_of
 from holdfast_operator.watch.records import (
@@ -45,6 +39,7 @@ from holdfast_operator.watch.records import (
     read_pod,
 )
 from holdfast_operator.watch.reflector import Collection, Reflector
+from holdfast_operator.watch.versions import is_at_least
 from holdfast_operator.watch.views import node_view
 
 T = TypeVar("T")
@@ -78,7 +73,6 @@ class ClusterCache:
         self._jobs: dict[Key, Gang] = {}
         self._restoring = set[Key]()
         """Jobs whose spec names a Checkpoint."""
-        self._written: dict[JobUid, str] = {}
         self._pods = PodCache()
         self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
         """Objects of our own kinds that cannot be parsed, by kind, namespace and name."""
@@ -90,6 +84,7 @@ class ClusterCache:
         """Names of Node objects that cannot be parsed."""
         self.leases = NodeLeases()
         self.reflectors: list[Reflector[Any]] = []
+        self._own_watches: tuple[Reflector[Any], ...] = ()
         self._pod_watches: tuple[Reflector[Any], ...] = ()
 
         watch = self._watch
@@ -106,10 +101,12 @@ class ClusterCache:
                     ("stores", CheckpointStore),
                 )
             )
-            watch(api, jobs, TrainingJob.from_dict, self._job)
-            watch(api, adoptions, CheckpointAdoption.from_dict, self._job)
-            watch(api, checkpoints, Checkpoint.from_dict, self._ckpt)
-            watch(api, stores, CheckpointStore.from_dict, self._store)
+            self._own_watches += (
+                watch(api, jobs, TrainingJob.from_dict, self._job),
+                watch(api, adoptions, CheckpointAdoption.from_dict, self._job),
+                watch(api, checkpoints, Checkpoint.from_dict, self._ckpt),
+                watch(api, stores, CheckpointStore.from_dict, self._store),
+            )
             own = Collection("pods", f"/api/v1{scope}/pods", mine, "Pod")
             theirs = Collection("adopted-pods", f"/api/v1{scope}/pods", adopted, "Pod")
             self._pod_watches += (
@@ -177,6 +174,15 @@ class ClusterCache:
 
     def job(self, key: Key) -> Gang | None:
         return self._jobs.get(key)
+
+    def is_known(self, uid: str, resource_version: str) -> bool:
+        """Return whether the copy of an object of our own kinds is of this version or a newer one."""
+        found = (r.items.get(uid) for r in self._own_watches)
+        return any(
+            not isinstance(item, Unreadable | None)
+            and is_at_least(item.resource_version, resource_version)
+            for item in found
+        )
 
     def same_name(self, job: Gang) -> Gang | None:
         """Return another gang of the same name in the job's namespace, or None."""
@@ -300,12 +306,13 @@ class ClusterCache:
         if pod is not None and not pod.view.terminating:
             self._expectations.expect(job.uid, deleted(uid), self._clock.monotonic())
 
-    def expect_written(self, job: Gang, resource_version: str) -> None:
+    def take_job(self, job: Gang, reply: Mapping[str, Any]) -> None:
+        """Take a job from the reply to a write of its status, which the watch delivers later."""
         seen = self._jobs.get(gang_key(job))
-        if seen is None or is_at_least(seen.resource_version, resource_version):
+        if seen is None or is_at_least(seen.resource_version, reply["metadata"]["resourceVersion"]):
             return
-        self._written[job.uid] = resource_version
-        self._expectations.expect(job.uid, written(resource_version), self._clock.monotonic())
+        for reflector in self._own_watches:
+            reflector.take(reply)
 
     # ------------------------------------------------------------------ changes
 
@@ -323,12 +330,7 @@ class ClusterCache:
             self._jobs[key] = new
             if new.spec.source_checkpoint is not None:
                 self._restoring.add(key)
-            expected = self._written.get(new.uid)
-            if expected is not None and is_at_least(new.resource_version, expected):
-                del self._written[new.uid]
-                self._expectations.met(new.uid, written(expected))
         if new is None:
-            self._written.pop(JobUid(job.uid), None)
             self._on_job_gone(job)
         self._enqueue(key)
         self._enqueue_stores_of(old, new)

@@ -1,8 +1,8 @@
-"""The operator's own writes that the reflectors have not delivered yet.
+"""Pods that the operator created or deleted and that the reflectors have not delivered yet.
 
-A pass on older reads would repeat these writes. Repeating is harmless, because names are deterministic and
-status writes are compare-and-swap, but waiting saves the calls and the conflicts. An expectation that is
-never met expires, and the next pass acts on what the reflectors show.
+A pass on older reads would repeat these writes. Repeating is harmless, because names are deterministic, but
+waiting saves the calls. An expectation that is never met expires, and the next pass acts on what the
+reflectors show.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Expectations:
 
         Args:
             owner: Uid of the job.
-            token: Result of `created`, `deleted` or `written`; the cache passes the same one to `met`.
+            token: Result of `created` or `deleted`; the cache passes the same one to `met`.
         """
         self._open.setdefault(owner, {})[token] = now + EXPIRE_SECONDS
 
@@ -54,17 +54,3 @@ def created(uid: str) -> str:
 
 def deleted(uid: str) -> str:
     return f"deleted {uid}"
-
-
-def written(resource_version: str) -> str:
-    return f"written {resource_version}"
-
-
-def is_at_least(seen: str, expected: str) -> bool:
-    """Return whether one resourceVersion is equal to or newer than another of the same collection.
-
-    They are compared as numbers where both are numbers; otherwise only equality counts.
-    """
-    if seen.isdecimal() and expected.isdecimal():
-        return int(seen) >= int(expected)
-    return seen == expected

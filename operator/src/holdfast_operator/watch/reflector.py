@@ -23,6 +23,7 @@ from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.watch.unreadable import unreadable
+from holdfast_operator.watch.versions import is_at_least
 
 T = TypeVar("T")
 
@@ -44,8 +45,8 @@ class Collection:
 class Timings:
     """Time-outs and intervals in seconds; only tests use other values."""
 
-    page: int = 500
-    """Objects in one page of a LIST."""
+    page: int = 100
+    """Objects in one page of a LIST. The parsed JSON of a page of 500 pods takes some 40 MiB."""
     list_seconds: float = 60.0
     watch_seconds: tuple[int, int] = (300, 600)
     """Shortest and longest duration of one watch; each watch takes a random one between them."""
@@ -97,6 +98,8 @@ class Reflector(Generic[T]):
         """Limit of the present watch, until `relist_soon` has moved it to now."""
         self._list_due = 0.0
         self._items: dict[str, T | Unreadable] = {}
+        self._taken: dict[str, str] = {}
+        """resourceVersions of the objects that `take` has stored and that no event or LIST has had yet."""
         self._log_changes = logs.Changed()
         self._backoff = self._timings.first_backoff_seconds
         self.synced = asyncio.Event()
@@ -153,7 +156,7 @@ class Reflector(Generic[T]):
 
     async def relist(self) -> None:
         """Update the copy by one LIST. Raises ApiError or WatchGone."""
-        seen: dict[str, T | Unreadable] = {}
+        seen: dict[str, tuple[str, T | Unreadable]] = {}
         token: str | None = None
         while True:
             params = {**self._params(), "limit": str(self._timings.page)}
@@ -171,14 +174,15 @@ class Reflector(Generic[T]):
             for raw in page.get("items") or []:
                 item = self._read(raw)
                 if item is not None:
-                    seen[raw["metadata"]["uid"]] = item
+                    seen[raw["metadata"]["uid"]] = raw["metadata"]["resourceVersion"], item
             version, token = page["metadata"]["resourceVersion"], page["metadata"].get("continue")
             if not token:
                 break
         for uid in [u for u in self._items if u not in seen]:
             self._drop(uid)
-        for uid, item in seen.items():
-            self._put(uid, item)
+        for uid, (at, item) in seen.items():
+            if not self._is_outdated(uid, at):
+                self._put(uid, item)
         self._version = version
         self.lists += 1
         now = self._clock.monotonic()
@@ -199,6 +203,25 @@ class Reflector(Generic[T]):
         if self._watching is not None:
             self._watching.reschedule(asyncio.get_running_loop().time())
             self._watching = None  # a limit that has passed cannot be moved again
+
+    def take(self, reply: Mapping[str, Any]) -> None:
+        """Store an object of the copy from the reply to a write, which is newer than the copy.
+
+        Events and LISTs that were under way before the write do not replace it. The next pass need not wait
+        for the watch.
+        """
+        uid, version = reply["metadata"]["uid"], reply["metadata"]["resourceVersion"]
+        item = self._read(reply) if uid in self._items and version.isdecimal() else None
+        if item is not None:
+            self._taken[uid] = version
+            self._put(uid, item)
+
+    def _is_outdated(self, uid: str, version: str) -> bool:
+        """Return whether `take` has stored a newer version than this one, which an event or LIST has."""
+        if is_at_least(version, self._taken.get(uid, version)):
+            self._taken.pop(uid, None)
+            return False
+        return True
 
     async def _watch_until_relist(self) -> None:
         """Watch until the server ends the watch, or `relist_soon` does."""
@@ -248,11 +271,12 @@ class Reflector(Generic[T]):
             raise ApiError(raw.get("code"), str(raw.get("reason") or ""), str(raw.get("message")))
         if kind != "BOOKMARK":
             uid = raw["metadata"]["uid"]
-            item = None if kind == "DELETED" else self._read(raw)
-            if item is None:
-                self._drop(uid)
-            else:
-                self._put(uid, item)
+            if not self._is_outdated(uid, raw["metadata"]["resourceVersion"]):
+                item = None if kind == "DELETED" else self._read(raw)
+                if item is None:
+                    self._drop(uid)
+                else:
+                    self._put(uid, item)
         self._version = raw["metadata"]["resourceVersion"]
         self.last_contact = self.last_turn = self._clock.monotonic()
         self._reset_backoff()
@@ -280,6 +304,7 @@ class Reflector(Generic[T]):
 
     def _drop(self, uid: str) -> None:
         old = self._items.pop(uid, None)
+        self._taken.pop(uid, None)
         if old is not None:
             self._on_change(old, None)
 
