@@ -17,6 +17,9 @@ from testbed.driver.kube import Kube, Object, wait_for
 NAMESPACE = "holdfast-bench"
 INTERVAL = 10
 """Steps between two checkpoints. B7 allows as many lost steps."""
+LOOK_SECONDS = 0.2
+"""Time between two looks at the metrics of all pods, which pass through the API server's proxy. A look takes
+processor time from the recovery on the same machine."""
 ANSWER_SECONDS = 1.0
 """Longest wait for the metrics of one pod."""
 Cause = Callable[[Job], float]
@@ -74,7 +77,7 @@ def recovery(job: Job, cause: Cause, timeout_seconds: float) -> tuple[float, dic
         lambda: _trained_round(job) > before,
         timeout_seconds=timeout_seconds,
         describe=job.describe,
-        every_seconds=0.05,
+        every_seconds=LOOK_SECONDS,
     )
     seconds = time.monotonic() - at
     records = wait_for(

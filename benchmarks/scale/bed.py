@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -110,9 +111,11 @@ class Bed:
             for uid, s in (await self.statuses()).items()
         )
 
-    async def plane_request(self, method: str, path: str, body: dict[str, Any]) -> Any:
-        """Call the API by a request that may take a minute."""
-        return await asyncio.to_thread(self.plane.request, method, path, body)
+    async def delete_pods(self, options: dict[str, Any]) -> None:
+        """Delete all pods by one request. It may take minutes, and ends early if it takes too long."""
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.to_thread(self.plane.request, "DELETE", path, options)
 
     # ------------------------------------------------------------------ what the operator does
 

@@ -159,7 +159,7 @@ async def catastrophe(bed: Bed, operator: OperatorProcess) -> list[Figure]:
     usage = await Usage.begin(operator, bed)
     old = set(bed.kubelets.pods)
     bed.kubelets.works.clear()
-    await bed.plane_request("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods", _NOW)
+    deletion = asyncio.create_task(bed.delete_pods(_NOW))
 
     def replaced() -> bool:
         return sum(not p.deleting for u, p in bed.kubelets.pods.items() if u not in old) >= pods
@@ -169,6 +169,7 @@ async def catastrophe(bed: Bed, operator: OperatorProcess) -> list[Figure]:
     finally:
         bed.kubelets.works.set()
     taken = await usage.taken()
+    await deletion
     await bed.until("all gangs train again", lambda: _recovered(bed, rounds), 1800, 5)
     taken["all_train_seconds"] = round(time.monotonic() - usage.begun, 1)
     what = "all pods deleted by one request -> all replacements are created"
@@ -193,7 +194,7 @@ async def two_operators(bed: Bed, operator: OperatorProcess, number: int) -> lis
     taken = await usage.taken()
     second.kill()
     doubles = await _counted(bed, {u: rounds[u] for u in chosen}, "C5")
-    what = f"{number} pods lost at 10/s -> all gangs train, two operators that both lead"
+    what = f"{bed.jobs} jobs: {number} pods lost at 10/s -> all gangs train, two operators that both lead"
     return [for_orientation("two operators", [taken["seconds"]], "s", what=what, **taken), *doubles]
 
 
@@ -251,6 +252,8 @@ async def returning_nodes(bed: Bed, operator: OperatorProcess, drills: int) -> l
     wall = time.monotonic() - begun
     for (job, worker), sidecar in old.items():
         bed.kubelets.gangs[job].claim(sidecar, 10**6 + worker)
+    members = [s for job in chosen for s in bed.kubelets.gangs[job].members.values()]
+    before = {id(s): len(s.rounds) for s in members}
     bed.kubelets.rejoin_nodes()
     gone = {p.uid for p in cut}
     await bed.until("the old pods end", lambda: not gone & set(bed.kubelets.pods), 600)
@@ -267,8 +270,7 @@ async def returning_nodes(bed: Bed, operator: OperatorProcess, drills: int) -> l
         m.pod in pods
         for gang in (bed.kubelets.gangs[u] for u in chosen)
         for s in gang.members.values()
-        for message in s.rounds
-        if message.round > rounds[gang.uid]
+        for message in s.rounds[before.get(id(s), 0) :]
         for m in message.members
     )
     others = {u: r for u, r in rounds.items() if u not in chosen}
@@ -276,7 +278,13 @@ async def returning_nodes(bed: Bed, operator: OperatorProcess, drills: int) -> l
     return [
         for_orientation("nodes cut off", [wall], "s", what=what, gangs=len(chosen)),
         at_most("C6-commits", [stale], "gangs", 0, what="commits of returned pods that count"),
-        at_most("C6-reads", [read], "messages", 0, what="later rounds that name a returned pod"),
+        at_most(
+            "C6-reads",
+            [read],
+            "messages",
+            0,
+            what="ROUNDs after the return that name a returned pod",
+        ),
         *await _untouched(bed, others, "C6"),
     ]
 

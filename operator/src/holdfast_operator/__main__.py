@@ -53,8 +53,12 @@ def allow_descriptors() -> None:
 
 
 async def follow_with_kopf(controller: Controller, inputs: HandlerInputs, clock: Clock) -> None:
-    """Start kopf after the first LISTs, because its own LISTs have no pages and take as much memory again."""
-    await controller.wait_synced()
+    """Start kopf when this process leads and has handled all objects.
+
+    kopf lists all objects without pages, and then handles each. Beside the operator's own first LISTs and
+    passes this would cost memory and delay the passes.
+    """
+    await controller.wait_handled()
     await run_kopf(inputs, clock)
 
 

@@ -56,6 +56,8 @@ from holdfast_operator.watch.expectations import Expectations
 
 _KINDS = {KeyKind.JOB: TrainingJob.KIND, KeyKind.ADOPTION: CheckpointAdoption.KIND}
 TICK_SECONDS = 1.0
+HANDLED_SECONDS = 300.0
+"""Longest wait of `wait_handled`. The queue of a cluster where much happens may never be empty."""
 SWEEP_SECONDS = 3600.0
 
 
@@ -159,9 +161,13 @@ class Controller:
         if not self._cache.is_known(uid, resource_version):
             self.enqueue(key)
 
-    async def wait_synced(self) -> None:
-        """Wait until each watch has completed its first LIST."""
-        await self._cache.wait_synced()
+    async def wait_handled(self) -> None:
+        """Wait until this process leads and no object waits for a pass, for HANDLED_SECONDS at most."""
+        await self._leadership.gained.wait()
+        until = self._clock.monotonic() + HANDLED_SECONDS
+        await self._clock.sleep(TICK_SECONDS)
+        while self._queue.depth and self._clock.monotonic() < until:
+            await self._clock.sleep(TICK_SECONDS)
 
     def watch_age_seconds(self) -> float | None:
         """Return the seconds since the most silent watch delivered anything.
