@@ -21,6 +21,7 @@ from holdfast_core.net.tls import use_small_read_buffers
 
 NAME = "scale"
 CASES = ("idle", "start", "failures", "nodes", "outage", "all", "two")
+FULL_PODS = 10_000
 TWO_JOBS = 200
 """Jobs of the case *two*, which has a bed of its own. With two operators and 10,000 sidecars, two cores are
 too busy for the nodes to renew their leases, and nodes that are not lost count as lost."""
@@ -41,35 +42,35 @@ async def _measure(folder: Path, options: argparse.Namespace, jobs: int, chosen:
     async with Bed(folder, jobs, workers, -(-jobs * workers // options.pods_per_node)) as bed:
         operator = bed.operator()
         operator.start()
-        created = await cases.create(bed, operator)
-        if jobs == options.jobs:
-            _note(options, created)
+        _note(options, jobs, await cases.create(bed, operator))
         run: dict[str, Callable[[], Awaitable[list[Figure]]]] = {
             "idle": lambda: cases.steady(bed, operator, seconds),
             "start": lambda: cases.cold_start(bed, operator, seconds),
             "failures": lambda: cases.failures(bed, operator),
             "all": lambda: cases.catastrophe(bed, operator),
-            "two": lambda: cases.two_operators(bed, operator, jobs),
+            "two": lambda: cases.two_operators(bed, operator),
             "nodes": lambda: cases.returning_nodes(bed, operator, min(jobs, 1000)),
             "outage": lambda: cases.outage(bed, operator, options.outage_seconds),
         }
         for name in chosen:
-            _note(options, await run[name]())
+            _note(options, jobs, await run[name]())
             if not operator.is_running():
                 raise RuntimeError(
                     f"the operator has ended in case {name!r}, see its log in {folder}"
                 )
 
 
-def _note(options: argparse.Namespace, found: list[Figure]) -> None:
-    """Show these figures, and write them if they are of the full size. The ids of other ones name it."""
-    is_full = options.jobs * options.workers >= 10_000
-    if not is_full:
-        size = f"{options.jobs} x {options.workers}"
+def _note(options: argparse.Namespace, jobs: int, found: list[Figure]) -> None:
+    """Show the figures of a bed of so many jobs, and write them if the run is of the full size.
+
+    The ids of figures of a smaller bed name its size.
+    """
+    if jobs * options.workers < FULL_PODS:
+        size = f"{jobs} x {options.workers}"
         found = [replace(figure, id=f"{figure.id} ({size})") for figure in found]
     for figure in found:
         print(f"  {figure.id}: {figure.value} {figure.unit} {figure.details}", flush=True)
-    if is_full or options.write:
+    if options.jobs * options.workers >= FULL_PODS or options.write:
         figures = merged(read(NAME), found)
         path = write(NAME, figures)
         path.with_suffix(".md").write_text(page(figures))

@@ -179,22 +179,21 @@ async def catastrophe(bed: Bed, operator: OperatorProcess) -> list[Figure]:
     ]
 
 
-async def two_operators(bed: Bed, operator: OperatorProcess, number: int) -> list[Figure]:
-    """Let a second operator lead as well, by a lease of its own, while pods are lost."""
+async def two_operators(bed: Bed, operator: OperatorProcess) -> list[Figure]:
+    """Let a second operator lead as well, by a lease of its own, while each gang loses a pod."""
     second = bed.operator("second")
     bed.forget_calls()
     second.start()
     await bed.until("the second leads", lambda: second.metric("holdfast_operator_leads"), 300)
     await _read_all(bed)
     rounds = await _rounds(bed)
-    chosen = list(rounds)[:number]
     usage = await Usage.begin(operator, bed)
-    await _lose(bed, chosen, 10.0)
-    await bed.until("the gangs train again", lambda: _recovered(bed, rounds, chosen), 1800, 5)
+    await _lose(bed, list(rounds), 10.0)
+    await bed.until("all gangs train again", lambda: _recovered(bed, rounds), 1800, 5)
     taken = await usage.taken()
     second.kill()
-    doubles = await _counted(bed, {u: rounds[u] for u in chosen}, "C5")
-    what = f"{bed.jobs} jobs: {number} pods lost at 10/s -> all gangs train, two operators that both lead"
+    doubles = await _counted(bed, rounds, "C5")
+    what = f"{bed.jobs} pods lost at 10/s -> all gangs train, two operators that both lead"
     return [for_orientation("two operators", [taken["seconds"]], "s", what=what, **taken), *doubles]
 
 

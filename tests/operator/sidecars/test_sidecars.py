@@ -138,9 +138,7 @@ def test_a_silent_sidecar_is_called_less_and_less_often(
 async def test_a_pass_never_waits_and_never_sends_the_same_call_twice_at_once() -> None:
     async with bench() as b:
         pod = pod_view(0)
-        server = await b.serve(pod)
-        b.follow(pod)
-        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        server = await b.answering(pod)
         for _ in range(50):
             b.sidecars.seal(UID, pod.uid, RestartRound(1))
         await b.until(lambda: b.view(pod).sealed_round == 1)
@@ -150,9 +148,7 @@ async def test_a_pass_never_waits_and_never_sends_the_same_call_twice_at_once() 
 async def test_a_refused_round_brings_the_newest_version_of_the_sidecar() -> None:
     async with bench() as b:
         pod = pod_view(0)
-        server = await b.serve(pod)
-        b.follow(pod)
-        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        server = await b.answering(pod)
         b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 1)), 0)
         await b.until(lambda: b.view(pod).acked is not None)
         acked = b.view(pod).acked
@@ -315,9 +311,7 @@ async def test_an_expired_certificate_of_another_pod_is_not_renewed(case: str) -
 async def test_a_sidecar_on_a_suspected_node_is_called_at_once() -> None:
     async with bench() as b:
         pod = pod_view(0)
-        server = await b.serve(pod)
-        b.follow(pod)
-        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        server = await b.answering(pod)
         await server.close()
 
         def silent() -> bool:
@@ -402,9 +396,7 @@ async def test_a_kept_connection_does_not_hide_a_new_leaf() -> None:
 async def test_round_uses_the_connection_of_seal_and_closes_it() -> None:
     async with bench() as b:
         pod = pod_view(0)
-        server = await b.serve(pod)
-        b.follow(pod)
-        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        server = await b.answering(pod)
         for number in (1, 2):
             before = server.handshakes
             b.sidecars.seal(UID, pod.uid, RestartRound(number))
@@ -418,8 +410,7 @@ async def test_a_round_whose_kept_connection_breaks_is_sent_again_on_a_new_one()
     """The sidecar may have closed it meanwhile, which is no failure of the sidecar."""
     async with bench() as b:
         pod = pod_view(0)
-        server = await b.serve(pod)
-        b.follow(pod)
+        server = await b.answering(pod)
         b.sidecars.seal(UID, pod.uid, RestartRound(1))
         await b.until(lambda: b.view(pod).sealed_round == 1)
         server.cuts, before = 1, server.handshakes

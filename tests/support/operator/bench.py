@@ -16,7 +16,7 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import JobUid, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import Certificate
-from holdfast_operator.model.job import PodPhase, PodView, SidecarView
+from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key, job_key
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import (
@@ -109,6 +109,13 @@ class Bench:
         leaf = leaf or leaf_of(pod)
         await server.start(pod.ip or "", self.port, AUTHORITY.certificate, leaf)
         self.servers[pod.worker] = server
+        return server
+
+    async def answering(self, pod: PodView) -> FakeSidecar:
+        """Serve this pod, follow it, and return its sidecar when it has answered."""
+        server = await self.serve(pod)
+        self.follow(pod)
+        await self.until(lambda: self.view(pod).reachable is Reachable.YES)
         return server
 
     def follow(

@@ -11,7 +11,6 @@ import asyncio
 import ssl
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -99,8 +98,6 @@ class Target:
 class _Connection:
     """How a request reaches the sidecar."""
 
-    is_last: bool = False
-    """Whether to close the connection after this request."""
     kept: bool = False
     """Whether it uses the connection of an earlier request, whose handshake showed an older leaf, maybe."""
 
@@ -163,7 +160,7 @@ class SidecarClient:
             Inventory,
             CALL_SECONDS,
             keep=True,
-            is_last=True,
+            close=True,
         )
 
     async def request(
@@ -228,26 +225,11 @@ class SidecarClient:
         seconds: float,
         *,
         keep: bool = False,
-        is_last: bool = False,
+        close: bool = False,
     ) -> R:
-        """Call with POST. If the sidecar has closed a kept connection meanwhile, use a new one.
-
-        SEAL and ROUND may arrive twice. aiohttp itself repeats only a GET.
-
-        Args:
-            keep: Use a kept connection if there is one, and keep it.
-            is_last: Close the connection afterwards.
-        """
-        connection = _Connection(is_last=is_last)
-        call = partial(
-            self._call, context, target, "POST", path, message, reply, seconds, keep=keep
+        return await self._call(
+            context, target, "POST", path, message, reply, seconds, keep=keep, close=close
         )
-        try:
-            return await call(connection=connection)
-        except UnavailableError as error:
-            if not connection.kept or isinstance(error.__cause__, TimeoutError):
-                raise
-        return await call(connection=_Connection(is_last=is_last))
 
     async def _call(
         self,
@@ -260,9 +242,15 @@ class SidecarClient:
         seconds: float = CALL_SECONDS,
         *,
         keep: bool = False,
-        connection: _Connection | None = None,
+        close: bool = False,
     ) -> R:
-        session, connection = self._kept if keep else self._session, connection or _Connection()
+        """Send a request and parse its reply.
+
+        Args:
+            keep: Use a kept connection if there is one, and keep it.
+            close: Close the connection afterwards.
+        """
+        session, connection = self._kept if keep else self._session, _Connection()
         if session is None:
             raise UnavailableError(f"{method} {path} to {target.pod}: the session is not open")
         host = f"[{target.address}]" if ":" in target.address else target.address
@@ -273,7 +261,7 @@ class SidecarClient:
                 data=message if message is None or isinstance(message, bytes) else dumps(message),
                 headers={
                     "Content-Type": "application/json",
-                    **({"Connection": "close"} if connection.is_last else {}),
+                    **({"Connection": "close"} if close else {}),
                 },
                 ssl=context,
                 server_hostname=peer_dns_name(target.pod, target.job_uid),
@@ -289,6 +277,12 @@ class SidecarClient:
                 data = await _bounded(response, reply_limit_bytes(kind, target.ranks))
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if connection.kept and method == "POST" and not isinstance(error, TimeoutError):
+                # The sidecar has closed the kept connection meanwhile. SEAL and ROUND may arrive twice, but
+                # aiohttp itself repeats only a GET.
+                return await self._call(
+                    context, target, method, path, message, reply, seconds, keep=keep, close=close
+                )
             # aiohttp's message for a failed connect contains the TLS context's address in memory.
             cause = getattr(error, "os_error", None) or error
             text = str(cause) or type(cause).__name__

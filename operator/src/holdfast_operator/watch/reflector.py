@@ -213,15 +213,12 @@ class Reflector(Generic[T]):
         uid, version = reply["metadata"]["uid"], reply["metadata"]["resourceVersion"]
         item = self._read(reply) if uid in self._items and version.isdecimal() else None
         if item is not None:
-            self._taken[uid] = version
             self._put(uid, item)
+            self._taken[uid] = version
 
     def _is_outdated(self, uid: str, version: str) -> bool:
-        """Return whether `take` has stored a newer version than this one, which an event or LIST has."""
-        if is_at_least(version, self._taken.get(uid, version)):
-            self._taken.pop(uid, None)
-            return False
-        return True
+        """Return whether `take` has stored a newer version than this one of an event or a LIST."""
+        return uid in self._taken and not is_at_least(version, self._taken[uid])
 
     async def _watch_until_relist(self) -> None:
         """Watch until the server ends the watch, or `relist_soon` does."""
@@ -298,6 +295,7 @@ class Reflector(Generic[T]):
 
     def _put(self, uid: str, item: T | Unreadable) -> None:
         old = self._items.get(uid)
+        self._taken.pop(uid, None)
         if old != item:
             self._items[uid] = item
             self._on_change(old, item)

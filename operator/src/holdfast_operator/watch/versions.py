@@ -1,4 +1,4 @@
-"""Compare resourceVersions of one collection, which Kubernetes counts up (since 1.35 by contract)."""
+"""Compare two resourceVersions of one collection. Kubernetes guarantees their order since 1.35."""
 
 from __future__ import annotations
 
