@@ -21,9 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 14700,
-    "operator": 12360,
+    "operator": 12380,
     "sidecar": 9700,
-    "trainer_sdk": 17700,
+    "trainer_sdk": 17720,
     "cli": 600,
 }
 """Most lines of code of each package."""

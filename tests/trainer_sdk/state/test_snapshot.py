@@ -26,7 +26,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5), (40, 1001)], ids=str)
 def test_a_tensor_of_every_dtype_and_shape_is_restored(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
@@ -67,6 +67,25 @@ def test_views_that_are_not_contiguous_are_restored() -> None:
     back = read_payload(stored({"t": base.t(), "s": base[:, ::2]}))
     assert torch.equal(back["t"], base.t())
     assert torch.equal(back["s"], base[:, ::2])
+
+
+@pytest.mark.parametrize("count", [7, 40_001])
+def test_views_whose_values_are_not_in_memory_are_restored(count: int) -> None:
+    conjugate = torch.randn(count, dtype=torch.complex64).conj()
+    negative = torch._neg_view(torch.randn(count))
+    back = read_payload(stored({"conjugate": conjugate, "negative": negative}))
+    assert torch.equal(back["conjugate"], conjugate)
+    assert torch.equal(back["negative"], negative)
+
+
+def test_tensors_of_all_sizes_keep_their_places() -> None:
+    counts = [1, 40_000, 32_768, 32_769, 2_000_000, 9_000_000, 5, 300_000]
+    state = {f"t{number}": torch.randn(count) for number, count in enumerate(counts)}
+    state["parameter"] = torch.nn.Parameter(torch.randn(50_000), requires_grad=False)
+    back = read_payload(stored(state))
+    assert {name: torch.equal(back[name], value) for name, value in state.items()} == dict.fromkeys(
+        state, True
+    )
 
 
 def test_payload_is_a_safetensors_file() -> None:

@@ -18,7 +18,7 @@ class Writers:
     """Writers of the parameters at their current addresses. Do not keep it: a parameter may move."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._optimizers = optimizers
+        self._by_id = {id(optimizer): optimizer for optimizer in optimizers}
         self._parameters: dict[_Place, Any] = {}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -32,7 +32,7 @@ class Writers:
         if leaf.source.is_inference():
             return None
         if leaf.owner is not None:
-            return next((o for o in self._optimizers if o is leaf.owner), None)
+            return self._by_id.get(id(leaf.owner))
         place = _place(leaf.source)
         return None if place is None else self._parameters.get(place)
 
