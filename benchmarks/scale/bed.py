@@ -21,7 +21,7 @@ from tests.support.servers.control_plane import ControlPlane
 from benchmarks.scale.kubelets import Kubelets, in_parallel
 from benchmarks.scale.operator_process import OperatorProcess
 from holdfast_operator.kube.access import from_kubeconfig
-from holdfast_operator.kube.api import KubeApi
+from holdfast_operator.kube.api import ApiError, KubeApi
 
 NAMESPACE = "training"
 _JOBS = f"{GROUP}/namespaces/{NAMESPACE}/trainingjobs"
@@ -135,14 +135,22 @@ class Bed:
         while True:
             if self._task.done():
                 self._task.result()
-            result = done()
-            if asyncio.iscoroutine(result):
-                result = await result
-            if result:
+            if await _is_done(done):
                 return time.monotonic() - begun
             if time.monotonic() - begun > seconds:
                 raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
             await asyncio.sleep(every)
+
+
+async def _is_done(done: Callable[[], Any]) -> bool:
+    """Return whether the condition is true. False while the API server asks to repeat a request (429)."""
+    try:
+        result = done()
+        return bool(await result if asyncio.iscoroutine(result) else result)
+    except ApiError as error:
+        if error.status != 429:
+            raise
+        return False
 
 
 def _is_running(status: dict[str, Any]) -> bool:

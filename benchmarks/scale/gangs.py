@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from aiohttp import web
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.fake_sidecar import FakeSidecar
 
 from holdfast_core.format.manifest import Manifest, manifest_digest
-from holdfast_core.ids import JobUid, RestartRound, Step, TierName, Worker
-from holdfast_core.messages.codec import dumps
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     AcceptedRound,
     CoordinatorState,
@@ -33,6 +34,20 @@ REPORT_SECONDS = 0.5
 """The report interval of a real sidecar. Each report is a change that may wait."""
 FIRST_COMMIT = 10
 """Steps after the restore point at which a gang saves for the first time in a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadRound:
+    message: Round
+    digest: Digest
+    is_complete: bool
+    """Whether it has the address of each member."""
+
+
+@lru_cache(maxsize=64)
+def _read_round(body: bytes) -> _ReadRound:
+    message = loads(Round, body)
+    return _ReadRound(message, message.content_digest(), all(m.address for m in message.members))
 
 
 @dataclass
@@ -58,13 +73,31 @@ class PlayedSidecar(FakeSidecar):
         self.versioned.delivered(state.version)
         return web.Response(body=dumps(state), content_type="application/json")
 
+    # Each member of a real gang parses ROUND and encodes manifests on a machine of its own.
+
+    def digest_of(self, manifest: Manifest) -> Digest:
+        return _digest_of(manifest)
+
+    def read_round(self, body: bytes) -> Round:
+        return _read_round(body).message
+
     async def _round(self, request: web.Request) -> web.Response:
         response = await super()._round(request)
         if self.gang is not None and response.status == 200:
-            newest = self.rounds[-1]
-            self.acceptance = AcceptedRound(newest.version, newest.content_digest())
-            self.gang.round_received(self)
+            read = _read_round(await request.read())
+            self.acceptance = AcceptedRound(read.message.version, read.digest)
+            self.gang.round_received(self, read)
         return response
+
+
+_digests: dict[int, tuple[Manifest, Digest]] = {}
+"""Each manifest and its digest, by the manifest's id."""
+
+
+def _digest_of(manifest: Manifest) -> Digest:
+    if id(manifest) not in _digests:
+        _digests[id(manifest)] = manifest, manifest_digest(manifest.to_bytes())
+    return _digests[id(manifest)][1]
 
 
 @dataclass
@@ -78,30 +111,27 @@ class Gang:
     state: CoordinatorState | None = None
     trains_since: float = 0.0
     first_step: int = 0
+    ready: dict[RestartRound, set[str]] = field(default_factory=dict)
+    """The pods that have received a complete ROUND, by the round."""
     rounds_trained: list[RestartRound] = field(default_factory=list)
     restored_steps: list[int] = field(default_factory=list)
     _manifest: Manifest | None = None
 
-    def round_received(self, sidecar: PlayedSidecar) -> None:
-        """Train as soon as each member has received the same complete ROUND.
+    def round_received(self, sidecar: PlayedSidecar, read: _ReadRound) -> None:
+        """Train as soon as each member has received a complete ROUND of the same round.
 
         A later ROUND of the same round may name another coordinator, if the first one did not answer in time.
         """
-        message = sidecar.rounds[-1]
+        message = read.message
         if message.round in self.rounds_trained[-1:]:
             if self.coordinator is not self.members[message.coordinator]:
                 self._coordinate(self.members[message.coordinator])
             return
-        if not all(m.address for m in message.members):
+        if not read.is_complete or message.round in self.rounds_trained:
             return
-        named = {m.pod for m in message.members}
-        ready = [
-            s
-            for s in self.members.values()
-            if s.pod in named and s.rounds and s.rounds[-1].round == message.round
-        ]
-        complete = [s for s in ready if all(m.address for m in s.rounds[-1].members)]
-        if len(complete) == self.workers and message.round not in self.rounds_trained:
+        self.ready.setdefault(message.round, set()).add(sidecar.pod)
+        ready = self.ready[message.round]
+        if len(ready) >= self.workers and ready.issuperset(m.pod for m in message.members):
             self._train(message)
 
     def _train(self, message: Round) -> None:
@@ -112,15 +142,16 @@ class Gang:
         step = self.first_step + FIRST_COMMIT
         manifest = stored_manifest(self.uid, step, message.round, self.workers)
         self._manifest = manifest
-        for worker, member in self.members.items():
-            kept = ((worker - 1) % self.workers, worker)
-            member.manifests = (manifest,)
-            member.stored = tuple(
-                ListedShard(s_step, s_round, shard.rank, 100, shard.blake3, TierName.NODE)
-                for shard in manifest.shards
-                if shard.rank in kept
-                for s_step, s_round in ((manifest.step, manifest.restart_round),)
+        listed = {
+            shard.rank: ListedShard(
+                manifest.step, manifest.restart_round, shard.rank, 100, shard.blake3, TierName.NODE
             )
+            for shard in manifest.shards
+        }
+        for worker, member in self.members.items():
+            kept = sorted({(worker - 1) % self.workers, worker})
+            member.manifests = (manifest,)
+            member.stored = tuple(listed[Rank(rank)] for rank in kept)
         point = RestorePoint(Step(step), message.round, manifest_digest(manifest.to_bytes()))
         self.state = CoordinatorState(
             version=0,

@@ -76,6 +76,34 @@ async def test_earliest_delay_counts_and_a_pass_forgets_it() -> None:
     await stop(task)
 
 
+async def test_a_key_that_rests_is_taken_once_at_the_end_of_its_rest() -> None:
+    clock = ManualClock()
+    queue, done = make(clock), list[tuple[str, float]]()
+
+    async def handle(key: str) -> None:
+        done.append((key, clock.monotonic() - 1000))
+        if key == "large":
+            queue.add(key)
+            queue.rest(key, 4)
+
+    task = asyncio.create_task(queue.run(2, handle))
+    queue.add("large")
+    await settle()
+    for _ in range(3):
+        clock.advance(1)
+        queue.add("large")
+        queue.add_after("large", 0.5)
+        queue.add("small")
+        await settle()
+    clock.advance(0.875)
+    await settle()
+    assert done == [("large", 0), ("small", 1), ("small", 2), ("small", 3)]
+    clock.advance(0.25)
+    await settle()
+    assert done[4:] == [("large", 4.125)]
+    await stop(task)
+
+
 async def test_error_brings_the_key_back_later_and_later() -> None:
     clock, errors = ManualClock(), list[str]()
     queue, tries = make(clock, errors), list[float]()

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.manifest import Manifest, manifest_digest
-from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     Certificate,
@@ -143,12 +143,18 @@ class FakeSidecar:
             round=self.round,
             version=self.version,
             manifests=tuple(
-                ListedManifest(m.step, m.restart_round, manifest_digest(m.to_bytes()), m.world_size)
+                ListedManifest(m.step, m.restart_round, self.digest_of(m), m.world_size)
                 for m in self.manifests
             ),
             shards=self.stored,
             launcher=self.launcher,
         )
+
+    def digest_of(self, manifest: Manifest) -> Digest:
+        return manifest_digest(manifest.to_bytes())
+
+    def read_round(self, body: bytes) -> Round:
+        return loads(Round, body)
 
     def _refuse(self, code: Refusal, text: str) -> web.Response:
         return _json(Refused(code, text, self.round, self.version), 409)
@@ -163,7 +169,7 @@ class FakeSidecar:
         return _json(self.inventory)
 
     async def _round(self, request: web.Request) -> web.Response:
-        message = loads(Round, await request.read())
+        message = self.read_round(await request.read())
         self.calls.append(("round", message))
         if self.cuts > 0 and request.transport is not None:
             self.cuts -= 1

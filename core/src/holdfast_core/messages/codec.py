@@ -48,7 +48,6 @@ class _MismatchError(Exception):
         self.path: list[str] = []
 
 
-@functools.lru_cache(maxsize=4096)
 def camel(name: str) -> str:
     """Return the camelCase wire name of a snake_case field."""
     head, *rest = name.split("_")
@@ -57,18 +56,28 @@ def camel(name: str) -> str:
 
 def to_json(message: Any) -> Any:
     """Return the JSON value of a message. Fields with the value None are left out."""
-    if dataclasses.is_dataclass(message) and not isinstance(message, type):
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(message):
-            value = getattr(message, field.name)
-            if value is not None:
-                values[camel(field.name)] = to_json(value)
-        return values
+    kind: Any = type(message)
+    if kind in _PLAIN_KINDS:
+        return message
+    if (names := _wire_names(kind)) is not None:
+        values = ((wire, getattr(message, name)) for name, wire in names)
+        return {wire: to_json(value) for wire, value in values if value is not None}
     if isinstance(message, dict):
         return {str(k): to_json(v) for k, v in message.items()}
     if isinstance(message, list | tuple):
         return [to_json(v) for v in message]
     return message
+
+
+_PLAIN_KINDS = frozenset({str, int, float, bool, type(None)})
+
+
+@functools.lru_cache(maxsize=2048)
+def _wire_names(kind: Any) -> tuple[tuple[str, str], ...] | None:
+    """Return the name of each field of a dataclass and its wire name, or None for another class."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple((field.name, camel(field.name)) for field in dataclasses.fields(kind))
 
 
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')

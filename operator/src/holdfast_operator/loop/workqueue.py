@@ -50,6 +50,7 @@ class WorkQueue(Generic[K]):
         self._again: set[K] = set()
         self._delayed: dict[K, tuple[float, asyncio.Task[None]]] = {}
         self._failures: dict[K, int] = {}
+        self._rests_until: dict[K, float] = {}
 
     @property
     def depth(self) -> int:
@@ -60,6 +61,8 @@ class WorkQueue(Generic[K]):
         """Queue the key for the next free worker. Call from the event loop's thread only."""
         if key in self._active:
             self._again.add(key)
+        elif (rest := self._rests_until.get(key, 0.0) - self._clock.monotonic()) > 0:
+            self.add_after(key, rest)
         elif key not in self._waiting:
             self._put(key, self._comes_first(key))
         elif key in self._late and self._comes_first(key):
@@ -84,9 +87,17 @@ class WorkQueue(Generic[K]):
             known[1].cancel()
         self._delayed[key] = (due, asyncio.create_task(self._delay(key, seconds)))
 
+    def rest(self, key: K, seconds: float) -> None:
+        """Let no worker take the key again for `seconds`. Additions until then are one addition at its end.
+
+        Call it while a worker handles the key.
+        """
+        self._rests_until[key] = self._clock.monotonic() + seconds
+
     def forget(self, key: K) -> None:
-        """Drop the key's delay and its count of failures, because its object is gone."""
+        """Drop all that is known of the key, because its object is gone."""
         self._failures.pop(key, None)
+        self._rests_until.pop(key, None)
         known = self._delayed.pop(key, None)
         if known is not None:
             known[1].cancel()
@@ -121,6 +132,7 @@ class WorkQueue(Generic[K]):
                 break
         del self._waiting[key]
         self._late.discard(key)
+        self._rests_until.pop(key, None)
         self._active.add(key)
         known = self._delayed.pop(key, None)
         if known is not None:
