@@ -158,7 +158,11 @@ class PlayedKubelet:
         gone = []
         for pod in self.pods():
             if pod["metadata"].get("deletionTimestamp") is not None:
-                self.delete_pod(pod["metadata"]["name"])
+                try:
+                    self.delete_pod(pod["metadata"]["name"])
+                except ControlPlaneError as error:
+                    if "HTTP 404" not in str(error):
+                        raise  # otherwise the operator has removed the pod meanwhile
                 gone.append(pod["metadata"]["name"])
         return gone
 
