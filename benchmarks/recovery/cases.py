@@ -18,9 +18,9 @@ from benchmarks.recovery.journal import Entry
 
 EXACT = Training(workers=3, steps=150, sleep_per_step=0.1, layers=1, width=32)
 """Training of B4. Three workers: a sum of two terms does not depend on their order."""
-PACE_SECONDS = 0.15
-"""Pause in each step of the long trainings. With 0.05 s a gang saved 1 GiB almost every second, and the
-saves, their copies and the uploads to a MinIO on the same two cores left little for a recovery."""
+LONG = Training(steps=1_000_000, sleep_per_step=0.15)
+"""Training of B1 to B3 and B6. With a pause of 0.05 s in each step, a gang saved 1 GiB almost every second.
+The saves, their copies and the uploads to a MinIO on the same two cores left little for a recovery."""
 SUBSETS = [c for k in range(1, 6) for c in combinations(range(5), k)]
 """B6: every loss of one to five of five workers."""
 COPIES = 2
@@ -37,7 +37,7 @@ class Options:
 
     @property
     def long(self) -> Training:
-        return Training(4, 1_000_000, PACE_SECONDS, state_mib=self.state_mib)
+        return replace(LONG, workers=4, state_mib=self.state_mib)
 
 
 Measure = Callable[[int], Entry]
@@ -173,7 +173,7 @@ class _Subsets:
 
     def __call__(self, repetition: int) -> Entry:
         if self._job is None:
-            training = Training(workers=5, steps=1_000_000, sleep_per_step=PACE_SECONDS)
+            training = replace(LONG, workers=5)
             self._job = jobs.start(self._kube, "subsets", training, copies=COPIES)
             self._job.wait_step(12)
         lost = SUBSETS[repetition]

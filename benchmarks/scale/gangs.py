@@ -152,7 +152,7 @@ class Gang:
             kept = sorted({(worker - 1) % self.workers, worker})
             member.manifests = (manifest,)
             member.stored = tuple(listed[Rank(rank)] for rank in kept)
-        point = RestorePoint(Step(step), message.round, manifest_digest(manifest.to_bytes()))
+        point = RestorePoint(Step(step), message.round, _digest_of(manifest))
         self.state = CoordinatorState(
             version=0,
             round=message.round,
@@ -204,7 +204,7 @@ class Gang:
     def claim(self, sidecar: PlayedSidecar, step: int) -> None:
         """Let a sidecar, whose pod may have been replaced, report a commit of its own round."""
         own = stored_manifest(self.uid, step, sidecar.round, self.workers)
-        point = RestorePoint(own.step, own.restart_round, manifest_digest(own.to_bytes()))
+        point = RestorePoint(own.step, own.restart_round, _digest_of(own))
         sidecar.manifests = (*sidecar.manifests, own)
         assert self.state is not None
         sidecar.state = replace(

@@ -61,9 +61,9 @@ HANDLED_SECONDS = 300.0
 SWEEP_SECONDS = 3600.0
 LONG_PASS_SECONDS = 0.02
 RESTS_PER_PASS = 4.0
-"""A job whose pass takes LONG_PASS_SECONDS or more gets the next one after this many times as long. Each
-answer of a sidecar requests a pass. Without the rest, a gang of 1,024 workers had a pass of 60 ms for each of
-2,000 answers, and its recovery took 100 seconds."""
+"""After a pass of LONG_PASS_SECONDS or more, the job's next pass waits this many times as long. Each answer
+of a sidecar requests a pass. Without the wait, a recovery of 1,024 workers had 1,025 passes of 60 ms each and
+took 100 seconds (ADR 0114)."""
 
 
 class IncompletePass(HoldfastError):

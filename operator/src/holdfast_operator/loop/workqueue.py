@@ -88,7 +88,7 @@ class WorkQueue(Generic[K]):
         self._delayed[key] = (due, asyncio.create_task(self._delay(key, seconds)))
 
     def rest(self, key: K, seconds: float) -> None:
-        """Let no worker take the key again for `seconds`. Additions until then are one addition at its end.
+        """Let no worker take the key again for `seconds`. Additions until then queue it once, at the end.
 
         Call it while a worker handles the key.
         """

@@ -1,4 +1,4 @@
-"""Compare two resourceVersions of one collection. Kubernetes guarantees their order since 1.35."""
+"""Order of the resourceVersions of one collection, which Kubernetes guarantees since version 1.35."""
 
 from __future__ import annotations
 

@@ -262,8 +262,8 @@ async def serve(settings: Settings) -> int:
         # stops the event loop for a third of the time.
         gc.collect()
         gc.freeze()
-        # A full collection of a coordinator of 4,096 workers takes 0.1 s. With Python's thresholds one came
-        # in most commits. With these, the other generations take up to 45 ms, and with 50,000 up to 64 ms.
+        # A full collection in a coordinator of 4,096 workers takes 0.1 s, and Python's own thresholds cause
+        # one during a commit. Collections of the younger generations take up to 46 ms with these thresholds.
         gc.set_threshold(5_000, 5, 50)
         await _first(deaths.fatal(), stop.wait())
         if not deaths.is_fatal:

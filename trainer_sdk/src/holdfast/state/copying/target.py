@@ -21,9 +21,10 @@ BATCH_BYTES = 4 << 20
 
 @dataclass(slots=True, eq=False)
 class DeviceCopy:
-    """Copy of one tensor from its device to its place in the payload.
+    """Describes the copy of one tensor from its device to its place in the payload.
 
-    It is not changed after it was made. A frozen class takes three times as long to make.
+    No code changes an instance. The class is not frozen, because Python needs three times as long to create
+    an instance of a frozen class.
     """
 
     leaf: Leaf
