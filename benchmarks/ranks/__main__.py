@@ -13,13 +13,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import chart, page
+from benchmarks.ranks import chart, page, sweep
 from benchmarks.ranks.figures import Phase, rows, verdicts
 from benchmarks.ranks.gang import SMALL
 from benchmarks.ranks.world import World
-from benchmarks.report import merged, read, write
+from benchmarks.report import merged, read, table, write
 
 NAME = "ranks"
+_STORED_RANKS = 128
+"""Ranks of each checkpoint in the store that is swept."""
 
 
 async def measure(folder: Path, workers: int, state: str, commits: int) -> list[Phase]:
@@ -84,9 +86,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", default="64,256,1024,4096")
     parser.add_argument("--states", default="llama-70b:256", help="gangs with layouts of models")
     parser.add_argument("--commits", type=int, default=5, help="steady commits of each gang")
+    parser.add_argument(
+        "--checkpoints",
+        type=int,
+        default=10_000,
+        help="checkpoints of the store that is swept; 0: none",
+    )
     parser.add_argument("--keep", type=Path, help="keep the logs of the sidecars in this folder")
     options = parser.parse_args(arguments)
     phases: list[Phase] = []
+    stored = [f for f in read(NAME) if sweep.is_figure(f)]
+    if options.checkpoints:
+        stored = sweep.measure(options.checkpoints, _STORED_RANKS)
+        print(table(stored), flush=True)
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as temporary:
         root = options.keep or Path(temporary)
         sizes = [w for w in options.workers.split(",") if w]
@@ -97,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
             folder = root / gang.replace(":", "-")
             phases += asyncio.run(measure(folder, int(workers), state, options.commits))
     measured = merged((f for f in read(NAME) if "phase" in f.details), rows(phases))
-    found = [*verdicts(measured), *measured]
+    found = [*verdicts(measured), *stored, *measured]
     path = write(NAME, found)
     path.with_suffix(".md").write_text(page.page(found))
     chart.draw(path.with_suffix(".png"), found)

@@ -27,4 +27,14 @@ def page(found: Sequence[Figure]) -> str:
             f"| {d['sent_bytes'] / 1e6:.2f} | {d['received_bytes'] / 1e6:.2f} "
             f"| {longest or '< 5'} | {d['member_cpu_seconds']} |"
         )
+    lines += [
+        "",
+        "| the store | CPU s | wall s | peak MiB | checkpoints deleted |",
+        "|---|---|---|---|---|",
+    ]
+    for f in found:
+        d = f.details
+        if "store_phase" in d:
+            row = (f.id, f.value, d["wall_seconds"], d["peak_mib"], d["count"])
+            lines.append(f"| {' | '.join(map(str, row))} |")
     return "\n".join([*lines, ""])

@@ -21,7 +21,12 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
-from holdfast_core.store.s3.errors import is_error_document, parse_failure, parse_xml
+from holdfast_core.store.s3.errors import (
+    MAX_TAGS,
+    is_error_document,
+    parse_failure,
+    parse_xml,
+)
 
 REQUEST = "PUT 'k' in bucket 'b' at store:9000"
 
@@ -176,8 +181,9 @@ def test_text_that_is_not_secret_is_shown(text: str) -> None:
         '<?xml version="1.0" encoding="utf-16"?><!DOCTYPE a><a/>'.encode("utf-16"),
         b"",
         b"<a>" * 3,
+        b"<a>" + b"<b/>" * MAX_TAGS + b"</a>",
     ],
-    ids=["entities", "utf-16", "empty", "cut"],
+    ids=["entities", "utf-16", "empty", "cut", "many tags"],
 )
 def test_unsafe_xml_is_refused(body: bytes) -> None:
     assert parse_xml(body) is None
