@@ -16,6 +16,7 @@ from testbed.driver.kube import Kube, Object, wait_for
 
 NAMESPACE = "holdfast-bench"
 INTERVAL = 10
+KEEP_LAST = 3
 """Steps between two checkpoints. B7 allows as many lost steps."""
 LOOK_SECONDS = 0.2
 """Time between two looks at the metrics of all pods, which pass through the API server's proxy. A look takes
@@ -33,10 +34,27 @@ def start(kube: Kube, name: str, training: Training, *, copies: int = 1) -> Job:
         job.delete()
         job = Job(kube, NAMESPACE, name)
     manifest = job_manifest(
-        name, NAMESPACE, training, interval=INTERVAL, copies=copies, memory_limit="3Gi"
+        name,
+        NAMESPACE,
+        training,
+        interval=INTERVAL,
+        copies=copies,
+        keep_last=KEEP_LAST,
+        memory_limit="3Gi",
+        node_size=f"{_node_mib(training.state_mib, copies)}Mi",
     )
     manifest["spec"]["failurePolicy"] = {"maxRestarts": 1000, "window": "1h"}
     return job.start(manifest)
+
+
+def _node_mib(state_mib: int, copies: int) -> int:
+    """Return the size of a node volume that takes every checkpoint at once.
+
+    A smaller one delays commits: the save waits until the coordinator has pruned a checkpoint.
+    """
+    shard_mib = state_mib + 64
+    kept = KEEP_LAST + 2  # and one that is being written, one that is being copied
+    return kept * (1 + copies) * shard_mib * 100 // 85
 
 
 def start_adopted(kube: Kube, name: str, training: Training) -> Job:

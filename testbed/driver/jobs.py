@@ -61,12 +61,13 @@ def checkpoint_policy(
     copies: int = 1,
     keep_last: int = 3,
     slots: int | None = None,
+    node_size: str = "2Gi",
 ) -> Object:
     checkpoint: Object = {
         "interval": {"steps": interval},
         "peer": {"copies": copies},
         "retention": {"keepLast": keep_last},
-        "node": {"volume": {"emptyDir": {"sizeLimit": "2Gi"}}},
+        "node": {"volume": {"emptyDir": {"sizeLimit": node_size}}},
     }
     if slots is not None:
         checkpoint["memory"] = {"slots": slots}

@@ -428,15 +428,29 @@ def test_too_little_shared_memory_is_reported_before_the_first_step(installed, n
     assert not job.status.get("step"), "not one step was trained for nothing"
 
 
-def test_a_node_volume_that_is_too_small_does_not_stop_training(installed, namespace, submit):
-    manifest = job_manifest("small-volume", namespace, BALLAST, **ONE_WORKER)
-    manifest["spec"]["checkpoint"]["node"]["volume"]["emptyDir"]["sizeLimit"] = "8Mi"
+def test_a_node_volume_without_room_for_one_save_is_reported_before_the_first_step(
+    installed, namespace, submit
+):
+    manifest = job_manifest("smallest-volume", namespace, BALLAST, **ONE_WORKER, node_size="8Mi")
+    job = submit(without_restarts(manifest))
+    found = job.wait_condition("Failed", "True", 120)
+    texts = ("CapacityError", "node volume has", "needs", "node.volume.emptyDir.sizeLimit")
+    assert_contains(found["message"], "rank 0 ended with code 1", *texts)
+    wait_event(installed, job.name, found["reason"], *texts)
+    assert not job.status.get("step"), "not one step was trained for nothing"
+
+
+def test_a_node_volume_without_room_for_a_second_save_does_not_stop_training(
+    installed, namespace, submit
+):
+    # Of 30 MiB, 25 may be used. One save has 16.
+    manifest = job_manifest("small-volume", namespace, BALLAST, **ONE_WORKER, node_size="30Mi")
     job = submit(manifest)
     job.wait_complete(120)
     found = job.wait_condition("LastCheckpointSucceeded", "False", 60)
     assert found["reason"] == "NodeVolumeFull"
     assert job.status["restartsCountTowardsMax"] == 0, "no rank and no pod died of it"
-    assert not job.status.get("lastCommittedStep"), "a save that failed is no commit"
+    assert job.status["lastCommittedStep"] == 10, "the checkpoint that has room is kept"
     texts = ("needs", "bytes", "available", "checkpoint.node.volume")
     assert_contains(found["message"], *texts)
     wait_event(installed, job.name, "NodeVolumeFull", *texts)

@@ -69,6 +69,9 @@ class HelloReply:
     round: RestartRound
     policy: Policy | None = None
     """None until the sidecar has received a ROUND message."""
+    node_bytes: Natural = 0
+    """Bytes of the node volume for each rank of the pod: its shards, and its part of the copies that this pod
+    keeps for others. 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,11 @@ class Budget:
         with self._lock:
             return self._used + self._reserved
 
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of the volume that may be used."""
+        return self._limit()
+
     def free_bytes(self) -> int:
         with self._lock:
             return min(self._free_of_limit(), self._free_blocks())

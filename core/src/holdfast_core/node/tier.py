@@ -406,6 +406,11 @@ class DiskNodeTier:
     def free_bytes(self) -> int:
         return self._budget.free_bytes()
 
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of the volume that the tier uses at most."""
+        return self._budget.limit_bytes
+
     def buffer_bytes(self) -> tuple[int, int]:
         """Return the memory of the payload buffers and its limit, in bytes."""
         return self._buffers.allocated_bytes, _BUFFER_LIMIT_BYTES

@@ -85,7 +85,8 @@ class Sidecar:
         changed.subscribe(reporter.changed)
 
         notices = RankNotices(current, connections)
-        local = Local(journeys, connections, notices, background, metrics)
+        node_bytes = resources.disk.limit_bytes // contract.procs_per_worker
+        local = Local(journeys, connections, notices, background, metrics, node_bytes)
         self._lifecycle = Lifecycle(pod, resources.disk, tiers, journeys, background, telemetry)
         self._incoming = IncomingCopies(pod, tiers, members.bulk)
         self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)

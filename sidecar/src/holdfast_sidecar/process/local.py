@@ -50,8 +50,12 @@ class Local:
         notices: RankNotices,
         background: BackgroundLimit,
         metrics: Metrics,
+        node_bytes: int,
     ) -> None:
-        """Create the handler, and subscribe it to the ends of slot writes."""
+        """Create the handler, and subscribe it to the ends of slot writes.
+
+        `node_bytes` is what each rank may use of the node volume.
+        """
         self._current = journeys.current
         self._saves = journeys.saves
         self._filler = journeys.restores.filler
@@ -62,6 +66,7 @@ class Local:
         self._notices = notices
         self._background = background
         self._metrics = metrics
+        self._node_bytes = node_bytes
         self._tasks = Tasks()
         self._saves.stager.ended.subscribe(self._written)
 
@@ -80,7 +85,8 @@ class Local:
                 self._tasks.soon(lambda: self._starter.hello(hello), "launcher hello")
             else:
                 self._tasks.soon(lambda: self._notices.repeat(connection), "rank hello")
-        return HelloReply(state.round, None if state.accepted is None else state.accepted.policy)
+        policy = None if state.accepted is None else state.accepted.policy
+        return HelloReply(state.round, policy, self._node_bytes)
 
     def gone(self, connection: Connection) -> None:
         hello = connection.hello

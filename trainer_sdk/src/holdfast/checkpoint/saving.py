@@ -20,6 +20,7 @@ from holdfast.base.layouts import LayoutFiles
 from holdfast.connection.session import Session
 from holdfast.slots.device import find_device
 from holdfast.slots.device_copies import DeviceCopies, PendingCopies
+from holdfast.slots.node_room import node_room_warning
 from holdfast.slots.staging import Copier, Slot, SlotRing
 from holdfast.state.copying.target import PayloadTarget, run_device_copies
 from holdfast.state.sizing import estimated_bytes, slot_bytes
@@ -81,7 +82,16 @@ class Saver:
         # A restore estimates the size. In the process that follows a killed one, it keeps the slots, and what
         # they hold, only if they are as large.
         size = max(plan.payload_bytes, estimated_bytes(snapshot))
+        self._require_node_room(size)
         self.ensure_slots(slot_bytes(state, size), round_)
+
+    def _require_node_room(self, payload_bytes: int) -> None:
+        policy, room_bytes = self._session.policy, self._session.node_bytes
+        if policy is None or not room_bytes:
+            return
+        warning = node_room_warning(payload_bytes, policy, room_bytes)
+        if warning:
+            logger.warning("rank %d: %s", self._rank, warning)
 
     # The collector would start after the state is read, and visit all objects that were made for it.
     @paused_collector()

@@ -113,6 +113,8 @@ class Session:
         self.lost_because = ""
         self.round = round_
         self.policy: Policy | None = None
+        self.node_bytes = 0
+        """Bytes of the node volume for this rank. 0: not known."""
         self.hello_error: HoldfastError | None = None
         self._link: Link | None = None
         self._is_open = False
@@ -179,6 +181,7 @@ class Session:
             if self.round is None:
                 self.round = reply.round
             self.policy = reply.policy or self.policy
+            self.node_bytes = reply.node_bytes
 
     def connected(self) -> None:
         with self._lock:
