@@ -49,6 +49,7 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import (
     CreateCertificates,
     EmitEvent,
+    FinishInterruptedCommit,
     PruneObject,
     ReleasePod,
     RequestSave,
@@ -361,6 +362,16 @@ class LocalCluster:
             self._update_sidecar(action.pod_uid, stored, sealed=action.round)
 
         self._start(f"seal {action.pod} {action.round}", action.worker, action.pod_uid, call())
+
+    async def finish_commit(self, job: Gang, action: FinishInterruptedCommit) -> None:
+        async def call() -> None:
+            found = await self._call(
+                action.address, action.pod, "/v1/finish-commit", action.message, Inventory
+            )
+            stored = await self._stored(action.address, action.pod, found)
+            self._update_sidecar(action.pod_uid, stored, sealed=action.message.round)
+
+        self._start(f"finish {action.pod}", action.worker, action.pod_uid, call())
 
     async def send_round(self, job: Gang, action: SendRound) -> None:
         async def call() -> None:

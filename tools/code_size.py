@@ -20,9 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14700,
-    "operator": 12380,
-    "sidecar": 9700,
+    "core": 14720,
+    "operator": 12500,
+    "sidecar": 9780,
     "trainer_sdk": 17750,
     "cli": 600,
 }

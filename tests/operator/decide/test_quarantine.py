@@ -43,14 +43,18 @@ from holdfast_core.messages.schema import CoordinatorState, DeadRank, MemoryUse,
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.gang import round_message
-from holdfast_operator.decide.restore_point import Chosen, Exhausted, Wait, choose
+from holdfast_operator.decide.restore.restore_point import Chosen, Exhausted, Wait, choose
 from holdfast_operator.model.actions import BeginRound, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed
 from holdfast_operator.model.reasons import Reason
 
 
-def poisoned(life: Life) -> CheckpointId:
-    """Make the newest commit end every script that restores it, and let a rank die. Return the commit."""
+def poisoned(life: Life, *, is_stored: bool = False) -> CheckpointId:
+    """Make the newest commit end every script that restores it, and let a rank die. Return the commit.
+
+    No step waits for its commit, because that would be finished, and the step restored instead.
+    """
+    life.run_until_committed(is_stored=is_stored)
     newest = life.cluster.newest_commit()
     assert newest is not None
     life.cluster.gang.poisoned.add(newest)
@@ -152,7 +156,7 @@ def test_a_released_checkpoint_is_tried_until_the_budget_ends() -> None:
 def test_a_user_releases_a_checkpoint() -> None:
     life = Life(store=True, every=5)
     life.run(40)
-    bad = poisoned(life)
+    bad = poisoned(life, is_stored=True)
     life.run(60)
     assert life.status.is_true(JobCondition.QUARANTINED)
     assert marked(life) == {bad.step}
@@ -181,7 +185,7 @@ def marked(life: Life) -> set[int | None]:
 def test_a_quarantined_checkpoint_is_never_pruned_while_the_job_runs() -> None:
     life = Life(store=True, every=5)
     life.run(40)
-    bad = poisoned(life)
+    bad = poisoned(life, is_stored=True)
     life.run(60, until=lambda s: bool(s.quarantined))
     life.run(100)
     assert life.status.last_persisted is not None

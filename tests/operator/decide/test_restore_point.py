@@ -24,7 +24,7 @@ from tests.support.operator.builders import (
 from holdfast_core.api import LineageEntry, PersistedStep, TierCounts, TrainingJobStatus, changed
 from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
 from holdfast_operator.decide.facts.world import World, on_lineage
-from holdfast_operator.decide.restore_point import (
+from holdfast_operator.decide.restore.restore_point import (
     MAX_LINEAGE,
     Choice,
     Chosen,

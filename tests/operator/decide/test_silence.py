@@ -53,6 +53,7 @@ def test_silence_that_begins_in_a_round_loses_nothing(
     reached: Callable[[TrainingJobStatus], bool], restarts: bool
 ) -> None:
     life = training()
+    life.run_until_committed()
     life.rank_dies()
     life.run(30, until=reached)
     life.silence()

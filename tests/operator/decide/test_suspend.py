@@ -107,6 +107,7 @@ def test_a_gang_that_keeps_failing_is_suspended_while_it_backs_off() -> None:
     last = life.status.last_persisted
     assert last is not None
     assert last.step == life.newest()
+    life.run_until_committed(is_stored=True)
     life.cluster.gang.poisoned |= life.cluster.gang.manifests_made
     life.rank_dies()
     assert reached(life, 300, backs_off)

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 from tests.support.operator.bench import KEY, UID, Bench, bench, pod_view
-from tests.support.operator.builders import stored_manifest
+from tests.support.operator.builders import stored_manifest, uncommitted
 from tests.support.operator.fake_sidecar import FakeSidecar
 
-from holdfast_core.ids import JobUid, RestartRound
+from holdfast_core.ids import JobUid, RestartRound, Step
+from holdfast_core.messages.schema import FinishCommit
 from holdfast_operator.model.job import InventoryView, PodView, Reachable
 from holdfast_operator.sidecars import manifests
 
@@ -67,6 +68,39 @@ async def test_a_seal_brings_the_inventory_of_this_moment() -> None:
         assert listed(b, PODS[0]) == [6, 7]
         assert stored(b, PODS[0]).round == 1
         assert fetched([server]) == [5, 6, 7]
+
+
+async def test_a_finished_commit_is_known_by_its_reply() -> None:
+    async with bench() as b:
+        server = await b.serve(PODS[0])
+        server.uncommitted = (uncommitted(20, 0, 0, world_size=1),)
+        b.follow(PODS[0])
+        await b.until(lambda: b.view(PODS[0]).inventory is not None)
+        await seal(b, 1, PODS[0])
+        assert [u.step for u in stored(b, PODS[0]).uncommitted] == [20]
+        text = stored_manifest(UID, 20).to_bytes().decode()
+        message = FinishCommit(RestartRound(1), Step(20), RestartRound(0), text)
+        b.sidecars.finish_commit(UID, PODS[0].uid, message)
+        await b.until(lambda: listed(b, PODS[0]) == [20])
+        assert stored(b, PODS[0]).uncommitted == ()
+        assert [m for kind, m in server.calls if kind == "finish-commit"] == [message]
+
+
+async def test_a_refused_commit_is_requested_again_by_a_later_pass() -> None:
+    async with bench() as b:
+        server = await b.serve(PODS[0])
+        b.follow(PODS[0])
+        await b.until(lambda: b.view(PODS[0]).inventory is not None)
+        text = stored_manifest(UID, 20).to_bytes().decode()
+        message = FinishCommit(RestartRound(1), Step(20), RestartRound(0), text)
+
+        def is_asked_again() -> bool:
+            b.sidecars.finish_commit(UID, PODS[0].uid, message)
+            return [kind for kind, _ in server.calls].count("finish-commit") >= 2
+
+        await b.until(is_asked_again)
+        assert listed(b, PODS[0]) == []
+        assert b.view(PODS[0]).reachable is Reachable.YES
 
 
 async def test_an_inventory_that_is_late_does_not_replace_that_of_a_newer_round() -> None:

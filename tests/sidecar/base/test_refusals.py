@@ -29,6 +29,7 @@ from holdfast_core.messages.schema import (
     CopyAssignment,
     CopyRequest,
     DeadRank,
+    FinishCommit,
     GangRequest,
     KeepLayout,
     LevelNotice,
@@ -133,6 +134,10 @@ def keep_layout(round_: RestartRound = NOW) -> KeepLayout:
 
 def manifest(round_: RestartRound = NOW) -> ManifestPut:
     return ManifestPut(round_, Step(7), "{}")
+
+
+def finish(round_: RestartRound = NOW) -> FinishCommit:
+    return FinishCommit(round_, Step(7), OLD, "{}")
 
 
 def level(round_: RestartRound = NOW) -> LevelNotice:
@@ -240,6 +245,12 @@ CASES = [
         round_of_three(),
         Refusal.BAD_REQUEST,
     ),
+    # between SEAL and ROUND
+    Case("finish: sealed for it", sealed(0), OPERATOR, finish(), None),
+    Case("finish: sealed for an older one", sealed(0), OPERATOR, finish(NEW), Refusal.NOT_SEALED),
+    Case("finish: older", sealed(0), OPERATOR, finish(OLD), Refusal.STALE_ROUND),
+    Case("finish: after ROUND", PLAIN, OPERATOR, finish(), Refusal.NOT_SEALED),
+    Case("finish: from a member", sealed(0), MEMBER[1], finish(), Refusal.NOT_MEMBER),
     Case("copy: to a spare", spare("gpt-2-r0"), MEMBER[1], copy(rank=2), Refusal.SEALED),
     Case("round: from a member", sealed(0), MEMBER[1], round_of_three(), Refusal.NOT_MEMBER),
     # messages to the coordinator

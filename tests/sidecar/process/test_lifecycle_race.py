@@ -34,6 +34,7 @@ from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.process.lifecycle import Lifecycle
+from holdfast_sidecar.save.layouts import RankLayouts
 
 
 class SlowNode:
@@ -94,7 +95,9 @@ class World:
         journeys: Any = Journeys(
             self.current,
             SimpleNamespace(  # type: ignore[arg-type]
-                stager=self.stager, flow=SimpleNamespace(reset=self._nothing, pending=0)
+                stager=self.stager,
+                layouts=RankLayouts(settings.layouts_dir, self.node, self.pools),
+                flow=SimpleNamespace(reset=self._nothing, pending=0),
             ),
             SimpleNamespace(  # type: ignore[arg-type]
                 progressed=changed,

@@ -40,6 +40,7 @@ from holdfast_core.api.training_job import RestoreFromSpec
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import JobIdentity, Manifest, ManifestShard
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     CheckpointId,
     Digest,
@@ -50,7 +51,7 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.schema import ListedShard
+from holdfast_core.messages.schema import ListedShard, ShardInfo, UncommittedShard
 from holdfast_core.names import checkpoint_name, pod_name
 from holdfast_operator.model.job import (
     InventoryView,
@@ -268,6 +269,7 @@ def sidecar(
     *,
     manifests: Iterable[ManifestView] = (),
     shards: Iterable[ListedShard] = (),
+    uncommitted: Iterable[UncommittedShard] = (),
     version: int = 0,
     **changes: Any,
 ) -> SidecarView:
@@ -281,6 +283,7 @@ def sidecar(
             version=version,
             manifests=tuple(manifests),
             shards=tuple(shards),
+            uncommitted=tuple(uncommitted),
         ),
         sealed_round=RestartRound(round_),
     )
@@ -298,7 +301,7 @@ def shard_digest(step: int, round_: int, rank: int) -> Digest:
 
 
 def manifest_digest(step: int, round_: int) -> Digest:
-    return Digest(f"b3:manifest-{step}-{round_}")
+    return digest_of(f"manifest-{step}-{round_}".encode())
 
 
 def manifest(step: int, round_: int, world_size: int = 2) -> ManifestView:
@@ -353,6 +356,15 @@ def held(step: int, round_: int, rank: int, tier: TierName = TierName.NODE) -> L
         payload_bytes=100,
         blake3=shard_digest(step, round_, rank),
         tier=tier,
+    )
+
+
+def uncommitted(step: int, round_: int, rank: int, world_size: int = 2) -> UncommittedShard:
+    """Return a shard on a node tier whose checkpoint has no manifest there."""
+    digest = digest_of(f"{step}-{round_}-{rank}".encode())
+    shard = ShardInfo(Rank(rank), 100, digest, digest)
+    return UncommittedShard(
+        Step(step), RestartRound(round_), world_size, shard, LayoutDigests(digest, digest, digest)
     )
 
 

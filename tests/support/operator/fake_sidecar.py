@@ -14,12 +14,13 @@ from typing import Any
 from aiohttp import web
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.manifest import Manifest, manifest_digest
+from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
 from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     Certificate,
     CoordinatorState,
+    FinishCommit,
     GangRequest,
     Inventory,
     ListedManifest,
@@ -32,6 +33,7 @@ from holdfast_core.messages.schema import (
     Refused,
     Round,
     Seal,
+    UncommittedShard,
 )
 from holdfast_core.net.tls import ignore_validity_period, load_leaf
 from holdfast_operator.sidecars.certificates import Leaf
@@ -63,6 +65,7 @@ class FakeSidecar:
     version: int = 0
     manifests: tuple[Manifest, ...] = ()
     stored: tuple[ListedShard, ...] = ()
+    uncommitted: tuple[UncommittedShard, ...] = ()
     launcher: bool = False
     state: CoordinatorState | None = None
     since: int = 0
@@ -109,6 +112,7 @@ class FakeSidecar:
         return {
             ("POST", "/v1/seal"): self._seal,
             ("POST", "/v1/round"): self._round,
+            ("POST", "/v1/finish-commit"): self._finish_commit,
             ("GET", "/v1/inventory"): self._inventory,
             ("GET", "/v1/manifest"): self._manifest,
             ("GET", "/v1/state"): self._state,
@@ -147,6 +151,7 @@ class FakeSidecar:
                 for m in self.manifests
             ),
             shards=self.stored,
+            uncommitted=self.uncommitted,
             launcher=self.launcher,
         )
 
@@ -181,6 +186,15 @@ class FakeSidecar:
             return self._refuse(Refusal.NOT_NEWER, "nothing newer")
         self.version = message.version
         self.rounds.append(message)
+        return _json(self.inventory)
+
+    async def _finish_commit(self, request: web.Request) -> web.Response:
+        message = loads(FinishCommit, await request.read())
+        self.calls.append(("finish-commit", message))
+        if (message.round, 0) != (self.round, self.version):
+            return self._refuse(Refusal.NOT_SEALED, "not between SEAL and ROUND")
+        self.manifests = (*self.manifests, parse_manifest(message.manifest.encode()))
+        self.uncommitted = ()
         return _json(self.inventory)
 
     async def _inventory(self, request: web.Request) -> web.Response:

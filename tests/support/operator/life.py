@@ -55,6 +55,24 @@ class Life:
 
         asyncio.run(passes())
 
+    def run_until_committed(self, *, is_stored: bool = False) -> None:
+        """Run until no pod has a shard whose step is not committed.
+
+        A failure would interrupt its commit, and the operator would finish it.
+
+        Args:
+            is_stored: The newest commit must be in the object store, too.
+        """
+        stored = self.cluster.gang.store.checkpoints
+
+        def is_committed() -> bool:
+            if any(s.inventory().uncommitted for s in self.cluster.sidecars.values()):
+                return False
+            return not is_stored or self.cluster.newest_commit() in stored
+
+        if not is_committed():
+            self.run(10, lambda _: is_committed())
+
     def run_tenths(self, tenths: int) -> None:
         """Run passes every tenth of a second, in which nothing in the cluster changes."""
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.support.operator.builders import held, manifest, manifest_digest
+from tests.support.operator.builders import held, manifest, manifest_digest, uncommitted
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.errors import StaleRoundError
+from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import (
     CheckpointId,
     Level,
@@ -27,6 +28,7 @@ from holdfast_core.ids import (
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
+    FinishCommit,
     ListedShard,
     RestorePoint,
     Round,
@@ -48,6 +50,8 @@ class ToySidecar:
     message: Round | None = None
     manifests: dict[CheckpointId, ManifestView] = field(default_factory=dict)
     shards: dict[tuple[CheckpointId, Rank], ListedShard] = field(default_factory=dict)
+    saved: dict[CheckpointId, int] = field(default_factory=dict)
+    """Number of ranks that saved each checkpoint of which this worker wrote its own shard."""
 
     def seal(self, round_: RestartRound) -> InventoryView:
         if round_ < self.round:
@@ -70,6 +74,16 @@ class ToySidecar:
         self.message = message
         return self.inventory()
 
+    def finish_commit(self, message: FinishCommit) -> InventoryView:
+        if (message.round, 0) != (self.round, self.version):
+            raise StaleRoundError(f"finish {message.round}, own {self.round}", own_round=self.round)
+        found = parse_manifest(message.manifest.encode())
+        id_ = CheckpointId(message.step, message.saved_in)
+        assert (found.checkpoint, found.world_size) == (id_, self.saved[id_])
+        assert (id_, Rank(self.worker)) in self.shards
+        self.manifests[id_] = manifest(id_.step, id_.round, found.world_size)
+        return self.inventory()
+
     @property
     def version(self) -> int:
         """Version of the newest ROUND of the sealed round; 0 if there is none."""
@@ -85,6 +99,11 @@ class ToySidecar:
             launcher=self.has_launcher,
             manifests=tuple(self.manifests.values()),
             shards=tuple(self.shards.values()),
+            uncommitted=tuple(
+                uncommitted(id_.step, id_.round, self.worker, size)
+                for id_, size in self.saved.items()
+                if id_ not in self.manifests and (id_, Rank(self.worker)) in self.shards
+            ),
         )
 
     def keep(self, id_: CheckpointId, rank: Rank) -> None:
@@ -294,6 +313,7 @@ class ToyGang:
         if phase == 0:
             for worker, sidecar in enumerate(present):
                 sidecar.keep(id_, Rank(worker))
+                sidecar.saved[id_] = message.workers
         elif phase == 1:
             present[message.coordinator].manifests[id_] = info
             self.manifests_made.add(id_)

@@ -14,9 +14,10 @@ from tests.support.operator.fake_cluster import FakeCluster
 from tests.support.operator.toy_gang import ToySidecar
 
 from holdfast_core.errors import StaleRoundError
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
+    FinishCommit,
     GangRequest,
     Prune,
     PruneReply,
@@ -142,6 +143,21 @@ class ToyLink(Sidecars):
             inventory = sidecar.seal(round_)
         except StaleRoundError:
             inventory = sidecar.inventory()
+        if not self.trouble.strikes(self.trouble.lost_reply):
+            self._update_sidecar(known, inventory)
+
+    def finish_commit(self, uid: JobUid, pod_uid: str, message: FinishCommit) -> None:
+        known = self._of(uid).pods.get(pod_uid)
+        sidecar = None if known is None else self._cluster.reachable(known.pod)
+        if known is None or sidecar is None:
+            return
+        try:
+            inventory = sidecar.finish_commit(message)
+        except StaleRoundError:
+            inventory = sidecar.inventory()
+        else:
+            made = CheckpointId(message.step, message.saved_in)
+            self._cluster.gang.manifests_made.add(made)
         if not self.trouble.strikes(self.trouble.lost_reply):
             self._update_sidecar(known, inventory)
 

@@ -111,6 +111,7 @@ _MAX_BYTES = MappingProxyType(
         "Prepared": 16 * MIB,
         "Buffered": 32 * MIB,
         "ManifestPut": 64 * MIB,
+        "FinishCommit": 64 * MIB,
         "Relay": 64 * MIB,
         "RelayReply": 64 * MIB,
         "ManifestDocument": 64 * MIB,

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from blake3 import blake3
 
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     Digest,
     Level,
@@ -25,6 +26,7 @@ from holdfast_core.messages.bounds import (
     MAX_STRAGGLERS,
     Bounds,
     ClippedText,
+    Document,
     Factor,
     ManyShards,
     Name,
@@ -41,6 +43,7 @@ from holdfast_core.messages.common import (
     Interval,
     Policy,
     RestorePoint,
+    ShardInfo,
 )
 from holdfast_core.messages.report import (
     AcceptedRound,
@@ -113,6 +116,22 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishCommit:
+    """POST /v1/finish-commit, operator -> sealed sidecar; reply Inventory.
+
+    A failure has interrupted the commit of a step of which every rank's shard is on its node tier (ADR 0115).
+    The sidecar writes the manifest to its node tier.
+    """
+
+    round: RestartRound
+    """The round that the sidecar is sealed for, whose ROUND it has not received."""
+    step: Step
+    saved_in: RestartRound
+    """The round that saved the step."""
+    manifest: Document
+
+
+@dataclass(frozen=True, slots=True)
 class ListedManifest:
     """Entry of an inventory for one manifest. GET /v1/manifest returns the document."""
 
@@ -135,6 +154,17 @@ class ListedShard:
 
 
 @dataclass(frozen=True, slots=True)
+class UncommittedShard:
+    """A shard of the worker's own rank on its node tier, whose checkpoint has no manifest there."""
+
+    step: Step
+    round: RestartRound
+    world_size: Natural
+    shard: ShardInfo
+    layout: LayoutDigests
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
     """Reply of POST /v1/seal, POST /v1/round and GET /v1/inventory: what this worker stores."""
 
@@ -146,6 +176,8 @@ class Inventory:
     """Version of the newest ROUND message that the sidecar holds for `round`. 0 if it holds none."""
     manifests: Annotated[tuple[ListedManifest, ...], Bounds(items=MAX_LISTED)] = ()
     shards: Annotated[tuple[ListedShard, ...], ManyShards] = ()
+    uncommitted: Annotated[tuple[UncommittedShard, ...], Bounds(items=MAX_LISTED)] = ()
+    """The newest ones. If all ranks have one of a step, its commit can be finished."""
     launcher: bool = False
     """The launcher of the pod is connected. That of a spare connects when it has imported torch."""
 

@@ -50,6 +50,7 @@ from holdfast_core.messages.operator import (
     Certificate,
     CoordinatorState,
     CopyAssignment,
+    FinishCommit,
     GangProgress,
     GangRequest,
     Hang,
@@ -65,6 +66,7 @@ from holdfast_core.messages.operator import (
     Seal,
     StepState,
     Straggler,
+    UncommittedShard,
 )
 from holdfast_core.messages.pod_socket import (
     OVERTAKEN,

@@ -36,6 +36,7 @@ from holdfast_operator.model.actions import (
     DeleteJob,
     DeletePod,
     EmitEvent,
+    FinishInterruptedCommit,
     PruneObject,
     ReleasePod,
     RequestSave,
@@ -188,6 +189,7 @@ def _stages(
                 | CreatePlaceholder()
                 | CreatePod()
                 | SealWorker()
+                | FinishInterruptedCommit()
                 | SendRound()
                 | RequestSave()
                 | RequestStop()
@@ -295,6 +297,8 @@ class _Interpreter:
                 await effects.delete_job(job)
             case SealWorker():
                 await effects.seal(job, action)
+            case FinishInterruptedCommit():
+                await effects.finish_commit(job, action)
             case SendRound():
                 await effects.send_round(job, action)
             case RequestSave():

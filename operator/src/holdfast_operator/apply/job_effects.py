@@ -30,6 +30,7 @@ from holdfast_operator.model.actions import (
     CreateCertificates,
     EmitEvent,
     EventKind,
+    FinishInterruptedCommit,
     PruneObject,
     ReleasePod,
     RequestSave,
@@ -242,6 +243,9 @@ class JobEffects:
 
     async def seal(self, job: Gang, action: SealWorker) -> None:
         self._sidecars.seal(job.uid, action.pod_uid, action.round)
+
+    async def finish_commit(self, job: Gang, action: FinishInterruptedCommit) -> None:
+        self._sidecars.finish_commit(job.uid, action.pod_uid, action.message)
 
     async def send_round(self, job: Gang, action: SendRound) -> None:
         self._sidecars.send_round(job.uid, action.pod_uid, action.outgoing, action.sidecar_restarts)

@@ -49,16 +49,6 @@ class CheckpointPlan:
     memory: JobMemory
 
 
-def own_checkpoints(world: World) -> tuple[Checkpoint, ...]:
-    """Return the Checkpoints of this job, without those that a former job of the same name left."""
-    job = world.observed.job
-    return tuple(
-        c
-        for c in world.observed.checkpoints
-        if c.job == job.name and c.status.job_uid in (None, job.uid)
-    )
-
-
 def pending_commit(world: World) -> PersistedStep | None:
     """Return the newest checkpoint that the coordinator persisted if the status does not record it yet."""
     state = world.coordinator
@@ -87,7 +77,7 @@ def has_object(world: World, checkpoint: CheckpointId) -> bool:
     name = checkpoint_name(job.name, job.uid, checkpoint)
     if world.observed.cannot_read(Checkpoint.KIND, name) is not None:
         return True
-    return any(c.id == checkpoint for c in own_checkpoints(world))
+    return any(c.id == checkpoint for c in world.own_checkpoints)
 
 
 def committable(world: World) -> PersistedStep | None:
@@ -112,7 +102,7 @@ def plan(world: World, memory: JobMemory, now: Now) -> CheckpointPlan:
 def quarantine_marks(world: World, now: Now) -> list[Action]:
     """Return the writes of condition Quarantined of the job's Checkpoint objects. It ends with the job."""
     over = world.status.completion_time is not None
-    return marks(own_checkpoints(world), frozenset() if over else quarantined(world), now)
+    return marks(world.own_checkpoints, frozenset() if over else quarantined(world), now)
 
 
 def expire_requests(world: World, now: Now) -> tuple[Action, ...]:
@@ -257,7 +247,7 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
 
 def _open_requests(world: World) -> list[Checkpoint]:
     """Return the requests to save that are not the record of a commit yet."""
-    return [c for c in own_checkpoints(world) if not c.deleting and _is_open(c)]
+    return [c for c in world.own_checkpoints if not c.deleting and _is_open(c)]
 
 
 def _is_open(checkpoint: Checkpoint) -> bool:
@@ -302,7 +292,7 @@ def _finalizers(world: World, now: Now) -> list[Action]:
             _with_phase_of_record(c, CheckpointPhase.COMMITTED, now),
             finalizers=(*c.metadata.finalizers, Checkpoint.FINALIZER),
         )
-        for c in own_checkpoints(world)
+        for c in world.own_checkpoints
         if c.spec.deletion_policy is DeletionPolicy.DELETE_DATA
         and c.status.phase is CheckpointPhase.COMMITTED
         and c.persisted
@@ -333,7 +323,7 @@ def _protected(world: World) -> set[CheckpointId]:
     """
     status = world.status
     apart = {c.step for c in quarantined(world)}
-    found = {i for c in own_checkpoints(world) if (i := c.id) is not None and i.step in apart}
+    found = {i for c in world.own_checkpoints if (i := c.id) is not None and i.step in apart}
     if status.last_persisted is not None:
         found.add(status.last_persisted.id)
     point = status.restore_point
@@ -358,7 +348,7 @@ def _deletes(world: World) -> list[Action]:
     protected Checkpoint with such data waits.
     """
     actions: list[Action] = []
-    for checkpoint in own_checkpoints(world):
+    for checkpoint in world.own_checkpoints:
         if not checkpoint.deleting or not checkpoint.has_finalizer:
             continue
         if not checkpoint.deletes_data or checkpoint.id is None or not checkpoint.persisted:
@@ -375,7 +365,7 @@ def _retention(world: World, now: Now) -> list[Action]:
     protected = _protected(world)
     records = [
         (id_, c)
-        for c in own_checkpoints(world)
+        for c in world.own_checkpoints
         if (id_ := c.id) is not None and c.persisted and not c.deleting
     ]
     doomed = [c for _, c in records if c.status.phase is CheckpointPhase.DELETING]

@@ -16,7 +16,6 @@ from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
 from holdfast_core.names import service_name
 from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
-from holdfast_operator.decide.checkpoints import own_checkpoints
 from holdfast_operator.decide.facts.interval import timing
 from holdfast_operator.decide.facts.placement import domain_of, place_copies
 from holdfast_operator.decide.facts.quarantine import with_released
@@ -372,7 +371,7 @@ def _policy(world: World) -> Policy:
 
 
 def _pinned_steps(world: World) -> tuple[Step, ...]:
-    pinned = {c.spec.step for c in own_checkpoints(world) if c.spec.pin and c.spec.step is not None}
+    pinned = {c.spec.step for c in world.own_checkpoints if c.spec.pin and c.spec.step is not None}
     return tuple(sorted(pinned))
 
 

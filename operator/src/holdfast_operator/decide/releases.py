@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast_core.api import Checkpoint
-from holdfast_operator.decide.checkpoints import own_checkpoints
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import Action, DeleteCheckpoint, EmitEvent, EventKind
@@ -41,7 +40,7 @@ def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
 
     They are those of this job that have waited for RELEASE_SECONDS, and all of a former job of its name.
     """
-    own = {c.uid for c in own_checkpoints(world)}
+    own = {c.uid for c in world.own_checkpoints}
     known = hanging(_of_name(world))
     since = dict(memory.checkpoints_deleting)
     late = tuple(

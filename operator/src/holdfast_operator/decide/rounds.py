@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from holdfast_core.api import (
     GoodputStatus,
     JobCondition,
@@ -10,6 +12,7 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
+from holdfast_core.messages.schema import FinishCommit
 from holdfast_operator.decide import (
     acceptance,
     avoidance,
@@ -17,7 +20,6 @@ from holdfast_operator.decide import (
     gang,
     lifecycle,
     resizing,
-    restore_point,
 )
 from holdfast_operator.decide.facts import departures, times
 from holdfast_operator.decide.facts.failure import CANNOT_START
@@ -25,6 +27,7 @@ from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.queue import groups
 from holdfast_operator.decide.report import adoption
 from holdfast_operator.decide.report.status import Note, after_write, refresh, with_ratio
+from holdfast_operator.decide.restore import restore_point
 from holdfast_operator.decide.writes import (
     STARTING_SECONDS,
     WAITING_SECONDS,
@@ -40,10 +43,13 @@ from holdfast_operator.model.actions import (
     DeletePod,
     EmitEvent,
     EventKind,
+    FinishInterruptedCommit,
 )
 from holdfast_operator.model.job import JobMemory, Now, PodPhase
 from holdfast_operator.model.reasons import Reason
 
+FINISHING_MEMBERS = 4
+"""Members that are sent the manifest of an interrupted commit."""
 RUNNING_SECONDS = 5.0
 """Pause between passes while the gang trains."""
 
@@ -73,6 +79,9 @@ def record_births(world: World, memory: JobMemory, now: Now) -> Decision | None:
 
 def choose(world: World, memory: JobMemory, now: Now) -> Decision:
     choice = restore_point.choose(world, memory, now)
+    if isinstance(choice, restore_point.Finish):
+        actions = [*gang.member_actions(world), *_finishes(world, choice)]
+        return with_status_write(world, memory, now, actions, choice.note, STARTING_SECONDS)
     if isinstance(choice, restore_point.Wait):
         note = _refused(world) or _pod_trouble(world) or choice.note
         actions = gang.member_actions(world)
@@ -89,6 +98,15 @@ def choose(world: World, memory: JobMemory, now: Now) -> Decision:
     ]
     memory = after_write(memory, world, now)
     return Decision(tuple(actions), 0.0, choice.message, memory)
+
+
+def _finishes(world: World, choice: restore_point.Finish) -> Iterator[Action]:
+    """Yield what has some members write the manifest. One of them suffices, and the others read it there."""
+    message = FinishCommit(world.round, choice.id.step, choice.id.round, choice.manifest)
+    for member in world.members[:FINISHING_MEMBERS]:
+        pod = member.pod
+        if pod is not None and pod.ip is not None:
+            yield FinishInterruptedCommit(member.worker, pod.name, pod.uid, pod.ip, message)
 
 
 def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatus:

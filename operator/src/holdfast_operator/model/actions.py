@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from holdfast_core.api import CheckpointStatus, TrainingJobStatus
 from holdfast_core.ids import JobUid, RestartRound, Step, Worker
-from holdfast_core.messages.schema import RestorePoint, Round
+from holdfast_core.messages.schema import FinishCommit, RestorePoint, Round
 from holdfast_operator.model.job import JobMemory, PodGroup
 from holdfast_operator.model.outgoing_round import OutgoingRound
 
@@ -141,6 +141,15 @@ class SealWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishInterruptedCommit:
+    worker: Worker
+    pod: str
+    pod_uid: str
+    address: str
+    message: FinishCommit
+
+
+@dataclass(frozen=True, slots=True)
 class SendRound:
     worker: Worker
     pod: str
@@ -258,6 +267,7 @@ Action = (
     | DeleteCertificates
     | DeleteJob
     | SealWorker
+    | FinishInterruptedCommit
     | SendRound
     | RequestSave
     | RequestStop

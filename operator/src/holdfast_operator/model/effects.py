@@ -19,6 +19,7 @@ from holdfast_core.messages.schema import PruneReply
 from holdfast_operator.model.actions import (
     CreateCertificates,
     EmitEvent,
+    FinishInterruptedCommit,
     PruneObject,
     ReleasePod,
     RequestSave,
@@ -112,6 +113,8 @@ class Effects(Protocol):
         ...
 
     async def seal(self, job: Gang, action: SealWorker) -> None: ...
+
+    async def finish_commit(self, job: Gang, action: FinishInterruptedCommit) -> None: ...
 
     async def send_round(self, job: Gang, action: SendRound) -> None: ...
 

@@ -19,7 +19,7 @@ from holdfast_core.api import Checkpoint, Gang, TrainingJob
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
-from holdfast_core.messages.schema import CoordinatorState, ListedShard
+from holdfast_core.messages.schema import CoordinatorState, ListedShard, UncommittedShard
 from holdfast_operator.model import labels
 
 
@@ -296,6 +296,7 @@ class InventoryView:
     """Whether its launcher was connected."""
     manifests: tuple[ManifestView, ...] = ()
     shards: tuple[ListedShard, ...] = ()
+    uncommitted: tuple[UncommittedShard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
 from holdfast_core.ids import JobUid, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import (
     CoordinatorState,
+    FinishCommit,
     GangRequest,
     Inventory,
     Prune,
@@ -48,7 +49,8 @@ FIRST_CALLS_PER_SECOND = 25
 """Sidecars that a new process calls for the first time in a second while their coordinators answer for them.
 The call reads the inventory, and shows when the certificate of the sidecar ends."""
 REQUEST_AGAIN_SECONDS = 1.0
-URGENT = frozenset({"seal", "round"})
+FINISH_COMMIT = "finish-commit"
+URGENT = frozenset({"seal", FINISH_COMMIT, "round"})
 """Names of calls that a recovery waits for. They go before all other calls (call_slots)."""
 
 
@@ -187,6 +189,17 @@ class Sidecars:
             )
 
         self._start(uid, pod_uid, "seal", call)
+
+    def finish_commit(self, uid: JobUid, pod_uid: str, message: FinishCommit) -> None:
+        """Have the pod's sidecar write a manifest, unless that is under way or its back-off has not ended."""
+
+        async def call(context: SSLContext, pod: PodCalls) -> None:
+            reply = await self._client.finish_commit(context, pod.target, message)
+            inventory = await self._with_manifests(context, pod, reply)
+            self._answers.answered(pod)
+            pod.view = replace(pod.view, inventory=pod.newest(inventory))
+
+        self._start(uid, pod_uid, FINISH_COMMIT, call)
 
     def send_round(
         self, uid: JobUid, pod_uid: str, outgoing: OutgoingRound, sidecar_restarts: int

@@ -23,6 +23,7 @@ from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     Certificate,
     CoordinatorState,
+    FinishCommit,
     GangRequest,
     Inventory,
     ListedManifest,
@@ -147,6 +148,13 @@ class SidecarClient:
     async def seal(self, context: ssl.SSLContext, target: Target, message: Seal) -> Inventory:
         return await self._post(
             context, target, "/v1/seal", message, Inventory, SEAL_SECONDS, keep=True
+        )
+
+    async def finish_commit(
+        self, context: ssl.SSLContext, target: Target, message: FinishCommit
+    ) -> Inventory:
+        return await self._post(
+            context, target, "/v1/finish-commit", message, Inventory, CALL_SECONDS, keep=True
         )
 
     async def round(

@@ -64,6 +64,7 @@ class Manifests:
             launcher=inventory.launcher,
             manifests=tuple(found),
             shards=inventory.shards,
+            uncommitted=inventory.uncommitted,
         )
 
     def keep(self, digests: Set[Digest]) -> None:

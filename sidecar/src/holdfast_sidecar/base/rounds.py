@@ -23,6 +23,7 @@ from holdfast_core.messages.schema import (
     BufferNotice,
     Certificate,
     CopyRequest,
+    FinishCommit,
     GangRequest,
     KeepLayout,
     LevelNotice,
@@ -166,6 +167,7 @@ class Rule:
 RULES: dict[type[Any], Rule] = {
     Seal: Rule(From.OPERATOR, To.ANY, fenced=False),
     Round: Rule(From.OPERATOR, To.ANY, fenced=False),
+    FinishCommit: Rule(From.OPERATOR, To.ANY, fenced=False),
     Certificate: Rule(From.OPERATOR, To.ANY, fenced=False),
     GangRequest: Rule(From.OPERATOR_OR_COORDINATOR, To.REQUESTED, fenced=True),
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
@@ -210,6 +212,8 @@ def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
         return _not_operator(state, caller) or _stale(state, message.round)
     if isinstance(message, Round):
         return _not_operator(state, caller) or _round_message(state, message)
+    if isinstance(message, FinishCommit):
+        return _not_operator(state, caller) or _not_between_rounds(state, message)
     if not rule.fenced:
         return refuse_caller(state, caller, type(message))
     return (
@@ -338,6 +342,19 @@ def _round_message(state: RoundState, message: Round) -> Refused | None:
             f"ROUND {message.round} version {message.version} is not above {newest}",
         )
     return _other_worker(state, message)
+
+
+def _not_between_rounds(state: RoundState, message: FinishCommit) -> Refused | None:
+    """Return why no commit may be finished, if the sidecar is not between SEAL and ROUND of this round."""
+    if message.round < state.round:
+        return _stale(state, message.round)
+    if message.round == state.round and state.accepted is None:
+        return None
+    return state.refused(
+        Refusal.NOT_SEALED,
+        f"a commit is finished between SEAL and ROUND {message.round}: worker {state.worker} is in round "
+        f"{state.round}, version {state.version}",
+    )
 
 
 def _other_worker(state: RoundState, message: Round) -> Refused | None:

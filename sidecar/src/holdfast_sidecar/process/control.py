@@ -15,6 +15,7 @@ from holdfast_core.messages.schema import (
     Certificate,
     CoordinatorState,
     CopyRequest,
+    FinishCommit,
     GangRequest,
     Inventory,
     KeepLayout,
@@ -136,6 +137,8 @@ class Control:
                 return await self._lifecycle.seal(caller, message)
             case Round():
                 return await self._lifecycle.round(caller, message)
+            case FinishCommit():
+                return await self._lifecycle.finish_commit(caller, message)
         self._check(caller, message)
         match message:
             case Relay():

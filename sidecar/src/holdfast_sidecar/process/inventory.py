@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from holdfast_core.errors import CorruptionError, HoldfastError
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
-from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName
+from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step, TierName
 from holdfast_core.messages.bounds import MAX_LISTED, reply_limit_bytes
 from holdfast_core.messages.codec import dumps
-from holdfast_core.messages.schema import Inventory, ListedManifest, ListedShard
+from holdfast_core.messages.schema import (
+    Inventory,
+    ListedManifest,
+    ListedShard,
+    UncommittedShard,
+)
 from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.base import NodeTier, ShardRecord
@@ -22,20 +27,24 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.staging import Stager
+from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.save.owned_slots import info_of
 
 MOST_ENTRY_BYTES = 320
 """Bound of the JSON of one entry, a shard or a manifest."""
+_UNCOMMITTED_OF_A_RANK = 2
+"""Shards without a manifest that are listed for each rank. Only the newest step can be restored."""
 
 
 class Inventories:
     """Maker of the inventories of this pod."""
 
-    def __init__(self, pod: Pod, tiers: Tiers, stager: Stager, telemetry: Telemetry) -> None:
+    def __init__(self, pod: Pod, tiers: Tiers, saves: SaveJourney, telemetry: Telemetry) -> None:
         self._pod = pod
         self._node = tiers.node
         self._read = tiers.pools.read
-        self._stager = stager
+        self._stager = saves.stager
+        self._layouts = saves.layouts
         self._metrics = telemetry.metrics
         self._failures = telemetry.failures
         self._changed = logs.Changed()
@@ -63,6 +72,7 @@ class Inventories:
             version=state.version,
             manifests=manifests,
             shards=shards,
+            uncommitted=await self._uncommitted(state, manifests),
             launcher=launcher,
         )
         fitting = await self._read.run(fit, whole)
@@ -74,6 +84,43 @@ class Inventories:
         else:
             self._changed.healthy("inventory")
         return fitting
+
+    async def _uncommitted(
+        self, state: RoundState, manifests: tuple[ListedManifest, ...]
+    ) -> tuple[UncommittedShard, ...]:
+        """Return the own shards of the newest steps without a manifest."""
+        committed = frozenset(CheckpointId(m.step, m.round) for m in manifests)
+        records = await self._read.run(
+            own_uncommitted, self._node, self._pod.job_uid, state.own_ranks, committed
+        )
+        found: list[UncommittedShard] = []
+        for record in records:
+            header = record.header
+            try:
+                layout = await self._layouts.digests(header.layout)
+            except HoldfastError as error:
+                logs.warning("a layout cannot be read", ref=str(record.ref), error=str(error))
+                continue
+            shard = UncommittedShard(
+                header.step, header.round, header.world_size, info_of(record), layout
+            )
+            found.append(shard)
+        return tuple(found)
+
+
+def own_uncommitted(
+    node: NodeTier, job_uid: JobUid, ranks: range, committed: Collection[CheckpointId]
+) -> tuple[ShardRecord, ...]:
+    """Return the newest shards of these ranks that no manifest names, in order of their steps. Blocking."""
+    found = [
+        record
+        for record in node.list_shards()
+        if record.header.job_uid == job_uid
+        and record.header.rank in ranks
+        and record.checkpoint not in committed
+    ]
+    found.sort(key=lambda record: record.checkpoint)
+    return tuple(found[max(0, len(found) - _UNCOMMITTED_OF_A_RANK * len(ranks)) :])
 
 
 def fit(inventory: Inventory) -> Inventory:

@@ -13,6 +13,8 @@ On ROUND, it records the round and version durably and takes them into its state
 worker that it becomes. If the round is new, it
 deletes steps off the lineage and starts the coordinator (if it is the one), rehydration and rendezvous. A
 higher version of the same round only changes members, copies and the coordinator.
+
+Between the two, the operator may have a commit finished that the failure has interrupted.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from holdfast_core.ids import CheckpointId, RestartRound
-from holdfast_core.messages.schema import Inventory, Round, Seal
+from holdfast_core.errors import AlreadyExistsError, NotFoundError, RefusedError
+from holdfast_core.format.manifest import parse_manifest_of
+from holdfast_core.ids import CheckpointId, Rank, RestartRound
+from holdfast_core.messages.schema import FinishCommit, Inventory, Refusal, Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_sidecar.base import logs
@@ -61,7 +65,7 @@ class Lifecycle:
         self._changed = journeys.changed
         self._background = background
         self._telemetry = telemetry
-        self._inventories = Inventories(pod, tiers, journeys.saves.stager, telemetry)
+        self._inventories = Inventories(pod, tiers, journeys.saves, telemetry)
         self._lock = asyncio.Lock()
         self._tasks = Tasks()
         self._unsettled: RoundState | None = None
@@ -208,7 +212,42 @@ class Lifecycle:
                 await self._continue(before, message)
             return await self.inventory()
 
-    def _check(self, caller: Caller, message: Seal | Round) -> None:
+    async def finish_commit(self, caller: Caller, message: FinishCommit) -> Inventory:
+        """Write the manifest of a step whose commit the failure has interrupted (ADR 0115).
+
+        Raises:
+            StaleRoundError: The round is older than the current one.
+            RefusedError: NOT_SEALED if the sidecar is not between SEAL and ROUND of this round; CONFLICT if
+                it has another manifest of this step; NOT_MEMBER if the caller is not the operator.
+            FormatError, CorruptionError: The manifest is not valid, or of another job or step.
+            NotFoundError: The shard of an own rank that it names is not on the node tier.
+        """
+        async with self._lock:
+            self._check(caller, message)
+            checkpoint = CheckpointId(message.step, message.saved_in)
+            document = message.manifest.encode()
+            await self._tiers.pools.meta.run(self._finish_commit, checkpoint, document)
+            logs.info("finished an interrupted commit", step=message.step, round=message.saved_in)
+            return await self.inventory()
+
+    def _finish_commit(self, checkpoint: CheckpointId, document: bytes) -> None:
+        """Check the manifest against this node's shards and write it. Blocking."""
+        uid = self._pod.job_uid
+        manifest = parse_manifest_of(
+            document, uid, checkpoint, namespace=self._pod.contract.namespace
+        )
+        for number in self._pod.state.own_ranks:
+            ref = manifest.ref(Rank(number))
+            if self._disk.find(ref) is None:
+                raise NotFoundError(
+                    f"{ref} is not on the node tier: no commit of it can be finished"
+                )
+        try:
+            self._disk.put_manifest(uid, checkpoint, document)
+        except AlreadyExistsError as error:
+            raise RefusedError(Refusal.CONFLICT, str(error)) from error
+
+    def _check(self, caller: Caller, message: Seal | Round | FinishCommit) -> None:
         refused = refuse(self._pod.state, caller, message)
         if refused is not None:
             raise_refused(refused)

@@ -13,6 +13,7 @@ from holdfast_core.messages.schema import (
     Certificate,
     CopyReply,
     CopyRequest,
+    FinishCommit,
     GangRequest,
     Inventory,
     KeepLayout,
@@ -52,6 +53,7 @@ class Endpoint:
 POSTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/seal", Seal, Inventory),
     Endpoint("/v1/round", Round, Inventory),
+    Endpoint("/v1/finish-commit", FinishCommit, Inventory),
     Endpoint(SAVE_NOW, GangRequest, Ok),
     Endpoint(STOP, GangRequest, Ok),
     Endpoint("/v1/certificate", Certificate, Ok),

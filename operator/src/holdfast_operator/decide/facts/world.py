@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from holdfast_core.api import JobCondition, LineageEntry, PersistedStep, TrainingJobStatus
+from holdfast_core.api import (
+    Checkpoint,
+    JobCondition,
+    LineageEntry,
+    PersistedStep,
+    TrainingJobStatus,
+)
 from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.model.job import (
@@ -106,6 +112,16 @@ class World:
     @cached_property
     def _sidecars(self) -> dict[str, SidecarView]:
         return {s.pod_uid: s for s in self.observed.sidecars}
+
+    @cached_property
+    def own_checkpoints(self) -> tuple[Checkpoint, ...]:
+        """Return the Checkpoints of this job, without those that a former job of the same name left."""
+        job = self.observed.job
+        return tuple(
+            c
+            for c in self.observed.checkpoints
+            if c.job == job.name and c.status.job_uid in (None, job.uid)
+        )
 
     @cached_property
     def members(self) -> tuple[MemberState, ...]:

@@ -13,7 +13,10 @@
    this gives up. If no other checkpoint is left, the job fails.
 5. While new pods start, the choice waits for TAKE_IN_SECONDS after the newest loss: the round can replace
    further pods only until its restore point is chosen.
-6. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
+6. If all members have survived, and a failure has interrupted the commit of a newer step whose shards are
+   all on their nodes, the commit is finished first (unfinished.py). The choice waits for that for
+   HOLDERS_SECONDS at most.
+7. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
    over without a checkpoint by itself.
 """
 
@@ -23,13 +26,13 @@ from dataclasses import dataclass
 
 from holdfast_core.api import LineageEntry, RestorePointStatus, TierCounts, changed
 from holdfast_core.ids import CheckpointId, Step, TierName, worker_of
-from holdfast_operator.decide.checkpoints import own_checkpoints
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.quarantine import quarantined
 from holdfast_operator.decide.facts.readable import Candidate, Holders
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
 from holdfast_operator.decide.report.status import Note
+from holdfast_operator.decide.restore.unfinished import unfinished
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
@@ -61,7 +64,16 @@ class Exhausted:
     note: Note
 
 
-Choice = Chosen | Wait | Exhausted
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A step whose commit the failure has interrupted is committed first. The choice waits for that."""
+
+    id: CheckpointId
+    manifest: str
+    note: Note
+
+
+Choice = Chosen | Wait | Exhausted | Finish
 
 
 def choose(world: World, memory: JobMemory, now: Now) -> Choice:
@@ -91,6 +103,9 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
         if reason is not None or (below and not _timed_out(memory, now)):
             text = f"workers {first_of([m.worker for m in unknown])} have not answered yet"
             return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text}: {reason or _MAY_HAVE_NEWEST}"))
+    finish = None if _timed_out(memory, now) else _finish(world, best)
+    if finish is not None:
+        return finish
     if best is not None:
         return _chosen(world, best, holders, newest, bool(unknown))
     committed = readable.recorded_commit(world)
@@ -113,6 +128,19 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
         )
         return Exhausted(Note(Reason.NO_PROGRESS, text))
     return _from_spec(world, newest)
+
+
+def _finish(world: World, best: Candidate | None) -> Finish | Wait | None:
+    """Return the newer step than `best` that is to be committed first, or why the choice waits for one."""
+    found = unfinished(world, None if best is None else best.id.step)
+    if found is None:
+        return None
+    text = f"the failure interrupted the commit of step {found.id.step}"
+    if found.manifest is None:
+        text = f"{text}, and its last shards are being written"
+        return Wait(Note(Reason.WAITING_FOR_HOLDERS, text))
+    note = Note(Reason.WAITING_FOR_HOLDERS, f"{text}. All of its shards are there: it is finished")
+    return Finish(found.id, found.manifest, note)
 
 
 def _may_be_joined(member: MemberState, world: World, memory: JobMemory, now: Now) -> bool:
@@ -230,7 +258,7 @@ def _sources(world: World, best: Candidate, holders: Holders) -> TierCounts:
     per_worker = world.observed.job.spec.procs_per_worker
     counts = dict.fromkeys(TierName, 0)
     if best.info is None:
-        saved = (c.status.world_size for c in own_checkpoints(world) if c.id == best.id)
+        saved = (c.status.world_size for c in world.own_checkpoints if c.id == best.id)
         return TierCounts(object=next(saved, None) or per_worker * len(world.members))
     for shard in best.info.shards:
         held = holders.get((best.id, shard.rank, shard.blake3), [])
