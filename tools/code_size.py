@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 14720,
     "operator": 12500,
-    "sidecar": 9780,
+    "sidecar": 9790,
     "trainer_sdk": 17750,
     "cli": 600,
 }

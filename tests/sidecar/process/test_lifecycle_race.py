@@ -1,127 +1,21 @@
-"""A SEAL that arrives while a ROUND of the old round is being recorded takes precedence.
-
-Pools, fencing state and node tier are real. Stand-ins replace the tasks that a seal stops.
-"""
+"""A SEAL that arrives while a ROUND of the old round is being recorded takes precedence."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.clock import ManualClock
-from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.lifecycle_bed import SlowNode, World
 from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.errors import StaleRoundError
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pod import CurrentRound, Pod
-from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import OPERATOR, RoundState
-from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.signals import Signal
-from holdfast_sidecar.base.telemetry import Telemetry
-from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.gang.state import LocalGang
-from holdfast_sidecar.process.journeys import Journeys
-from holdfast_sidecar.process.lifecycle import Lifecycle
-from holdfast_sidecar.save.layouts import RankLayouts
-
-
-class SlowNode:
-    """A node tier whose writes of the round file wait until the test sets `go_on`."""
-
-    def __init__(self, tier: DiskNodeTier) -> None:
-        self._tier = tier
-        self.writing = threading.Event()
-        self.go_on = threading.Event()
-        self.list_shards: Callable[[], Any] = tier.list_shards
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tier, name)
-
-    def write_round(self, round_: RestartRound, version: int) -> None:
-        self.writing.set()
-        assert self.go_on.wait(120)
-        self._tier.write_round(round_, version)
-
-
-class PlayedStager:
-    """A stager that records how long a seal waits for the writes of slots."""
-
-    def __init__(self) -> None:
-        self.memory: dict[str, Any] = {}
-        self.settle_seconds: list[float] = []
-        self.write_seconds: list[float] = []
-        self.wait: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0)
-
-    def seal(self) -> None:
-        return
-
-    async def settle(self, seconds: float) -> bool:
-        self.settle_seconds.append(seconds)
-        await self.wait()
-        return True
-
-    async def write_buffered(self, manifests: object, seconds: float) -> bool:
-        self.write_seconds.append(seconds)
-        await self.wait()
-        return True
-
-
-class World:
-    """The lifecycle of worker 0, with stand-ins for the parts that copy bytes and start ranks."""
-
-    def __init__(self, node: SlowNode, folder: Path, round_: int = 4) -> None:
-        self.node: Any = node
-        self.clock = ManualClock()
-        self.pools = Pools(disk=2, fetch=1, store=1)
-        self.stager = PlayedStager()
-        self.stopped: list[str] = []
-        self.rehydrations: list[Round] = []
-        self.current = CurrentRound(RoundState(Worker(0), 1, RestartRound(round_), "gpt-0-r0"))
-        contract = contract_with(shared_dir=str(folder))
-        settings = Settings(contract, settle_seconds=30.0, seal_seconds=45.0)
-        changed: Signal[[]] = Signal()
-        journeys: Any = Journeys(
-            self.current,
-            SimpleNamespace(  # type: ignore[arg-type]
-                stager=self.stager,
-                layouts=RankLayouts(settings.layouts_dir, self.node, self.pools),
-                flow=SimpleNamespace(reset=self._nothing, pending=0),
-            ),
-            SimpleNamespace(  # type: ignore[arg-type]
-                progressed=changed,
-                filler=SimpleNamespace(stop=self.stopped.append),
-                rehydrator=SimpleNamespace(reset=self._nothing, begin=self.rehydrations.append),
-            ),
-            LocalGang(1),
-            SimpleNamespace(  # type: ignore[arg-type]
-                reset=self._nothing, end_ranks=self._nothing, has_launcher=True
-            ),
-            SimpleNamespace(end=self._nothing),  # type: ignore[arg-type]
-            changed,
-        )
-        self.lifecycle = Lifecycle(
-            Pod(settings, self.clock, self.current),
-            self.node,
-            Tiers(self.node, None, self.pools),
-            journeys,
-            BackgroundLimit(folder, self.clock.monotonic),
-            Telemetry(Metrics(), Failures(changed)),
-        )
-
-    async def _nothing(self, *_: object) -> None:
-        return
+from holdfast_sidecar.base.rounds import OPERATOR
 
 
 @pytest.fixture

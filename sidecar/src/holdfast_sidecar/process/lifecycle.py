@@ -36,9 +36,14 @@ from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.process.inventory import Inventories
 from holdfast_sidecar.process.journeys import Journeys
+from holdfast_sidecar.restore.rehydrate import Restored
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.upkeep.prune import delete_off_lineage, delete_orphans, protected_steps
 from holdfast_sidecar.wire.client import raise_refused
+
+_COPY_AFTER_SECONDS = 10.0
+"""Longest time for which copies of the restore point wait for the first step of a round."""
+_LOOK_SECONDS = 0.2
 
 
 class Lifecycle:
@@ -306,10 +311,14 @@ class Lifecycle:
     async def _restored(self) -> None:
         """Start the ranks if they may start, after the restore point has arrived on this node.
 
-        Own shards of the restore point that an older round saved are copied again to targets that lack them.
+        Own shards of the restore point that an older round saved are copied again to targets that lack them,
+        once the ranks have finished a step: before, the copies would delay the recovery of the whole gang.
         """
         restored = self._restores.rehydrator.restored
         if restored is None:
+            return
+        self._starter.evaluate()
+        if not restored.refs or not await self._first_step(restored):
             return
         for ref in restored.refs.values():
             if ref.job_uid != self._pod.job_uid:
@@ -317,7 +326,20 @@ class Lifecycle:
             record = await self._tiers.pools.read.run(self._tiers.node.find, ref)
             if record is not None and record.header.round != self._pod.state.round:
                 self._saves.flow.add(replace(own_shard(record, committed=True), reported=False))
-        self._starter.evaluate()
+
+    async def _first_step(self, restored: Restored) -> bool:
+        """Wait until the own ranks have finished a step, at most for _COPY_AFTER_SECONDS.
+
+        Returns:
+            Whether the round of the restore goes on.
+        """
+        pod, gang = self._pod, self._gang
+        until = pod.clock.monotonic() + _COPY_AFTER_SECONDS
+        while self._restores.rehydrator.restored is restored:
+            if gang.trains(pod.state.round, pod.state.own_ranks) or pod.clock.monotonic() >= until:
+                return True
+            await pod.clock.sleep(_LOOK_SECONDS)
+        return False
 
     def _on_restore_progress(self) -> None:
         self._tasks.spawn(self._restored(), "restored")
