@@ -246,7 +246,7 @@ class ClusterCache:
         return self._pods.foreign_count()
 
     def jobs_on_node(self, node: str) -> set[Key]:
-        return {p.key for p in self._pods.all_workers() if p.view.node == node}
+        return self._pods.keys_on_node(node)
 
     def checkpoints(self, namespace: str, job: str) -> tuple[Checkpoint, ...]:
         return tuple(self._checkpoints_of.get((namespace, job), {}).values())

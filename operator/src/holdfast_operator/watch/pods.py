@@ -28,6 +28,8 @@ class PodCache:
         self._workers: dict[tuple[str, JobUid], dict[str, WorkerPod]] = {}
         self._uids: dict[Key, set[JobUid]] = {}
         """Uids of the jobs of each key that have pods."""
+        self._on_node: dict[str, dict[str, Key]] = {}
+        """Keys of the jobs of workers and placeholders by node, then by uid of the pod."""
         self._probes: dict[tuple[str, str], dict[str, ProbePod]] = {}
         self._unreadable: dict[tuple[str, str], dict[str, Unreadable]] = {}
         """Pods that cannot be parsed, by namespace and uid of the controller, then by uid."""
@@ -56,9 +58,9 @@ class PodCache:
         """Return the keys of all jobs that have pods."""
         return tuple(self._uids)
 
-    def all_workers(self) -> tuple[WorkerPod, ...]:
-        """Return the pods of all workers, and all placeholders."""
-        return tuple(p for pods in self._workers.values() for p in pods.values())
+    def keys_on_node(self, node: str) -> set[Key]:
+        """Return the keys of the jobs that have workers or placeholders on this node."""
+        return set(self._on_node.get(node, {}).values())
 
     def probes(self, namespace: str, store_uid: str) -> tuple[ProbePod, ...]:
         return tuple(self._probes.get((namespace, store_uid), {}).values())
@@ -80,6 +82,8 @@ class PodCache:
                 pods = self._workers.setdefault((item.namespace, item.job_uid), {})
                 pods[item.view.uid] = item
                 self._uids.setdefault(item.key, set()).add(item.job_uid)
+                if item.view.node is not None:
+                    self._on_node.setdefault(item.view.node, {})[item.view.uid] = item.key
             case ProbePod():
                 self._probes.setdefault((item.namespace, item.store_uid), {})[item.uid] = item
             case Unreadable(owner=owner) if owner is not None:
@@ -92,6 +96,8 @@ class PodCache:
             case WorkerPod():
                 index = (item.namespace, item.job_uid)
                 _discard(self._workers, index, item.view.uid)
+                if item.view.node is not None:
+                    _discard(self._on_node, item.view.node, item.view.uid)
                 if index not in self._workers:
                     self._forget(item)
             case ProbePod():
