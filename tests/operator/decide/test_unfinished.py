@@ -25,7 +25,7 @@ from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import LineageEntry, QuarantinedCheckpoint, TrainingJobStatus, changed
 from holdfast_core.format.manifest import parse_manifest_of
-from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide import rounds
 from holdfast_operator.decide.facts.world import World
@@ -153,6 +153,12 @@ def test_a_refused_manifest_delays_the_choice_for_60_seconds_at_most() -> None:
 )
 def test_an_incomplete_step_is_not_finished(other: SidecarView) -> None:
     assert chosen_step(choose(COMPLETE[0], other)) == 10
+
+
+def test_a_sidecar_that_sends_nonsense_does_not_stop_the_choice() -> None:
+    item = uncommitted(20, 0, 1)
+    other = replace(item, shard=replace(item.shard, blake3=Digest("nonsense")))
+    assert chosen_step(choose(COMPLETE[0], answer(B, other))) == 10
 
 
 def test_a_lost_pod_ends_an_interrupted_commit_at_once() -> None:

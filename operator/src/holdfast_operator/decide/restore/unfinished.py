@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast_core.errors import FormatError
 from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_shards
 from holdfast_core.ids import CheckpointId, Step, ranks_of
 from holdfast_core.messages.schema import UncommittedShard
@@ -47,7 +48,10 @@ def unfinished(world: World, above: Step | None) -> Unfinished | None:
         return None
     if silent:
         return Unfinished(newest, None)
-    return Unfinished(newest, _manifest(world, newest, [steps[newest] for steps in listed]))
+    try:
+        return Unfinished(newest, _manifest(world, newest, [steps[newest] for steps in listed]))
+    except FormatError:  # a sidecar has sent a value that no manifest can hold
+        return None
 
 
 def _steps(member: MemberState, world: World) -> Iterator[tuple[CheckpointId, Saved]]:
