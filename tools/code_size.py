@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 14720,
-    "operator": 12500,
+    "operator": 12510,
     "sidecar": 9790,
     "trainer_sdk": 17750,
     "cli": 600,

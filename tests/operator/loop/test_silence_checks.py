@@ -36,7 +36,7 @@ class World:
     def pods(self, job: Gang) -> tuple[PodView, ...]:
         return (pod(0, node=f"node-{job.uid}"),)
 
-    def none_is_silent(self, uid: JobUid) -> bool:
+    def all_answer(self, uid: JobUid) -> bool:
         return uid not in self.silent_sidecars
 
     def disturbed_nodes(self, jobs: object) -> set[str]:

@@ -44,7 +44,7 @@ async def test_members_of_a_running_gang_need_no_call_before_the_coordinator_has
             view = b.view(pod)
             assert (view.reachable, view.acked) == (Reachable.YES, ACKED)
             assert view.sealed_round == 2, "it is not sealed again"
-        assert b.sidecars.none_is_silent(UID)
+        assert b.sidecars.all_answer(UID)
 
 
 async def test_members_are_called_in_turn_for_their_inventories_and_certificates() -> None:

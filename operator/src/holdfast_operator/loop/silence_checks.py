@@ -74,7 +74,7 @@ class SilenceChecks:
                 await self._confirm(node)
 
     def _is_disturbed(self, job: Gang, nodes: Set[str]) -> bool:
-        return not self._sidecars.none_is_silent(job.uid) or any(
+        return not self._sidecars.all_answer(job.uid) or any(
             p.node in nodes for p in self._cache.pods(job)
         )
 

@@ -97,15 +97,12 @@ class Sidecars:
         job = self._jobs.get(uid)
         return None if job is None else job.state
 
-    def none_is_silent(self, uid: JobUid) -> bool:
-        """Return whether no sidecar of the job left its last call unanswered, and none reports a dead rank.
-
-        One that was not called yet does not count: a job that waits for it has passes, which call it.
-        """
+    def all_answer(self, uid: JobUid) -> bool:
+        """Return whether all sidecars of the job answered their last call, and report no dead rank."""
         job = self._jobs.get(uid)
         if job is None or (job.state is not None and job.state.dead):
             return False
-        return all(p.view.reachable is not Reachable.NO for p in job.pods.values())
+        return all(p.view.reachable is Reachable.YES for p in job.pods.values())
 
     # ------------------------------------------------------------------ who there is
 
