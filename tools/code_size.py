@@ -20,8 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14720,
-    "operator": 12510,
+    "core": 14740,
+    "operator": 12490,
     "sidecar": 9790,
     "trainer_sdk": 17750,
     "cli": 600,

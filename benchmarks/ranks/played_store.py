@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from urllib.parse import parse_qs, quote, urlsplit
@@ -20,7 +19,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step
 
 PAGE = 1000
-"""Keys and folders of one page, as S3 has them."""
+"""Largest number of keys and folders in one page of a listing, as in S3."""
 BUCKET = "played"
 NAMESPACE = "bench"
 JOB_UID = JobUid("b0b0b0b0-0000-4000-8000-000000000007")
@@ -156,9 +155,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/xml")
         self.end_headers()
         self.wfile.write(body)
-
-    def date_time_string(self, timestamp: float | None = None) -> str:
-        return formatdate(timestamp, usegmt=True)
 
     def log_message(self, format: str, *args: object) -> None:
         return

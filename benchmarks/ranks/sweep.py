@@ -37,19 +37,16 @@ def is_figure(figure: Figure) -> bool:
     return figure.id.startswith("L7") or "store_phase" in figure.details
 
 
-def measure(checkpoints: int, ranks: int, pruned: int | None = None) -> list[Figure]:
+def measure(checkpoints: int, ranks: int) -> list[Figure]:
     """Run the sweeps and the deletions in a process beside the store. Return the figures of L7.
 
     Args:
         checkpoints: Checkpoints in the store. One in ten of them has no manifest.
         ranks: Ranks of each checkpoint.
-        pruned: Number of checkpoints that are deleted between the sweeps, oldest first. None: all that have
-            a manifest but the newest.
 
     Raises:
         RuntimeError: Other objects are left in the store than those that are needed.
     """
-    pruned = len(_pruned_numbers(checkpoints, pruned))
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.ranks.played_store", str(checkpoints), str(ranks)],
         stdin=subprocess.PIPE,
@@ -58,19 +55,18 @@ def measure(checkpoints: int, ranks: int, pruned: int | None = None) -> list[Fig
     ) as store:
         assert store.stdin is not None and store.stdout is not None
         port = store.stdout.readline().strip()
-        command = [sys.executable, "-m", "benchmarks.ranks.sweep", port]
-        command += [str(checkpoints), str(pruned)]
+        command = [sys.executable, "-m", "benchmarks.ranks.sweep", port, str(checkpoints)]
         child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         store.stdin.close()
         requests, left = map(int, store.stdout.readline().split())
-    expected = _expected_left(checkpoints, ranks, pruned)
+    expected = _expected_left(checkpoints, ranks)
     if left != expected:
         raise RuntimeError(f"{left} objects are left in the store, expected {expected}")
-    return figures(json.loads(child.stdout), checkpoints, ranks, pruned, requests)
+    return figures(json.loads(child.stdout), checkpoints, ranks, requests)
 
 
 def figures(
-    phases: dict[str, dict[str, Any]], checkpoints: int, ranks: int, pruned: int, requests: int
+    phases: dict[str, dict[str, Any]], checkpoints: int, ranks: int, requests: int
 ) -> list[Figure]:
     """Return the verdicts and a row for each phase."""
     size = f"{checkpoints} checkpoints of {ranks} ranks"
@@ -78,7 +74,7 @@ def figures(
     peak = max(p["peak_mib"] for p in phases.values())
     details = {"what": f"sweep and prune of a store with {size}", "requests": requests}
     return [
-        at_most("L7-cpu", [cpu], "s", 60, **details, pruned=pruned),
+        at_most("L7-cpu", [cpu], "s", 60, **details),
         at_most("L7-memory", [peak], "MiB", 256, what="peak of the process"),
         *(
             for_orientation(f"{name}, {size}", [p["cpu_seconds"]], "CPU s", store_phase=name, **p)
@@ -87,22 +83,22 @@ def figures(
     ]
 
 
-def _pruned_numbers(checkpoints: int, pruned: int | None) -> list[int]:
-    """Return the numbers of the oldest `pruned` checkpoints that have a manifest."""
-    return [n for n in range(checkpoints - 1) if not is_dead(n)][:pruned]
+def _pruned_numbers(checkpoints: int) -> list[int]:
+    """Return the numbers of all checkpoints with a manifest but the newest."""
+    return [n for n in range(checkpoints) if not is_dead(n)][:-1]
 
 
-def _expected_left(checkpoints: int, ranks: int, pruned: int) -> int:
-    gone = set(_pruned_numbers(checkpoints, pruned))
-    kept = [n for n in range(checkpoints) if n not in gone and not is_dead(n)]
-    referred = [n for n in kept if first_of(n) != n]
-    shards = set(kept) | {first_of(n) for n in kept}
-    return 2 * ranks * len(shards) + len(kept) + 2 * len(referred)
+def _expected_left(checkpoints: int, ranks: int) -> int:
+    """Return the number of objects that the newest checkpoint with a manifest needs."""
+    newest = max(n for n in range(checkpoints) if not is_dead(n))
+    shards = {newest, first_of(newest)}
+    references = 2 * (len(shards) - 1)
+    return 2 * ranks * len(shards) + references + 1
 
 
 def main() -> int:
     """Run the phases against the store at this port. Print what each of them cost, as JSON."""
-    port, checkpoints, pruned = (int(text) for text in sys.argv[1:4])
+    port, checkpoints = (int(text) for text in sys.argv[1:3])
     env = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "played",
@@ -126,7 +122,7 @@ def main() -> int:
         return len(tier.sweep(NAMESPACE, JOB_UID, RestartRound(1), QUIET, frozenset))
 
     def prune() -> int:
-        numbers = _pruned_numbers(checkpoints, pruned)
+        numbers = _pruned_numbers(checkpoints)
         for number in numbers:
             tier.delete_checkpoint(NAMESPACE, JOB_UID, named(number))
         return len(numbers)

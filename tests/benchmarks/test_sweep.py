@@ -51,5 +51,5 @@ def test_a_measurement_deletes_exactly_what_is_not_needed() -> None:
 
 def test_the_page_shows_the_phases_of_the_store() -> None:
     cost = {"count": 3, "wall_seconds": 2.5, "cpu_seconds": 1.5, "peak_mib": 40.0}
-    text = page(figures({"sweep": cost}, 10, 2, 0, 99))
+    text = page(figures({"sweep": cost}, 10, 2, 99))
     assert "| sweep, 10 checkpoints of 2 ranks | 1.5 | 2.5 | 40.0 | 3 |" in text

@@ -122,11 +122,6 @@ class Budget:
         with self._lock:
             return self._used + self._reserved
 
-    @property
-    def limit_bytes(self) -> int:
-        """Bytes of the volume that may be used."""
-        return self._limit()
-
     def free_bytes(self) -> int:
         with self._lock:
             return min(self._free_of_limit(), self._free_blocks())
@@ -148,10 +143,11 @@ class Budget:
             of_limit, free_blocks = self._free_of_limit(), self._free_blocks()
             if size > of_limit or wanted > free_blocks:
                 new = "" if wanted == size else f" ({wanted} of them new)"
+                taken = self._used + self._reserved + self._spare
                 raise CapacityError(
                     f"{what} into {self._root}: needs {size} bytes{new}, "
                     f"{min(of_limit, free_blocks)} available of "
-                    f"{self._limit()} that may be used ({self._used + self._reserved + self._spare} taken); "
+                    f"{self.limit_bytes} that may be used ({taken} taken); "
                     f"{self._advice}"
                 )
             self._reserved += size
@@ -163,7 +159,9 @@ class Budget:
             self._reserved -= size
             self._reserved_blocks -= size if blocks is None else blocks
 
-    def _limit(self) -> int:
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of the volume that may be used."""
         capacity = self._capacity_bytes
         if capacity == 0:
             volume = os.statvfs(self._root)
@@ -174,7 +172,7 @@ class Budget:
         """Return the bytes that the size limit of the volume allows. Without one, every number of bytes."""
         if self._capacity_bytes == 0:
             return sys.maxsize
-        return max(0, self._limit() - self._used - self._reserved - self._spare)
+        return max(0, self.limit_bytes - self._used - self._reserved - self._spare)
 
     def _free_blocks(self) -> int:
         """Return the bytes that the file system has for further files."""
@@ -183,5 +181,5 @@ class Budget:
         if self._capacity_bytes:
             return available
         # Without a size limit the whole file system counts: the share above the limit stays free.
-        keep_free = volume.f_blocks * volume.f_frsize - self._limit()
+        keep_free = volume.f_blocks * volume.f_frsize - self.limit_bytes
         return max(0, available - keep_free - self._reserved_blocks)

@@ -101,7 +101,7 @@ def choose(world: World, memory: JobMemory, now: Now) -> Decision:
 
 
 def _finishes(world: World, choice: restore_point.Finish) -> Iterator[Action]:
-    """Yield what has some members write the manifest. One of them suffices, and the others read it there."""
+    """Yield the requests to some members to write the manifest. The others read it from one of them."""
     message = FinishCommit(world.round, choice.id.step, choice.id.round, choice.manifest)
     for member in world.members[:FINISHING_MEMBERS]:
         pod = member.pod

@@ -27,7 +27,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     Seal,
 )
-from holdfast_operator.model.job import AckedRound, InventoryView, PodView, Reachable, SidecarView
+from holdfast_operator.model.job import AckedRound, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.sidecars.allowance import Allowance
@@ -182,22 +182,17 @@ class Sidecars:
 
         async def call(context: SSLContext, pod: PodCalls) -> None:
             reply = await self._client.seal(context, pod.target, Seal(round_))
-            inventory = await self._with_manifests(context, pod, reply)
-            self._answers.answered(pod)
-            pod.view = replace(
-                pod.view, inventory=pod.newest(inventory), sealed_round=inventory.round
-            )
+            await self._take(context, pod, reply)
+            pod.view = replace(pod.view, sealed_round=reply.round)
 
         self._start(uid, pod_uid, "seal", call)
 
     def finish_commit(self, uid: JobUid, pod_uid: str, message: FinishCommit) -> None:
-        """Have the pod's sidecar write a manifest, unless that is under way or its back-off has not ended."""
+        """Start a FinishCommit to the pod's sidecar, unless one is under way or it backs off."""
 
         async def call(context: SSLContext, pod: PodCalls) -> None:
             reply = await self._client.finish_commit(context, pod.target, message)
-            inventory = await self._with_manifests(context, pod, reply)
-            self._answers.answered(pod)
-            pod.view = replace(pod.view, inventory=pod.newest(inventory))
+            await self._take(context, pod, reply)
 
         self._start(uid, pod_uid, FINISH_COMMIT, call)
 
@@ -213,12 +208,10 @@ class Sidecars:
 
         async def call(context: SSLContext, pod: PodCalls) -> None:
             reply = await self._client.round(context, pod.target, outgoing)
-            inventory = await self._with_manifests(context, pod, reply)
-            self._answers.answered(pod)
+            await self._take(context, pod, reply)
             pod.round_received.set()
             pod.view = replace(
                 pod.view,
-                inventory=pod.newest(inventory),
                 acked=AckedRound(
                     outgoing.message.round,
                     outgoing.message.version,
@@ -294,19 +287,16 @@ class Sidecars:
         return age >= KNOWLEDGE_SECONDS and pod.sidecar_started
 
     async def _inventory(self, context: SSLContext, pod: PodCalls) -> None:
-        reply = await self._client.inventory(context, pod.target)
-        inventory = await self._with_manifests(context, pod, reply)
-        self._answers.answered(pod)
-        pod.view = replace(pod.view, inventory=pod.newest(inventory))
+        await self._take(context, pod, await self._client.inventory(context, pod.target))
 
-    async def _with_manifests(
-        self, context: SSLContext, pod: PodCalls, inventory: Inventory
-    ) -> InventoryView:
+    async def _take(self, context: SSLContext, pod: PodCalls, inventory: Inventory) -> None:
+        """Fetch the manifests of an inventory that are not known, and record it as the sidecar's answer."""
         fetch = partial(self._client.manifest, context, pod.target)
         pod.wanted = frozenset(m.manifest for m in inventory.manifests)
         found = await pod.manifests.view(inventory, pod.target.ranks, fetch)
         pod.wanted = frozenset()
-        return found
+        self._answers.answered(pod)
+        pod.view = replace(pod.view, inventory=pod.newest(found))
 
     def _renew(self, uid: JobUid, known: PodCalls) -> None:
         async def call(context: SSLContext, pod: PodCalls) -> None:

@@ -14,11 +14,11 @@ from holdfast_core.format.manifest import (
     JobIdentity,
     Manifest,
     manifest_digest,
-    manifest_shards,
     parse_manifest,
     parse_manifest_of,
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank
+from holdfast_core.messages.manifests import manifest_document
 from holdfast_core.messages.schema import ManifestPut, ShardInfo
 from holdfast_sidecar.coordinator.ledger import StepEntry
 
@@ -45,19 +45,12 @@ def build_manifest(contract: SidecarContract, parent: Digest | None, entry: Step
     """
     ranks = [Rank(rank) for rank in range(entry.world_size)]
     shards = tuple(entry.shards[rank] for rank in ranks)
-    manifest = Manifest(
-        job=JobIdentity(contract.namespace, contract.job, contract.job_uid),
-        step=entry.step,
-        restart_round=entry.round,
-        world_size=entry.world_size,
-        parent=parent,
-        shards=manifest_shards(
-            [
-                (shard.payload_bytes, shard.blake3, shard.chunk_table, entry.layouts[shard.rank])
-                for shard in shards
-            ]
-        ),
-    ).to_bytes()
+    manifest = manifest_document(
+        JobIdentity(contract.namespace, contract.job, contract.job_uid),
+        CheckpointId(entry.step, entry.round),
+        parent,
+        [(shard, entry.layouts[shard.rank]) for shard in shards],
+    )
     return Built(manifest, manifest_digest(manifest), shards)
 
 

@@ -14,7 +14,8 @@ worker that it becomes. If the round is new, it
 deletes steps off the lineage and starts the coordinator (if it is the one), rehydration and rendezvous. A
 higher version of the same round only changes members, copies and the coordinator.
 
-Between the two, the operator may have a commit finished that the failure has interrupted.
+Between the two, the operator may send FinishCommit. The sidecar then writes the manifest of a commit that
+the failure has interrupted.
 """
 
 from __future__ import annotations

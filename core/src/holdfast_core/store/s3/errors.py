@@ -26,7 +26,7 @@ MAX_TEXT_CHARACTERS = 300
 """Longest text of a server that is shown, in characters."""
 _CLEANED_CHARACTERS = 4 * MAX_TEXT_CHARACTERS
 """Longest text of a server that is redacted, in characters; the rest is dropped first."""
-MAX_TAGS = 400_000
+MAX_TAGS = 200_000
 """Limit of "<" in XML: a few megabytes of tags could otherwise take hundreds of megabytes of memory. A list
 of 10,000 parts, which some servers send as one page, has 120,000."""
 _BAD_BYTES_CODES = frozenset(

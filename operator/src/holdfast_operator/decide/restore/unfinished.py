@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_shards
+from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.ids import CheckpointId, Step, ranks_of
+from holdfast_core.messages.manifests import manifest_document
 from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide.facts.quarantine import quarantined
 from holdfast_operator.decide.facts.readable import has_answered, may_store_shards
 from holdfast_operator.decide.facts.world import MemberState, World
 
 Saved = tuple[UncommittedShard, ...]
-"""Shards of one step, of all ranks of a worker, in order."""
+"""The shards of one step of all ranks of a worker, in order of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +73,9 @@ def _steps(member: MemberState, world: World) -> Iterator[tuple[CheckpointId, Sa
 def _manifest(world: World, checkpoint: CheckpointId, saved: list[Saved]) -> str:
     """Return the manifest that the coordinator of that round would have built."""
     job = world.observed.job
-    shards = [item for of_worker in saved for item in of_worker]
-    return (
-        Manifest(
-            job=JobIdentity(job.namespace, job.name, job.uid),
-            step=checkpoint.step,
-            restart_round=checkpoint.round,
-            world_size=len(shards),
-            parent=world.status.lineage[-1].base_manifest,
-            shards=manifest_shards(
-                [
-                    (i.shard.payload_bytes, i.shard.blake3, i.shard.chunk_table, i.layout)
-                    for i in shards
-                ]
-            ),
-        )
-        .to_bytes()
-        .decode()
-    )
+    return manifest_document(
+        JobIdentity(job.namespace, job.name, job.uid),
+        checkpoint,
+        world.status.lineage[-1].base_manifest,
+        [(item.shard, item.layout) for of_worker in saved for item in of_worker],
+    ).decode()
