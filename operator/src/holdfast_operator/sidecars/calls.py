@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from ssl import SSLContext
 from typing import Any
 
@@ -273,15 +274,13 @@ class Sidecars:
     def _is_due(self, job: JobCalls, known: PodCalls, pod: PodView, *, suspect: bool) -> bool:
         """Return whether the sidecar's inventory is to be read now."""
         now = self._clock.monotonic()
-        if known.called_at is None:
-            if suspect:
-                return True
-            if known.is_reported:
-                return self._first_calls.try_use(now)
-            return not (job.awaits_coordinator and pod.uid in job.gang)
-        age = now - known.called_at
-        if suspect or known.view.reachable is not Reachable.YES:
+        age = inf if known.called_at is None else now - known.called_at
+        if suspect or (known.called_at is not None and known.view.reachable is not Reachable.YES):
             return age >= PROBE_SECONDS
+        if known.is_reported:  # a first call may have failed before the coordinator answered
+            return age >= PROBE_SECONDS and self._first_calls.try_use(now)
+        if known.called_at is None:
+            return not (job.awaits_coordinator and pod.uid in job.gang)
         if is_spare(pod.worker) and pod.sidecar_started:
             return age >= (SPARE_SECONDS if known.has_launcher else PROBE_SECONDS)
         return age >= KNOWLEDGE_SECONDS and pod.sidecar_started
