@@ -376,6 +376,21 @@ def test_with_many_jobs_levels_are_written_less_often() -> None:
     assert only(decide(moved, now(1040.0)), WriteStatus)
 
 
+def test_a_new_process_waits_with_the_routine_write_of_a_job_that_trains() -> None:
+    started = JobMemory(round=RestartRound(2), round_seen_at=1000.0, counted_at=1000.0)
+    first = decide(world(memory=started), now())
+    (write,) = only(first, WriteStatus)
+    status = changed(write.status, step=Step(1))  # written by the process before
+    given = replace(world(memory=started), routine_seconds=40.0)
+    given = replace(given, job=changed(given.job, status=status))
+    assert not only(decide(given, now(1039.0)), WriteStatus)
+    (write,) = only(decide(given, now(1040.0)), WriteStatus)
+    assert write.status.step == 43
+    assert write.status.goodput is not None and status.goodput is not None
+    counted = write.status.goodput.training_seconds - status.goodput.training_seconds
+    assert counted == 40.0, "the time since the start counts"
+
+
 def test_a_changed_truth_is_written_at_once() -> None:
     first = decide(world(), now())
     (write,) = only(first, WriteStatus)

@@ -330,16 +330,17 @@ def must_write(
     """Return whether the new status must be written now.
 
     Changes of levels, goodput and messages wait until the last write is LEVELS_EVERY_SECONDS old, or
-    `routine_seconds` if that is longer. All other changes are written immediately. A change of goodput alone
-    is written only while Running is True. Otherwise a job that waits for days would cause a write every ten
-    seconds.
+    `routine_seconds` if that is longer. A new operator process waits as long after it first sees the job:
+    the writes of a thousand jobs would delay the passes that matter by half a minute. All other changes are
+    written immediately. A change of goodput alone is written only while Running is True. Otherwise a job
+    that waits for days would cause a write every ten seconds.
     """
     if _durable(old) != _durable(new):
         return True
     running = new.is_true(JobCondition.RUNNING)
     if old == (new if running else changed(new, goodput=old.goodput)):
         return False
-    last = memory.levels_written_at
+    last = memory.round_seen_at if memory.levels_written_at is None else memory.levels_written_at
     every = max(LEVELS_EVERY_SECONDS, routine_seconds)
     return last is None or now.monotonic - last >= every
 
