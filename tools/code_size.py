@@ -20,8 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14740,
-    "operator": 12490,
+    "core": 14850,
+    "operator": 12520,
     "sidecar": 9790,
     "trainer_sdk": 17750,
     "cli": 600,

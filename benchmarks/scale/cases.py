@@ -124,9 +124,7 @@ async def cold_start(bed: Bed, operator: OperatorProcess, seconds: float) -> lis
         "operator started -> it has the inventory of every sidecar, which it reads in turn"
     )
     return [
-        at_most(
-            "C1", [wall], "s", 60, what=what, cpu_seconds=cpu, passes=passes, calls=calls
-        ),
+        at_most("C1", [wall], "s", 60, what=what, cpu_seconds=cpu, passes=passes, calls=calls),
         for_orientation("C1-inventories", [knows_all], "s", what=inventories),
         at_most("C1-memory", [taken["peak_mib"]], "MiB", 400, what="peak after a cold start"),
         at_most("C1-restarts", [restarted], "gangs", 0, what="gangs that the start restarted"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -62,12 +63,21 @@ def checkpoint_policy(
     keep_last: int = 3,
     slots: int | None = None,
     node_size: str = "2Gi",
+    node_classes: Sequence[str] = (),
 ) -> Object:
+    """Return spec.checkpoint.
+
+    Args:
+        node_classes: Storage classes of the node volumes; an emptyDir without any.
+    """
+    volume: Object = {"emptyDir": {"sizeLimit": node_size}}
+    if node_classes:
+        volume = {"ephemeral": [{"storageClassName": n, "size": node_size} for n in node_classes]}
     checkpoint: Object = {
         "interval": {"steps": interval},
         "peer": {"copies": copies},
         "retention": {"keepLast": keep_last},
-        "node": {"volume": {"emptyDir": {"sizeLimit": node_size}}},
+        "node": {"volume": volume},
     }
     if slots is not None:
         checkpoint["memory"] = {"slots": slots}

@@ -104,6 +104,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ckpt(node={"volume": {"emptyDir": {"sizeLimit": "0"}}}),
         ['emptyDir.sizeLimit is "0", expected a quantity of bytes above zero'],
     ),
+    "node volume of a class without a size": (
+        ckpt(node={"volume": {"ephemeral": [{"storageClassName": "nvme"}]}}),
+        ["spec.checkpoint.node.volume.ephemeral[0].size: Required value"],
+    ),
+    "node volume of a class with a wrong size": (
+        ckpt(node={"volume": {"ephemeral": [{"storageClassName": "nvme", "size": "1TB"}]}}),
+        ["spec.checkpoint.node.volume.ephemeral[0].size:", 'is "1TB"', "write for example 500Gi"],
+    ),
     "as many copies as workers": (
         job_object(workers=2, checkpoint={"peer": {"copies": 2}}),
         [

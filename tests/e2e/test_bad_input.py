@@ -434,7 +434,7 @@ def test_a_node_volume_without_room_for_one_save_is_reported_before_the_first_st
     manifest = job_manifest("smallest-volume", namespace, BALLAST, **ONE_WORKER, node_size="8Mi")
     job = submit(without_restarts(manifest))
     found = job.wait_condition("Failed", "True", 120)
-    texts = ("CapacityError", "node volume has", "needs", "node.volume.emptyDir.sizeLimit")
+    texts = ("CapacityError", "node volume has", "needs", "spec.checkpoint.node.volume")
     assert_contains(found["message"], "rank 0 ended with code 1", *texts)
     wait_event(installed, job.name, found["reason"], *texts)
     assert not job.status.get("step"), "not one step was trained for nothing"

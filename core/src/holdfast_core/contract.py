@@ -25,7 +25,7 @@ SHARED_DIR = "/holdfast/shared"
 the launcher's round file."""
 
 NODE_DIR = "/holdfast/node"
-"""Volume of the node tier, mode 0700. Only the sidecar mounts it."""
+"""Volume of the node tier, mode 0700. Only the sidecar mounts it. Further volumes are at `node_dirs`."""
 
 CERTS_DIR = "/holdfast/certs"
 """ca.crt, tls.crt and tls.key of this pod, mounted as single items from the Secret of its birth round."""
@@ -53,6 +53,11 @@ METRICS_PORT = 7072
 
 TRAINER_CONTAINER = "trainer"
 SIDECAR_CONTAINER = "holdfast-sidecar"
+
+
+def node_dirs(first: str, volumes: int) -> tuple[str, ...]:
+    """Return the directories at which the sidecar finds so many node volumes."""
+    return (first, *(f"{first}-{number}" for number in range(1, volumes)))
 
 
 def peer_dns_name(pod: str, job_uid: str) -> str:
@@ -126,7 +131,7 @@ class WorkerContract:
     shared_dir: str
 
     def to_env(self) -> dict[str, str]:
-        return {f"{PREFIX}{name.upper()}": str(value) for name, value in asdict(self).items()}
+        return {f"{PREFIX}{name.upper()}": _text(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +164,8 @@ class SidecarContract(WorkerContract):
     pod_ip: str
     node_dir: str
     node_capacity_bytes: int
-    """sizeLimit of the node volume, of which the sidecar uses at most 85 %. 0 means the size of the
-    file system."""
+    """Size of the node volume, of which the sidecar uses at most 85 %. 0 means the size of the file
+    system."""
     certs_dir: str
     store_dir: str
     store: str
@@ -168,10 +173,17 @@ class SidecarContract(WorkerContract):
     control_port: int = CONTROL_PORT
     bulk_port: int = BULK_PORT
     metrics_port: int = METRICS_PORT
+    more_node_bytes: tuple[int, ...] = ()
+    """Sizes of the further node volumes, if there are several."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
         return cls(**_read(cls, os.environ if env is None else env))
+
+    def more_node_volumes(self) -> tuple[tuple[str, int], ...]:
+        """Return the directory and the size of each further node volume."""
+        directories = node_dirs(self.node_dir, 1 + len(self.more_node_bytes))[1:]
+        return tuple(zip(directories, self.more_node_bytes, strict=True))
 
     def store_config(self) -> StoreConfig | None:
         return StoreConfig.from_json(self.store) if self.store else None
@@ -193,6 +205,14 @@ _INT_FIELDS = frozenset(
 )
 
 
+_INTS_FIELDS = frozenset({"more_node_bytes"})
+"""Fields of whole numbers that are separated by commas."""
+
+
+def _text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _read(cls: type[Any], env: Mapping[str, str]) -> dict[str, Any]:
     from dataclasses import MISSING
 
@@ -207,9 +227,12 @@ def _read(cls: type[Any], env: Mapping[str, str]) -> dict[str, Any]:
                     "the operator sets it in the pods that it renders"
                 )
             continue
-        if field.name in _INT_FIELDS:
+        if field.name in _INT_FIELDS | _INTS_FIELDS:
             try:
-                values[field.name] = int(raw)
+                if field.name in _INT_FIELDS:
+                    values[field.name] = int(raw)
+                else:
+                    values[field.name] = tuple(map(int, raw.split(","))) if raw else ()
             except ValueError as error:
                 raise ConfigError(f"{name}={raw!r}: expected a whole number") from error
         else:

@@ -26,7 +26,8 @@ from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.node.files import BufferPool
 from holdfast_core.node.layouts import LOCK_FILE, UNUSED_SECONDS, UnusedLayouts
 from holdfast_core.node.shard_file import WRITE_BYTES
-from holdfast_core.node.tier import QUARANTINE, DiskNodeTier
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.node.volume import QUARANTINE
 from holdfast_core.shards.record import ShardRecord
 
 CHILD = Path(__file__).with_name("crash_writer.py")
@@ -56,7 +57,7 @@ class Looker:
     def __init__(self, root: Path) -> None:
         self._clock = ManualClock()
         self._unused = UnusedLayouts(
-            root, RESERVED, BufferPool(WRITE_BYTES, keep=1), self._clock.monotonic
+            root, (root,), RESERVED, BufferPool(WRITE_BYTES, keep=1), self._clock.monotonic
         )
 
     def look(self, after: float = UNUSED_SECONDS, known: frozenset[Digest] = frozenset()) -> int:

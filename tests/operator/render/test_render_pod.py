@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import UID, job, store
 
-from holdfast_core.api import CheckpointStatus, TrainingJob, changed
+from holdfast_core.api import CheckpointStatus, EphemeralVolumeSpec, TrainingJob, changed
+from holdfast_core.api.checkpoint_policy import NodeTierSpec, NodeVolumeSpec
 from holdfast_core.contract import PodContract, SidecarContract
 from holdfast_core.ids import FIRST_SPARE, RestartRound, Step, Worker
 from holdfast_operator.model import labels
@@ -149,6 +150,33 @@ def test_shared_memory(shared: str | None, trainer: dict[str, Any], expected: st
     assert empty_dir["medium"] == "Memory"
     assert empty_dir.get("sizeLimit") == expected
     assert volumes["holdfast-node"]["emptyDir"] == {"sizeLimit": str(20 << 30)}
+
+
+def test_node_volumes_of_storage_classes() -> None:
+    of = job(2)
+    classes = [EphemeralVolumeSpec(storage_class_name=f"nvme-{n}", size=f"{n}Gi") for n in (1, 2)]
+    node = NodeTierSpec(volume=NodeVolumeSpec(ephemeral=tuple(classes)))
+    spec = changed(of.spec, checkpoint=changed(of.spec.checkpoint, node=node))
+    pod = render(changed(of, spec=spec))
+    volumes = {v["name"]: v for v in pod["spec"]["volumes"]}
+    for name, of_class, size in (
+        ("holdfast-node", "nvme-1", "1Gi"),
+        ("holdfast-node-1", "nvme-2", "2Gi"),
+    ):
+        claim = volumes[name]["ephemeral"]["volumeClaimTemplate"]["spec"]
+        assert claim == {
+            "accessModes": ["ReadWriteOnce"],
+            "storageClassName": of_class,
+            "resources": {"requests": {"storage": size}},
+        }
+    sidecar = container(pod, "holdfast-sidecar")
+    mounts = {m["name"]: m["mountPath"] for m in sidecar["volumeMounts"]}
+    contract = SidecarContract.from_env(
+        {**{e["name"]: e.get("value", "") for e in sidecar["env"]}, "HOLDFAST_POD_IP": ""}
+    )
+    assert contract.node_dir == mounts["holdfast-node"]
+    assert contract.node_capacity_bytes == 1 << 30
+    assert contract.more_node_volumes() == ((mounts["holdfast-node-1"], 2 << 30),)
 
 
 def test_restricted_where_the_template_is_silent() -> None:

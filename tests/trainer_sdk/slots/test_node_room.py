@@ -19,7 +19,7 @@ def test_room_for_all_kept_checkpoints_and_one_that_is_saved_suffices() -> None:
 
 def test_less_room_is_a_warning_with_both_numbers_and_what_to_change() -> None:
     text = node_room_warning(100 * MIB, POLICY, 800 * MIB - 1)
-    for part in (800 * MIB - 1, 800 * MIB, "node.volume.emptyDir.sizeLimit", "retention.keepLast"):
+    for part in (800 * MIB - 1, 800 * MIB, "spec.checkpoint.node.volume", "retention.keepLast"):
         assert str(part) in text
 
 
@@ -29,7 +29,7 @@ def test_without_copies_half_the_room_suffices() -> None:
 
 def test_a_volume_that_is_smaller_than_one_save_is_refused() -> None:
     with pytest.raises(
-        CapacityError, match=rf"has {MIB - 1} bytes .* needs {MIB}: raise .*sizeLimit"
+        CapacityError, match=rf"has {MIB - 1} bytes .* needs {MIB}: raise the size of "
     ):
         node_room_warning(MIB, POLICY, MIB - 1)
 

@@ -39,6 +39,7 @@ from holdfast_core.api.checkpoint_adoption import (
 from holdfast_core.api.checkpoint_policy import (
     CheckpointPolicySpec,
     Compression,
+    EphemeralVolumeSpec,
     PeerEncryption,
     WhenDeleted,
 )
@@ -128,6 +129,7 @@ __all__ = [
     "Detection",
     "ElasticSpec",
     "ElasticStatus",
+    "EphemeralVolumeSpec",
     "FailureAction",
     "FailurePolicySpec",
     "FailureReason",

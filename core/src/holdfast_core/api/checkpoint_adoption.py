@@ -35,6 +35,15 @@ class CheckpointAdoptionSpec(GangSpec):
         json_schema_extra=cel_rules(
             COPIES_BELOW_WORKERS,
             rule(
+                "!has(self.checkpoint.node.volume.ephemeral) || "
+                "size(self.checkpoint.node.volume.ephemeral) == 0",
+                message_expression=(
+                    "'checkpoint.node.volume.ephemeral is not available for adopted pods: remove it, and set "
+                    "checkpoint.node.volume.emptyDir.sizeLimit'"
+                ),
+                field_path=".checkpoint.node.volume.ephemeral",
+            ),
+            rule(
                 "self.workers == oldSelf.workers",
                 message_expression=(
                     "'workers is immutable (%d, found %d): another controller creates the pods; create a "

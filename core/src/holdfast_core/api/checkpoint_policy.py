@@ -230,13 +230,57 @@ class EmptyDirSpec(ApiModel):
     ] = "20Gi"
 
 
+class EphemeralVolumeSpec(ApiModel):
+    """A volume that a storage class provides when the pod is created, and that is deleted with the pod."""
+
+    storage_class_name: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=253,
+            description=(
+                "Storage class whose volumes are on disks of the node, for example of a local volume "
+                "provisioner. Its volumeBindingMode should be WaitForFirstConsumer."
+            ),
+        ),
+    ]
+    size: Annotated[
+        str,
+        QUANTITY,
+        Field(
+            max_length=32,
+            description=(
+                "Requested size, a quantity of bytes such as 500Gi. The sidecar uses up to 85 % of it."
+            ),
+            json_schema_extra=cel_rules(
+                quantity_rule("checkpoint.node.volume.ephemeral.size", "500Gi")
+            ),
+        ),
+    ]
+
+    @property
+    def size_bytes(self) -> int:
+        return parse_quantity_bytes(self.size)
+
+
 class NodeVolumeSpec(ApiModel):
-    """The volume of the node tier."""
+    """The volume of the node tier, or its volumes."""
 
     empty_dir: Annotated[
         EmptyDirSpec,
         Field(description="A volume on the node's disk that exists as long as the pod."),
     ] = EmptyDirSpec()
+    ephemeral: Annotated[
+        tuple[EphemeralVolumeSpec, ...],
+        Field(
+            max_length=8,
+            description=(
+                "Volumes of storage classes, used instead of emptyDir. With several, each rank uses one, "
+                "so that the ranks of a pod write to several devices at the same time. The shards of a "
+                "device that fails are read from peers or the store."
+            ),
+        ),
+    ] = ()
 
 
 class NodeTierSpec(ApiModel):
@@ -247,8 +291,10 @@ class NodeTierSpec(ApiModel):
     )
 
     @property
-    def size_limit_bytes(self) -> int:
-        return parse_quantity_bytes(self.volume.empty_dir.size_limit)
+    def volume_bytes(self) -> tuple[int, ...]:
+        """Size of each volume of the node tier."""
+        sizes = tuple(volume.size_bytes for volume in self.volume.ephemeral)
+        return sizes or (parse_quantity_bytes(self.volume.empty_dir.size_limit),)
 
 
 class PeerTierSpec(ApiModel):

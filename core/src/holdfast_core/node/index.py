@@ -16,7 +16,7 @@ from holdfast_core.ids import CheckpointId, JobUid, Rank, ShardRef
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 
 VOLUME_ADVICE = (
-    "free space on the node's disk, raise spec.checkpoint.node.volume.emptyDir.sizeLimit, "
+    "free space on the node's disk, raise the size of spec.checkpoint.node.volume, "
     "or keep fewer steps"
 )
 

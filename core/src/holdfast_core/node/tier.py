@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,29 +57,26 @@ from holdfast_core.node.documents import (
 )
 from holdfast_core.node.files import (
     BufferPool,
-    Directories,
     PoisonedError,
     TempFile,
     disk_errors,
     fsync_directory,
     write_at,
 )
-from holdfast_core.node.index import VOLUME_ADVICE, Budget, IndexEntry, NodeIndex
+from holdfast_core.node.index import VOLUME_ADVICE, IndexEntry, NodeIndex
 from holdfast_core.node.last_write import READ_BACK_EVERY, LastWrite, to_read_back
 from holdfast_core.node.layouts import LOCK_FILE, UnusedLayouts, locked, mark
-from holdfast_core.node.scan import list_manifests, read_shard, scan
+from holdfast_core.node.scan import TornShard, list_manifests, read_shard, scan
 from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader, read_back, write_payload
-from holdfast_core.node.spares import SPARE, SpareFiles
+from holdfast_core.node.spares import SPARE
+from holdfast_core.node.volume import QUARANTINE, Volume
 from holdfast_core.shards.file import Trailer, check_header, chunk_count, file_bytes, head_bytes
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
 from holdfast_core.tiers.base import PayloadSource
 
-QUARANTINE = "quarantine"
 ROUND_FILE = "round.json"
 WORKER_FILE = "worker.json"
-QUARANTINE_KEPT = 8
-"""Maximum number of quarantined files, which are kept for inspection. The oldest are removed first."""
 _RESERVED = frozenset({QUARANTINE, LAYOUTS, SPARE, ROUND_FILE, LOCK_FILE})
 _LOOK_EVERY = 16
 """Unused layouts are looked for each time that so many checkpoints were deleted. A state whose structure
@@ -104,10 +102,11 @@ class OpenReport:
 
 
 class DiskNodeTier:
-    """NodeTier in a directory. Thread-safe.
+    """NodeTier in a directory, or in directories on several volumes. Thread-safe.
 
     Files lie under `<root>/<job_uid>/` with the names of holdfast_core.format.keys, and layouts, which
-    belong to no job, under `<root>/layouts/`. `open` must be called first.
+    belong to no job, under `<root>/layouts/`. With several volumes, all shards of a rank lie on the volume
+    `rank mod volumes`, and all documents on the first one (ADR 0116). `open` must be called first.
     """
 
     def __init__(
@@ -115,6 +114,7 @@ class DiskNodeTier:
         root: Path,
         *,
         capacity_bytes: int = 0,
+        more_volumes: Sequence[tuple[Path, int]] = (),
         fill_limit: float = 0.85,
         read_only: bool = False,
         name: str = "node tier",
@@ -124,9 +124,10 @@ class DiskNodeTier:
         """Create a closed tier.
 
         Args:
-            root: Directory of the tier. `open` creates it.
+            root: Directory of the tier, on its first volume. `open` creates it.
             capacity_bytes: Size of the volume; 0 means the size of the file system.
-            fill_limit: Share of the capacity that the tier may use.
+            more_volumes: Directory and size of each further volume. No directory is below another one.
+            fill_limit: Share of each capacity that the tier may use.
             read_only: The volume cannot or must not be written: `open` and `quarantine` create, remove
                 and move no file.
             name: Name of the tier in messages.
@@ -139,18 +140,22 @@ class DiskNodeTier:
                 "a limit within (0, 1] and a capacity that is not negative"
             )
         self._root = root
-        self._directories = Directories(root)
         self._index = NodeIndex()
         self._name = name
-        self._budget = Budget(root, capacity_bytes, fill_limit, advice)
-        self._spares = SpareFiles(root / SPARE, self._directories, self._budget)
+        self._volumes = tuple(
+            Volume(path, size, fill_limit, advice)
+            for path, size in ((root, capacity_bytes), *more_volumes)
+        )
+        self._home = self._volumes[0]
+        """The volume with the documents."""
         self._buffers = BufferPool(WRITE_BYTES, _KEPT_BUFFERS, _BUFFER_LIMIT_BYTES)
         self._lock = threading.Lock()
         self._round_lock = threading.Lock()
         self._write_locks = tuple(threading.Lock() for _ in range(_WRITE_LOCKS))
         self._chunks_copied = 0
         self._deleted_checkpoints = 0
-        self._unused_layouts = UnusedLayouts(root, _RESERVED, self._buffers)
+        roots = [volume.root for volume in self._volumes]
+        self._unused_layouts = UnusedLayouts(root, roots, _RESERVED, self._buffers)
         self._look_lock = threading.Lock()
         self._last: dict[Rank, LastWrite] = {}
         self._clone = clone
@@ -165,28 +170,39 @@ class DiskNodeTier:
         """
         if self._opened:
             raise TierError(f"{self._name} {self._root}: is already open")
-        with disk_errors(f"opening the {self._name} {self._root}"):
-            if not self._read_only:
-                for path in (
-                    self._root,
-                    *(self._root / name for name in (QUARANTINE, LAYOUTS, SPARE)),
-                ):
-                    self._directories.ensure(path)
-            found = scan(self._root, _RESERVED, self._buffers, read_only=self._read_only)
-            spare_bytes = self._spares.count()
+        reports = [self._open_volume(volume) for volume in self._volumes]
         self._opened = True
-        for shard in found.shards:
-            self._index.add(IndexEntry(shard.record, shard.path))
-            self._budget.add(shard.record.file_bytes)
-        self._budget.add(found.other_bytes - spare_bytes)
-        for torn in found.torn:
-            self._budget.add(torn.path.lstat().st_size)
-            if not self._read_only:
-                self._quarantine_file(torn.path, torn.reason)
         return OpenReport(
-            shards=len(found.shards),
+            shards=sum(report.shards for report in reports),
+            removed_temporaries=sum(report.removed_temporaries for report in reports),
+            quarantined=tuple(reason for report in reports for reason in report.quarantined),
+            skipped=tuple(reason for report in reports for reason in report.skipped),
+        )
+
+    def _open_volume(self, volume: Volume) -> OpenReport:
+        with disk_errors(f"opening the {self._name} {volume.root}"):
+            if not self._read_only:
+                volume.create((QUARANTINE, LAYOUTS, SPARE))
+            found = scan(volume.root, _RESERVED, self._buffers, read_only=self._read_only)
+            spare_bytes = volume.spares.count()
+        shards, torn = [], list(found.torn)
+        for shard in found.shards:
+            if self._volume(shard.record.header.rank) is volume:
+                shards.append(shard)
+            else:
+                torn.append(TornShard(shard.path, f"{shard.path}: is on the wrong volume"))
+        for shard in shards:
+            self._index.add(IndexEntry(shard.record, shard.path))
+            volume.budget.add(shard.record.file_bytes)
+        volume.budget.add(found.other_bytes - spare_bytes)
+        for bad in torn:
+            volume.budget.add(bad.path.lstat().st_size)
+            if not self._read_only:
+                volume.quarantine(bad.path, bad.reason)
+        return OpenReport(
+            shards=len(shards),
             removed_temporaries=found.removed_temporaries,
-            quarantined=tuple(torn.reason for torn in found.torn),
+            quarantined=tuple(bad.reason for bad in torn),
             skipped=found.skipped,
         )
 
@@ -217,13 +233,14 @@ class DiskNodeTier:
         Raises UnavailableError if too many copies are being received at the same time.
         """
         self._expect_open()
-        directory = self.shard_path(ref).parent
+        directory, volume = self.shard_path(ref).parent, self._volume(ref.rank)
         what = f"copy of rank {ref.rank} step {ref.step}"
         with ExitStack() as stack:
-            spare = self._spare(directory, file_bytes, stack)
-            stack.enter_context(self._reserve(file_bytes, what, _new_bytes(file_bytes, spare)))
+            spare = volume.take_spare(directory, file_bytes, stack)
+            new_bytes = _new_bytes(file_bytes, spare)
+            stack.enter_context(volume.reserve(file_bytes, what, new_bytes))
             with disk_errors(f"creating the {what} in {directory}"):
-                temp = spare or TempFile.create(directory, self._directories)
+                temp = spare or TempFile.create(directory, volume.directories)
                 stack.callback(temp.discard)
                 temp.preallocate(file_bytes)
                 temp.use_direct_io()
@@ -245,16 +262,16 @@ class DiskNodeTier:
         found = self.find(ref)
         if found is not None:
             return found
-        path = self.shard_path(ref)
+        path, volume = self.shard_path(ref), self._volume(ref.rank)
         with disk_errors(f"opening shard {path}"):
             try:
-                record = read_shard(self._root, path, self._buffers)
+                record = read_shard(volume.root, path, self._buffers)
             except FileNotFoundError:
                 return None
         if record.ref != ref:
             raise CorruptionError(f"{path}: expected {ref}, found {record.ref}")
         if self._index.add(IndexEntry(record, path)):
-            self._budget.add(record.file_bytes)
+            volume.budget.add(record.file_bytes)
         return record
 
     def list_shards(self) -> tuple[ShardRecord, ...]:
@@ -278,30 +295,32 @@ class DiskNodeTier:
         entry = self._index.find(ref)
         if entry is None:
             return
+        volume = self._volume(ref.rank)
         # FileNotFoundError: another program removed the directory.
         with disk_errors(f"deleting shard {entry.path}"), suppress(FileNotFoundError):
-            self._spares.put_aside(entry.path)
+            volume.spares.put_aside(entry.path)
         self._forget(ref)
-        self._directories.remove_if_empty(entry.path.parent)
+        volume.directories.remove_if_empty(entry.path.parent)
         # A rank writes one shard at a time, so that more spare files than ranks would never be taken.
-        most = sum(not self._may_clone(rank) for _, rank in self._index.ranks())
-        with disk_errors(f"listing the spare files of {self._root}"):
-            self._spares.trim(most)
+        ranks = (rank for _, rank in self._index.ranks() if self._volume(rank) is volume)
+        most = sum(not self._may_clone(rank) for rank in ranks)
+        with disk_errors(f"listing the spare files of {volume.root}"):
+            volume.spares.trim(most)
 
     def quarantine(self, ref: ShardRef, reason: str) -> None:
         """See NodeTier. An absent shard is not an error. With `read_only` the file stays in place."""
         self._expect_open()
         entry = self._index.remove(ref)
         if entry is not None and not self._read_only:
-            self._quarantine_file(entry.path, reason)
+            self._volume(ref.rank).quarantine(entry.path, reason)
 
     def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
         self._expect_open()
-        self._quarantine_file(self._manifest_path(job_uid, checkpoint), reason)
+        self._home.quarantine(self._manifest_path(job_uid, checkpoint), reason)
 
     def quarantine_layout(self, digest: Digest, reason: str) -> None:
         self._expect_open()
-        self._quarantine_file(self._root / layout_key(digest), reason)
+        self._home.quarantine(self._root / layout_key(digest), reason)
 
     # ------------------------------------------------------------------ documents
 
@@ -317,7 +336,7 @@ class DiskNodeTier:
         except AlreadyExistsError:
             if (reason := misnamed(read_document(path), job_uid, checkpoint)) is None:
                 raise
-            self._quarantine_file(path, reason)
+            self._home.quarantine(path, reason)
             self._put(path, document)
         return digest_of(document)
 
@@ -367,7 +386,7 @@ class DiskNodeTier:
                 failpoint("node.before_tombstone")
                 path.unlink()
                 fsync_directory(path.parent)
-                self._budget.add(-size)
+                self._home.budget.add(-size)
             except FileNotFoundError:
                 pass  # an earlier delete may have been interrupted after the manifest
             failpoint("node.after_tombstone")
@@ -375,7 +394,7 @@ class DiskNodeTier:
                 failpoint("node.before_delete")
                 self.delete_shard(entry.record.ref)
             if path.parent.is_dir():
-                self._directories.remove_if_empty(path.parent)
+                self._home.directories.remove_if_empty(path.parent)
         with self._look_lock:
             self._deleted_checkpoints += 1
             if self._deleted_checkpoints % _LOOK_EVERY == 0:
@@ -389,7 +408,7 @@ class DiskNodeTier:
         """Write (round, version) durably. Raises StaleRoundError if a newer pair is stored."""
         self._expect_open()
         with self._round_lock:
-            write_round(self._root / ROUND_FILE, round, version, self._directories)
+            write_round(self._root / ROUND_FILE, round, version, self._home.directories)
 
     def read_worker(self) -> Worker | None:
         """Return the worker that this spare pod has become, or None."""
@@ -399,17 +418,17 @@ class DiskNodeTier:
         """Write the worker that this spare pod becomes durably."""
         self._expect_open()
         with self._round_lock:
-            write_worker(self._root / WORKER_FILE, worker, self._directories)
+            write_worker(self._root / WORKER_FILE, worker, self._home.directories)
 
     # ------------------------------------------------------------------ space
 
     def free_bytes(self) -> int:
-        return self._budget.free_bytes()
+        return sum(volume.budget.free_bytes() for volume in self._volumes)
 
-    @property
-    def limit_bytes(self) -> int:
-        """Bytes of the volume that the tier uses at most."""
-        return self._budget.limit_bytes
+    def limit_of_each(self, ranks: Iterable[int]) -> int:
+        """Return the bytes that each of these ranks may use, if those of a volume share it equally."""
+        users = Counter(self._volume(Rank(rank)) for rank in ranks)
+        return min(volume.budget.limit_bytes // count for volume, count in users.items())
 
     def buffer_bytes(self) -> tuple[int, int]:
         """Return the memory of the payload buffers and its limit, in bytes."""
@@ -420,15 +439,14 @@ class DiskNodeTier:
 
         Spare files do not count: they are removed when a write needs their room.
         """
-        return self._budget.used_bytes
+        return sum(volume.budget.used_bytes for volume in self._volumes)
 
     def remove_spare_files(self) -> bool:
         """Remove the spare files, when no further write is expected or when other files need their room.
 
         Return False if there were none.
         """
-        with disk_errors(f"removing the spare files of {self._root}"):
-            return self._spares.remove_all()
+        return any([volume.remove_spare_files() for volume in self._volumes])
 
     # ------------------------------------------------------------------ inside
 
@@ -460,7 +478,7 @@ class DiskNodeTier:
         """Write a shard. The second attempt writes all of it to a new file, and clones nothing."""
         size, what = file_bytes(header), f"shard of rank {header.rank} step {header.step}"
         last = self._last.get(header.rank)
-        directory = self._shard_directory(header)
+        directory, volume = self._shard_directory(header), self._volume(header.rank)
         poisoned: PoisonedError | None = None
         for attempt in range(_WRITE_ATTEMPTS):
             with ExitStack() as stack:
@@ -470,12 +488,12 @@ class DiskNodeTier:
                 if cloning is not None and last is not None:
                     blocks = size - last.repeated_bytes(header)
                 elif attempt == 0:
-                    spare = self._spare(directory, size, stack)
+                    spare = volume.take_spare(directory, size, stack)
                     blocks = _new_bytes(size, spare)
-                stack.enter_context(self._reserve(size, what, blocks))
+                stack.enter_context(volume.reserve(size, what, blocks))
                 try:
                     with disk_errors(f"writing the {what}"):
-                        temp = spare or TempFile.create(directory, self._directories)
+                        temp = spare or TempFile.create(directory, volume.directories)
                         stack.callback(temp.discard)
                         return self._write_once(temp, header, source, last, cloning)
                 except PoisonedError as error:
@@ -490,10 +508,10 @@ class DiskNodeTier:
                     raise poisoned from error
                 except CapacityError as error:
                     # The budget does not cover quotas and files of other programs.
-                    if attempt + 1 < _WRITE_ATTEMPTS and self._make_room():
+                    if attempt + 1 < _WRITE_ATTEMPTS and volume.make_room():
                         continue
                     raise CapacityError(
-                        f"{error}: needed {size} bytes, {self._budget.free_bytes()} available"
+                        f"{error}: needed {size} bytes, {volume.budget.free_bytes()} available"
                     ) from error
                 finally:
                     # Also after an error: if clones are refused, the next write needs its whole room.
@@ -519,13 +537,6 @@ class DiskNodeTier:
         self._publish(temp, record)
         self._last[header.rank] = LastWrite.after(last, record, table)
         return record
-
-    def _spare(self, directory: Path, size: int, stack: ExitStack) -> TempFile | None:
-        """Return a spare file to overwrite, which `stack` discards unless it is published, or None."""
-        spare = self._spares.take(directory, size)
-        if spare is not None:
-            stack.callback(spare.discard)
-        return spare
 
     def _may_clone(self, rank: Rank) -> bool:
         """Return whether the rank's next write may clone. It then overwrites no spare file."""
@@ -567,7 +578,7 @@ class DiskNodeTier:
         path = self.shard_path(record.ref)
         temp.publish(path)
         if self._index.add(IndexEntry(record, path)):
-            self._budget.add(record.file_bytes)
+            self._volume(record.header.rank).budget.add(record.file_bytes)
 
     def _delete_unused_layouts(self) -> None:
         """Delete the layouts that nothing names any more. A failure only costs their room."""
@@ -578,92 +589,30 @@ class DiskNodeTier:
         except HoldfastError as error:
             _LOG.warning("unused layouts are kept for now: %s", error)
             return
-        self._budget.add(-freed)
+        self._home.budget.add(-freed)
 
     def _put(self, path: Path, document: bytes) -> None:
         size = stored_bytes(document)
-        with self._reserve(size, f"document {path.name}"):
+        with self._home.reserve(size, f"document {path.name}"):
             try:
-                written = write_document(path, document, self._directories)
+                written = write_document(path, document, self._home.directories)
             except CorruptionError as error:
-                self._quarantine_file(path, str(error))
-                written = write_document(path, document, self._directories)
+                self._home.quarantine(path, str(error))
+                written = write_document(path, document, self._home.directories)
             if written:
-                self._budget.add(size)
-
-    @contextmanager
-    def _reserve(self, size: int, what: str, blocks: int | None = None) -> Iterator[None]:
-        """Reserve room within the context, as `Budget.take` does. Raises CapacityError.
-
-        If the room does not suffice, the files that nothing needs are removed first (`_make_room`).
-        """
-        with disk_errors(f"reserving {size} bytes of {self._root} for {what}"):
-            while True:
-                try:
-                    self._budget.take(size, what, blocks)
-                    break
-                except CapacityError:
-                    if not self._make_room():
-                        raise
-        try:
-            yield
-        finally:
-            self._budget.give_back(size, blocks)
-
-    def _make_room(self) -> bool:
-        """Remove the spare files, or else the quarantined ones, which are kept for inspection only.
-
-        Return False if there were none of either.
-        """
-        with disk_errors(f"making room in {self._root}"):
-            return self._spares.remove_all() or self._empty_quarantine()
-
-    def _empty_quarantine(self) -> bool:
-        """Remove all quarantined files. Return False if there were none."""
-        directory = self._root / QUARANTINE
-        with self._lock, disk_errors(f"emptying {directory}"):
-            if not directory.is_dir():
-                return False  # another program removed it
-            quarantined = [p for p in directory.iterdir() if not p.name.endswith(".reason")]
-            for old in quarantined:
-                self._remove_quarantined(old)
-        return bool(quarantined)
-
-    def _remove_quarantined(self, path: Path) -> None:
-        self._budget.add(-path.lstat().st_size)
-        path.unlink()
-        Path(f"{path}.reason").unlink(missing_ok=True)
-
-    def _quarantine_file(self, path: Path, reason: str) -> None:
-        directory = self._root / QUARANTINE
-        name = "--".join(path.relative_to(self._root).parts)
-        with self._lock, disk_errors(f"quarantining {path}"):
-            directory.mkdir(mode=0o700, exist_ok=True)  # another program may have removed it
-            quarantined = sorted(p for p in directory.iterdir() if not p.name.endswith(".reason"))
-            number = int(quarantined[-1].name.partition("-")[0]) + 1 if quarantined else 0
-            target = directory / f"{number:010d}-{name}"
-            try:
-                path.rename(target)
-            except FileNotFoundError:
-                return
-            fsync_directory(path.parent)
-            fsync_directory(directory)
-            Path(f"{target}.reason").write_text(reason + "\n")
-            for old in quarantined[: max(0, len(quarantined) + 1 - QUARANTINE_KEPT)]:
-                self._remove_quarantined(old)
+                self._home.budget.add(size)
 
     def _forget(self, ref: ShardRef) -> None:
         entry = self._index.remove(ref)
         if entry is not None:
-            self._budget.add(-entry.record.file_bytes)
+            self._volume(ref.rank).budget.add(-entry.record.file_bytes)
 
-    def _job_directory(self, job_uid: JobUid) -> Path:
-        if job_uid in _RESERVED:
-            raise TierError(f"job uid {job_uid!r} is reserved by the node tier")
-        return self._root / checked_job_uid(job_uid)
+    def _volume(self, rank: Rank) -> Volume:
+        """Return the volume with the shards of this rank."""
+        return self._volumes[rank % len(self._volumes)]
 
     def shard_path(self, ref: ShardRef) -> Path:
-        return self._job_directory(ref.job_uid) / shard_key(ref)
+        return _job_directory(self._volume(ref.rank).root, ref.job_uid) / shard_key(ref)
 
     def _shard_directory(self, header: ShardHeader) -> Path:
         any_digest = digest_of(b"")
@@ -671,11 +620,17 @@ class DiskNodeTier:
         return self.shard_path(ref).parent
 
     def _manifest_path(self, job_uid: JobUid, checkpoint: CheckpointId) -> Path:
-        return self._job_directory(job_uid) / manifest_key(checkpoint)
+        return _job_directory(self._root, job_uid) / manifest_key(checkpoint)
 
     def _expect_open(self) -> None:
         if not self._opened:
             raise TierError(f"{self._name} {self._root}: not open yet; call open() first")
+
+
+def _job_directory(root: Path, job_uid: JobUid) -> Path:
+    if job_uid in _RESERVED:
+        raise TierError(f"job uid {job_uid!r} is reserved by the node tier")
+    return root / checked_job_uid(job_uid)
 
 
 def _new_bytes(size: int, spare: TempFile | None) -> int:

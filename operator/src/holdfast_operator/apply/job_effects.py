@@ -1,11 +1,13 @@
 """Implementation of `Effects` on the Kubernetes API and on sidecars.
 
 Writes to the API are awaited. Calls to sidecars are only started, and their results are part of the next
-Observed. This module records which Services and Secrets this process created or found. It decides nothing.
+Observed. This module records which Services and Secrets this process created or found, or takes for present.
+It decides nothing.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +16,14 @@ from holdfast_core.api import (
     Checkpoint,
     CheckpointStatus,
     Gang,
+    JobCondition,
     TrainingJobStatus,
     merge_patch,
 )
 from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
 from holdfast_core.messages.schema import GangRequest, Prune, PruneReply
+from holdfast_core.names import service_name
 from holdfast_operator.apply.status_parts import write_status
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
@@ -82,6 +86,19 @@ class JobEffects:
         self._secrets: dict[JobUid, dict[str, float]] = {}
 
     # ------------------------------------------------------------------ what is known to exist
+
+    def assume_present(self, job: Gang) -> None:
+        """Take the Service and the PodDisruptionBudget of a gang that trains for present.
+
+        An earlier process has created them. A new one looks for them at a time within SURE_SECONDS that
+        differs between jobs: the calls for a thousand jobs would delay the first passes by half a minute.
+        """
+        if job.uid in self._services or not job.status.is_true(JobCondition.RUNNING):
+            return
+        share = zlib.crc32(job.uid.encode()) / 2**32
+        found_at = self._clock.monotonic() - share * SURE_SECONDS
+        self._services[job.uid] = {service_name(job.name, job.uid): found_at}
+        self._budgets.setdefault(job.uid, (len(job.status.members), found_at))
 
     def services(self, uid: JobUid) -> frozenset[str]:
         """Return the Services of the job that were created or found in the last SURE_SECONDS."""

@@ -72,6 +72,7 @@ class Observer:
     ) -> Observed:
         pods, placeholders = self.pods(job), self._cache.placeholders(job)
         self.follow_sidecars(job, pods)
+        self._effects.assume_present(job)
         return Observed(
             job=job,
             pods=pods,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from holdfast_core.api import Gang, parse_quantity_bytes
+from holdfast_core.api import EphemeralVolumeSpec, Gang, parse_quantity_bytes
 from holdfast_core.contract import (
     CERTS_DIR,
     CONTROL_PORT,
@@ -27,6 +27,7 @@ from holdfast_core.contract import (
     PodContract,
     SidecarContract,
     WorkerContract,
+    node_dirs,
 )
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
@@ -175,12 +176,14 @@ def sidecar_contract(
     job: Gang, worker: Worker, birth_round: RestartRound, store: StoreView | None, name: str
 ) -> SidecarContract:
     """Return the environment of the sidecar container, without the pod's address."""
+    first, *more = job.spec.checkpoint.node.volume_bytes
     return SidecarContract(
         **asdict(_worker_contract(job, worker, birth_round)),
         pod_name=name,
         pod_ip="",
         node_dir=NODE_DIR,
-        node_capacity_bytes=job.spec.checkpoint.node.size_limit_bytes,
+        node_capacity_bytes=first,
+        more_node_bytes=tuple(more),
         certs_dir=CERTS_DIR,
         store_dir=STORE_DIR,
         store="" if store is None else store.config.to_json(),
@@ -224,9 +227,11 @@ def _sidecar_container(
 ) -> dict[str, Any]:
     values = sidecar_contract(job, worker, birth_round, store, name).to_env()
     values.pop(POD_IP_VARIABLE)
+    nodes = _node_volumes(job)
+    paths = node_dirs(NODE_DIR, len(nodes))
     mounts: list[dict[str, Any]] = [
         {"name": SHARED_VOLUME, "mountPath": SHARED_DIR},
-        {"name": NODE_VOLUME, "mountPath": NODE_DIR},
+        *({"name": v["name"], "mountPath": path} for v, path in zip(nodes, paths, strict=True)),
         {"name": CERTS_VOLUME, "mountPath": CERTS_DIR, "readOnly": True},
     ]
     if _store_sources(store):
@@ -300,10 +305,7 @@ def _volumes(
     items = [{"key": k, "path": path} for k, path in certificate_items(name)]
     volumes: list[dict[str, Any]] = [
         {"name": SHARED_VOLUME, "emptyDir": shared},
-        {
-            "name": NODE_VOLUME,
-            "emptyDir": {"sizeLimit": str(job.spec.checkpoint.node.size_limit_bytes)},
-        },
+        *_node_volumes(job),
         {
             "name": CERTS_VOLUME,
             "secret": {
@@ -319,6 +321,26 @@ def _volumes(
             {"name": STORE_VOLUME, "projected": {"defaultMode": 0o440, "sources": sources}}
         )
     return volumes
+
+
+def _node_volumes(job: Gang) -> list[dict[str, Any]]:
+    """Return the volumes of the node tier, in the order of their directories (`node_dirs`)."""
+    node = job.spec.checkpoint.node
+    if not node.volume.ephemeral:
+        return [{"name": NODE_VOLUME, "emptyDir": {"sizeLimit": str(node.volume_bytes[0])}}]
+    names = [NODE_VOLUME, *(f"{NODE_VOLUME}-{n}" for n in range(1, len(node.volume.ephemeral)))]
+    return [
+        {"name": name, "ephemeral": {"volumeClaimTemplate": {"spec": _claim(volume)}}}
+        for name, volume in zip(names, node.volume.ephemeral, strict=True)
+    ]
+
+
+def _claim(volume: EphemeralVolumeSpec) -> dict[str, Any]:
+    return {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": volume.storage_class_name,
+        "resources": {"requests": {"storage": volume.size}},
+    }
 
 
 def _store_sources(store: StoreView | None) -> list[dict[str, Any]]:

@@ -71,10 +71,12 @@ class Sidecars:
         self._enqueue = enqueue
         self._answers = Answers(clock, count_error)
         self._leaves = Leaves(client, identity, clock)
-        self._polls = CoordinatorPolls(client, self._leaves, self._answers, clock, enqueue)
+        self._slots = CallSlots()
+        self._polls = CoordinatorPolls(
+            client, self._leaves, self._answers, clock, enqueue, self._slots
+        )
         self._jobs: dict[JobUid, JobCalls] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._slots = CallSlots()
         self._first_calls = Allowance(FIRST_CALLS_PER_SECOND, 1 / FIRST_CALLS_PER_SECOND)
 
     async def close(self) -> None:

@@ -205,13 +205,15 @@ class SidecarClient:
     ) -> CoordinatorState:
         """Return the coordinator's state when its version is above `since`, or after POLL_SECONDS.
 
-        The connection is kept for the next poll. A coordinator that is lost during a poll costs the poll's
+        Every version is above 0, so that a sidecar answers a poll with `since` 0 within CALL_SECONDS. The
+        connection is kept for the next poll. A coordinator that is lost during a poll costs the poll's
         whole time-out in any case.
 
         Args:
             quiet_seconds: Time for which the coordinator keeps back changes that are not urgent.
         """
-        path = f"/v1/state?since={since}&timeout={POLL_SECONDS}&quiet={round(quiet_seconds)}"
+        wait = POLL_SECONDS if since else 0
+        path = f"/v1/state?since={since}&timeout={wait}&quiet={round(quiet_seconds)}"
         return await self._call(
             context,
             target,
@@ -219,7 +221,7 @@ class SidecarClient:
             path,
             None,
             CoordinatorState,
-            POLL_SECONDS + CALL_SECONDS,
+            wait + CALL_SECONDS,
             keep=True,
         )
 

@@ -19,6 +19,7 @@ from holdfast_operator.model.job import PodView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.model.routine import routine_seconds
 from holdfast_operator.sidecars.answers import Answers, back_off_seconds
+from holdfast_operator.sidecars.call_slots import CallSlots
 from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused
 from holdfast_operator.sidecars.leaves import Leaves
 from holdfast_operator.sidecars.state import JobCalls, PodCalls
@@ -50,12 +51,14 @@ class CoordinatorPolls:
         answers: Answers,
         clock: Clock,
         enqueue: Callable[[Key], None],
+        slots: CallSlots,
     ) -> None:
         self._client = client
         self._leaves = leaves
         self._answers = answers
         self._clock = clock
         self._enqueue = enqueue
+        self._slots = slots
         self._running = 0
         """Number of jobs that are polled."""
 
@@ -125,22 +128,22 @@ class CoordinatorPolls:
     async def _poll_once(self, job: JobCalls, pod: PodCalls) -> bool:
         """Poll once. If a state was received, store it, wait for its pass, and return True.
 
-        A sidecar that has not become the coordinator yet counts as well.
+        A sidecar that has not become the coordinator yet counts as well. The first poll of a coordinator,
+        and the first after a failure, uses a call slot like every other call: a thousand handshakes at once
+        would all exceed their time-outs, and coordinators that answer would count as silent.
         """
         quiet = routine_seconds(self._running)
         job.acted.clear()
         pod.round_received.clear()
         try:
-            state = await self._leaves.call(
-                job.uid,
-                pod,
-                partial(
-                    self._client.state,
-                    target=pod.target,
-                    since=job.since,
-                    quiet_seconds=quiet,
-                ),
+            call = partial(
+                self._client.state, target=pod.target, since=job.since, quiet_seconds=quiet
             )
+            if job.since:
+                state = await self._leaves.call(job.uid, pod, call)
+            else:
+                async with self._slots.hold(job.uid, pod.standing, urgent=False):
+                    state = await self._leaves.call(job.uid, pod, call)
         except SidecarRefused as refusal:
             self._answers.answered(pod)
             self._answers.log_refusal(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract, StoreConfig
@@ -55,11 +56,17 @@ async def open_resources(
         ConfigError, TierError: The pod does not match its contract.
     """
     contract = settings.contract
+    volumes = 1 + len(contract.more_node_bytes)
     pools = Pools(
-        disk=settings.disk_threads, fetch=settings.fetch_threads, store=settings.store_threads
+        disk=settings.disk_threads * volumes,
+        fetch=settings.fetch_threads,
+        store=settings.store_threads,
     )
     stack.callback(pools.close)
-    disk = DiskNodeTier(settings.node_dir, capacity_bytes=contract.node_capacity_bytes)
+    more = [(Path(path), size) for path, size in contract.more_node_volumes()]
+    disk = DiskNodeTier(
+        settings.node_dir, capacity_bytes=contract.node_capacity_bytes, more_volumes=more
+    )
     opened = await pools.meta.run(disk.open)
     logs.info("node tier is open", shards=opened.shards, quarantined=list(opened.quarantined))
     state = await pools.meta.run(_first_state, settings, disk)

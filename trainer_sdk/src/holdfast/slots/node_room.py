@@ -9,7 +9,7 @@ from __future__ import annotations
 from holdfast_core.errors import CapacityError
 from holdfast_core.messages.schema import Policy
 
-_ADVICE = "raise spec.checkpoint.node.volume.emptyDir.sizeLimit"
+_ADVICE = "raise the size of spec.checkpoint.node.volume"
 
 
 def node_room_warning(payload_bytes: int, policy: Policy, room_bytes: int) -> str:

@@ -1,0 +1,112 @@
+"""One volume of the node tier: its directories, its room, its spare files and its quarantined ones.
+
+A tier may have several volumes, each on a device of its own (ADR 0116). Files never move between them, so
+that every rename stays on one file system.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from holdfast_core.errors import CapacityError
+from holdfast_core.node.files import Directories, TempFile, disk_errors, fsync_directory
+from holdfast_core.node.index import Budget
+from holdfast_core.node.spares import SPARE, SpareFiles
+
+QUARANTINE = "quarantine"
+QUARANTINE_KEPT = 8
+"""Maximum number of quarantined files, which are kept for inspection. The oldest are removed first."""
+
+
+class Volume:
+    """A volume. Thread-safe, and safe beside other processes with the same root."""
+
+    def __init__(self, root: Path, capacity_bytes: int, fill_limit: float, advice: str) -> None:
+        """See DiskNodeTier for the arguments."""
+        self.root = root
+        self.directories = Directories(root)
+        self.budget = Budget(root, capacity_bytes, fill_limit, advice)
+        self.spares = SpareFiles(root / SPARE, self.directories, self.budget)
+        self._lock = threading.Lock()
+
+    def create(self, names: Iterable[str]) -> None:
+        """Create the root, and directories of these names in it. Raises OSError."""
+        for path in (self.root, *(self.root / name for name in names)):
+            self.directories.ensure(path)
+
+    @contextmanager
+    def reserve(self, size: int, what: str, blocks: int | None = None) -> Iterator[None]:
+        """Reserve room within the context, as `Budget.take` does. Raises CapacityError.
+
+        If the room does not suffice, the files that nothing needs are removed first (`make_room`).
+        """
+        with disk_errors(f"reserving {size} bytes of {self.root} for {what}"):
+            while True:
+                try:
+                    self.budget.take(size, what, blocks)
+                    break
+                except CapacityError:
+                    if not self.make_room():
+                        raise
+        try:
+            yield
+        finally:
+            self.budget.give_back(size, blocks)
+
+    def make_room(self) -> bool:
+        """Remove the spare files, or else the quarantined ones, which are kept for inspection only.
+
+        Return False if there were none of either.
+        """
+        with disk_errors(f"making room in {self.root}"):
+            return self.spares.remove_all() or self._empty_quarantine()
+
+    def take_spare(self, directory: Path, size: int, stack: ExitStack) -> TempFile | None:
+        """Return a spare file to overwrite, which `stack` discards unless it is published, or None."""
+        spare = self.spares.take(directory, size)
+        if spare is not None:
+            stack.callback(spare.discard)
+        return spare
+
+    def remove_spare_files(self) -> bool:
+        """Remove the spare files. Return False if there were none."""
+        with disk_errors(f"removing the spare files of {self.root}"):
+            return self.spares.remove_all()
+
+    def quarantine(self, path: Path, reason: str) -> None:
+        """Move a file of this volume to quarantine. An absent file is not an error."""
+        directory = self.root / QUARANTINE
+        name = "--".join(path.relative_to(self.root).parts)
+        with self._lock, disk_errors(f"quarantining {path}"):
+            directory.mkdir(mode=0o700, exist_ok=True)  # another program may have removed it
+            quarantined = sorted(p for p in directory.iterdir() if not p.name.endswith(".reason"))
+            number = int(quarantined[-1].name.partition("-")[0]) + 1 if quarantined else 0
+            target = directory / f"{number:010d}-{name}"
+            try:
+                path.rename(target)
+            except FileNotFoundError:
+                return
+            fsync_directory(path.parent)
+            fsync_directory(directory)
+            Path(f"{target}.reason").write_text(reason + "\n")
+            for old in quarantined[: max(0, len(quarantined) + 1 - QUARANTINE_KEPT)]:
+                self._remove_quarantined(old)
+
+    def _empty_quarantine(self) -> bool:
+        """Remove all quarantined files. Return False if there were none."""
+        directory = self.root / QUARANTINE
+        with self._lock, disk_errors(f"emptying {directory}"):
+            if not directory.is_dir():
+                return False  # another program removed it
+            quarantined = [p for p in directory.iterdir() if not p.name.endswith(".reason")]
+            for old in quarantined:
+                self._remove_quarantined(old)
+        return bool(quarantined)
+
+    def _remove_quarantined(self, path: Path) -> None:
+        self.budget.add(-path.lstat().st_size)
+        path.unlink()
+        Path(f"{path}.reason").unlink(missing_ok=True)

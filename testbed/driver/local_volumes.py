@@ -1,0 +1,90 @@
+"""Local volumes of the nodes: storage classes and PersistentVolumes, as a local provisioner offers them.
+
+A volume is a folder of the node. Nothing provisions volumes here, so each is used once, and the classes and
+the volumes of a scenario are deleted after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kubernetes import client
+
+from testbed import cluster
+from testbed.config import current_bed
+from testbed.driver.kube import Kube, Object, ignore_missing
+
+_FOLDER = "/var/lib/holdfast-volumes"
+
+
+@contextmanager
+def local_volumes(
+    kube: Kube, classes: Sequence[str], *, each: int = 4, size: str = "2Gi"
+) -> Iterator[None]:
+    """Offer `each` volumes of each storage class on each worker node, and delete them at the end."""
+    storage = client.StorageV1Api(kube.api)
+    nodes = _worker_nodes(kube)
+    _delete(kube, classes)
+    for node in nodes:
+        cluster.in_node(current_bed(), node, f"rm -rf {_FOLDER}")
+    for name in classes:
+        storage.create_storage_class(
+            {
+                "metadata": {"name": name},
+                "provisioner": "kubernetes.io/no-provisioner",
+                "volumeBindingMode": "WaitForFirstConsumer",
+            }
+        )
+        for node in nodes:
+            for number in range(each):
+                volume = _volume(name, node, number, size)
+                path = volume["spec"]["local"]["path"]
+                cluster.in_node(current_bed(), node, f"mkdir -p {path}")
+                kube.core.create_persistent_volume(volume)
+    try:
+        yield
+    finally:
+        _delete(kube, classes)
+
+
+def files_of(kube: Kube, storage_class: str, pattern: str) -> dict[str, list[str]]:
+    """Return the files of a class whose names match the pattern of `find`, by node."""
+    return {
+        node: cluster.in_node(
+            current_bed(), node, f"find {_FOLDER}/{storage_class}-* -name '{pattern}'"
+        ).split()
+        for node in _worker_nodes(kube)
+    }
+
+
+def _worker_nodes(kube: Kube) -> list[str]:
+    nodes = kube.plain(kube.core.list_node())["items"]
+    role = "node-role.kubernetes.io/control-plane"
+    return [n["metadata"]["name"] for n in nodes if role not in n["metadata"]["labels"]]
+
+
+def _volume(storage_class: str, node: str, number: int, size: str) -> Object:
+    where = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+    return {
+        "metadata": {
+            "name": f"{storage_class}-{node}-{number}",
+            "labels": {"holdfast.dev/test": storage_class},
+        },
+        "spec": {
+            "capacity": {"storage": size},
+            "accessModes": ["ReadWriteOnce"],
+            "persistentVolumeReclaimPolicy": "Retain",
+            "storageClassName": storage_class,
+            "local": {"path": f"{_FOLDER}/{storage_class}-{number}"},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [where]}]}},
+        },
+    }
+
+
+def _delete(kube: Kube, classes: Sequence[str]) -> None:
+    storage = client.StorageV1Api(kube.api)
+    for name in classes:
+        kube.core.delete_collection_persistent_volume(label_selector=f"holdfast.dev/test={name}")
+        with ignore_missing():
+            storage.delete_storage_class(name)
