@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 14850,
-    "operator": 12520,
+    "operator": 12540,
     "sidecar": 9790,
     "trainer_sdk": 17750,
     "cli": 600,

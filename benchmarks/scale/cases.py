@@ -185,7 +185,7 @@ async def catastrophe(bed: Bed, operator: OperatorProcess) -> list[Figure]:
     await deletion
     await bed.until("all gangs train again", lambda: _recovered(bed, rounds), 1800, 5)
     taken["all_train_seconds"] = round(time.monotonic() - usage.begun, 1)
-    what = "all pods deleted by one request -> all replacements are created"
+    what = "all pods deleted at once -> all replacements are created"
     return [
         at_most("C2", [taken["seconds"]], "s", 60, what=what, **taken),
         *await _counted(bed, rounds, "C2"),

@@ -33,6 +33,12 @@ def ckpt(**changes: Any) -> dict[str, Any]:
     return job_object(checkpoint=changes)
 
 
+def adoption(**checkpoint: Any) -> dict[str, Any]:
+    job = job_object(checkpoint=checkpoint)
+    spec = {name: value for name, value in job["spec"].items() if name != "template"}
+    return {**job, "kind": "CheckpointAdoption", "spec": spec}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no workers": (
         job_object(workers=0),
@@ -111,6 +117,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "node volume of a class with a wrong size": (
         ckpt(node={"volume": {"ephemeral": [{"storageClassName": "nvme", "size": "1TB"}]}}),
         ["spec.checkpoint.node.volume.ephemeral[0].size:", 'is "1TB"', "write for example 500Gi"],
+    ),
+    "node volume of a class for adopted pods": (
+        adoption(node={"volume": {"ephemeral": [{"storageClassName": "nvme", "size": "1Ti"}]}}),
+        ["spec.checkpoint.node.volume.ephemeral:", "not available for adopted pods", "sizeLimit"],
     ),
     "as many copies as workers": (
         job_object(workers=2, checkpoint={"peer": {"copies": 2}}),
@@ -424,6 +434,16 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "one worker without peers": job_object(workers=1),
     "one worker, no copies": job_object(workers=1, checkpoint={"peer": {"copies": 0}}),
     "longest name": job_object(name="a" * 40),
+    "node volumes of two classes": ckpt(
+        node={
+            "volume": {
+                "ephemeral": [
+                    {"storageClassName": "nvme-a", "size": "500Gi"},
+                    {"storageClassName": "nvme-b", "size": "500Gi"},
+                ]
+            }
+        }
+    ),
     "most workers": job_object(workers=4096),
     "everything": job_object(
         procsPerWorker=8,

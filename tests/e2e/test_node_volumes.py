@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from testbed import faults
-from testbed.driver.kube import condition
+from testbed.driver.kube import condition, wait_for
 from testbed.driver.local_volumes import files_of, local_volumes
 
 CLASSES = ("e2e-nvme-a", "e2e-nvme-b")
@@ -30,10 +30,18 @@ def test_a_gang_that_saves_to_two_volumes_survives_a_lost_pod(scenario, volumes)
     job.wait_round(1)
     assert job.status["restorePoint"]["sources"]["peer"] == 1, "the volumes went with the pod"
     scenario.finish_and_judge(job)
-    claims = scenario.kube.plain(
-        scenario.kube.core.list_namespaced_persistent_volume_claim(scenario.namespace)
+
+    def claims() -> list[str]:
+        core = scenario.kube.core
+        found = core.list_namespaced_persistent_volume_claim(scenario.namespace).items
+        return [claim.metadata.name for claim in found]
+
+    wait_for(
+        "the claims to end with their pods",
+        lambda: not claims(),
+        timeout_seconds=90,
+        describe=lambda: str(claims()),
     )
-    assert not claims["items"], "claims end with their pods"
 
 
 @pytest.mark.alone
@@ -54,8 +62,15 @@ def test_a_claim_that_finds_no_volume_is_reported(scenario, volumes):
 
     def reported() -> str | None:
         found = condition(job.read(), "Running")
-        message = found.get("message", "")
-        return message if "have no node" in message and "olume" in message else None
+        message: str = found.get("message", "")
+        return message if "PersistentVolumeClaim" in message else None
 
     message = job.wait("the scheduler's message about the claim", reported, 90)
-    assert job.pod_name(0) in message
+    pod = job.pod_name(0)
+    for part in (
+        f"pod {pod} is not scheduled",
+        f"{pod}-holdfast-node of storage class {CLASSES[0]}",
+        f"{pod}-holdfast-node-1 of storage class e2e-missing-class",
+        f"kubectl describe pvc -n {scenario.namespace}",
+    ):
+        assert part in message

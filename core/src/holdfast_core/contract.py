@@ -25,7 +25,10 @@ SHARED_DIR = "/holdfast/shared"
 the launcher's round file."""
 
 NODE_DIR = "/holdfast/node"
-"""Volume of the node tier, mode 0700. Only the sidecar mounts it. Further volumes are at `node_dirs`."""
+"""Volume of the node tier, mode 0700. Only the sidecar mounts it. Further ones are at numbered paths."""
+
+NODE_VOLUME = "holdfast-node"
+"""Name of that volume in the pod. Further ones have numbered names."""
 
 CERTS_DIR = "/holdfast/certs"
 """ca.crt, tls.crt and tls.key of this pod, mounted as single items from the Secret of its birth round."""
@@ -55,9 +58,9 @@ TRAINER_CONTAINER = "trainer"
 SIDECAR_CONTAINER = "holdfast-sidecar"
 
 
-def node_dirs(first: str, volumes: int) -> tuple[str, ...]:
-    """Return the directories at which the sidecar finds so many node volumes."""
-    return (first, *(f"{first}-{number}" for number in range(1, volumes)))
+def numbered(first: str, count: int) -> tuple[str, ...]:
+    """Return the names, or the directories, of so many node volumes."""
+    return (first, *(f"{first}-{number}" for number in range(1, count)))
 
 
 def peer_dns_name(pod: str, job_uid: str) -> str:
@@ -182,7 +185,7 @@ class SidecarContract(WorkerContract):
 
     def more_node_volumes(self) -> tuple[tuple[str, int], ...]:
         """Return the directory and the size of each further node volume."""
-        directories = node_dirs(self.node_dir, 1 + len(self.more_node_bytes))[1:]
+        directories = numbered(self.node_dir, 1 + len(self.more_node_bytes))[1:]
         return tuple(zip(directories, self.more_node_bytes, strict=True))
 
     def store_config(self) -> StoreConfig | None:

@@ -63,7 +63,7 @@ def test_node_that_comes_back_is_not_silent() -> None:
 
 def test_node_without_a_lease_is_unknown() -> None:
     leases = NodeLeases()
-    assert leases.stale_seconds("n", 1000.0) is None
+    assert leases.stale_seconds("n", 1000.0, 1000.0) is None
     assert not leases.is_silent("n", THRESHOLD, 1000.0, 1000.0)
     assert not leases.needs_confirmation("n", THRESHOLD, 1000.0, 1000.0)
 
@@ -87,7 +87,7 @@ def test_a_node_whose_object_is_gone(
     leases.miss("node-a", start)
     leases.miss("node-a", start + 4.0)
     now = start + advance
-    assert leases.stale_seconds("node-a", now) == advance, name
+    assert leases.stale_seconds("node-a", now, None) == advance, name
     assert leases.is_silent("node-a", THRESHOLD, now, start + contact_after) is silent
     assert not leases.is_silent("node-a", THRESHOLD, now, None)
     assert not leases.needs_confirmation("node-a", THRESHOLD, now, None)
@@ -99,7 +99,7 @@ def test_a_node_that_comes_late_to_the_watch_is_not_missing() -> None:
     leases = seen(clock)
     leases.miss("node-a", clock.monotonic())
     leases.found("node-a")
-    assert leases.stale_seconds("node-a", clock.monotonic() + 100.0) is None
+    assert leases.stale_seconds("node-a", clock.monotonic() + 100.0, None) is None
     assert not leases.is_silent("node-a", THRESHOLD, clock.monotonic() + 100.0, 1e9)
 
 
@@ -130,7 +130,22 @@ def test_late_nodes_are_those_that_a_check_must_look_at() -> None:
     leases.observe("fresh", "a", 10.0)
     leases.observe("late", "a", 4.0)
     leases.miss("gone", 9.0)
-    assert leases.late(5.0, 10.0) == {"late", "gone"}
+    assert leases.late(5.0, 10.0, 10.0) == {"late", "gone"}
     leases.observe("late", "b", 10.0)
     leases.found("gone")
-    assert leases.late(5.0, 10.0) == set()
+    assert leases.late(5.0, 10.0, 10.0) == set()
+
+
+def test_no_node_is_late_because_the_watch_of_leases_is_silent() -> None:
+    leases = NodeLeases()
+    leases.observe("living", "a", 99.0)
+    leases.observe("dead", "a", 80.0)
+    contact = 100.0
+    assert leases.late(12.0, 114.0, contact) == {"living", "dead"}, "the watch may be slow"
+    for now in (116.0, 1000.0):
+        assert leases.late(12.0, now, contact) == {"dead"}
+        assert leases.stale_seconds("living", now, contact) == 1.0
+    leases.observe("living", "a", 1000.0)  # a direct GET
+    assert leases.late(12.0, 1000.0, contact) == {"living", "dead"}
+    leases.observe("living", "b", 1001.0)
+    assert leases.late(12.0, 1002.0, 1002.0) == {"dead"}

@@ -21,7 +21,7 @@ from holdfast_operator.decide import (
     lifecycle,
     resizing,
 )
-from holdfast_operator.decide.facts import departures, times
+from holdfast_operator.decide.facts import departures, scheduling, times
 from holdfast_operator.decide.facts.failure import CANNOT_START
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.queue import groups
@@ -246,5 +246,6 @@ def _pod_trouble(world: World) -> Note | None:
         pod = member.pod
         if pod is not None and pod.phase is PodPhase.PENDING and pod.node is None:
             text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+            text += scheduling.claims_of(world.observed.job, pod)
             return Note(Reason.WAITING_FOR_PODS, text)
     return None

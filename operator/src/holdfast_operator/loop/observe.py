@@ -131,11 +131,12 @@ class Observer:
         if state is not None and state.dead and state.round == job.status.restart_round:
             return frozenset(p.node for p in pods if p.node is not None)
         limit = job.spec.node_loss.suspect_after_seconds * SUSPECT_SHARE
+        contact = self._cache.lease_contact
         found = set()
         for pod in pods:
             if pod.node is None:
                 continue
-            stale = self._cache.leases.stale_seconds(pod.node, now)
+            stale = self._cache.leases.stale_seconds(pod.node, now, contact)
             if (stale is not None and stale >= limit) or self._problem(pod.node):
                 found.add(pod.node)
         return frozenset(found)
@@ -144,7 +145,8 @@ class Observer:
         """Return the nodes that one of these jobs may have to suspect (`suspects`)."""
         thresholds = (j.spec.node_loss.suspect_after_seconds for j in jobs)
         limit = min(thresholds, default=0.0) * SUSPECT_SHARE
-        late = self._cache.leases.late(limit, self._clock.monotonic())
+        now, contact = self._clock.monotonic(), self._cache.lease_contact
+        late = self._cache.leases.late(limit, now, contact)
         return late.union(n for n in self._cache.node_names() if self._problem(n))
 
     def _problem(self, name: str) -> str:

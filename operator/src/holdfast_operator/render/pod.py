@@ -20,6 +20,7 @@ from holdfast_core.contract import (
     CONTROL_PORT,
     METRICS_PORT,
     NODE_DIR,
+    NODE_VOLUME,
     SHARED_DIR,
     SIDECAR_CONTAINER,
     STORE_DIR,
@@ -27,7 +28,7 @@ from holdfast_core.contract import (
     PodContract,
     SidecarContract,
     WorkerContract,
-    node_dirs,
+    numbered,
 )
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
@@ -50,7 +51,6 @@ EXIT_SECONDS = 5
 adopted pods leaves the same."""
 
 SHARED_VOLUME = "holdfast-shared"
-NODE_VOLUME = "holdfast-node"
 CERTS_VOLUME = "holdfast-certs"
 STORE_VOLUME = "holdfast-store"
 POD_IP_VARIABLE = "HOLDFAST_POD_IP"
@@ -228,7 +228,7 @@ def _sidecar_container(
     values = sidecar_contract(job, worker, birth_round, store, name).to_env()
     values.pop(POD_IP_VARIABLE)
     nodes = _node_volumes(job)
-    paths = node_dirs(NODE_DIR, len(nodes))
+    paths = numbered(NODE_DIR, len(nodes))
     mounts: list[dict[str, Any]] = [
         {"name": SHARED_VOLUME, "mountPath": SHARED_DIR},
         *({"name": v["name"], "mountPath": path} for v, path in zip(nodes, paths, strict=True)),
@@ -324,11 +324,11 @@ def _volumes(
 
 
 def _node_volumes(job: Gang) -> list[dict[str, Any]]:
-    """Return the volumes of the node tier, in the order of their directories (`node_dirs`)."""
+    """Return the volumes of the node tier, in the order of their directories."""
     node = job.spec.checkpoint.node
     if not node.volume.ephemeral:
         return [{"name": NODE_VOLUME, "emptyDir": {"sizeLimit": str(node.volume_bytes[0])}}]
-    names = [NODE_VOLUME, *(f"{NODE_VOLUME}-{n}" for n in range(1, len(node.volume.ephemeral)))]
+    names = numbered(NODE_VOLUME, len(node.volume.ephemeral))
     return [
         {"name": name, "ephemeral": {"volumeClaimTemplate": {"spec": _claim(volume)}}}
         for name, volume in zip(names, node.volume.ephemeral, strict=True)

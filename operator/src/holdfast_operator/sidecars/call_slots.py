@@ -3,8 +3,9 @@
 1. Pods that answered the last call, pods of unknown state, and pods that did not answer several calls have
    separate slots. Thousands of silent pods cannot take the slots of a healthy job, nor those of a pod that
    failed once because the operator itself was slow.
-2. Within each of these kinds, calls of a recovery (SEAL, ROUND) go first, and jobs take turns, each with a
-   limited number of concurrent calls. One large or hostile job delays another by one call at most.
+2. Within each of these kinds, calls of a recovery (SEAL, ROUND, the first poll of a coordinator) go first,
+   and jobs take turns, each with a limited number of concurrent calls. One large or hostile job delays
+   another by one call at most.
 """
 
 from __future__ import annotations

@@ -41,7 +41,11 @@ from holdfast_operator.sidecars.poll import CoordinatorPolls
 from holdfast_operator.sidecars.state import JobCalls, PodCalls
 
 PROBE_SECONDS = 2.0
-"""Time between inventory calls to a sidecar that is not known to be reachable or is on a suspect node."""
+"""Time between inventory calls to a sidecar that is not known to be reachable, or is on a suspect node and
+failed to answer its last call."""
+SUSPECT_SECONDS = 5.0
+"""Time between inventory calls to a sidecar on a suspect node that answers. All nodes of a gang are suspect
+while its ranks are dead, and a thousand such gangs would take all of the operator's time."""
 SPARE_SECONDS = 10.0
 """Time between inventory calls to a spare that is ready. It has no coordinator that would notice its end."""
 KNOWLEDGE_SECONDS = 1800.0
@@ -278,7 +282,8 @@ class Sidecars:
         now = self._clock.monotonic()
         age = inf if known.called_at is None else now - known.called_at
         if suspect or (known.called_at is not None and known.view.reachable is not Reachable.YES):
-            return age >= PROBE_SECONDS
+            answers = known.view.reachable is Reachable.YES and not known.failures
+            return age >= (SUSPECT_SECONDS if answers else PROBE_SECONDS)
         if known.is_reported:  # a first call may have failed before the coordinator answered
             return age >= PROBE_SECONDS and self._first_calls.try_use(now)
         if known.called_at is None:

@@ -129,8 +129,9 @@ class CoordinatorPolls:
         """Poll once. If a state was received, store it, wait for its pass, and return True.
 
         A sidecar that has not become the coordinator yet counts as well. The first poll of a coordinator,
-        and the first after a failure, uses a call slot like every other call: a thousand handshakes at once
-        would all exceed their time-outs, and coordinators that answer would count as silent.
+        and the first after a failure, uses a call slot: a thousand handshakes at once would all exceed their
+        time-outs, and coordinators that answer would count as silent. Like SEAL it goes before inventories,
+        because a recovery waits for it.
         """
         quiet = routine_seconds(self._running)
         job.acted.clear()
@@ -142,7 +143,7 @@ class CoordinatorPolls:
             if job.since:
                 state = await self._leaves.call(job.uid, pod, call)
             else:
-                async with self._slots.hold(job.uid, pod.standing, urgent=False):
+                async with self._slots.hold(job.uid, pod.standing, urgent=True):
                     state = await self._leaves.call(job.uid, pod, call)
         except SidecarRefused as refusal:
             self._answers.answered(pod)

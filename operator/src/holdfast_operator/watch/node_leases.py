@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WATCH_FRESH_SECONDS = 15.0
+"""Time without any news after which the watch of leases is silent. Each node renews its lease every 10 s."""
 MAX_MISSING = 4096
 """Limit of the record of missing nodes, more than pods are bound to at a time. A full record is cleared."""
 
@@ -71,17 +73,30 @@ class NodeLeases:
         known = self._seen.get(node)
         return None if known is None else known.changed_at
 
-    def stale_seconds(self, node: str, now: float) -> float | None:
-        """Return for how long the lease did not change or the node was missing; None without a lease."""
+    def stale_seconds(self, node: str, now: float, contact: float | None) -> float | None:
+        """Return for how long the lease did not change or the node was missing; None without a lease.
+
+        While the API server is away, every lease grows old. If all nodes counted as late then, the operator
+        would call every sidecar of the cluster again and again. So the time of a silent watch does not count.
+
+        Args:
+            contact: When the watch of leases last delivered anything.
+        """
         if node in self._missing:
             return now - self._missing[node]
         known = self._seen.get(node)
-        return None if known is None else now - known.changed_at
+        return None if known is None else self._stale(known, now, contact)
 
-    def late(self, threshold_seconds: float, now: float) -> set[str]:
-        """Return the missing nodes, and those whose leases did not change for this time."""
-        late = {n for n, s in self._seen.items() if now - s.changed_at >= threshold_seconds}
+    def late(self, threshold_seconds: float, now: float, contact: float | None) -> set[str]:
+        """Return the missing nodes, and those whose leases are stale (`stale_seconds`) for this time."""
+        late = {
+            n for n, s in self._seen.items() if self._stale(s, now, contact) >= threshold_seconds
+        }
         return late | self._missing.keys()
+
+    def _stale(self, known: _Seen, now: float, contact: float | None) -> float:
+        is_fresh = contact is None or now - contact <= WATCH_FRESH_SECONDS
+        return (now if is_fresh else self._confirmed(known, contact)) - known.changed_at
 
     def is_undated(self, node: str) -> bool:
         """Return whether the node has a lease that this process has never seen change."""

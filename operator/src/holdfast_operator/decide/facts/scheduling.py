@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
+from holdfast_core.api import Gang
+from holdfast_core.contract import NODE_VOLUME, numbered
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.restarts import share_of
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.job import JobMemory, Now, PodView
 from holdfast_operator.model.wording import first_of
 
 FIRST_BACK_OFF_SECONDS = 60.0
@@ -67,6 +69,22 @@ def describe(world: World) -> str:
         f"{len(names)} of {len(world.members)} pods have no node "
         f"({first_of(names, NAMED_PODS)}): {why}"
     )
+
+
+def claims_of(job: Gang, pod: PodView) -> str:
+    """Return which claims a message of the scheduler about volumes means, and how to look at them.
+
+    The scheduler names neither a claim nor its storage class.
+    """
+    classes = job.spec.checkpoint.node.volume.ephemeral
+    if not classes or "volume" not in pod.message.lower():
+        return ""
+    names = numbered(NODE_VOLUME, len(classes))
+    claims = ", ".join(
+        f"{pod.name}-{name} of storage class {volume.storage_class_name}"
+        for name, volume in zip(names, classes, strict=True)
+    )
+    return f". Its claims are {claims}: see kubectl describe pvc -n {job.namespace}"
 
 
 def timeouts(world: World) -> int:
