@@ -13,7 +13,7 @@ from kubernetes import client
 
 from testbed import cluster
 from testbed.config import current_bed
-from testbed.driver.kube import Kube, Object, ignore_missing
+from testbed.driver.kube import Kube, Object, ignore_missing, wait_for
 
 _FOLDER = "/var/lib/holdfast-volumes"
 
@@ -22,12 +22,18 @@ _FOLDER = "/var/lib/holdfast-volumes"
 def local_volumes(
     kube: Kube, classes: Sequence[str], *, each: int = 4, size: str = "2Gi"
 ) -> Iterator[None]:
-    """Offer `each` volumes of each storage class on each worker node, and delete them at the end."""
+    """Offer `each` volumes of each storage class on each worker node, and delete them at the end.
+
+    Scenarios that run side by side need classes of their own.
+    """
     storage = client.StorageV1Api(kube.api)
     nodes = _worker_nodes(kube)
     _delete(kube, classes)
-    for node in nodes:
-        cluster.in_node(current_bed(), node, f"rm -rf {_FOLDER}")
+    wait_for(
+        f"the volumes of {', '.join(classes)} to go",
+        lambda: not any(_volumes_of(kube, name) for name in classes),
+        timeout_seconds=60,
+    )
     for name in classes:
         storage.create_storage_class(
             {
@@ -37,6 +43,7 @@ def local_volumes(
             }
         )
         for node in nodes:
+            cluster.in_node(current_bed(), node, f"rm -rf {_FOLDER}/{name}-*")
             for number in range(each):
                 volume = _volume(name, node, number, size)
                 path = volume["spec"]["local"]["path"]
@@ -80,6 +87,14 @@ def _volume(storage_class: str, node: str, number: int, size: str) -> Object:
             "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [where]}]}},
         },
     }
+
+
+def _volumes_of(kube: Kube, storage_class: str) -> list[Object]:
+    selector = f"holdfast.dev/test={storage_class}"
+    found: list[Object] = kube.plain(kube.core.list_persistent_volume(label_selector=selector))[
+        "items"
+    ]
+    return found
 
 
 def _delete(kube: Kube, classes: Sequence[str]) -> None:

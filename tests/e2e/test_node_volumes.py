@@ -9,19 +9,19 @@ from testbed import faults
 from testbed.driver.kube import condition, wait_for
 from testbed.driver.local_volumes import files_of, local_volumes
 
-CLASSES = ("e2e-nvme-a", "e2e-nvme-b")
-
 
 @pytest.fixture
-def volumes(installed) -> Iterator[None]:
-    with local_volumes(installed, CLASSES):
-        yield
+def classes(installed, namespace) -> Iterator[tuple[str, str]]:
+    """Two storage classes of this test, with volumes on each node."""
+    names = (f"{namespace}-a", f"{namespace}-b")
+    with local_volumes(installed, names):
+        yield names
 
 
-def test_a_gang_that_saves_to_two_volumes_survives_a_lost_pod(scenario, volumes):
-    job = scenario.start(node_classes=CLASSES)
+def test_a_gang_that_saves_to_two_volumes_survives_a_lost_pod(scenario, classes):
+    job = scenario.start(node_classes=classes)
     job.wait_replicated(20)
-    for number, name in enumerate(CLASSES):
+    for number, name in enumerate(classes):
         files = files_of(scenario.kube, name, "rank*.shard")
         paths = [path for found in files.values() for path in found]
         ranks = {int(path.rsplit("/rank", 1)[1][:6]) for path in paths}
@@ -46,9 +46,9 @@ def test_a_gang_that_saves_to_two_volumes_survives_a_lost_pod(scenario, volumes)
 
 @pytest.mark.alone
 def test_a_worker_with_volumes_on_a_killed_node_is_replaced_on_another(
-    scenario, volumes, nodes_back
+    scenario, classes, nodes_back
 ):
-    job = scenario.start(node_classes=CLASSES)
+    job = scenario.start(node_classes=classes)
     job.wait_replicated(20)
     node = job.node_of(1)
     faults.kill_node(node)
@@ -57,8 +57,8 @@ def test_a_worker_with_volumes_on_a_killed_node_is_replaced_on_another(
     scenario.finish_and_judge(job)
 
 
-def test_a_claim_that_finds_no_volume_is_reported(scenario, volumes):
-    job = scenario.start(node_classes=(CLASSES[0], "e2e-missing-class"))
+def test_a_claim_that_finds_no_volume_is_reported(scenario, classes):
+    job = scenario.start(node_classes=(classes[0], "e2e-missing-class"))
 
     def reported() -> str | None:
         found = condition(job.read(), "Running")
@@ -69,7 +69,7 @@ def test_a_claim_that_finds_no_volume_is_reported(scenario, volumes):
     pod = job.pod_name(0)
     for part in (
         f"pod {pod} is not scheduled",
-        f"{pod}-holdfast-node of storage class {CLASSES[0]}",
+        f"{pod}-holdfast-node of storage class {classes[0]}",
         f"{pod}-holdfast-node-1 of storage class e2e-missing-class",
         f"kubectl describe pvc -n {scenario.namespace}",
     ):
