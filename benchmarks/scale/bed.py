@@ -124,9 +124,8 @@ class Bed:
         async def delete(pod: Pod) -> None:
             present = self.kubelets.pods.get(pod.uid)
             if present is not None and not present.deleting:
-                with contextlib.suppress(
-                    ApiError
-                ):  # it is gone, and the watch has not shown it yet
+                # ApiError: it is gone, and the watch has not shown it yet.
+                with contextlib.suppress(ApiError):
                     await self.api.delete(pod.path, options)
 
         await in_parallel(delete, old)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -208,8 +208,15 @@ _INT_FIELDS = frozenset(
 )
 
 
-_INTS_FIELDS = frozenset({"more_node_bytes"})
-"""Fields of whole numbers that are separated by commas."""
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(_INT_FIELDS, int),
+    "more_node_bytes": _numbers,
+}
+"""Parsers of the fields that are no text."""
 
 
 def _text(value: object) -> str:
@@ -230,14 +237,8 @@ def _read(cls: type[Any], env: Mapping[str, str]) -> dict[str, Any]:
                     "the operator sets it in the pods that it renders"
                 )
             continue
-        if field.name in _INT_FIELDS | _INTS_FIELDS:
-            try:
-                if field.name in _INT_FIELDS:
-                    values[field.name] = int(raw)
-                else:
-                    values[field.name] = tuple(map(int, raw.split(","))) if raw else ()
-            except ValueError as error:
-                raise ConfigError(f"{name}={raw!r}: expected a whole number") from error
-        else:
-            values[field.name] = raw
+        try:
+            values[field.name] = _PARSERS.get(field.name, str)(raw)
+        except ValueError as error:
+            raise ConfigError(f"{name}={raw!r}: expected a whole number") from error
     return values
