@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from kubernetes import client
 
 from testbed import cluster
-from testbed.config import current_bed
+from testbed.config import CONTROL_PLANE, NODES, current_bed
 from testbed.driver.kube import Kube, Object, ignore_missing, wait_for
 
 _FOLDER = "/var/lib/holdfast-volumes"
+_WORKERS = tuple(node for node in NODES if node != CONTROL_PLANE)
 
 
 @contextmanager
@@ -27,7 +28,6 @@ def local_volumes(
     Scenarios that run side by side need classes of their own.
     """
     storage = client.StorageV1Api(kube.api)
-    nodes = _worker_nodes(kube)
     _delete(kube, classes)
     wait_for(
         f"the volumes of {', '.join(classes)} to go",
@@ -42,7 +42,7 @@ def local_volumes(
                 "volumeBindingMode": "WaitForFirstConsumer",
             }
         )
-        for node in nodes:
+        for node in _WORKERS:
             cluster.in_node(current_bed(), node, f"rm -rf {_FOLDER}/{name}-*")
             for number in range(each):
                 volume = _volume(name, node, number, size)
@@ -55,20 +55,14 @@ def local_volumes(
         _delete(kube, classes)
 
 
-def files_of(kube: Kube, storage_class: str, pattern: str) -> dict[str, list[str]]:
+def files_of(storage_class: str, pattern: str) -> dict[str, list[str]]:
     """Return the files of a class whose names match the pattern of `find`, by node."""
     return {
         node: cluster.in_node(
             current_bed(), node, f"find {_FOLDER}/{storage_class}-* -name '{pattern}'"
         ).split()
-        for node in _worker_nodes(kube)
+        for node in _WORKERS
     }
-
-
-def _worker_nodes(kube: Kube) -> list[str]:
-    nodes = kube.plain(kube.core.list_node())["items"]
-    role = "node-role.kubernetes.io/control-plane"
-    return [n["metadata"]["name"] for n in nodes if role not in n["metadata"]["labels"]]
 
 
 def _volume(storage_class: str, node: str, number: int, size: str) -> Object:
@@ -91,10 +85,9 @@ def _volume(storage_class: str, node: str, number: int, size: str) -> Object:
 
 def _volumes_of(kube: Kube, storage_class: str) -> list[Object]:
     selector = f"holdfast.dev/test={storage_class}"
-    found: list[Object] = kube.plain(kube.core.list_persistent_volume(label_selector=selector))[
-        "items"
-    ]
-    return found
+    found = kube.core.list_persistent_volume(label_selector=selector)
+    volumes: list[Object] = kube.plain(found)["items"]
+    return volumes
 
 
 def _delete(kube: Kube, classes: Sequence[str]) -> None:

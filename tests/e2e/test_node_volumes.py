@@ -22,7 +22,7 @@ def test_a_gang_that_saves_to_two_volumes_survives_a_lost_pod(scenario, classes)
     job = scenario.start(node_classes=classes)
     job.wait_replicated(20)
     for number, name in enumerate(classes):
-        files = files_of(scenario.kube, name, "rank*.shard")
+        files = files_of(name, "rank*.shard")
         paths = [path for found in files.values() for path in found]
         ranks = {int(path.rsplit("/rank", 1)[1][:6]) for path in paths}
         assert ranks and all(rank % 2 == number for rank in ranks), paths
