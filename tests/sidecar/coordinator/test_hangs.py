@@ -235,6 +235,25 @@ def stacks_of(*stacks: RankStack) -> dict[Rank, RankStack]:
         ),
         pytest.param((5, 5, 5), {}, (), id="no stacks at all"),
         pytest.param(
+            (4, 4, 5),
+            stacks_of(waiting(0), unknown(1), waiting(2)),
+            (1,),
+            id="fewer steps, and one of these ranks has no stack",
+        ),
+        pytest.param(
+            (4, 4, 5),
+            stacks_of(waiting(0), sleeping(1), waiting(2)),
+            (1,),
+            id="fewer steps, and one of these ranks does not wait",
+        ),
+        pytest.param(
+            (4, 4, 5),
+            stacks_of(waiting(0), waiting(1), sleeping(2)),
+            (0, 1),
+            id="fewer steps, and all of these ranks wait",
+        ),
+        pytest.param((4, 4, 5), {}, (0, 1), id="fewer steps, and no stacks at all"),
+        pytest.param(
             (5, 5, 5),
             stacks_of(sleeping(0), sleeping(1), waiting(2)),
             (0, 1),

@@ -1,10 +1,13 @@
 """Find the ranks that the others wait for, from the steps and the stacks of a gang that hangs. Pure.
 
-1. A rank that has finished fewer steps than another one is late.
-2. Otherwise, a rank whose stack cannot be read is late: its process is stopped, or hangs in a system call.
-3. Otherwise, if some ranks wait in torch for others, those that do not are late.
-4. Otherwise, if more than half of the ranks are at the same place, the others are late.
-5. Otherwise, no rank is known to be late.
+1. If some ranks have finished fewer steps than another one, the late ranks are among these. They need not
+   all be late: a collective that lacks one rank ends on some of the others and not on the rest.
+2. Among them, or among all if no rank is behind, a rank whose stack cannot be read is late: its process is
+   stopped, or hangs in a system call.
+3. Otherwise, if some of them wait in torch for others, those that do not are late.
+4. Otherwise, all ranks that are behind are late.
+5. Otherwise, if more than half of the ranks are at the same place, the others are late.
+6. Otherwise, no rank is known to be late.
 """
 
 from __future__ import annotations
@@ -47,14 +50,15 @@ def _late(steps: Mapping[Rank, int], stacks: Mapping[Rank, RankStack]) -> list[R
     ranks = sorted(steps)
     newest = max(steps.values())
     behind = [r for r in ranks if steps[r] < newest]
+    among = behind or ranks
+    unknown = [r for r in among if r not in stacks or not stacks[r].is_known]
+    if unknown:
+        return unknown if len(unknown) < len(among) else behind
+    busy = [r for r in among if not stacks[r].waits]
+    if 0 < len(busy) < len(among):
+        return busy
     if behind:
         return behind
-    unknown = [r for r in ranks if r not in stacks or not stacks[r].is_known]
-    if unknown:
-        return unknown if len(unknown) < len(ranks) else []
-    busy = [r for r in ranks if not stacks[r].waits]
-    if 0 < len(busy) < len(ranks):
-        return busy
     place, count = Counter(stacks[r].stack for r in ranks).most_common(1)[0]
     return [r for r in ranks if stacks[r].stack != place] if 2 * count > len(ranks) else []
 
