@@ -201,7 +201,8 @@ demo-local: sync ## the same story as processes on this machine, without a clust
 .PHONY: bench-recovery
 REPEATS ?= 20
 bench-recovery: cluster-up ## recoveries B1-B4, B6, B7 on the kind cluster, REPEATS=20 each, into benchmarks/results/recovery.{json,md,png}
-	$(PY) -m benchmarks.recovery --repeats $(REPEATS) $(BENCH)
+	$(PY) -m testbed jobset
+	$(PY) -m benchmarks.recovery --repeats $(REPEATS) $(BENCH); code=$$?; $(PY) -m testbed jobset --remove; exit $$code
 
 .PHONY: soak
 SEED ?= 1

@@ -1,1 +1,1 @@
-"""Recoveries on the test bed's cluster: their times, what they lose, and a plain Job beside them."""
+"""Recoveries on the test bed's cluster: their times, what they lose, and those of what people have today."""

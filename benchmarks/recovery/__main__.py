@@ -1,4 +1,4 @@
-"""`make bench-recovery`: B1-B4, B6 and B7 on the test bed's cluster, and a plain Job beside them.
+"""`make bench-recovery`: B1-B4, B6 and B7 on the test bed's cluster, and what people have today.
 
 Each repetition is appended to build/bench/recovery.jsonl, and results/recovery.json, .md and .png are written
 again from it. An interrupted run continues where it ended; --fresh begins again. At the end and after SIGINT

@@ -10,11 +10,15 @@ from itertools import combinations
 
 import testbed.faults as faults
 from testbed.driver.jobs import Job, Training
+from testbed.driver.jobset import JOBSET
 from testbed.driver.kube import Kube
 from testbed.driver.oracle import compare_digests
 
-from benchmarks.recovery import jobs, plain_job
+from benchmarks.recovery import jobs
 from benchmarks.recovery.journal import Entry
+from benchmarks.recovery.peers.jobset import JobSetOfDcp
+from benchmarks.recovery.peers.peer import Measured, Peer
+from benchmarks.recovery.peers.plain_job import PlainJob
 
 EXACT = Training(workers=3, steps=150, sleep_per_step=0.1, layers=1, width=32)
 """Training of B4. Three workers: a sum of two terms does not depend on their order."""
@@ -51,11 +55,16 @@ def groups(kube: Kube, options: Options) -> Iterator[list[Case]]:
     yield _adopted(kube, options)
     yield [("B4", options.repetitions, _Exact(kube))]
     yield [("B6", len(SUBSETS), _Subsets(kube))]
-    plain = plain_job.PlainJob(kube, options.state_mib)
-    yield [
-        ("plain B1", options.repetitions, _Plain("plain B1", plain.killed_rank)),
-        ("plain B2", options.repetitions, _Plain("plain B2", plain.deleted_pod)),
-    ]
+    yield _of_peer(PlainJob(kube, options.state_mib), options)
+    if JOBSET.is_served(kube.api):
+        yield _of_peer(JobSetOfDcp(kube, options.state_mib), options)
+
+
+def _of_peer(peer: Peer, options: Options) -> list[Case]:
+    """B1 and B2 in what people have today."""
+    measures = {"B1": peer.killed_rank, "B2": peer.deleted_pod}
+    names = {f"{peer.NAME} {name}": measure for name, measure in measures.items()}
+    return [(name, options.repetitions, _OfPeer(name, m)) for name, m in names.items()]
 
 
 def _entry(case: str, repetition: int, seconds: float | None, details: dict[str, object]) -> Entry:
@@ -184,9 +193,9 @@ class _Subsets:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plain:
+class _OfPeer:
     case: str
-    measure: Callable[[int], plain_job.Measured]
+    measure: Callable[[int], Measured]
 
     def __call__(self, repetition: int) -> Entry:
         found = self.measure(repetition)

@@ -22,8 +22,10 @@ WHAT = {
     "B6": "pods of a subset of five workers deleted -> next step",
     "adopted B1": "adopted Job, rank killed -> next step",
     "adopted B2": "adopted Job, pod deleted -> next step",
-    "plain B1": "plain Job, rank killed -> next step",
-    "plain B2": "plain Job, pod deleted -> next step",
+    "plain B1": "plain Job with torch.save, rank killed -> next step",
+    "plain B2": "plain Job with torch.save, pod deleted -> next step",
+    "jobset B1": "JobSet with DCP async_save, rank killed -> next step",
+    "jobset B2": "JobSet with DCP async_save, pod deleted -> next step",
 }
 TARGETS: dict[str, tuple[float | None, float]] = {
     "B1": (3.0, 8.0),

@@ -193,6 +193,22 @@ class OwnerKind:
         )
         return any(item.status.ready_replicas for item in listed.items)
 
+    def request(
+        self, api: client.ApiClient, verb: str, namespace: str, *arguments: Any, **options: Any
+    ) -> Any:
+        """Send a request about objects of this kind.
+
+        Args:
+            api: The API server.
+            verb: First word of a method of CustomObjectsApi, such as create.
+            namespace: Namespace of the objects.
+            *arguments: What the method takes after the plural.
+            **options: Keyword arguments of the method.
+        """
+        custom = client.CustomObjectsApi(api)
+        call: Callable[..., Any] = getattr(custom, f"{verb}_namespaced_custom_object")
+        return call(self.group, self.version, namespace, self.plural, *arguments, **options)
+
 
 class AdoptedObject(AdoptedJob):
     """A CheckpointAdoption, and an object of OWNER and of the same name whose controller creates its pods."""
@@ -237,7 +253,4 @@ class AdoptedObject(AdoptedJob):
         )
 
     def _objects(self, verb: str, *arguments: Any, **options: Any) -> Any:
-        custom, owner = client.CustomObjectsApi(self.kube.api), self.OWNER
-        call: Callable[..., Any] = getattr(custom, f"{verb}_namespaced_custom_object")
-        place = (owner.group, owner.version, self.namespace, owner.plural)
-        return call(*place, *arguments, **options)
+        return self.OWNER.request(self.kube.api, verb, self.namespace, *arguments, **options)

@@ -9,14 +9,16 @@ from testbed.driver.adopted import AdoptedObject, OwnerKind
 from testbed.driver.jobs import Training
 from testbed.driver.kube import Object
 
+JOBSET = OwnerKind("jobset.x-k8s.io", "v1alpha2", "JobSet", "jobsets", "Completed", "jobset")
+
 
 def jobset_manifest(job: Object, *, backoff_limit: int, max_restarts: int) -> Object:
     """Return a JobSet of one replicated job with the spec and the name of this Job."""
     spec = {**job["spec"], "backoffLimit": backoff_limit}
     workers = {"name": "workers", "replicas": 1, "template": {"spec": spec}}
     return {
-        "apiVersion": AdoptedJobSet.OWNER.api_version,
-        "kind": AdoptedJobSet.OWNER.kind,
+        "apiVersion": JOBSET.api_version,
+        "kind": JOBSET.kind,
         "metadata": job["metadata"],
         "spec": {"replicatedJobs": [workers], "failurePolicy": {"maxRestarts": max_restarts}},
     }
@@ -26,9 +28,7 @@ def jobset_manifest(job: Object, *, backoff_limit: int, max_restarts: int) -> Ob
 class AdoptedJobSet(AdoptedObject):
     """A CheckpointAdoption, and the JobSet of the same name that creates its pods."""
 
-    OWNER: ClassVar[OwnerKind] = OwnerKind(
-        "jobset.x-k8s.io", "v1alpha2", "JobSet", "jobsets", "Completed", "jobset"
-    )
+    OWNER: ClassVar[OwnerKind] = JOBSET
 
     backoff_limit: int = 10
     """0: the Job fails with its first pod, and JobSet creates all pods again."""

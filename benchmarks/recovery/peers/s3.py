@@ -1,27 +1,28 @@
-"""What people have today: ranks that torch.save to an S3 store, and load the newest file after a restart.
+"""Requests to an S3 store from a peer's pod, with the standard library alone."""
 
-Runs in the pods of a plain Kubernetes Job (plain_job.py) with the standard library and torch alone. Every
-rank saves its state every 20 steps, one after the other file, and rank 0 then names the step in `latest`.
-"""
+from __future__ import annotations
 
 import datetime
 import hashlib
 import hmac
 import http.client
-import json
 import os
-import time
 import urllib.parse
 from typing import Any, BinaryIO
 
-import torch
-import torch.distributed as dist
-
-INTERVAL = 20
-
 
 def s3(method: str, key: str, body: Any = b"", into: BinaryIO | None = None) -> int:
-    """Send one request, signed with AWS Signature Version 4. Return the status."""
+    """Send one request, signed with AWS Signature Version 4. Return the status.
+
+    Args:
+        method: GET or PUT.
+        key: Key of the object below PREFIX.
+        body: Bytes, or a file, to send.
+        into: Receives the bytes of the reply if the status is 200.
+
+    Raises:
+        OSError: the status is neither 200 nor 404.
+    """
     store = urllib.parse.urlsplit(os.environ["STORE"])
     now = datetime.datetime.now(datetime.UTC)
     stamp, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
@@ -60,45 +61,12 @@ def s3(method: str, key: str, body: Any = b"", into: BinaryIO | None = None) -> 
     return response.status
 
 
-def put(key: str, file: str) -> None:
+def upload(file: str, key: str) -> None:
     with open(file, "rb") as body:
         s3("PUT", key, body)
 
 
-def main() -> None:
-    rank, file = int(os.environ["JOB_COMPLETION_INDEX"]), "/tmp/state.pt"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=120),
-    )
-    state: dict[str, Any] = {"step": 0, "ballast": torch.zeros(int(os.environ["STATE_MIB"]) << 18)}
-    with open("/tmp/latest", "wb") as latest:
-        found = s3("GET", "latest", into=latest) == 200
-    if found:
-        with open("/tmp/latest") as latest:
-            step = latest.read()
-        with open(file, "wb") as body:
-            s3("GET", f"{step}-{rank}.pt", into=body)
-        state = torch.load(file)
-    began, base = time.time(), state["step"]
-    while True:
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        state["ballast"].add_(1.0)
-        time.sleep(0.05)
-        state["step"] += 1
-        if rank == 0:
-            print(json.dumps({"began": began, "base": base, "step": state["step"]}), flush=True)
-        if state["step"] % INTERVAL == 0:
-            torch.save(state, file)
-            put(f"{state['step']}-{rank}.pt", file)
-            dist.barrier()
-            if rank == 0:
-                s3("PUT", "latest", str(state["step"]).encode())
-
-
-if __name__ == "__main__":
-    main()
+def download(key: str, file: str) -> bool:
+    """Return whether the store has the object. If it has, its bytes are in `file`."""
+    with open(file, "wb") as into:
+        return s3("GET", key, into=into) == 200
