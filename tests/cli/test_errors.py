@@ -323,3 +323,65 @@ def test_status_without_a_name_lists_gangs_of_both_kinds(adopting: ApiServer, co
         "NAME",
         "lm",
     ]
+
+
+ALL = "/apis/holdfast.dev/v1alpha1"
+
+
+def test_status_of_all_namespaces_names_them(server: ApiServer, config: Path) -> None:
+    jobs = [
+        {
+            "kind": "TrainingJob",
+            "metadata": {"name": "gpt", "namespace": namespace},
+            "spec": {"workers": 2},
+        }
+        for namespace in ("team-b", "team-a")
+    ]
+    server.answers["/trainingjobs"] = 200, json.dumps({"items": jobs})
+    ended = run(config, "status", "-A")
+    assert ended.returncode == 0, ended.stderr
+    assert server.paths == [f"{ALL}/trainingjobs", f"{ALL}/checkpointadoptions"]
+    assert [line.split()[:2] for line in ended.stdout.splitlines()] == [
+        ["TrainingJobs"],
+        ["NAMESPACE", "NAME"],
+        ["team-a", "gpt"],
+        ["team-b", "gpt"],
+    ]
+
+
+def test_checkpoints_of_all_namespaces_name_them(server: ApiServer, config: Path) -> None:
+    steps = {"team-b": 10, "team-a": 20}
+    items = [
+        {"metadata": {"name": f"gpt-{step}", "namespace": namespace}, "spec": {"step": step}}
+        for namespace, step in steps.items()
+    ]
+    server.answers["/checkpoints"] = 200, json.dumps({"items": items})
+    ended = run(config, "checkpoints", "--all-namespaces")
+    assert ended.returncode == 0, ended.stderr
+    assert server.paths == [f"{ALL}/checkpoints"]
+    rows = [line.split()[:2] for line in ended.stdout.splitlines()]
+    assert rows == [["NAMESPACE", "NAME"], ["team-a", "gpt-20"], ["team-b", "gpt-10"]]
+
+
+def test_a_cluster_without_jobs_says_so(server: ApiServer, config: Path) -> None:
+    ended = run(config, "status", "-A")
+    assert ended.stdout == "the cluster has no TrainingJob and no CheckpointAdoption\n"
+
+
+def test_a_refused_list_of_all_namespaces_names_the_missing_right(
+    server: ApiServer, config: Path
+) -> None:
+    server.refuse(403, "cannot list trainingjobs at the cluster scope")
+    assert "for this right in all namespaces" in complaint(config, "status", "-A")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("status", "gpt", "-A"), ("checkpoints", "gpt", "-A"), ("-n", "team-a", "status", "-A")],
+)
+def test_all_namespaces_exclude_a_job_and_a_namespace(
+    config: Path, arguments: tuple[str, ...]
+) -> None:
+    ended = run(config, *arguments)
+    assert ended.returncode == 2
+    assert "omit it, or omit the job and --namespace" in ended.stderr

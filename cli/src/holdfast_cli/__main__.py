@@ -29,8 +29,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if getattr(arguments, "watch", False) and arguments.output == "json":
         parser.error("--watch shows tables only: omit it, or omit --output json")
+    everywhere = getattr(arguments, "everywhere", False)
+    if everywhere and (arguments.job or arguments.namespace):
+        parser.error("--all-namespaces lists everything: omit it, or omit the job and --namespace")
     try:
-        cluster = Cluster.connect(arguments.context, arguments.namespace)
+        cluster = Cluster.connect(arguments.context, arguments.namespace, everywhere=everywhere)
         arguments.run(cluster, arguments)
     except ClusterError as error:
         print(f"kubectl holdfast: {error}", file=sys.stderr)
@@ -75,6 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     save.set_defaults(run=_save)
     for verb in (status, checkpoints, save):
         _add_place(verb, argparse.SUPPRESS)
+    for verb in (status, checkpoints):
+        verb.add_argument(
+            "-A",
+            "--all-namespaces",
+            dest="everywhere",
+            action="store_true",
+            help="list those of all namespaces",
+        )
     return parser
 
 
@@ -102,7 +113,7 @@ def _add_output(verb: argparse.ArgumentParser) -> None:
 def _status(cluster: Cluster, arguments: argparse.Namespace) -> None:
     def now() -> RenderableType:
         if arguments.job is None:
-            return gangs_view(_gangs(cluster))
+            return gangs_view(_gangs(cluster), everywhere=cluster.everywhere)
         return status_view(_screen(cluster, arguments.job))
 
     if arguments.output == "json":
@@ -155,7 +166,7 @@ def _checkpoints(cluster: Cluster, arguments: argparse.Namespace) -> None:
     if arguments.output == "json":
         print(json.dumps(items, indent=1))
     else:
-        Console().print(checkpoints_view(items))
+        Console().print(checkpoints_view(items, everywhere=cluster.everywhere))
 
 
 def _save(cluster: Cluster, arguments: argparse.Namespace) -> None:

@@ -47,14 +47,19 @@ class Cluster:
     context: str
     server: str
     """URL of the API server."""
+    everywhere: bool = False
+    """Whether lists contain the objects of all namespaces."""
 
     @classmethod
-    def connect(cls, context: str | None, namespace: str | None) -> Cluster:
+    def connect(
+        cls, context: str | None, namespace: str | None, *, everywhere: bool = False
+    ) -> Cluster:
         """Open a context of the kubeconfig.
 
         Args:
             context: Name of the context; None for the active one.
             namespace: Namespace of all requests; None for the context's.
+            everywhere: Whether lists contain the objects of all namespaces.
 
         Raises:
             ClusterError: There is no kubeconfig, it cannot be used, or it lacks the context.
@@ -83,7 +88,8 @@ class Cluster:
             ) from error
         chosen = loader.current_context
         default = chosen["context"].get("namespace") or "default"
-        return cls(api, namespace or default, str(chosen["name"]), configuration.host)
+        name = str(chosen["name"])
+        return cls(api, namespace or default, name, configuration.host, everywhere)
 
     def get(self, plural: str, name: str) -> dict[str, Any]:
         call = client.CustomObjectsApi(self.api).get_namespaced_custom_object
@@ -107,7 +113,12 @@ class Cluster:
         return accepted(found)
 
     def items(self, plural: str, selector: str = "") -> list[dict[str, Any]]:
-        call = client.CustomObjectsApi(self.api).list_namespaced_custom_object
+        custom = client.CustomObjectsApi(self.api)
+
+        def of_all(group: str, version: str, _: str, plural: str, **options: Any) -> Any:
+            return custom.list_cluster_custom_object(group, version, plural, **options)
+
+        call = of_all if self.everywhere else custom.list_namespaced_custom_object
         labels = {"label_selector": selector} if selector else {}
         return list(self._request(plural, call, plural, tries=READ_TRIES, **labels)["items"])
 
@@ -163,6 +174,10 @@ class Cluster:
             f"{_one_line(cause)}; check that the cluster runs and that the context is the right one"
         )
 
+    @property
+    def _place(self) -> str:
+        return "all namespaces" if self.everywhere else f"namespace {self.namespace}"
+
     def _not_found(self, what: str) -> str:
         return (
             f"{what} not found in namespace {self.namespace} of context {self.context}: "
@@ -184,7 +199,7 @@ class Cluster:
             case 403:
                 return (
                     f"{server} does not permit the request (403): {message or what}; ask an administrator "
-                    f"of the cluster for this right in namespace {self.namespace}"
+                    f"of the cluster for this right in {self._place}"
                 )
             case 404 if message is None:
                 # The server has no such path, and answers without a Status object.

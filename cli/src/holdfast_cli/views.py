@@ -63,6 +63,7 @@ _GANG_COLUMNS = (
     "RESTARTS",
     "GOODPUT",
 )
+_CHECKPOINT_COLUMNS = ("NAME", "JOB", "STEP", "PHASE", "SIZE", "PINNED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,29 +123,33 @@ def status_view(screen: Screen) -> RenderableType:
     return Group(*parts)
 
 
-def gangs_view(gangs: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return a table of the namespace's gangs for each kind."""
+def gangs_view(gangs: Sequence[dict[str, Any]], *, everywhere: bool = False) -> RenderableType:
+    """Return a table of the gangs for each kind.
+
+    Args:
+        gangs: Those of one namespace, or of all.
+        everywhere: Whether a column shows the namespaces.
+    """
     parts: list[RenderableType] = []
     for kind in KINDS:
         of_kind = [gang for gang in gangs if gang["kind"] == kind]
         if of_kind:
-            parts += [Text(f"{kind}s", style="bold"), _gangs_table(of_kind)]
-    return (
-        Group(*parts)
-        if parts
-        else Text("the namespace has no TrainingJob and no CheckpointAdoption")
-    )
+            parts += [Text(f"{kind}s", style="bold"), _gangs_table(of_kind, everywhere)]
+    place = "the cluster" if everywhere else "the namespace"
+    return Group(*parts) if parts else Text(f"{place} has no {' and no '.join(KINDS)}")
 
 
-def _gangs_table(gangs: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 1))
-    for column in _GANG_COLUMNS:
+def _gangs_table(gangs: Sequence[dict[str, Any]], everywhere: bool) -> Table:
+    # A terminal of 80 columns has room for the headings of all columns only with one space between them.
+    table = Table(box=None, padding=(0, 1), collapse_padding=everywhere, pad_edge=not everywhere)
+    for column in _with_namespace(_GANG_COLUMNS, everywhere):
         # A narrow terminal must not hide a part of a name.
         table.add_column(column, overflow="fold")
-    for gang in sorted(gangs, key=lambda g: str(g["metadata"]["name"])):
+    for gang in sorted(gangs, key=_name_of):
         status = gang.get("status") or {}
         ratio = (status.get("goodput") or {}).get("ratio")
         table.add_row(
+            *([gang["metadata"]["namespace"]] if everywhere else []),
             gang["metadata"]["name"],
             status.get("phase", "Pending"),
             str(status.get("step", "-")),
@@ -155,6 +160,14 @@ def _gangs_table(gangs: Sequence[dict[str, Any]]) -> Table:
             "-" if ratio is None else f"{ratio:.1%}",
         )
     return table
+
+
+def _with_namespace(columns: tuple[str, ...], everywhere: bool) -> tuple[str, ...]:
+    return ("NAMESPACE", *columns) if everywhere else columns
+
+
+def _name_of(item: dict[str, Any]) -> tuple[str, str]:
+    return str(item["metadata"].get("namespace")), str(item["metadata"]["name"])
 
 
 def workers_text(gang: dict[str, Any]) -> str:
@@ -247,13 +260,20 @@ def recovery_line(recovery: dict[str, Any]) -> str:
     return line + ("" if lost is None else f"; {lost} steps lost")
 
 
-def checkpoints_view(items: Sequence[dict[str, Any]]) -> Table:
+def checkpoints_view(items: Sequence[dict[str, Any]], *, everywhere: bool = False) -> Table:
+    """Return the table of Checkpoints by step, or by namespace and step with a column for it."""
     table = Table(box=None, padding=(0, 2))
-    for column in ("NAME", "JOB", "STEP", "PHASE", "SIZE", "PINNED"):
+    for column in _with_namespace(_CHECKPOINT_COLUMNS, everywhere):
         table.add_column(column)
-    for item in sorted(items, key=lambda i: i["spec"].get("step") or 0):
+
+    def place(item: dict[str, Any]) -> tuple[str, int]:
+        namespace = str(item["metadata"]["namespace"]) if everywhere else ""
+        return namespace, item["spec"].get("step") or 0
+
+    for item in sorted(items, key=place):
         status = item.get("status") or {}
         table.add_row(
+            *([item["metadata"]["namespace"]] if everywhere else []),
             item["metadata"]["name"],
             item["spec"].get("jobRef", {}).get("name", "-"),
             str(item["spec"].get("step", "-")),
