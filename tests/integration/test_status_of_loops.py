@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from demo.local import Run
+from demo.local import WORKERS, Run
 from tests.support.trainer.launched import until
 
 from holdfast_core.api import HangsSpec, JobCondition, JobPhase, changed
@@ -142,6 +142,8 @@ def test_the_status_is_true_while_it_runs_and_final_at_the_end(
     record = status.last_recovery
     assert record is not None
     assert (record.reason, record.workers) == (reason, (1,))
+    assert record.sources is not None
+    assert record.sources.memory + record.sources.node == WORKERS, "all pods stayed"
     if reason is Reason.HUNG:
         begun = next(event for event in run.cluster.events if "round 1 begins" in event)
         assert "rank 1 did not arrive" in begun

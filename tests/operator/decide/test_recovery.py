@@ -20,11 +20,18 @@ from tests.support.operator.builders import (
 )
 from tests.support.operator.progress import progress_of
 
-from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJobStatus, changed
+from holdfast_core.api import (
+    JobCondition,
+    RecoveryStatus,
+    TierCounts,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
+    RestoredFrom,
     RestorePoint,
     RoundTimes,
 )
@@ -115,6 +122,26 @@ def assert_adds_up(record: RecoveryStatus | None) -> RecoveryStatus:
     assert record.total_seconds == pytest.approx(sum(record.phases().values()), abs=1e-6)
     assert all(seconds >= 0.0 for seconds in record.phases().values())
     return record
+
+
+@pytest.mark.parametrize(
+    ("reported", "shown"),
+    [
+        pytest.param(RestoredFrom(memory=2), TierCounts(memory=2), id="what the ranks read"),
+        pytest.param(None, TierCounts(node=2), id="a sidecar of an earlier version"),
+    ],
+)
+def test_the_record_says_from_where_the_ranks_restored(
+    reported: RestoredFrom | None, shown: TierCounts
+) -> None:
+    timeline = trained()
+    timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))
+    status = timeline.at(123.5, sidecars=holders(1), coordinator=None)
+    assert status.restore_point is not None
+    assert status.restore_point.sources == TierCounts(node=2)
+    status = timeline.at(126.5, coordinator=state(1, 11, times=TIMES, restored_from=reported))
+    assert status.last_recovery is not None
+    assert status.last_recovery.sources == shown
 
 
 def test_a_killed_rank_counts_from_the_last_sound_pass() -> None:

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.messages.schema import AcceptedRound, Failure, RankProgress, WorkerReport
+from holdfast_core.messages.schema import (
+    AcceptedRound,
+    Failure,
+    RankProgress,
+    RestoredFrom,
+    WorkerReport,
+)
 from holdfast_sidecar.coordinator.reports.gathered import Gathered
 
 WORKERS = frozenset(map(Worker, range(3)))
@@ -112,3 +118,23 @@ def test_the_round_that_all_have_accepted(
             WorkerReport(RestartRound(0), Worker(worker), accepted=report), 1.0 + worker
         )
     assert gathered.accepted(since) == expected
+
+
+def test_ranks_are_counted_by_their_tiers_once_every_worker_has_its_shards() -> None:
+    gathered = Gathered(WORKERS, 6, 0.0)
+    tiers = {
+        0: (TierName.MEMORY, TierName.MEMORY),
+        1: (TierName.NODE, TierName.MEMORY),
+        2: (TierName.PEER, TierName.OBJECT),
+    }
+    reports = [
+        WorkerReport(RestartRound(1), Worker(w), rehydrate_seconds=0.1, restored_from=found)
+        for w, found in tiers.items()
+    ]
+    for report in reports[:2]:
+        gathered.receive(report, 1.0)
+    assert gathered.restored_from is None
+    gathered.receive(replace(reports[2], rehydrate_seconds=None, restored_from=()), 1.0)
+    assert gathered.restored_from is None
+    gathered.receive(reports[2], 1.0)
+    assert gathered.restored_from == RestoredFrom(memory=3, node=1, peer=1, object=1)

@@ -108,12 +108,12 @@ class PersistedStep(ApiModel):
 
 
 class TierCounts(ApiModel):
-    """Shards by the tier that they were read from."""
+    """Numbers of shards, or of ranks, by tier."""
 
-    memory: Annotated[int, Field(ge=0, description="Shards found in shared memory.")] = 0
-    node: Annotated[int, Field(ge=0, description="Shards found on the node of the worker.")] = 0
-    peer: Annotated[int, Field(ge=0, description="Shards fetched from a peer's copy.")] = 0
-    object: Annotated[int, Field(ge=0, description="Shards fetched from the object store.")] = 0
+    memory: Annotated[int, Field(ge=0, description="In shared memory.")] = 0
+    node: Annotated[int, Field(ge=0, description="On the node of the worker.")] = 0
+    peer: Annotated[int, Field(ge=0, description="In a peer's copy.")] = 0
+    object: Annotated[int, Field(ge=0, description="In the object store.")] = 0
 
 
 class RestorePointStatus(ApiModel):
@@ -137,7 +137,10 @@ class RestorePointStatus(ApiModel):
     ] = None
     sources: Annotated[
         TierCounts | None,
-        Field(description=("Number of shards by the tier from which they were read.")),
+        Field(
+            description="Number of shards by the nearest tier that was known to have them when the step was "
+            "chosen."
+        ),
     ] = None
 
     @property
@@ -246,7 +249,10 @@ class RecoveryStatus(ApiModel):
     ] = None
     sources: Annotated[
         TierCounts | None,
-        Field(description="Number of shards of that step by the tier from which they are read."),
+        Field(
+            description="Number of ranks by the farthest tier from which their state was read. Before all "
+            "ranks have finished a step, those of restorePoint."
+        ),
     ] = None
     lost_steps: Annotated[
         int | None, Field(ge=0, description="Last trained step minus the restore point.")

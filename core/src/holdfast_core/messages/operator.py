@@ -220,6 +220,16 @@ class RoundTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoredFrom:
+    """Number of ranks by the farthest tier from which their state was read."""
+
+    memory: Natural = 0
+    node: Natural = 0
+    peer: Natural = 0
+    object: Natural = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GangProgress:
     """How far the ranks are that have finished a step of this round."""
 
@@ -302,6 +312,9 @@ class CoordinatorState:
     to call no other sidecar of the gang."""
     stragglers: Annotated[tuple[Straggler, ...], Bounds(items=MAX_STRAGGLERS)] = ()
     """The slowest ranks, by rank. Nothing restarts because of them."""
+    restored_from: RestoredFrom | None = None
+    """None before every worker has its shards. Until a rank has restored, it counts by the tier that brought
+    its shard to the node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from holdfast_core.ids import (
     Rank,
     RestartRound,
     Step,
+    TierName,
     Worker,
 )
 from holdfast_core.messages.bounds import (
@@ -120,6 +121,8 @@ class WorkerReport:
     """`Ok.stacks_token` that `stacks` is the reply to. "": there was none in this round."""
     stacks: Annotated[tuple[RankStack, ...], PerRank] = ()
     accepted: AcceptedRound | None = None
+    restored_from: Annotated[tuple[TierName, ...], PerRank] = ()
+    """The farthest tier from which the state of each own rank was read. Empty before all shards are here."""
 
     @property
     def urgent(self) -> tuple[object, ...]:

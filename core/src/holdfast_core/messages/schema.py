@@ -61,6 +61,7 @@ from holdfast_core.messages.operator import (
     Member,
     Prune,
     PruneReply,
+    RestoredFrom,
     Round,
     RoundTimes,
     Seal,

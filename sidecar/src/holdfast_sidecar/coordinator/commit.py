@@ -413,6 +413,7 @@ class Coordinator:
             hang=self._hangs.hang,
             accepted=gathered.accepted(self._clock.monotonic() - _SILENT_SECONDS),
             stragglers=self._stragglers.found,
+            restored_from=gathered.restored_from,
         )
 
     def _all_failures(self) -> tuple[Failure, ...]:

@@ -55,6 +55,7 @@ def compose(
         reported_to: Id of the coordinator process that was sent everything. "": there is none.
     """
     gang, rehydrator = sources.gang, sources.rehydrator
+    restored = rehydrator.restored
     return WorkerReport(
         round=state.round,
         worker=state.worker,
@@ -77,6 +78,7 @@ def compose(
         instance=instance,
         interval=gang.intervals.get(Rank(0)),
         accepted=state.acceptance,
+        restored_from=() if restored is None else tuple(restored.sources.values()),
     )
 
 

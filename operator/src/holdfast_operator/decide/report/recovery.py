@@ -19,7 +19,9 @@ the rest.
 
 from __future__ import annotations
 
-from holdfast_core.api import RecoveryStatus, TrainingJobStatus, changed
+from dataclasses import asdict
+
+from holdfast_core.api import RecoveryStatus, TierCounts, TrainingJobStatus, changed
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.facts.failure import Failure
 from holdfast_operator.decide.facts.world import World
@@ -99,6 +101,8 @@ def closed(
 ) -> RecoveryStatus:
     """Return the complete record of a round in which every rank has finished a step or returned 0."""
     times = state.times
+    if state.restored_from is not None:  # a sidecar of an earlier version does not report it
+        recovery = changed(recovery, sources=TierCounts(**asdict(state.restored_from)))
     before = (recovery.detect_seconds or 0.0) + (recovery.back_off_seconds or 0.0)
     sealed, scheduled, begin = _milestones(recovery, memory)
     if sealed is None or scheduled is None or begin is None:

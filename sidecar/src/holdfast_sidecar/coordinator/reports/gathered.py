@@ -15,6 +15,7 @@ from holdfast_core.messages.schema import (
     Interval,
     RankSaves,
     RankStack,
+    RestoredFrom,
     RoundTimes,
     WorkerReport,
 )
@@ -240,6 +241,13 @@ class Gathered:
     @property
     def saves_skipped(self) -> int:
         return sum(r.saves_skipped for r in self.reports.values())
+
+    @property
+    def restored_from(self) -> RestoredFrom | None:
+        reports = self.reports.values()
+        if len(reports) < len(self.workers) or any(r.rehydrate_seconds is None for r in reports):
+            return None
+        return RestoredFrom(**Counter(str(tier) for r in reports for tier in r.restored_from))
 
     @property
     def times(self) -> RoundTimes:
