@@ -122,13 +122,15 @@ class Observer:
     def suspects(self, job: Gang, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Return the nodes of the job's pods that have late leases or no Node object, or that fail.
 
-        Where ranks of the current round are dead, return all nodes: a node may be lost before its lease
-        is late.
+        Where ranks of the current round are dead and no pod is missing, return all nodes: a node may be lost
+        before its lease is late. A lost pod explains its dead peers. The round that replaces it seals the
+        other sidecars, so each of their inventories would be read twice.
         """
         now = self._clock.monotonic()
         self._note_missing_nodes(pods, now)
         state = self._sidecars.coordinator_state(job.uid)
-        if state is not None and state.dead and state.round == job.status.restart_round:
+        dead = state is not None and state.dead and state.round == job.status.restart_round
+        if dead and not _lacks_pods(job, pods):
             return frozenset(p.node for p in pods if p.node is not None)
         limit = job.spec.node_loss.suspect_after_seconds * SUSPECT_SHARE
         contact = self._cache.lease_contact
@@ -299,6 +301,12 @@ def store_view(store: CheckpointStore) -> StoreView:
 def _is_member(job: Gang, pod: PodView) -> bool:
     members = job.status.members
     return pod.worker < len(members) and members[pod.worker] == pod.birth_round
+
+
+def _lacks_pods(job: Gang, pods: tuple[PodView, ...]) -> bool:
+    """Return whether the pod of a member is gone or is being deleted, which a new round does not wait for."""
+    present = [p for p in pods if _is_member(job, p) and not p.terminating]
+    return len(present) < len(job.status.members)
 
 
 def _present_workers(job: Gang) -> int:
