@@ -24,6 +24,7 @@ from testbed.driver.jobs import (
     TRAINER_IMAGE,
 )
 from testbed.driver.kube import Kube, Object, ignore_missing, wait_for
+from testbed.driver.oracle import mc
 
 from benchmarks.recovery.jobs import NAMESPACE
 
@@ -115,7 +116,7 @@ class Peer(ABC):
             self._remove()
 
     def _remove(self) -> None:
-        """Delete everything, and wait until the pods are gone."""
+        """Delete the objects of the job, wait until its pods are gone, and delete its saves."""
         with ignore_missing():
             self.delete_owner()
         with ignore_missing():
@@ -129,6 +130,7 @@ class Peer(ABC):
             return not pods
 
         wait_for(f"the pods of {self.NAME} to go", gone, timeout_seconds=60)
+        mc("rm", "--recursive", "--force", f"t/{BUCKET}/{self.NAME}/")  # a save is a GiB
 
     def _pods(self) -> list[Object]:
         return self._kube.pods(NAMESPACE, f"{self.OWNER_LABEL}={self.NAME}")
