@@ -30,7 +30,7 @@ from benchmarks.recovery.jobs import NAMESPACE
 
 WORKERS = 4
 SETTLED_STEP = 45
-"""Step at which the store has two saves of the training."""
+"""Step at which the store has two saves of ranks that wait for them, or at least one of ranks that do not."""
 _PACKAGE = "benchmarks.recovery.peers"
 _FOLDER = Path(__file__).parent
 
@@ -99,7 +99,9 @@ class Peer(ABC):
         )
         self.create_owner(self._template(sorted(program)))
         try:
-            first = self._wait("two saves", lambda p: p if p["step"] >= SETTLED_STEP else None)
+            first = self._wait(
+                f"step {SETTLED_STEP}", lambda p: p if p["step"] >= SETTLED_STEP else None
+            )
             at = cause()
             steps = [first["step"]]
 
