@@ -12,8 +12,14 @@ from tests.support.operator.builders import job, metadata, pod
 
 from holdfast_core.api import Gang
 from holdfast_core.ids import JobUid
-from holdfast_operator.loop.silence_checks import JOBS_PER_TICK, TICK_SECONDS, SilenceChecks
+from holdfast_operator.loop.silence_checks import (
+    JOBS_PER_TICK,
+    TICK_SECONDS,
+    SilenceChecks,
+    confirm,
+)
 from holdfast_operator.model.job import PodView
+from holdfast_operator.watch.node_leases import NodeLeases
 
 JOBS = 3 * JOBS_PER_TICK
 TICKS = 6
@@ -77,3 +83,42 @@ async def test_a_job_with_a_silent_sidecar_or_a_late_node_is_checked_in_each_tic
     found = await checked(World(silent_sidecars={"7"}, late_nodes={"node-8"}))
     assert found["7"] == found["8"] == TICKS
     assert found["9"] == TICKS * JOBS_PER_TICK // JOBS
+
+
+@dataclass
+class ApiServer:
+    nodes: frozenset[str]
+    renewed: str | None = "t0"
+
+    async def node_exists(self, name: str) -> bool:
+        return name in self.nodes
+
+    async def lease_renewed(self, path: str, node: str) -> str | None:
+        return self.renewed
+
+
+async def confirmed(leases: NodeLeases, clock: ManualClock, server: ApiServer) -> bool:
+    """Return whether node a is silent after a direct read, while the watches deliver nothing."""
+    clock.advance(20)
+    await confirm("a", leases, cast("Any", server), clock)
+    return leases.is_silent("a", 20.0, clock.monotonic(), None)
+
+
+async def test_a_node_that_is_gone_is_confirmed_without_its_watch() -> None:
+    clock, leases = ManualClock(), NodeLeases()
+    leases.miss("a", clock.monotonic())
+    assert await confirmed(leases, clock, ApiServer(frozenset({"b"})))
+
+
+async def test_a_node_that_exists_is_not_confirmed_to_be_gone() -> None:
+    clock, leases = ManualClock(), NodeLeases()
+    leases.miss("a", clock.monotonic())
+    assert not await confirmed(leases, clock, ApiServer(frozenset({"a"})))
+
+
+async def test_a_stale_lease_is_confirmed_unless_it_was_renewed() -> None:
+    for renewed, silent in (("t0", True), ("t1", False), (None, False)):
+        clock, leases = ManualClock(), NodeLeases()
+        leases.observe("a", "t0", clock.monotonic())
+        found = await confirmed(leases, clock, ApiServer(frozenset({"a"}), renewed))
+        assert found is silent, renewed

@@ -69,15 +69,16 @@ def test_node_without_a_lease_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "advance", "contact_after", "silent"),
+    ("name", "advance", "contact_after", "silent", "unproven"),
     [
-        ("just missed", 5.0, 5.0, False),
-        ("missed for long, as the watch of nodes shows", 21.0, 20.5, True),
-        ("missed for long, but the watch is silent", 21.0, 3.0, False),
+        ("just missed", 5.0, 5.0, False, False),
+        ("missed for long, as the watch of nodes shows", 21.0, 20.5, True, False),
+        ("missed for long, but the watch is silent", 21.0, 3.0, False, True),
+        ("missed for long, and the watch has delivered nothing yet", 21.0, None, False, True),
     ],
 )
 def test_a_node_whose_object_is_gone(
-    name: str, advance: float, contact_after: float, silent: bool
+    name: str, advance: float, contact_after: float | None, silent: bool, unproven: bool
 ) -> None:
     """The lease is deleted with the node, so nothing would ever become stale."""
     clock = ManualClock()
@@ -88,9 +89,26 @@ def test_a_node_whose_object_is_gone(
     leases.miss("node-a", start + 4.0)
     now = start + advance
     assert leases.stale_seconds("node-a", now, None) == advance, name
-    assert leases.is_silent("node-a", THRESHOLD, now, start + contact_after) is silent
-    assert not leases.is_silent("node-a", THRESHOLD, now, None)
+    contact = None if contact_after is None else start + contact_after
+    assert leases.is_silent("node-a", THRESHOLD, now, contact) is silent
+    assert leases.needs_confirmation("node-a", THRESHOLD, now, contact) is unproven
+
+
+def test_a_direct_read_confirms_that_a_node_is_gone() -> None:
+    """Nodes change rarely, so that the watch may show nothing for a minute."""
+    clock = ManualClock()
+    leases = NodeLeases()
+    leases.confirm_missing("node-b", clock.monotonic())
+    leases.miss("node-a", clock.monotonic())
+    clock.advance(19)
+    leases.confirm_missing("node-a", clock.monotonic())
+    clock.advance(1)
+    now = clock.monotonic()
+    assert not leases.is_silent("node-a", THRESHOLD, now, None), "it was read before the threshold"
+    leases.confirm_missing("node-a", now)
+    assert leases.is_silent("node-a", THRESHOLD, now, None)
     assert not leases.needs_confirmation("node-a", THRESHOLD, now, None)
+    assert not leases.is_missing("node-b"), "no pod is bound to it"
 
 
 def test_a_node_that_comes_late_to_the_watch_is_not_missing() -> None:

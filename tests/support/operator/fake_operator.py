@@ -30,13 +30,14 @@ from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.loop.former_jobs import release_pods
 from holdfast_operator.loop.observe import Observer
+from holdfast_operator.loop.silence_checks import confirm
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Unreadable
 from holdfast_operator.model.keys import job_key
 from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.sidecars.certificates import Certificates
-from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
+from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations
 
 __all__ = ["OPERATOR_NAMESPACE", "FakeOperator", "Trouble", "calm"]
@@ -150,9 +151,7 @@ class FakeOperator:
                     pass  # a conflict; the next pass reports it
             return None
         for node in self._observer.unproven_nodes(job, self.cache.pods(job)):
-            renewed = await self._kube.lease_renewed(LEASES_PATH, node)
-            if renewed is not None:
-                self.cache.leases.observe(node, renewed, self._clock.monotonic())
+            await confirm(node, self.cache.leases, self._kube, self._clock)
         return self._observer.observe(job, self.memory)
 
     async def _release_pods(self) -> None:

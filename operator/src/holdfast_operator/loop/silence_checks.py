@@ -15,6 +15,7 @@ from holdfast_operator.loop.observe import Observer
 from holdfast_operator.model.keys import Key, gang_key
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
+from holdfast_operator.watch.node_leases import NodeLeases
 
 TICK_SECONDS = 1.0
 JOBS_PER_TICK = 200
@@ -98,13 +99,21 @@ class SilenceChecks:
         unproven |= self._observer.unproven_nodes(job, pods)
 
     async def _confirm(self, node: str) -> None:
-        """Read the node's lease from the API server, because the watch of leases is silent as well."""
         try:
-            renewed = await self._cluster.lease_renewed(LEASES_PATH, node)
+            await confirm(node, self._cache.leases, self._cluster, self._clock)
         except HoldfastError as error:
             self._log_changes.warning(
-                f"lease {node}", f"reading the lease of node {node} failed: {error}"
+                f"lease {node}", f"reading node {node} or its lease failed: {error}"
             )
-            return
-        if renewed is not None:
-            self._cache.leases.observe(node, renewed, self._clock.monotonic())
+
+
+async def confirm(node: str, leases: NodeLeases, cluster: Cluster, clock: Clock) -> None:
+    """Read a node that seems to be gone, or a stale lease, because the watch is silent as well."""
+    asked_at = clock.monotonic()
+    if leases.is_missing(node):
+        if not await cluster.node_exists(node):
+            leases.confirm_missing(node, asked_at)
+        return
+    renewed = await cluster.lease_renewed(LEASES_PATH, node)
+    if renewed is not None:
+        leases.observe(node, renewed, clock.monotonic())

@@ -5,8 +5,8 @@
 2. A stale lease makes its node silent only if the operator's copy is newer than the moment at which the
    lease became stale: the watch has delivered something since, or a direct GET found the same renewTime.
 3. A node to which a pod is bound, but whose Node object does not exist, is stale from the moment at which
-   that is first seen; the watch of nodes confirms it. The lease is deleted together with the Node object,
-   so the lease alone would never become stale.
+   that is first seen. The watch of nodes or a direct read confirms it. The lease is deleted together with
+   the Node object, so the lease alone would never become stale.
 4. `decide` combines this with the silence of the sidecars to decide whether a node is lost.
 
 Time stamps of other machines are compared for equality, never for order (R30).
@@ -15,6 +15,7 @@ Time stamps of other machines are compared for equality, never for order (R30).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 WATCH_FRESH_SECONDS = 15.0
 """Time without any news after which the watch of leases is silent. Each node renews its lease every 10 s."""
@@ -34,6 +35,13 @@ class _Seen:
     """Whether renewTime is the first one that this process saw, so that the lease may be of any age."""
 
 
+@dataclass(slots=True)
+class _Missing:
+    since: float
+    confirmed_at: float
+    """When a direct read last found no Node object, or `since`."""
+
+
 class NodeLeases:
     """Node leases and missing nodes, by name of the node.
 
@@ -42,13 +50,18 @@ class NodeLeases:
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
-        self._missing: dict[str, float] = {}
+        self._missing: dict[str, _Missing] = {}
 
     def miss(self, node: str, at: float) -> None:
         """Record that a pod is bound to this node and that its Node object does not exist."""
         if len(self._missing) >= MAX_MISSING:
             self._missing.clear()
-        self._missing.setdefault(node, at)
+        self._missing.setdefault(node, _Missing(at, at))
+
+    def confirm_missing(self, node: str, at: float) -> None:
+        """Record that a direct read found no Node object of a missing node."""
+        if node in self._missing:
+            self._missing[node].confirmed_at = at
 
     def found(self, node: str) -> None:
         """Record that the Node object exists."""
@@ -83,7 +96,7 @@ class NodeLeases:
             contact: When the watch of leases last delivered anything.
         """
         if node in self._missing:
-            return now - self._missing[node]
+            return now - self._missing[node].since
         known = self._seen.get(node)
         return None if known is None else self._stale(known, now, contact)
 
@@ -121,25 +134,32 @@ class NodeLeases:
             contact: When the watch of leases last delivered anything; for a missing node, the watch of
                 nodes.
         """
-        if node in self._missing:
-            due = self._missing[node] + threshold_seconds
-            return now >= due and contact is not None and contact >= due
-        known = self._seen.get(node)
-        if known is None or now - known.changed_at < threshold_seconds:
-            return False
-        return self._confirmed(known, contact) >= known.changed_at + threshold_seconds
+        due, confirmed = self._evidence(node, threshold_seconds, contact)
+        return now >= due and confirmed >= due
 
     def needs_confirmation(
         self, node: str, threshold_seconds: float, now: float, contact: float | None
     ) -> bool:
-        """Return whether the lease is stale, but the silence may be that of the operator's own watch."""
-        if node in self._missing:
-            return False  # the next bookmark of the watch of nodes confirms it
-        known = self._seen.get(node)
-        if known is None or now - known.changed_at < threshold_seconds:
-            return False
-        return self._confirmed(known, contact) < known.changed_at + threshold_seconds
+        """Return whether the node is stale, but the silence may be that of the operator's own watch.
+
+        Nodes change rarely. Without a direct read, the absence of one would be confirmed by the next bookmark
+        of the watch of nodes, up to a minute later.
+        """
+        due, confirmed = self._evidence(node, threshold_seconds, contact)
+        return now >= due and confirmed < due
+
+    def _evidence(
+        self, node: str, threshold_seconds: float, contact: float | None
+    ) -> tuple[float, float]:
+        """Return from when on the node is stale, and up to when that is known. An unknown node never is."""
+        known = self._missing.get(node)
+        if known is not None:
+            return known.since + threshold_seconds, self._confirmed(known, contact)
+        seen = self._seen.get(node)
+        if seen is None:
+            return inf, 0.0
+        return seen.changed_at + threshold_seconds, self._confirmed(seen, contact)
 
     @staticmethod
-    def _confirmed(known: _Seen, contact: float | None) -> float:
+    def _confirmed(known: _Seen | _Missing, contact: float | None) -> float:
         return known.confirmed_at if contact is None else max(known.confirmed_at, contact)
