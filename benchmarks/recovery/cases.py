@@ -62,9 +62,13 @@ def groups(kube: Kube, options: Options) -> Iterator[list[Case]]:
 
 def _of_peer(peer: Peer, options: Options) -> list[Case]:
     """B1 and B2 in what people have today."""
-    measures = {"B1": peer.killed_rank, "B2": peer.deleted_pod}
-    names = {f"{peer.NAME} {name}": measure for name, measure in measures.items()}
-    return [(name, options.repetitions, _OfPeer(name, m)) for name, m in names.items()]
+    return [
+        (name, options.repetitions, _OfPeer(name, measure))
+        for name, measure in (
+            (f"{peer.NAME} B1", peer.killed_rank),
+            (f"{peer.NAME} B2", peer.deleted_pod),
+        )
+    ]
 
 
 def _entry(case: str, repetition: int, seconds: float | None, details: dict[str, object]) -> Entry:

@@ -65,13 +65,22 @@ def batch_job_manifest(
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": name, "namespace": namespace},
-        "spec": {
-            "completions": training.workers,
-            "parallelism": training.workers,
-            "completionMode": "Indexed",
-            "backoffLimit": backoff_limit,
-            "template": {"metadata": {"labels": {"holdfast.dev/adopt": name}}, "spec": pod},
-        },
+        "spec": indexed_job_spec(
+            training.workers,
+            {"metadata": {"labels": {"holdfast.dev/adopt": name}}, "spec": pod},
+            backoff_limit,
+        ),
+    }
+
+
+def indexed_job_spec(workers: int, template: Object, backoff_limit: int) -> Object:
+    """Return the spec of an indexed Job whose pods run side by side."""
+    return {
+        "completions": workers,
+        "parallelism": workers,
+        "completionMode": "Indexed",
+        "backoffLimit": backoff_limit,
+        "template": template,
     }
 
 

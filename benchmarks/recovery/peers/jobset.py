@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from testbed.driver.adopted import indexed_job_spec
 from testbed.driver.jobset import JOBSET, jobset_manifest
 from testbed.driver.kube import Object
 
 from benchmarks.recovery.jobs import NAMESPACE
-from benchmarks.recovery.peers.peer import Peer, indexed_job
+from benchmarks.recovery.peers.peer import WORKERS, Peer
 
 
 class JobSetOfDcp(Peer):
@@ -23,7 +24,7 @@ class JobSetOfDcp(Peer):
     RESTART_POLICY: ClassVar[str] = "Never"
 
     def create_owner(self, template: Object) -> None:
-        job = {"metadata": {"name": self.NAME}, "spec": indexed_job(template, backoff_limit=0)}
+        job = {"metadata": {"name": self.NAME}, "spec": indexed_job_spec(WORKERS, template, 0)}
         manifest = jobset_manifest(job, backoff_limit=0, max_restarts=1000)
         JOBSET.request(self._kube.api, "create", NAMESPACE, manifest)
 

@@ -46,7 +46,7 @@ class Peer(ABC):
 
     Args:
         kube: The cluster.
-        state_mib: State of one rank.
+        state_mib: Size of the state of one rank, in MiB.
     """
 
     NAME: ClassVar[str]
@@ -218,14 +218,3 @@ class Peer(ABC):
             ],
         }
         return {"spec": pod}
-
-
-def indexed_job(template: Object, backoff_limit: int) -> Object:
-    """Return the spec of an indexed Job whose WORKERS pods run side by side."""
-    return {
-        "completions": WORKERS,
-        "parallelism": WORKERS,
-        "completionMode": "Indexed",
-        "backoffLimit": backoff_limit,
-        "template": template,
-    }

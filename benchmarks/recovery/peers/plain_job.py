@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kubernetes import client
+from testbed.driver.adopted import indexed_job_spec
 from testbed.driver.kube import Object, ignore_missing
 
 from benchmarks.recovery.jobs import NAMESPACE
-from benchmarks.recovery.peers.peer import Peer, indexed_job
+from benchmarks.recovery.peers.peer import WORKERS, Peer
 
 
 class PlainJob(Peer):
@@ -29,7 +30,7 @@ class PlainJob(Peer):
             NAMESPACE, {"metadata": metadata, "spec": service}
         )
         template = {"spec": {**template["spec"], "subdomain": self.NAME}}
-        spec = indexed_job(template, backoff_limit=1000)
+        spec = indexed_job_spec(WORKERS, template, backoff_limit=1000)
         self._jobs.create_namespaced_job(NAMESPACE, {"metadata": metadata, "spec": spec})
 
     def delete_owner(self) -> None:

@@ -127,7 +127,7 @@ def gangs_view(gangs: Sequence[dict[str, Any]], *, everywhere: bool = False) -> 
     """Return a table of the gangs for each kind.
 
     Args:
-        gangs: Those of one namespace, or of all.
+        gangs: The gangs of one namespace, or of all namespaces.
         everywhere: Whether a column shows the namespaces.
     """
     parts: list[RenderableType] = []
@@ -142,14 +142,14 @@ def gangs_view(gangs: Sequence[dict[str, Any]], *, everywhere: bool = False) -> 
 def _gangs_table(gangs: Sequence[dict[str, Any]], everywhere: bool) -> Table:
     # A terminal of 80 columns has room for the headings of all columns only with one space between them.
     table = Table(box=None, padding=(0, 1), collapse_padding=everywhere, pad_edge=not everywhere)
-    for column in _with_namespace(_GANG_COLUMNS, everywhere):
+    for column in ("NAMESPACE", *_GANG_COLUMNS) if everywhere else _GANG_COLUMNS:
         # A narrow terminal must not hide a part of a name.
         table.add_column(column, overflow="fold")
-    for gang in sorted(gangs, key=_name_of):
+    for gang in sorted(gangs, key=lambda g: (*_namespace(g, everywhere), g["metadata"]["name"])):
         status = gang.get("status") or {}
         ratio = (status.get("goodput") or {}).get("ratio")
         table.add_row(
-            *([gang["metadata"]["namespace"]] if everywhere else []),
+            *_namespace(gang, everywhere),
             gang["metadata"]["name"],
             status.get("phase", "Pending"),
             str(status.get("step", "-")),
@@ -162,12 +162,9 @@ def _gangs_table(gangs: Sequence[dict[str, Any]], everywhere: bool) -> Table:
     return table
 
 
-def _with_namespace(columns: tuple[str, ...], everywhere: bool) -> tuple[str, ...]:
-    return ("NAMESPACE", *columns) if everywhere else columns
-
-
-def _name_of(item: dict[str, Any]) -> tuple[str, str]:
-    return str(item["metadata"].get("namespace")), str(item["metadata"]["name"])
+def _namespace(item: dict[str, Any], everywhere: bool) -> tuple[str, ...]:
+    """Return the cell that comes first in the rows of all namespaces, and by which they are sorted."""
+    return (item["metadata"]["namespace"],) if everywhere else ()
 
 
 def workers_text(gang: dict[str, Any]) -> str:
@@ -263,17 +260,14 @@ def recovery_line(recovery: dict[str, Any]) -> str:
 def checkpoints_view(items: Sequence[dict[str, Any]], *, everywhere: bool = False) -> Table:
     """Return the table of Checkpoints by step, or by namespace and step with a column for it."""
     table = Table(box=None, padding=(0, 2))
-    for column in _with_namespace(_CHECKPOINT_COLUMNS, everywhere):
+    for column in ("NAMESPACE", *_CHECKPOINT_COLUMNS) if everywhere else _CHECKPOINT_COLUMNS:
         table.add_column(column)
-
-    def place(item: dict[str, Any]) -> tuple[str, int]:
-        namespace = str(item["metadata"]["namespace"]) if everywhere else ""
-        return namespace, item["spec"].get("step") or 0
-
-    for item in sorted(items, key=place):
+    for item in sorted(
+        items, key=lambda i: (*_namespace(i, everywhere), i["spec"].get("step") or 0)
+    ):
         status = item.get("status") or {}
         table.add_row(
-            *([item["metadata"]["namespace"]] if everywhere else []),
+            *_namespace(item, everywhere),
             item["metadata"]["name"],
             item["spec"].get("jobRef", {}).get("name", "-"),
             str(item["spec"].get("step", "-")),

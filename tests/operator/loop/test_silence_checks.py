@@ -90,7 +90,7 @@ class ApiServer:
     nodes: frozenset[str]
     renewed: str | None = "t0"
 
-    async def node_exists(self, name: str) -> bool:
+    async def node_exists(self, path: str, name: str) -> bool:
         return name in self.nodes
 
     async def lease_renewed(self, path: str, node: str) -> str | None:

@@ -285,12 +285,12 @@ class Cluster:
             raise
         return str((raw.get("spec") or {}).get("renewTime"))
 
-    async def node_exists(self, name: str) -> bool:
+    async def node_exists(self, path: str, name: str) -> bool:
         """Return, by a direct read, whether there is a Node object of this name.
 
         It is a LIST, because the operator needs the right to list nodes anyway.
         """
-        page = await self._api.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
+        page = await self._api.get(path, {"fieldSelector": f"metadata.name={name}"})
         return bool(page.get("items"))
 
     # ------------------------------------------------------------------ parts

@@ -14,7 +14,7 @@ from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.model.keys import Key, gang_key
 from holdfast_operator.sidecars.calls import Sidecars
-from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
+from holdfast_operator.watch.cache import LEASES_PATH, NODES_PATH, ClusterCache
 from holdfast_operator.watch.node_leases import NodeLeases
 
 TICK_SECONDS = 1.0
@@ -111,7 +111,7 @@ async def confirm(node: str, leases: NodeLeases, cluster: Cluster, clock: Clock)
     """Read a node that seems to be gone, or a stale lease, because the watch is silent as well."""
     asked_at = clock.monotonic()
     if leases.is_missing(node):
-        if not await cluster.node_exists(node):
+        if not await cluster.node_exists(NODES_PATH, node):
             leases.confirm_missing(node, asked_at)
         return
     renewed = await cluster.lease_renewed(LEASES_PATH, node)

@@ -48,6 +48,7 @@ _NamedT = TypeVar("_NamedT", Checkpoint, CheckpointStore)
 STALLED_SECONDS = 180.0
 """Time without a sign of life after which a reflector is stalled. Its longest wait for one request is the
 75 s of silence that it accepts from a watch."""
+NODES_PATH = "/api/v1/nodes"
 LEASES_PATH = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
 
@@ -113,7 +114,7 @@ class ClusterCache:
                 watch(api, own, read_pod, self._pod),
                 watch(api, theirs, read_adopted_pod, self._pod),
             )
-        nodes = Collection("nodes", "/api/v1/nodes", kind="Node")
+        nodes = Collection("nodes", NODES_PATH, kind="Node")
         self._node_watch = watch(api, nodes, node_view, self._node)
         leases = Collection("leases", LEASES_PATH, kind="Lease")
         self._lease_watch = watch(api, leases, read_lease, self._lease)

@@ -142,8 +142,8 @@ class NodeLeases:
     ) -> bool:
         """Return whether the node is stale, but the silence may be that of the operator's own watch.
 
-        Nodes change rarely. Without a direct read, the absence of one would be confirmed by the next bookmark
-        of the watch of nodes, up to a minute later.
+        Nodes change rarely, so their watch may deliver only a bookmark a minute. A direct read confirms
+        earlier that a Node object does not exist.
         """
         due, confirmed = self._evidence(node, threshold_seconds, contact)
         return now >= due and confirmed < due

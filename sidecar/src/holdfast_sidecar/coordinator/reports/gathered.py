@@ -244,10 +244,11 @@ class Gathered:
 
     @property
     def restored_from(self) -> RestoredFrom | None:
-        reports = self.reports.values()
-        if len(reports) < len(self.workers) or any(r.rehydrate_seconds is None for r in reports):
+        """Number of ranks by tier. None before every worker has its shards."""
+        if self.times.rehydrate_seconds is None:
             return None
-        return RestoredFrom(**Counter(str(tier) for r in reports for tier in r.restored_from))
+        tiers = (str(tier) for r in self.reports.values() for tier in r.restored_from)
+        return RestoredFrom(**Counter(tiers))
 
     @property
     def times(self) -> RoundTimes:
