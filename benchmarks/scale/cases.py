@@ -242,7 +242,7 @@ async def outage(bed: Bed, operator: OperatorProcess, seconds: float) -> list[Fi
     )
     same = operator.is_running() and operator.pid == pid
     return [
-        at_most("C3", [wall], "s", 30, what=what, polls=polls),
+        at_most("C3", [wall], "s", 30, what=what, polls=polls, phases=await _phases(bed, chosen)),
         at_most(
             "C3-process", [0 if same else 1], "restarts", 0, what="operator processes that ended"
         ),
@@ -337,6 +337,16 @@ async def _all_train(bed: Bed, round_: int) -> bool:
 
 async def _rounds(bed: Bed) -> dict[str, int]:
     return {uid: s["restartRound"] for uid, s in (await bed.statuses()).items()}
+
+
+async def _phases(bed: Bed, gangs: list[str]) -> dict[str, float]:
+    """Return the longest time of each phase in the newest recoveries of these gangs, in seconds."""
+    longest: dict[str, float] = {}
+    for uid, status in (await bed.statuses()).items():
+        for name, value in status["recoveries"][-1].items() if uid in gangs else ():
+            if name.endswith("Seconds"):
+                longest[name] = max(longest.get(name, 0.0), value)
+    return longest
 
 
 async def _recovered(bed: Bed, rounds: dict[str, int], chosen: list[str] | None = None) -> bool:

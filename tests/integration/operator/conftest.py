@@ -40,14 +40,15 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorAccoun
 def empty_bed(
     account: OperatorAccount, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[OperatorBed]:
-    """Return a namespace without a job and without a running operator.
+    """Return a namespace without a job and without a running operator, and a node without a lease.
 
     A test fails if the operator has made a call for which the chart gives it no right.
     """
     namespace = f"t{abs(hash(request.node.name)) % 10**8}"
     account.plane.create_namespace(namespace)
     account.may_watch(namespace)
-    kubelet = PlayedKubelet(account.plane, namespace)
+    kubelet = PlayedKubelet(account.plane, namespace, f"node-{namespace}")
+    kubelet.register()
     bed = OperatorBed(account, namespace, tmp_path, kubelet)
     begin = account.mark()
     try:
@@ -72,13 +73,8 @@ def bed(empty_bed: OperatorBed) -> OperatorBed:
 def proxy(empty_bed: OperatorBed, tmp_path: Path) -> Iterator[ApiProxy]:
     """Let the operator of the bed reach the API server through a proxy with faults.
 
-    The pods' node has no lease. A test fails if the operator's writes break a rule.
+    A test fails if the operator's writes break a rule.
     """
-    node = f"node-{empty_bed.namespace}"
-    found = empty_bed.plane.request("POST", "/api/v1/nodes", {"metadata": {"name": node}})
-    found["spec"]["taints"] = []  # the API server taints new nodes as not ready
-    empty_bed.plane.request("PUT", f"/api/v1/nodes/{node}", found)
-    empty_bed.kubelet.node = node
     with ApiProxy(empty_bed.plane) as proxy:
         empty_bed.kubeconfig = tmp_path / "kubeconfig-of-the-proxy"
         proxy.write_kubeconfig(empty_bed.account.kubeconfig, empty_bed.kubeconfig)

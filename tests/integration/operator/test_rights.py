@@ -31,8 +31,6 @@ PYTORCH_JOB = {
 }
 """The server asks for the right before it finds out that it serves no such kind."""
 
-NODE = "node-of-rights"
-
 
 def until_called(bed: OperatorBed, since: int, right: Right) -> None:
     bed.until(f"a call that needs {right}", lambda: right in bed.account.calls(since).granted)
@@ -109,9 +107,10 @@ def test_the_operator_needs_each_of_its_rights_and_no_other(empty_bed: OperatorB
     The operator restarts before the pods have started, so the next process finds what the first one created.
     """
     bed, begin = empty_bed, empty_bed.account.mark()
-    bed.kubelet.node = NODE
-    bed.plane.request("POST", "/api/v1/nodes", {"metadata": {"name": NODE}})
-    lease = {"metadata": {"name": NODE}, "spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}}
+    lease = {
+        "metadata": {"name": bed.kubelet.node},
+        "spec": {"renewTime": "2026-01-01T00:00:00.000000Z"},
+    }
     path = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
     bed.plane.request("POST", path, lease)
     other = f"{bed.namespace}-not-watched"

@@ -39,7 +39,8 @@ class PlayedKubelet:
 
     plane: ControlPlane
     namespace: str
-    node: str = "node-a"
+    node: str
+    """Name of its Node object, which `register` creates."""
     sidecars: dict[str, FakeSidecar] = field(default_factory=dict)
     """Sidecars by pod name."""
     probe_answer: str = ""
@@ -56,6 +57,15 @@ class PlayedKubelet:
         self._run(_drained())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def register(self) -> dict[str, Any]:
+        """Create the Node object, ready for pods and without a lease, and return it.
+
+        A pod whose node has no Node object counts as lost once its sidecar does not answer.
+        """
+        made = self.plane.request("POST", "/api/v1/nodes", {"metadata": {"name": self.node}})
+        made["spec"]["taints"] = []  # the API server taints new nodes as not ready
+        return dict(self.plane.request("PUT", f"/api/v1/nodes/{self.node}", made))
 
     def run_pod(self, name: str) -> FakeSidecar:
         """Bind the pod to the node, start its sidecar and report its containers as running."""
