@@ -19,6 +19,7 @@ from tests.support.operator.api_proxy import (
     everything,
     lists_of_workers,
     status_writes,
+    streamed_lists,
     watches,
     writes,
 )
@@ -179,6 +180,37 @@ def test_a_list_that_lacks_pods_that_exist_deletes_and_replaces_nothing(
     gang.lose(1)
     gang.until_recovered(1)
     assert gang.status()["restarts"] == 1
+
+
+def test_a_streamed_list_that_lacks_pods_that_exist_deletes_and_replaces_nothing(
+    gang: OperatorBed, proxy: ApiProxy
+) -> None:
+    """The watch that begins with this list never shows the pods either."""
+    proxy.hidden = set(gang.pod_names())
+    pages = proxy.add(Edit(lambda page: page), lists_of_workers)
+    proxy.send_to_watches({"type": "ERROR", "object": {"code": 410}}, watches("pods"))
+    text = "the API server has pods that the watch does not show"
+    gang.until("the pods are looked up", lambda: text in gang.log())
+    assert pages.hits == []
+    assert gang.status()["restartRound"] == 0
+    proxy.hidden = set()
+    gang.lose(1)
+    gang.until_recovered(1)
+    assert gang.status()["restarts"] == 1
+
+
+def test_an_api_server_without_streamed_lists_is_asked_for_pages(
+    empty_bed: OperatorBed, proxy: ApiProxy
+) -> None:
+    """Kubernetes 1.31 and 1.33 do not have the feature unless it is switched on."""
+    refused = proxy.add(Refuse(422, "Invalid"), streamed_lists())
+    empty_bed.start_operator()
+    empty_bed.train()
+    empty_bed.store_at(0, 40)
+    empty_bed.lose(1)
+    empty_bed.until_recovered(1)
+    assert {call.plural for call in refused.hits} >= {"pods", "nodes", "leases", "trainingjobs"}
+    assert "watch of" not in empty_bed.log(), "it is no error"
 
 
 def test_a_list_that_expires_between_its_pages_is_repeated(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.chart import NAMESPACE
+from tests.support.operator.api_proxy import ApiProxy, Refuse, streamed_lists
 from tests.support.operator.fake_sidecar import FakeSidecar
 from tests.support.operator.operator_account import EVERYWHERE, Right
 from tests.support.operator.operator_bed import DIGEST, OperatorBed, training, training_job
@@ -101,10 +103,13 @@ def batch_job(bed: OperatorBed) -> dict[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", "name": "adopted", "uid": made["uid"]}
 
 
-def test_the_operator_needs_each_of_its_rights_and_no_other(empty_bed: OperatorBed) -> None:
+def test_the_operator_needs_each_of_its_rights_and_no_other(
+    empty_bed: OperatorBed, tmp_path: Path
+) -> None:
     """A job with a store starts, loses its pods one after the other, saves, and ends.
 
     The operator restarts before the pods have started, so the next process finds what the first one created.
+    The first process lists in pages, because the API server refuses streamed lists.
     """
     bed, begin = empty_bed, empty_bed.account.mark()
     lease = {
@@ -118,8 +123,15 @@ def test_the_operator_needs_each_of_its_rights_and_no_other(empty_bed: OperatorB
     unseen = bed.path("trainingjobs").replace(bed.namespace, other)
     bed.plane.request("POST", unseen, training_job())
     bed.forget_lease()
+    with ApiProxy(bed.plane) as proxy:
+        proxy.add(Refuse(422, "Invalid"), streamed_lists())
+        bed.kubeconfig = tmp_path / "kubeconfig-of-the-proxy"
+        proxy.write_kubeconfig(bed.account.kubeconfig, bed.kubeconfig)
+        bed.start_operator()
+        bed.add_store()
+        bed.kill_operator()
+    bed.kubeconfig = None
     bed.start_operator()
-    bed.add_store()
     job = training_job(object={"storeRef": {"name": "main"}, "every": {"steps": 10}})
     job["spec"] |= {"nodeLoss": {"suspectAfterSeconds": 15}, "ttlSecondsAfterFinished": 0}
     bed.create(job)

@@ -22,7 +22,7 @@ DEAD = (DeadRank(Rank(1), Worker(1), -6, "connection closed by peer"),)
 class Leases:
     """Leases that are all renewed in time."""
 
-    def stale_seconds(self, node: str, now: float, contact: float | None) -> float:
+    def stale_seconds(self, node: str, now: float, contact: float | None, since: float) -> float:
         return 0.0
 
     def found(self, node: str) -> None:
@@ -32,6 +32,7 @@ class Leases:
 class Cache:
     leases = Leases()
     lease_contact = 0.0
+    lease_contact_since = 0.0
 
     def node_is_there(self, node: str) -> bool:
         return True

@@ -167,3 +167,15 @@ def test_no_node_is_late_because_the_watch_of_leases_is_silent() -> None:
     assert leases.late(12.0, 1000.0, contact) == {"living", "dead"}
     leases.observe("living", "b", 1001.0)
     assert leases.late(12.0, 1002.0, 1002.0) == {"dead"}
+
+
+def test_after_an_outage_a_node_is_late_once_it_has_had_time_to_renew_its_lease() -> None:
+    """Both are proven to be silent for longer, which counts where a sidecar does not answer."""
+    leases = NodeLeases()
+    leases.observe("living", "a", 99.0)
+    leases.observe("dead", "a", 80.0)
+    assert leases.late(12.0, 1011.0, 1011.0, since=1000.0) == set()
+    assert leases.silent(12.0, 1011.0, 1011.0) == {"living", "dead"}
+    leases.observe("living", "b", 1011.0)
+    assert leases.late(12.0, 1012.0, 1012.0, since=1000.0) == {"dead"}
+    assert leases.stale_seconds("dead", 1012.0, 1012.0, since=1000.0) == 12.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -65,13 +65,24 @@ class Bench:
             while not condition():  # noqa: ASYNC110 - not all of it has an event
                 await asyncio.sleep(0.005)
 
+    async def watching(self) -> None:
+        """Wait until the copy is complete and events arrive."""
+        await self.reflector.synced.wait()
+        await self.until(lambda: self.server.open_watches > 0)
+
     async def converged(self) -> None:
         await self.until(lambda: self.values() == self.truth())
 
 
 @asynccontextmanager
-async def bench(timings: Timings = FAST, **objects: int) -> AsyncIterator[Bench]:
-    server = FaultApi()
+async def bench(
+    timings: Timings = FAST,
+    refuses: int | None = None,
+    faults: Sequence[Fault] = (),
+    **objects: int,
+) -> AsyncIterator[Bench]:
+    """Run a reflector and its server, which has these objects and answers streamed lists with `refuses`."""
+    server = FaultApi(faults=list(faults), refuses_streamed_lists=refuses)
     await server.start()
     for name, value in objects.items():
         server.put(name, value)
@@ -99,26 +110,86 @@ async def bench(timings: Timings = FAST, **objects: int) -> AsyncIterator[Bench]
         await server.close()
 
 
-async def test_list_in_pages_then_events() -> None:
-    async with bench(a=1, b=2, c=3, d=4, e=5) as b:
-        await b.reflector.synced.wait()
+@pytest.mark.parametrize(
+    ("refuses", "streamed"),
+    [
+        pytest.param(None, 1, id="streamed"),
+        pytest.param(400, 0, id="an unknown parameter"),
+        pytest.param(422, 0, id="the feature is off"),
+    ],
+)
+async def test_list_then_events(refuses: int | None, streamed: int) -> None:
+    async with bench(refuses=refuses, a=1, b=2, c=3, d=4, e=5) as b:
+        await b.watching()
         assert b.values() == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
-        await b.until(lambda: b.server.watches >= 1)
         b.server.put("a", 9)
         b.server.remove("b")
         b.server.put("f", 6)
         await b.converged()
         assert b.seen[5:] == ["change a uid-1", "delete b uid-2", "add f uid-6"]
-        assert b.server.lists == 1
+        assert (b.server.lists, b.server.streamed_lists) == (1, streamed)
+        assert b.reflector.errors == 0
+
+
+async def test_one_request_lists_and_watches() -> None:
+    async with bench(a=1, b=2) as b:
+        await b.watching()
+        b.server.put("a", 9)
+        await b.converged()
+        assert b.server.watches == 1
 
 
 @pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.EXPIRED_CONTINUE])
-async def test_every_fault_heals(fault: Fault) -> None:
+async def test_a_streamed_list_that_does_not_end_is_replaced_by_pages(fault: Fault) -> None:
+    """A part of the objects is never taken for all of them. A busy server is asked for the same again."""
+    silent = fault in (Fault.SILENT, Fault.NO_BOOKMARK)
+    timings = replace(FAST, silence_seconds=0.3) if silent else FAST
+    async with bench(timings, faults=[fault], a=1, b=2, c=3) as b:
+        await b.watching()
+        assert b.values() == b.truth()
+        assert b.server.faults == []
+        assert sorted(b.seen) == ["add a uid-1", "add b uid-2", "add c uid-3"]
+        assert b.server.lists - b.server.streamed_lists == (fault is not Fault.BUSY)
+
+
+async def test_a_server_that_never_ends_a_streamed_list_is_asked_for_pages() -> None:
+    timings = replace(FAST, streamed_list_seconds=0.3)
+    async with bench(timings, faults=[Fault.NO_BOOKMARK], a=1) as b:
+        while not b.reflector.synced.is_set():
+            b.server.bookmark()
+            await asyncio.sleep(0.02)
+        await b.watching()
+        assert b.values() == {"a": 1}
+        assert b.reflector.errors == 0
+
+
+async def test_an_object_that_changes_while_the_list_arrives_is_taken_as_it_is_then() -> None:
+    """The server sends changes between the present objects and the bookmark."""
+    async with bench(faults=[Fault.NO_BOOKMARK], a=1, b=2) as b:
+        await b.until(lambda: b.server.open_watches > 0)
+        b.server.put("a", 7)
+        b.server.put("c", 3)
+        b.server.remove("b")
+        b.server.bookmark()
+        assert not b.reflector.synced.is_set()
+        assert b.reflector.last_contact is None
+        b.reflector.relist_soon()
+        b.server.bookmark(ends_list=True)
+        await b.reflector.synced.wait()
+        assert b.values() == {"a": 7, "c": 3}
+        assert b.seen == ["add a uid-1", "add c uid-3"]
+        assert b.server.watches == 1
+
+
+@pytest.mark.parametrize("refuses", [None, 422], ids=["streamed", "pages"])
+@pytest.mark.parametrize(
+    "fault", [f for f in Fault if f not in (Fault.EXPIRED_CONTINUE, Fault.NO_BOOKMARK)]
+)
+async def test_every_fault_heals(fault: Fault, refuses: int | None) -> None:
     # Elsewhere a watch that seems silent because the machine is busy would lose events of the test.
     timings = replace(FAST, silence_seconds=0.3) if fault is Fault.SILENT else FAST
-    async with bench(timings, a=1, b=2) as b:
-        await b.reflector.synced.wait()
-        await b.until(lambda: b.server.watches >= 1)
+    async with bench(timings, refuses, a=1, b=2) as b:
+        await b.watching()
         b.server.faults[:] = [fault] * 3
         b.server.remove("a", silently=True)
         b.server.put("c", 3, silently=True)
@@ -138,15 +209,15 @@ async def test_every_fault_heals(fault: Fault) -> None:
 
 
 async def test_gone_in_the_middle_of_a_list_starts_it_again() -> None:
-    async with bench(a=1, b=2, c=3) as b:
-        b.server.faults[:] = [Fault.EXPIRED_CONTINUE, Fault.EXPIRED_CONTINUE]
+    faults = [Fault.EXPIRED_CONTINUE] * 2
+    async with bench(refuses=422, faults=faults, a=1, b=2, c=3) as b:
         await b.converged()
         assert sorted(b.seen) == ["add a uid-1", "add b uid-2", "add c uid-3"]
 
 
 async def test_recreated_object_is_a_delete_and_an_add() -> None:
     async with bench(a=1) as b:
-        await b.until(lambda: b.server.watches >= 1)
+        await b.watching()
         b.server.faults[:] = [Fault.GONE]
         b.server.remove("a", silently=True)
         b.server.put("a", 1, silently=True)
@@ -165,7 +236,7 @@ async def test_storm_of_410_is_not_a_storm_of_requests() -> None:
 
 async def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -> None:
     async with bench(a=1, bad=-1) as b:
-        await b.until(lambda: b.server.watches >= 1)
+        await b.watching()
         assert b.values() == {"a": 1}
         b.server.put("a", 1)
         b.server.put("bad", 7)
@@ -190,8 +261,7 @@ async def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -
 async def test_an_object_that_a_list_lacked_is_found_without_an_event() -> None:
     async with bench(replace(FAST, relist_soonest_seconds=0.0), a=1, b=2) as b:
         hidden = b.server.objects.pop("a")
-        await b.reflector.synced.wait()
-        await b.until(lambda: b.server.watches >= 1)
+        await b.watching()
         b.server.objects["a"] = hidden
         assert b.values() == {"b": 2}
         for _ in range(5):  # passes of several jobs ask for it while the watch ends
@@ -205,8 +275,7 @@ async def test_an_object_that_a_list_lacked_is_found_without_an_event() -> None:
 
 async def test_lists_that_are_asked_for_are_limited() -> None:
     async with bench(a=1) as b:
-        await b.reflector.synced.wait()
-        await b.until(lambda: b.server.watches >= 1)
+        await b.watching()
         b.reflector.relist_soon()
         b.server.put("a", 2)
         await b.converged()
@@ -215,7 +284,7 @@ async def test_lists_that_are_asked_for_are_limited() -> None:
 
 async def test_a_reply_is_stored_before_its_event_and_reported_once() -> None:
     async with bench(a=1) as b:
-        await b.until(lambda: b.server.watches >= 1)
+        await b.watching()
         b.server.put("a", 5, silently=True)
         b.reflector.take(b.server.objects["a"])
         assert b.values() == {"a": 5}
@@ -229,7 +298,7 @@ async def test_a_reply_is_stored_before_its_event_and_reported_once() -> None:
 
 async def test_events_and_lists_from_before_a_reply_do_not_replace_it() -> None:
     async with bench(a=1) as b:
-        await b.until(lambda: b.server.watches >= 1)
+        await b.watching()
         before = deepcopy(b.server.objects["a"])
         b.server.put("a", 5, silently=True)
         reply = b.server.objects["a"]
@@ -248,7 +317,7 @@ async def test_events_and_lists_from_before_a_reply_do_not_replace_it() -> None:
 
 async def test_a_reply_for_an_object_that_is_gone_or_has_no_number_is_left_out() -> None:
     async with bench(a=1) as b:
-        await b.until(lambda: b.server.watches >= 1)
+        await b.watching()
         known = b.server.objects["a"]
         b.reflector.take(
             {
@@ -267,12 +336,24 @@ async def test_a_reply_for_an_object_that_is_gone_or_has_no_number_is_left_out()
 
 async def test_contact_follows_events_and_bookmarks() -> None:
     async with bench(a=1) as b:
-        await b.until(lambda: b.server.watches >= 1)
+        await b.watching()
         before = b.reflector.last_contact
         assert before is not None
         await asyncio.sleep(0.02)
         b.server.bookmark()
         await b.until(lambda: (b.reflector.last_contact or 0) > before)
+
+
+async def test_a_contact_after_a_silence_begins_a_new_time_of_contact() -> None:
+    async with bench(replace(FAST, quiet_seconds=0.2), a=1) as b:
+        await b.watching()
+        begun = b.reflector.contact_since
+        assert begun > 0
+        await asyncio.sleep(0.3)
+        b.server.put("a", 2)
+        await b.converged()
+        assert b.reflector.contact_since == b.reflector.last_contact
+        assert b.reflector.contact_since > begun
 
 
 async def test_token_file_is_read_for_each_request(tmp_path: Path) -> None:

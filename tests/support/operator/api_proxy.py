@@ -42,6 +42,8 @@ class Call:
     page: str
     """The `continue` of a LIST."""
     selector: str
+    streams_list: bool
+    """Whether it is a watch that begins with all present objects."""
     dry_run: bool
 
     @property
@@ -60,7 +62,8 @@ def read_call(request: web.Request) -> Call:
     if verb == "get" and not name:
         verb = "watch" if request.query.get("watch") else "list"
     page, selector = (request.query.get(key, "") for key in ("continue", "labelSelector"))
-    return Call(verb, plural, namespace, name, part, page, selector, "dryRun" in request.query)
+    streams_list, dry_run = (key in request.query for key in ("sendInitialEvents", "dryRun"))
+    return Call(verb, plural, namespace, name, part, page, selector, streams_list, dry_run)
 
 
 Matches = Callable[[Call], bool]
@@ -73,6 +76,11 @@ def everything(call: Call) -> bool:
 def watches(*plurals: str) -> Matches:
     """Match watches of these collections, or all watches."""
     return lambda call: call.verb == "watch" and (not plurals or call.plural in plurals)
+
+
+def streamed_lists(*plurals: str) -> Matches:
+    """Match watches of these collections, or all, that begin with the present objects."""
+    return lambda call: call.streams_list and (not plurals or call.plural in plurals)
 
 
 def lists_of_workers(call: Call) -> bool:
@@ -189,6 +197,8 @@ class ApiProxy:
         self.writes: list[Write] = []
         self.replays = False
         """Whether each event of a watch comes twice."""
+        self.hidden: set[str] = set()
+        """Names of objects whose events are left out, as by a server that is behind."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._runner: web.AppRunner | None = None
@@ -411,7 +421,7 @@ class ApiProxy:
 
     def _said(self, stream: Stream, line: bytes) -> list[bytes]:
         """Return what the operator gets for a line of the server."""
-        if stream.frozen:
+        if stream.frozen or (self.hidden and _name(line) in self.hidden):
             return []
         if not self.replays:
             return [line]
@@ -430,6 +440,11 @@ def _reset(request: web.Request) -> web.Response:
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=502)
+
+
+def _name(line: bytes) -> str | None:
+    """Return the name of the object of a watch's event. A bookmark has none."""
+    return (json.loads(line)["object"].get("metadata") or {}).get("name")
 
 
 def _json(data: bytes) -> dict[str, Any]:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import aiohttp
 
 from holdfast_operator.kube.api import ApiError, KubeApi
 
@@ -112,6 +115,18 @@ class FakeApi(KubeApi):
                 self._delete(key, {})
 
     # ------------------------------------------------------------------ KubeApi
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        path: str,
+        params: Mapping[str, str],
+        *,
+        total_seconds: float,
+        read_seconds: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        raise _error(422, "Invalid", f"{path}: this server has no watches and no streamed lists")
+        yield
 
     async def get(
         self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None

@@ -25,6 +25,8 @@ class Fault(StrEnum):
     """ERROR event with code 410 inside the stream."""
     FORBIDDEN = "forbidden"
     SERVER_ERROR = "server-error"
+    BUSY = "busy"
+    """Status 429."""
     RESET = "reset"
     """Connection reset in the middle of an answer."""
     SILENT = "silent"
@@ -33,6 +35,13 @@ class Fault(StrEnum):
     """Line that is not JSON."""
     EXPIRED_CONTINUE = "expired-continue"
     """Status 410 for the second page of a LIST."""
+    CUT_LIST = "cut-list"
+    """Clean end of a streamed list after its first object."""
+    NO_BOOKMARK = "no-bookmark"
+    """Streamed list without the bookmark that marks its end. `bookmark` sends it later."""
+
+
+_STATUSES = {Fault.FORBIDDEN: 403, Fault.SERVER_ERROR: 500, Fault.BUSY: 429}
 
 
 @dataclass
@@ -46,8 +55,12 @@ class FaultApi:
     """Objects by name."""
     faults: list[Fault] = field(default_factory=list)
     """Pending faults. Each hits the first request to which it applies, and is then removed."""
+    refuses_streamed_lists: int | None = None
+    """Status with which streamed lists are refused, as by a server without the feature."""
     version: int = 1
     lists: int = 0
+    """LISTs in pages, and streamed lists, that the server has begun."""
+    streamed_lists: int = 0
     watches: int = 0
     url: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -68,6 +81,11 @@ class FaultApi:
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+
+    @property
+    def open_watches(self) -> int:
+        """The number of watches that get events."""
+        return len(self._queues)
 
     def put(self, name: str, value: int, *, silently: bool = False) -> None:
         """Add or change an object, and send the event to open watches unless `silently` (a watch gap)."""
@@ -92,8 +110,8 @@ class FaultApi:
         """Send the event of an object as it is now to open watches."""
         self._send("MODIFIED", self.objects[name])
 
-    def bookmark(self) -> None:
-        self._send("BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}})
+    def bookmark(self, *, ends_list: bool = False) -> None:
+        self._send("BOOKMARK", self._bookmark(ends_list=ends_list))
 
     def end_watches(self) -> None:
         """End every stream cleanly."""
@@ -113,9 +131,9 @@ class FaultApi:
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         self.tokens.append(request.headers.get("Authorization", ""))
-        fault = self._take(Fault.FORBIDDEN, Fault.SERVER_ERROR)
+        fault = self._take(*_STATUSES)
         if fault is not None:
-            code = 403 if fault is Fault.FORBIDDEN else 500
+            code = _STATUSES[fault]
             return web.json_response({"reason": fault, "message": "no"}, status=code)
         if request.query.get("watch"):
             return await self._watch(request)
@@ -135,6 +153,12 @@ class FaultApi:
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         self.watches += 1
+        with_list = "sendInitialEvents" in request.query
+        if with_list and self.refuses_streamed_lists:
+            message = "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled"
+            return web.json_response(
+                {"reason": "Invalid", "message": message}, status=self.refuses_streamed_lists
+            )
         if self._take(Fault.GONE):
             return web.json_response({"reason": "Expired", "message": "too old"}, status=410)
         response = web.StreamResponse()
@@ -150,15 +174,38 @@ class FaultApi:
                 request.transport.abort()
             return response
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        first = list(
+            self._present() if with_list else self._after(int(request.query["resourceVersion"]))
+        )
+        if with_list:
+            self.lists += 1
+            self.streamed_lists += 1
+            if self._take(Fault.NO_BOOKMARK):
+                first.pop()
+            if self._take(Fault.CUT_LIST):
+                await response.write(json.dumps(first[0]).encode() + b"\n")
+                return response
         self._queues.append(queue)
         try:
-            for missed in self._after(int(request.query["resourceVersion"])):
-                await response.write(json.dumps(missed).encode() + b"\n")
+            for present in first:
+                await response.write(json.dumps(present).encode() + b"\n")
             while (event := await queue.get()) is not None:
                 await response.write(json.dumps(event).encode() + b"\n")
         finally:
             self._queues.remove(queue)
         return response
+
+    def _present(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed list, with the bookmark that marks its end."""
+        for body in self.objects.values():
+            yield {"type": "ADDED", "object": body}
+        yield {"type": "BOOKMARK", "object": self._bookmark(ends_list=True)}
+
+    def _bookmark(self, *, ends_list: bool) -> dict[str, Any]:
+        metadata: dict[str, Any] = {"resourceVersion": str(self.version)}
+        if ends_list:
+            metadata["annotations"] = {"k8s.io/initial-events-end": "true"}
+        return {"metadata": metadata}
 
     def _after(self, version: int) -> Iterator[dict[str, Any]]:
         """Yield events for the objects that changed after `version`.

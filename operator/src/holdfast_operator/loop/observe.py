@@ -133,12 +133,12 @@ class Observer:
         if dead and not _lacks_pods(job, pods):
             return frozenset(p.node for p in pods if p.node is not None)
         limit = job.spec.node_loss.suspect_after_seconds * SUSPECT_SHARE
-        contact = self._cache.lease_contact
+        contact, since = self._cache.lease_contact, self._cache.lease_contact_since
         found = set()
         for pod in pods:
             if pod.node is None:
                 continue
-            stale = self._cache.leases.stale_seconds(pod.node, now, contact)
+            stale = self._cache.leases.stale_seconds(pod.node, now, contact, since)
             if (stale is not None and stale >= limit) or self._problem(pod.node):
                 found.add(pod.node)
         return frozenset(found)
@@ -147,8 +147,8 @@ class Observer:
         """Return the nodes that one of these jobs may have to suspect (`suspects`)."""
         thresholds = (j.spec.node_loss.suspect_after_seconds for j in jobs)
         limit = min(thresholds, default=0.0) * SUSPECT_SHARE
-        now, contact = self._clock.monotonic(), self._cache.lease_contact
-        late = self._cache.leases.late(limit, now, contact)
+        contact, since = self._cache.lease_contact, self._cache.lease_contact_since
+        late = self._cache.leases.late(limit, self._clock.monotonic(), contact, since)
         return late.union(n for n in self._cache.node_names() if self._problem(n))
 
     def _problem(self, name: str) -> str:

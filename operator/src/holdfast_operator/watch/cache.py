@@ -296,6 +296,11 @@ class ClusterCache:
         """Monotonic time at which the watch of node leases last delivered anything."""
         return self._lease_watch.last_contact
 
+    @property
+    def lease_contact_since(self) -> float:
+        """Monotonic time since which that watch has delivered something every few seconds."""
+        return self._lease_watch.contact_since
+
     # ------------------------------------------------------------------ our own writes
 
     def expect_created(self, job: Gang, uid: str) -> None:

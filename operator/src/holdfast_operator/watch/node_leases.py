@@ -86,30 +86,39 @@ class NodeLeases:
         known = self._seen.get(node)
         return None if known is None else known.changed_at
 
-    def stale_seconds(self, node: str, now: float, contact: float | None) -> float | None:
+    def stale_seconds(
+        self, node: str, now: float, contact: float | None, since: float = 0.0
+    ) -> float | None:
         """Return for how long the lease did not change or the node was missing; None without a lease.
 
-        While the API server is away, every lease grows old. If all nodes counted as late then, the operator
-        would call every sidecar of the cluster again and again. So the time of a silent watch does not count.
+        While the API server is away, every lease grows old, and the kubelets need some time to renew them
+        afterwards. If all nodes counted as late then, the operator would call every sidecar of the cluster
+        again and again. So the time of a silent watch does not count, nor does the time before a silence.
 
         Args:
             contact: When the watch of leases last delivered anything.
+            since: When it first delivered something after its last silence.
         """
         if node in self._missing:
             return now - self._missing[node].since
         known = self._seen.get(node)
-        return None if known is None else self._stale(known, now, contact)
+        return None if known is None else self._stale(known, now, contact, since)
 
-    def late(self, threshold_seconds: float, now: float, contact: float | None) -> set[str]:
+    def late(
+        self, threshold_seconds: float, now: float, contact: float | None, since: float = 0.0
+    ) -> set[str]:
         """Return the missing nodes, and those whose leases are stale (`stale_seconds`) for this time."""
         late = {
-            n for n, s in self._seen.items() if self._stale(s, now, contact) >= threshold_seconds
+            n
+            for n, s in self._seen.items()
+            if self._stale(s, now, contact, since) >= threshold_seconds
         }
         return late | self._missing.keys()
 
-    def _stale(self, known: _Seen, now: float, contact: float | None) -> float:
+    def _stale(self, known: _Seen, now: float, contact: float | None, since: float) -> float:
         is_fresh = contact is None or now - contact <= WATCH_FRESH_SECONDS
-        return (now if is_fresh else self._confirmed(known, contact)) - known.changed_at
+        until = now if is_fresh else self._confirmed(known, contact)
+        return until - max(known.changed_at, since)
 
     def is_undated(self, node: str) -> bool:
         """Return whether the node has a lease that this process has never seen change."""

@@ -1,8 +1,10 @@
 """LIST and WATCH one collection forever, and keep parsed records of its objects by uid.
 
-1. LIST in pages. Objects that were deleted since the last copy are reported first.
-2. WATCH from the resourceVersion of the LIST, with bookmarks and a read time-out. When the server ends
-   the watch, a new one starts from the newest resourceVersion.
+1. A streamed list: WATCH, which sends the present objects first, and then a bookmark that marks their end
+   (ADR 0118). Objects that were deleted since the last copy are reported first. If the server refuses it, or
+   ends it before the bookmark, the next list is a LIST in pages.
+2. The same WATCH, or one from the resourceVersion of the LIST, with bookmarks and a read time-out. When the
+   server ends the watch, a new one starts from the newest resourceVersion.
 3. After any error, wait for a jittered back-off and continue with 1, after a time-out with 2.
 4. `relist_soon` ends the watch, and 1 follows.
 
@@ -28,6 +30,12 @@ from holdfast_operator.watch.versions import is_at_least
 T = TypeVar("T")
 
 GONE = 410
+NO_STREAMED_LISTS = (400, 422)
+"""Statuses of a server that does not know the parameters of a streamed list, or forbids them."""
+TOO_MANY_REQUESTS = 429
+"""Status of a server that has just started, too."""
+_END_OF_LIST = "k8s.io/initial-events-end"
+"""Annotation of the bookmark after the last present object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,18 @@ class Timings:
     page: int = 100
     """Objects in one page of a LIST. The parsed JSON of a page of 500 pods takes some 40 MiB."""
     list_seconds: float = 60.0
+    """Time-out of one page."""
+    streamed_list_seconds: float = 120.0
+    """Time-out of a streamed list, for a server that never sends the bookmark."""
     watch_seconds: tuple[int, int] = (300, 600)
     """Shortest and longest duration of one watch; each watch takes a random one between them."""
     silence_seconds: float = 75.0
     """Read time-out. Bookmarks arrive about once a minute, so longer silence means a dead connection."""
     first_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
+    quiet_seconds: float = 30.0
+    """Time without contact after which `contact_since` begins again. In a small cluster whose kubelets renew
+    their leases rarely, nothing arrives for many seconds although the API server answers."""
     relist_seconds: float = 1800.0
     """Mean time between two LISTs, jittered by a quarter."""
     relist_soonest_seconds: float = 15.0
@@ -93,6 +107,10 @@ class Reflector(Generic[T]):
         self._clock = clock
         self._timings = timings or Timings()
         self._version: str | None = None
+        self._arriving: dict[str, tuple[str, T | Unreadable]] | None = None
+        """resourceVersions and items by uid, until all objects of a streamed list have arrived."""
+        self._in_pages = False
+        """Whether the next list is a LIST in pages."""
         self._listed = 0.0
         self._watching: asyncio.Timeout | None = None
         """Limit of the present watch, until `relist_soon` has moved it to now."""
@@ -105,6 +123,8 @@ class Reflector(Generic[T]):
         self.synced = asyncio.Event()
         self.last_contact: float | None = None
         """Monotonic time of the newest event, bookmark or LIST. The copy is at least as new as this."""
+        self.contact_since = 0.0
+        """Monotonic time of the first contact after the newest silence of more than `quiet_seconds`."""
         self.last_turn = clock.monotonic()
         """Monotonic time of the newest sign of life of `run`: an event, a page of a LIST, or the end of a
         request, whether it succeeded or failed."""
@@ -120,10 +140,12 @@ class Reflector(Generic[T]):
         while True:
             self.last_turn = self._clock.monotonic()
             try:
-                if self._version is None or self._clock.monotonic() >= self._list_due:
+                due = self._version is None or self._clock.monotonic() >= self._list_due
+                if due and self._in_pages:
+                    self._in_pages = due = False
                     await self.relist()
                 begun = self._clock.monotonic()
-                await self._watch_until_relist()
+                await self._watch_until_relist(with_list=due)
                 if self._clock.monotonic() - begun < self._timings.short_watch_seconds:
                     await self._pause()  # the server may end every watch immediately
                 else:
@@ -155,7 +177,7 @@ class Reflector(Generic[T]):
         return {} if selector is None else {"labelSelector": selector}
 
     async def relist(self) -> None:
-        """Update the copy by one LIST. Raises ApiError or WatchGone."""
+        """Update the copy by one LIST in pages. Raises ApiError or WatchGone."""
         seen: dict[str, tuple[str, T | Unreadable]] = {}
         token: str | None = None
         while True:
@@ -178,6 +200,10 @@ class Reflector(Generic[T]):
             version, token = page["metadata"]["resourceVersion"], page["metadata"].get("continue")
             if not token:
                 break
+        self._replace(seen, version)
+
+    def _replace(self, seen: Mapping[str, tuple[str, T | Unreadable]], version: str) -> None:
+        """Let the copy have these objects only, which a list of this resourceVersion has sent."""
         for uid in [u for u in self._items if u not in seen]:
             self._drop(uid)
         for uid, (at, item) in seen.items():
@@ -188,7 +214,7 @@ class Reflector(Generic[T]):
         now = self._clock.monotonic()
         self._listed = now
         self._list_due = now + self._timings.relist_seconds * (0.75 + random.random() / 2)
-        self.last_contact = now
+        self._met(now)
         self.synced.set()
 
     def relist_soon(self) -> None:
@@ -197,7 +223,8 @@ class Reflector(Generic[T]):
         Otherwise an object that one LIST lacked would stay hidden until it changes, or for half an hour.
         """
         now = self._clock.monotonic()
-        if now - self._listed < self._timings.relist_soonest_seconds:
+        recent = now - self._listed < self._timings.relist_soonest_seconds
+        if recent or self._arriving is not None:
             return
         self._list_due = now
         if self._watching is not None:
@@ -220,18 +247,20 @@ class Reflector(Generic[T]):
         """Return whether `take` has stored a newer version than this one of an event or a LIST."""
         return uid in self._taken and not is_at_least(version, self._taken[uid])
 
-    async def _watch_until_relist(self) -> None:
+    async def _watch_until_relist(self, *, with_list: bool) -> None:
         """Watch until the server ends the watch, or `relist_soon` does."""
-        limit = asyncio.timeout(None)
+        limit = asyncio.timeout(self._timings.streamed_list_seconds if with_list else None)
         try:
             async with limit:
                 self._watching = limit
+                self._arriving = {} if with_list else None
                 await self._watch()
         except TimeoutError:
             if not limit.expired():
                 raise
         finally:
             self._watching = None
+            self._arriving = None
 
     async def _watch(self) -> None:
         seconds = random.randint(*self._timings.watch_seconds)
@@ -239,9 +268,12 @@ class Reflector(Generic[T]):
             **self._params(),
             "watch": "true",
             "allowWatchBookmarks": "true",
-            "resourceVersion": self._version or "",
             "timeoutSeconds": str(seconds),
         }
+        if self._arriving is None:
+            params["resourceVersion"] = self._version or ""
+        else:
+            params |= {"sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan"}
         try:
             async with self._api.stream(
                 self.collection.path,
@@ -249,6 +281,7 @@ class Reflector(Generic[T]):
                 total_seconds=seconds + 30,
                 read_seconds=self._timings.silence_seconds,
             ) as response:
+                self._in_pages = self._arriving is not None  # until all objects have arrived
                 rest = b""
                 async for chunk in response.content.iter_any():
                     *lines, rest = (rest + chunk).split(b"\n")
@@ -256,9 +289,13 @@ class Reflector(Generic[T]):
                         if line:
                             self._event(json.loads(line))
         except ApiError as error:
+            listing = self._arriving is not None
+            if listing and error.status not in (None, TOO_MANY_REQUESTS):
+                self._in_pages = True
             if error.status == GONE:
                 raise WatchGone from error
-            raise
+            if not listing or error.status not in NO_STREAMED_LISTS:
+                raise
 
     def _event(self, event: Mapping[str, Any]) -> None:
         kind, raw = event["type"], event["object"]
@@ -266,17 +303,40 @@ class Reflector(Generic[T]):
             if raw.get("code") == GONE:
                 raise WatchGone
             raise ApiError(raw.get("code"), str(raw.get("reason") or ""), str(raw.get("message")))
+        meta = raw["metadata"]
+        self.last_turn = self._clock.monotonic()
         if kind != "BOOKMARK":
-            uid = raw["metadata"]["uid"]
-            if not self._is_outdated(uid, raw["metadata"]["resourceVersion"]):
-                item = None if kind == "DELETED" else self._read(raw)
-                if item is None:
-                    self._drop(uid)
-                else:
-                    self._put(uid, item)
-        self._version = raw["metadata"]["resourceVersion"]
-        self.last_contact = self.last_turn = self._clock.monotonic()
-        self._reset_backoff()
+            item = None if kind == "DELETED" else self._read(raw)
+            self._apply(meta["uid"], meta["resourceVersion"], item)
+        elif self._arriving is not None and _END_OF_LIST in (meta.get("annotations") or {}):
+            seen, self._arriving, self._in_pages = self._arriving, None, False
+            if self._watching is not None:
+                self._watching.reschedule(None)
+            self._replace(seen, meta["resourceVersion"])
+        if self._arriving is None:
+            self._version = meta["resourceVersion"]
+            self._met(self.last_turn)
+            self._reset_backoff()
+
+    def _met(self, now: float) -> None:
+        """Record that the copy is as new as now."""
+        last = self.last_contact
+        if last is None or now - last > self._timings.quiet_seconds:
+            self.contact_since = now
+        self.last_contact = now
+
+    def _apply(self, uid: str, version: str, item: T | Unreadable | None) -> None:
+        """Store the object of an event, or drop it if it is None."""
+        if self._arriving is not None:
+            self._arriving.pop(uid, None)
+            if item is not None:
+                self._arriving[uid] = version, item
+        elif self._is_outdated(uid, version):
+            return
+        elif item is None:
+            self._drop(uid)
+        else:
+            self._put(uid, item)
 
     def _read(self, raw: Mapping[str, Any]) -> T | Unreadable | None:
         meta = raw["metadata"]
