@@ -312,7 +312,9 @@ class LocalCluster:
         """Only record the number, because nothing evicts processes."""
         self.disruption_budget = workers
 
-    async def create_service(self, job: Gang, body: Mapping[str, Any]) -> None:
+    async def create_service(
+        self, job: Gang, body: Mapping[str, Any], policy: Mapping[str, Any] | None
+    ) -> None:
         self.services.add(body["metadata"]["name"])
 
     async def create_certificates(self, job: Gang, action: CreateCertificates) -> None:

@@ -176,7 +176,7 @@ NEW = replace(
         pytest.param(Applied(conflict=True), replace(OLD, round_seen_at=20.0), id="conflict"),
         pytest.param(
             Applied(failed=(ActionFailed(WRITE, UnavailableError("x")),)),
-            replace(OLD, round_seen_at=20.0),
+            replace(OLD, round_seen_at=20.0, levels_written_at=20.0),
             id="status not written",
         ),
     ],

@@ -207,7 +207,7 @@ async def test_a_foreign_service_is_reported_and_does_not_stop_the_job() -> None
     edge = Edge()
     body = render_service(edge.job)
     edge.api.put("services", {**body, "metadata": {**body["metadata"], "ownerReferences": []}})
-    await edge.effects.create_service(edge.job, body)
+    await edge.effects.create_service(edge.job, body, None)
     assert edge.events() == ["NameTaken"]
     assert edge.effects.services(edge.job.uid) == {body["metadata"]["name"]}
     assert (

@@ -729,6 +729,8 @@ class _ClusterApi(FakeApi):
         if not path.endswith(f"/trainingjobs/{meta['name']}/status"):
             return await super().patch(path, body, params)
         self.requests.append(("PATCH", path))
+        if ("PATCH", "trainingjobs") in self.refuse:
+            raise self.refuse["PATCH", "trainingjobs"]
         if ("trainingjobs", meta["namespace"], meta["name"]) not in self.objects:
             raise ApiError(404, "NotFound", f"job {meta['name']} not found")
         version = body.get("metadata", {}).get("resourceVersion", meta["resourceVersion"])

@@ -114,6 +114,8 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
 
     Times at which a state was first seen are kept even if a call failed: a seal that fails in each pass must
     not restart the wait for holders in each pass. Records of actions that were not carried out are dropped.
+    A write that failed counts as one of levels: while the API server is away they are tried as rarely as
+    they are written, and when it is back, not those of all jobs at once.
     """
     refused, old = _refused_create(applied), observed.memory
     new = replace(decision.memory, create_refused=refused, record_refused=_refused_record(applied))
@@ -135,7 +137,7 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
         placeholders_refused=old.placeholders_refused if same_round else "",
         save_requests=old.save_requests,
         round_sent_at=old.round_sent_at if same_round else None,
-        levels_written_at=old.levels_written_at,
+        levels_written_at=new.levels_written_at if applied.failed else old.levels_written_at,
         counted_at=new.counted_at if old.counted_at is None else old.counted_at,
         blocked_counted_seconds=old.blocked_counted_seconds if same_round else 0.0,
     )
@@ -261,12 +263,9 @@ class _Interpreter:
             case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
                 await effects.write_job_status(job, action.resource_version, action.status)
             case CreateService():
-                # The policy comes first: once the Service is recorded, this action is not repeated.
-                if self._sidecar.network is not None:
-                    await effects.create_policy(
-                        job, render_network_policy(job, self._sidecar.network)
-                    )
-                await effects.create_service(job, render_service(job))
+                network = self._sidecar.network
+                policy = None if network is None else render_network_policy(job, network)
+                await effects.create_service(job, render_service(job), policy)
             case SetDisruptionBudget():
                 body = render_disruption_budget(job, action.workers)
                 await effects.set_disruption_budget(job, body, action.workers)

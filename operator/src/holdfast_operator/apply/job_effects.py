@@ -21,6 +21,7 @@ from holdfast_core.api import (
     merge_patch,
 )
 from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
 from holdfast_core.messages.schema import GangRequest, Prune, PruneReply
 from holdfast_core.names import service_name
@@ -90,13 +91,12 @@ class JobEffects:
     def assume_present(self, job: Gang) -> None:
         """Take the Service and the PodDisruptionBudget of a gang that trains for present.
 
-        An earlier process has created them. A new one looks for them at a time within SURE_SECONDS that
-        differs between jobs: the calls for a thousand jobs would delay the first passes by half a minute.
+        An earlier process has created them. A new one looks for them later: the calls for a thousand jobs
+        would delay the first passes by half a minute.
         """
-        if job.uid in self._services or not job.status.is_true(JobCondition.RUNNING):
+        if self._services.get(job.uid) or not job.status.is_true(JobCondition.RUNNING):
             return
-        share = zlib.crc32(job.uid.encode()) / 2**32
-        found_at = self._clock.monotonic() - share * SURE_SECONDS
+        found_at = self._found_earlier(job)
         self._services[job.uid] = {service_name(job.name, job.uid): found_at}
         self._budgets.setdefault(job.uid, (len(job.status.members), found_at))
 
@@ -159,25 +159,45 @@ class JobEffects:
             job.namespace, action.name, action.uid, ends_group=action.ends_group
         )
 
-    async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
-        await self._cluster.create_policy(job.namespace, body)
-
     async def set_disruption_budget(self, job: Gang, body: Mapping[str, Any], workers: int) -> None:
-        await self._cluster.set_disruption_budget(job.namespace, body)
+        try:
+            await self._cluster.set_disruption_budget(job.namespace, body)
+        except HoldfastError:
+            if self._budgets.get(job.uid, (None, 0.0))[0] == workers:
+                self._budgets[job.uid] = (workers, self._found_earlier(job))
+            raise
         self._budgets[job.uid] = (workers, self._clock.monotonic())
 
-    async def create_service(self, job: Gang, body: Mapping[str, Any]) -> None:
-        """Create the Service. If another owner has the name, only emit an Event.
+    async def create_service(
+        self, job: Gang, body: Mapping[str, Any], policy: Mapping[str, Any] | None
+    ) -> None:
+        """Create the NetworkPolicy, and then the Service. If another owner has its name, only emit an Event.
 
         The job can run without the Service: its DNS names are for users, and the gang gets its addresses in
         ROUND.
         """
         name = str(body["metadata"]["name"])
+        known = self._services.setdefault(job.uid, {})
         try:
+            if policy is not None:
+                await self._cluster.create_policy(job.namespace, policy)
             await self._cluster.create_service(job.namespace, body)
         except NameTakenError as error:
             await self._warn(job, Reason.NAME_TAKEN, str(error))
-        self._services.setdefault(job.uid, {})[name] = self._clock.monotonic()
+        except HoldfastError:
+            if name in known:
+                known[name] = self._found_earlier(job)
+            raise
+        known[name] = self._clock.monotonic()
+
+    def _found_earlier(self, job: Gang) -> float:
+        """Return when an object counts as found that is taken for present, because looking for it failed.
+
+        It is a time within the last SURE_SECONDS that differs between jobs. When the API server is back after
+        ten minutes, the operator would otherwise look for the objects of all jobs at the same moment, before
+        it sees which pods were lost meanwhile.
+        """
+        return self._clock.monotonic() - zlib.crc32(job.uid.encode()) / 2**32 * SURE_SECONDS
 
     async def create_certificates(self, job: Gang, action: CreateCertificates) -> None:
         data = await self._certificates.round_data(job, action.pods)

@@ -71,15 +71,15 @@ class Effects(Protocol):
         """Remove Kueue's finalizer from the pod if it has this uid."""
         ...
 
-    async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
-        """Create the NetworkPolicy of the job's pods."""
-        ...
-
     async def set_disruption_budget(self, job: Gang, body: Mapping[str, Any], workers: int) -> None:
         """Create the PodDisruptionBudget of this number of workers, or change the one that exists."""
         ...
 
-    async def create_service(self, job: Gang, body: Mapping[str, Any]) -> None: ...
+    async def create_service(
+        self, job: Gang, body: Mapping[str, Any], policy: Mapping[str, Any] | None
+    ) -> None:
+        """Create the NetworkPolicy of the job's pods, if there is to be one, and then their Service."""
+        ...
 
     async def create_certificates(self, job: Gang, action: CreateCertificates) -> None:
         """Issue one leaf certificate per pod, and create the Secret that holds them.
