@@ -114,8 +114,9 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
 
     Times at which a state was first seen are kept even if a call failed: a seal that fails in each pass must
     not restart the wait for holders in each pass. Records of actions that were not carried out are dropped.
-    A write that failed counts as one of levels: while the API server is away they are tried as rarely as
-    they are written, and when it is back, not those of all jobs at once.
+    The time of a status write is kept even if the write failed. So the operator tries to write progress as
+    rarely while the API server is away as at any other time, and the writes of all jobs are not due at the
+    same moment when it is back.
     """
     refused, old = _refused_create(applied), observed.memory
     new = replace(decision.memory, create_refused=refused, record_refused=_refused_record(applied))

@@ -33,7 +33,7 @@ GONE = 410
 NO_STREAMED_LISTS = (400, 422)
 """Statuses of a server that does not know the parameters of a streamed list, or forbids them."""
 TOO_MANY_REQUESTS = 429
-"""Status of a server that has just started, too."""
+"""Status of a server that is busy. A server that has just started answers with it, too."""
 _END_OF_LIST = "k8s.io/initial-events-end"
 """Annotation of the bookmark after the last present object."""
 
@@ -56,9 +56,9 @@ class Timings:
     page: int = 100
     """Objects in one page of a LIST. The parsed JSON of a page of 500 pods takes some 40 MiB."""
     list_seconds: float = 60.0
-    """Time-out of one page."""
+    """Longest duration of the request for one page."""
     streamed_list_seconds: float = 120.0
-    """Time-out of a streamed list, for a server that never sends the bookmark."""
+    """Longest duration of a streamed list. A server may never send the bookmark that marks its end."""
     watch_seconds: tuple[int, int] = (300, 600)
     """Shortest and longest duration of one watch; each watch takes a random one between them."""
     silence_seconds: float = 75.0
