@@ -131,6 +131,12 @@ async def test_list_then_events(refuses: int | None, streamed: int) -> None:
         assert b.reflector.errors == 0
 
 
+async def test_a_server_without_streamed_lists_is_asked_for_pages_at_once() -> None:
+    async with bench(replace(FAST, first_backoff_seconds=3600.0), refuses=422, a=1) as b:
+        await b.watching()
+        assert b.values() == {"a": 1}
+
+
 async def test_one_request_lists_and_watches() -> None:
     async with bench(a=1, b=2) as b:
         await b.watching()

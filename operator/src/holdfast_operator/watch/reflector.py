@@ -146,6 +146,8 @@ class Reflector(Generic[T]):
                     await self.relist()
                 begun = self._clock.monotonic()
                 await self._watch_until_relist(with_list=due)
+                if self._in_pages:
+                    continue  # a LIST in pages is no repetition of the request that failed
                 if self._clock.monotonic() - begun < self._timings.short_watch_seconds:
                     await self._pause()  # the server may end every watch immediately
                 else:
