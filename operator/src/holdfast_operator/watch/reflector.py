@@ -202,21 +202,20 @@ class Reflector(Generic[T]):
             version, token = page["metadata"]["resourceVersion"], page["metadata"].get("continue")
             if not token:
                 break
-        self._replace(seen, version)
+        self._replace(seen)
+        self._reached(version)
 
-    def _replace(self, seen: Mapping[str, tuple[str, T | Unreadable]], version: str) -> None:
-        """Let the copy have these objects only, which a list of this resourceVersion has sent."""
+    def _replace(self, seen: Mapping[str, tuple[str, T | Unreadable]]) -> None:
+        """Let the copy have these objects only, which a list has sent."""
         for uid in [u for u in self._items if u not in seen]:
             self._drop(uid)
         for uid, (at, item) in seen.items():
             if not self._is_outdated(uid, at):
                 self._put(uid, item)
-        self._version = version
         self.lists += 1
         now = self._clock.monotonic()
         self._listed = now
         self._list_due = now + self._timings.relist_seconds * (0.75 + random.random() / 2)
-        self._met(now)
         self.synced.set()
 
     def relist_soon(self) -> None:
@@ -314,15 +313,15 @@ class Reflector(Generic[T]):
             seen, self._arriving, self._in_pages = self._arriving, None, False
             if self._watching is not None:
                 self._watching.reschedule(None)
-            self._replace(seen, meta["resourceVersion"])
+            self._replace(seen)
         if self._arriving is None:
-            self._version = meta["resourceVersion"]
-            self._met(self.last_turn)
+            self._reached(meta["resourceVersion"])
             self._reset_backoff()
 
-    def _met(self, now: float) -> None:
-        """Record that the copy is as new as now."""
-        last = self.last_contact
+    def _reached(self, version: str) -> None:
+        """Record that the copy is of this resourceVersion, and as new as now."""
+        self._version = version
+        now, last = self._clock.monotonic(), self.last_contact
         if last is None or now - last > self._timings.quiet_seconds:
             self.contact_since = now
         self.last_contact = now
