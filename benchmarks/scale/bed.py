@@ -19,6 +19,7 @@ from tests.support.operator.operator_bed import GROUP, STORE, training_job
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 
 from benchmarks.scale.kubelets import Kubelets, Pod, in_parallel
+from benchmarks.scale.leases import LeaseProcess
 from benchmarks.scale.operator_process import OperatorProcess
 from holdfast_operator.kube.access import from_kubeconfig
 from holdfast_operator.kube.api import ApiError, KubeApi
@@ -55,7 +56,10 @@ class Bed:
         self.api = KubeApi(from_kubeconfig(self.plane.kubeconfig))
         await self.api.start()
         stack.push_async_callback(self.api.close)
-        self.kubelets = Kubelets(self.api, self.nodes, self.workers, self._called)
+        leases = LeaseProcess(self.plane.kubeconfig)
+        leases.start()
+        stack.callback(leases.kill)
+        self.kubelets = Kubelets(self.api, leases, self.nodes, self.workers, self._called)
         await self.kubelets.create_nodes()
         task = asyncio.create_task(self.kubelets.run())
         stack.push_async_callback(_ended, task)

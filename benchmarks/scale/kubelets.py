@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from tests.support.operator.fake_sidecar import FakeSidecar
 
 from benchmarks.scale.gangs import REPORT_SECONDS, Gang, PlayedSidecar
+from benchmarks.scale.leases import LEASES, LeaseProcess, now
 from benchmarks.scale.listener import Credentials, Listener
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER, peer_dns_name
@@ -29,11 +28,7 @@ from holdfast_operator.model.ownership import PROBE_PREFIX
 from holdfast_operator.sidecars.certificates import Leaf
 from holdfast_operator.watch.reflector import Collection, Reflector
 
-LEASE_SECONDS = 10.0
-"""Time between two renewals of a node's lease, as kubelets have it."""
 _CONCURRENT = 24
-_RENEWERS = 32
-_LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _PROBED = json.dumps({"available": True, "reason": "Probed", "message": "ok", "features": {}})
 
 
@@ -93,17 +88,20 @@ class Kubelets:
     """All nodes of the cluster. Start `run` as a task.
 
     Args:
+        leases: A started process.
         called: Receives each request to a sidecar: the sidecar and the path.
     """
 
     def __init__(
         self,
         api: KubeApi,
+        leases: LeaseProcess,
         nodes: int,
         workers: int,
         called: Callable[[FakeSidecar, str], None],
     ) -> None:
         self._api = api
+        self._leases = leases
         self._nodes = [f"node-{n:05d}" for n in range(nodes)]
         self._workers = workers
         self._next = 0
@@ -131,7 +129,6 @@ class Kubelets:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch.run())
-                group.create_task(self._renew_leases())
                 group.create_task(self._report())
                 for _ in range(_CONCURRENT):
                     group.create_task(self._work())
@@ -145,18 +142,20 @@ class Kubelets:
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",
                 "metadata": {"name": name, "namespace": "kube-node-lease"},
-                "spec": {"holderIdentity": name, "leaseDurationSeconds": 40, "renewTime": _now()},
+                "spec": {"holderIdentity": name, "leaseDurationSeconds": 40, "renewTime": now()},
             }
             await self._api.post("/api/v1/nodes", node)
             # The API server taints a new node as not ready, and its kubelet's controller removes that.
             await self._api.patch(f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
-            await self._api.post(_LEASES, lease)
+            await self._api.post(LEASES, lease)
 
         await in_parallel(one, self._nodes)
+        self._leases.renew(self._nodes)
 
     def cut_off_nodes(self, names: Iterable[str]) -> None:
         """Separate these nodes from everything. Their sidecars go on."""
         self.cut_off.update(names)
+        self._leases.renew(n for n in self._nodes if n not in self.cut_off)
         for pod in self._pods_of(self.cut_off):
             self.listener.silence(self._addresses[pod.uid][0])
 
@@ -167,6 +166,7 @@ class Kubelets:
     def rejoin_nodes(self) -> None:
         """Connect all nodes again. Their kubelets then see which pods have been deleted."""
         nodes, self.cut_off = self.cut_off, set()
+        self._leases.renew(self._nodes)
         for pod in self._pods_of(nodes):
             self.listener.answer_again(self._addresses[pod.uid][0])
             if pod.deleting:
@@ -225,7 +225,7 @@ class Kubelets:
         await self._api.post(f"{pod.path}/binding", {**binding, "target": target})
         address = f"127.{16 + (n >> 16)}.{n >> 8 & 255}.{n & 255}"
         await self._start(pod, address)
-        running = {"running": {"startedAt": _now()[:19] + "Z"}}
+        running = {"running": {"startedAt": now()[:19] + "Z"}}
         up = {"ready": True, "started": True, "state": running}
         status = {
             "phase": "Running",
@@ -264,25 +264,7 @@ class Kubelets:
             self._secrets[key] = data
         return self._secrets[key]
 
-    # ------------------------------------------------------------------ nodes, ranks
-
-    async def _renew_leases(self) -> None:
-        """Renew the leases evenly over LEASE_SECONDS, as independent nodes do."""
-        async with asyncio.TaskGroup() as group:
-            for part in range(min(_RENEWERS, len(self._nodes))):
-                group.create_task(self._renew(self._nodes[part::_RENEWERS]))
-
-    async def _renew(self, nodes: list[str]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            begun = loop.time()
-            for number, name in enumerate(nodes):
-                if name in self.cut_off:
-                    continue
-                with contextlib.suppress(ApiError):
-                    await self._api.patch(f"{_LEASES}/{name}", {"spec": {"renewTime": _now()}})
-                due = begun + LEASE_SECONDS * (number + 1) / len(nodes)
-                await asyncio.sleep(max(0.0, due - loop.time()))
+    # ------------------------------------------------------------------ ranks
 
     async def _report(self) -> None:
         """Let every gang's members report, spread over the interval."""
@@ -296,10 +278,6 @@ class Kubelets:
 
 def _container(name: str) -> dict[str, Any]:
     return {"name": name, "image": "x", "imageID": "x", "restartCount": 0}
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 async def in_parallel(call: Callable[[Any], Any], items: Any, at_once: int = 16) -> None:
