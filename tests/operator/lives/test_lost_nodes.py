@@ -319,3 +319,31 @@ def test_a_node_that_was_lost_and_came_back_is_used_again() -> None:
     life.run(15)
     assert life.status.is_true("Running")
     assert node_of(life, 2) is node, "the emptiest node with the lowest name"
+
+
+def test_a_slow_api_server_and_a_sidecar_that_does_not_answer_restart_no_gang() -> None:
+    """The API server does not take the renewals of most nodes, and the operator's calls end too early."""
+    life = training()
+    life.cluster.nodes |= {f"other-{n}": FakeNode(f"other-{n}") for n in range(12)}
+    life.run(10)
+    late = node_of(life, 2)
+    for node in life.cluster.nodes.values():
+        node.cut_off = node is late or node.name.startswith("other")
+    life.run(TAINT_SECONDS - 5)
+    for node in life.cluster.nodes.values():
+        node.cut_off = False
+    life.run(30)
+    assert life.status.restart_round == 0
+    assert life.status.is_true("Running")
+
+
+def test_the_loss_of_most_nodes_is_found_by_their_taints() -> None:
+    life = training()
+    life.cluster.nodes |= {f"other-{n}": FakeNode(f"other-{n}") for n in range(12)}
+    life.run(10)
+    lost = node_of(life, 2)
+    for node in life.cluster.nodes.values():
+        node.dead = node is lost or node.name.startswith("other")
+    life.run(LONG)
+    assert one_round(life)
+    assert node_of(life, 2) is not lost

@@ -32,6 +32,7 @@ class World:
     silent_sidecars: set[str] = field(default_factory=set)
     late_nodes: set[str] = field(default_factory=set)
     checked: Counter[str] = field(default_factory=Counter)
+    leases: NodeLeases = field(default_factory=NodeLeases)
 
     def __post_init__(self) -> None:
         self._jobs = tuple(metadata(job(), name=f"job-{n}", uid=str(n)) for n in range(JOBS))

@@ -179,3 +179,64 @@ def test_after_an_outage_a_node_is_late_once_it_has_had_time_to_renew_its_lease(
     leases.observe("living", "b", 1011.0)
     assert leases.late(12.0, 1012.0, 1012.0, since=1000.0) == {"dead"}
     assert leases.stale_seconds("dead", 1012.0, 1012.0, since=1000.0) == 12.0
+
+
+NODES = [f"node-{n}" for n in range(20)]
+
+
+def renewed_until(at: float, late: int) -> NodeLeases:
+    """Return the leases of 20 nodes: all but the last `late` changed at this time, those at 1000."""
+    leases = NodeLeases()
+    for name in NODES:
+        leases.observe(name, "a", 990.0)
+        leases.observe(name, "b", 1000.0)
+    for name in NODES[: len(NODES) - late]:
+        leases.observe(name, "c", at)
+    return leases
+
+
+@pytest.mark.parametrize(
+    ("late", "in_doubt"),
+    [
+        pytest.param(1, False, id="one node is lost"),
+        pytest.param(10, False, id="a rack is lost"),
+        pytest.param(11, True, id="more than half are late"),
+        pytest.param(20, True, id="all are late"),
+    ],
+)
+def test_leases_that_are_late_with_most_others_are_no_evidence(late: int, in_doubt: bool) -> None:
+    leases = renewed_until(1025.0, late)
+    leases.compare(1030.0)
+    stopped = set() if in_doubt else set(NODES[len(NODES) - late :])
+    assert leases.late_count == (late if in_doubt else None)
+    assert leases.late(12.0, 1030.0, 1030.0) == stopped
+    assert leases.silent(20.0, 1030.0, 1030.0) == stopped
+    assert leases.stale_seconds(NODES[-1], 1030.0, 1030.0) == (0.0 if in_doubt else 30.0)
+    unconfirmed = {n for n in NODES if leases.needs_confirmation(n, 20.0, 1030.0, 1000.0)}
+    assert unconfirmed == stopped
+
+
+def test_a_lost_node_is_found_when_most_leases_are_renewed_again() -> None:
+    leases = renewed_until(1000.0, 20)
+    leases.compare(1030.0)
+    assert leases.silent(20.0, 1030.0, 1030.0) == set()
+    for name in NODES[1:]:
+        leases.observe(name, "d", 1031.0)
+    leases.compare(1032.0)
+    assert leases.silent(20.0, 1032.0, 1032.0) == {NODES[0]}
+
+
+def test_a_node_that_is_missing_is_lost_whatever_the_leases_of_others_say() -> None:
+    leases = renewed_until(1000.0, 20)
+    leases.miss("gone", 1000.0)
+    leases.compare(1030.0)
+    assert leases.late(12.0, 1030.0, 1030.0) == {"gone"}
+    assert leases.is_silent("gone", 20.0, 1030.0, 1030.0)
+
+
+def test_the_leases_of_a_small_cluster_are_evidence_if_all_are_late() -> None:
+    leases = NodeLeases()
+    for name in NODES[:10]:
+        leases.observe(name, "a", 1000.0)
+    leases.compare(1030.0)
+    assert leases.silent(20.0, 1030.0, 1030.0) == set(NODES[:10])

@@ -152,6 +152,14 @@ class Metrics:
             ),
             registry=self.registry,
         )
+        self._leases_in_doubt = Gauge(
+            "holdfast_leases_in_doubt",
+            (
+                "Late node leases while most are late at the same time. They show no lost node then: "
+                "the API server or the operator is slow."
+            ),
+            registry=self.registry,
+        )
         self._unreadable = Gauge(
             "holdfast_unreadable_objects",
             (
@@ -224,6 +232,9 @@ class Metrics:
 
     def foreign_pods(self, count: int) -> None:
         self._foreign_pods.set(count)
+
+    def leases_in_doubt(self, count: int) -> None:
+        self._leases_in_doubt.set(count)
 
     def unreadable(self, counts: Mapping[str, int]) -> None:
         """Set the numbers of objects that cannot be parsed, by kind. Kinds not in `counts` become 0."""

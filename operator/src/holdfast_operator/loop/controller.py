@@ -53,6 +53,7 @@ from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations
+from holdfast_operator.watch.node_leases import NodeLeases
 
 _KINDS = {KeyKind.JOB: TrainingJob.KIND, KeyKind.ADOPTION: CheckpointAdoption.KIND}
 TICK_SECONDS = 1.0
@@ -332,9 +333,22 @@ class Controller:
             for reflector in self._cache.reflectors:
                 if reflector.last_contact is not None:
                     self._metrics.watch_age(reflector.collection.name, now - reflector.last_contact)
+            self._report_leases(self._cache.leases)
             self._metrics.foreign_pods(self._cache.foreign_pods())
             hidden = self._cache.unreadable_objects()
             self._metrics.unreadable(Counter(u.kind for u in hidden))
+
+    def _report_leases(self, leases: NodeLeases) -> None:
+        late = leases.late_count
+        self._metrics.leases_in_doubt(late or 0)
+        if late is not None:
+            text = (
+                f"{late} of {len(leases)} node leases are late at the same time, so the API server or "
+                "this operator is slow. Until most are renewed, no node counts as lost for its lease"
+            )
+            self._log_changes.warning_once("leases", text)
+        elif self._log_changes.forget("leases"):
+            logs.info("most node leases are renewed again, and show again which nodes are lost")
 
     async def _sweep(self) -> None:
         """Every SWEEP_SECONDS, delete authorities of jobs that no longer exist and queue all stores.

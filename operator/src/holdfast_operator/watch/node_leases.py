@@ -7,7 +7,9 @@
 3. A node to which a pod is bound, but whose Node object does not exist, is stale from the moment at which
    that is first seen. The watch of nodes or a direct read confirms it. The lease is deleted together with
    the Node object, so the lease alone would never become stale.
-4. `decide` combines this with the silence of the sidecars to decide whether a node is lost.
+4. While most leases are late at the same time, they are no evidence: then the API server, or the operator
+   itself, is slow (ADR 0119).
+5. `decide` combines this with the silence of the sidecars to decide whether a node is lost.
 
 Time stamps of other machines are compared for equality, never for order (R30).
 """
@@ -19,6 +21,14 @@ from math import inf
 
 WATCH_FRESH_SECONDS = 15.0
 """Time without any news after which the watch of leases is silent. Each node renews its lease every 10 s."""
+DOUBT_SHARE = 0.55
+"""Share of late leases from which on no lease is evidence. At the same share kube-controller-manager evicts
+no pods any more (--unhealthy-zone-threshold)."""
+DOUBT_SECONDS = 15.0
+"""Age from which on a lease counts as late here. Each node renews its lease every 10 s, and a job counts a
+node as lost after 20 s by default."""
+DOUBT_NODES = 10
+"""Number of late leases up to which they are evidence. In a small cluster, most nodes may be lost at once."""
 MAX_MISSING = 4096
 """Limit of the record of missing nodes, more than pods are bound to at a time. A full record is cleared."""
 
@@ -51,6 +61,22 @@ class NodeLeases:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
         self._missing: dict[str, _Missing] = {}
+        self.late_count: int | None = None
+        """Number of late leases while they are in doubt, otherwise None."""
+
+    def __len__(self) -> int:
+        """Return the number of nodes that have a lease."""
+        return len(self._seen)
+
+    def compare(self, now: float) -> None:
+        """Find out whether so many leases are late at the same time that they are in doubt.
+
+        The operator does this every second. The threshold is not that of a job, because a job with another
+        one must not change what the others see.
+        """
+        late = sum(now - s.changed_at >= DOUBT_SECONDS for s in self._seen.values())
+        in_doubt = late > DOUBT_NODES and late >= DOUBT_SHARE * len(self._seen)
+        self.late_count = late if in_doubt else None
 
     def miss(self, node: str, at: float) -> None:
         """Record that a pod is bound to this node and that its Node object does not exist."""
@@ -116,6 +142,8 @@ class NodeLeases:
         return late | self._missing.keys()
 
     def _stale(self, known: _Seen, now: float, contact: float | None, since: float) -> float:
+        if self.late_count is not None:
+            return 0.0
         is_fresh = contact is None or now - contact <= WATCH_FRESH_SECONDS
         until = now if is_fresh else self._confirmed(known, contact)
         return until - max(known.changed_at, since)
@@ -160,12 +188,15 @@ class NodeLeases:
     def _evidence(
         self, node: str, threshold_seconds: float, contact: float | None
     ) -> tuple[float, float]:
-        """Return from when on the node is stale, and up to when that is known. An unknown node never is."""
+        """Return from when on the node is stale, and up to when that is known.
+
+        An unknown node never is stale, nor is one whose lease is in doubt.
+        """
         known = self._missing.get(node)
         if known is not None:
             return known.since + threshold_seconds, self._confirmed(known, contact)
         seen = self._seen.get(node)
-        if seen is None:
+        if seen is None or self.late_count is not None:
             return inf, 0.0
         return seen.changed_at + threshold_seconds, self._confirmed(seen, contact)
 
