@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.request
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from tests.support.operator.operator_bed import (
 )
 
 pytestmark = pytest.mark.integration
+
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
 
 def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: OperatorBed) -> None:
@@ -39,12 +43,64 @@ def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: OperatorBe
     assert bed.status()["restarts"] == 1
 
 
+def lease(node: str, second: int) -> dict[str, Any]:
+    """Return a lease that was renewed at this second of a minute."""
+    spec = {"renewTime": f"2026-01-01T00:00:{second % 60:02}.000000Z"}
+    return {"metadata": {"name": node}, "spec": spec}
+
+
+@pytest.fixture
+def renew_others(empty_bed: OperatorBed) -> Iterator[Callable[[], None]]:
+    """Return a function that renews the leases of 12 other nodes."""
+    plane = empty_bed.plane
+    paths = [f"{LEASES}/other-{n}" for n in range(12)]
+    seconds = iter(range(1, 1000))
+    for path in paths:
+        plane.request("POST", LEASES, lease(path.rpartition("/")[2], 0))
+
+    def renew() -> None:
+        second = next(seconds)
+        for path in paths:
+            found = plane.request("GET", path)
+            plane.request("PUT", path, {**found, "spec": lease("", second)["spec"]})
+
+    yield renew
+    for path in paths:
+        plane.request("DELETE", path)
+
+
+def leases_in_doubt(bed: OperatorBed) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{bed.metrics_port}/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    return next(float(x.split()[1]) for x in lines if x.startswith("holdfast_leases_in_doubt "))
+
+
+def test_a_lost_node_among_many_late_leases_is_found_when_the_others_are_renewed(
+    empty_bed: OperatorBed, renew_others: Callable[[], None]
+) -> None:
+    empty_bed.plane.request("POST", LEASES, lease(empty_bed.kubelet.node, 0))
+    empty_bed.start_operator()
+    job = training_job()
+    job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}
+    empty_bed.train(job)
+    empty_bed.kubelet.kill_sidecar(empty_bed.pod(1, 0))
+    empty_bed.until("the leases are in doubt", lambda: leases_in_doubt(empty_bed) >= 13)
+    assert "node leases are late at the same time" in empty_bed.log()
+    assert empty_bed.status()["restartRound"] == 0
+
+    def lost_while_others_are_renewed() -> bool:
+        renew_others()
+        return empty_bed.status()["restartRound"] == 1
+
+    empty_bed.until("round 1", lost_while_others_are_renewed)
+    assert empty_bed.status()["recoveries"][-1]["reason"] == "NodeLost"
+    empty_bed.until("no lease is in doubt", lambda: leases_in_doubt(empty_bed) == 0, 10)
+
+
 def test_a_node_whose_lease_stops_is_lost(empty_bed: OperatorBed) -> None:
     """The sidecar does not answer and no kubelet confirms the pod's deletion, so the deletion is forced."""
     node = empty_bed.kubelet.node
-    leases = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
-    lease = {"metadata": {"name": node}, "spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}}
-    empty_bed.plane.request("POST", leases, lease)
+    empty_bed.plane.request("POST", LEASES, lease(node, 0))
     empty_bed.start_operator()
     job = training_job()
     job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}

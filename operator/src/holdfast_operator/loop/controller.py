@@ -343,7 +343,7 @@ class Controller:
         self._metrics.leases_in_doubt(late or 0)
         if late is not None:
             text = (
-                f"{late} of {len(leases)} node leases are late at the same time, so the API server or "
+                f"{late} of {leases.count} node leases are late at the same time, so the API server or "
                 "this operator is slow. Until most are renewed, no node counts as lost for its lease"
             )
             self._log_changes.warning_once("leases", text)

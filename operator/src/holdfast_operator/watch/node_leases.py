@@ -7,8 +7,8 @@
 3. A node to which a pod is bound, but whose Node object does not exist, is stale from the moment at which
    that is first seen. The watch of nodes or a direct read confirms it. The lease is deleted together with
    the Node object, so the lease alone would never become stale.
-4. While most leases are late at the same time, they are no evidence: then the API server, or the operator
-   itself, is slow (ADR 0119).
+4. While most leases are late at the same time, they are no evidence, because then the API server or the
+   operator itself is slow (ADR 0119).
 5. `decide` combines this with the silence of the sidecars to decide whether a node is lost.
 
 Time stamps of other machines are compared for equality, never for order (R30).
@@ -64,8 +64,9 @@ class NodeLeases:
         self.late_count: int | None = None
         """Number of late leases while they are in doubt, otherwise None."""
 
-    def __len__(self) -> int:
-        """Return the number of nodes that have a lease."""
+    @property
+    def count(self) -> int:
+        """Number of nodes that have a lease."""
         return len(self._seen)
 
     def compare(self, now: float) -> None:

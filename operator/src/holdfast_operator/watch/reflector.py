@@ -117,7 +117,8 @@ class Reflector(Generic[T]):
         self._list_due = 0.0
         self._items: dict[str, T | Unreadable] = {}
         self._taken: dict[str, str] = {}
-        """resourceVersions of the objects that `take` has stored and that no event or LIST has had yet."""
+        """resourceVersions of the objects that `take` has stored since the newest list began, and that no
+        event has had yet. A later list replaces them, because etcd may have been restored since."""
         self._log_changes = logs.Changed()
         self._backoff = self._timings.first_backoff_seconds
         self.synced = asyncio.Event()
@@ -182,6 +183,7 @@ class Reflector(Generic[T]):
         """Update the copy by one LIST in pages. Raises ApiError or WatchGone."""
         seen: dict[str, tuple[str, T | Unreadable]] = {}
         token: str | None = None
+        self._taken.clear()
         while True:
             params = {**self._params(), "limit": str(self._timings.page)}
             if token is not None:
@@ -255,6 +257,8 @@ class Reflector(Generic[T]):
             async with limit:
                 self._watching = limit
                 self._arriving = {} if with_list else None
+                if with_list:
+                    self._taken.clear()
                 await self._watch()
         except TimeoutError:
             if not limit.expired():
