@@ -17,7 +17,7 @@ from typing import Any
 from tests.support.operator.fake_sidecar import FakeSidecar
 
 from benchmarks.scale.gangs import REPORT_SECONDS, Gang, PlayedSidecar
-from benchmarks.scale.leases import LEASES, LeaseProcess, now
+from benchmarks.scale.leases import LeaseProcess, now
 from benchmarks.scale.listener import Credentials, Listener
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER, peer_dns_name
@@ -26,6 +26,7 @@ from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model import labels
 from holdfast_operator.model.ownership import PROBE_PREFIX
 from holdfast_operator.sidecars.certificates import Leaf
+from holdfast_operator.watch.cache import LEASES_PATH
 from holdfast_operator.watch.reflector import Collection, Reflector
 
 _CONCURRENT = 24
@@ -147,7 +148,7 @@ class Kubelets:
             await self._api.post("/api/v1/nodes", node)
             # The API server taints a new node as not ready, and its kubelet's controller removes that.
             await self._api.patch(f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
-            await self._api.post(LEASES, lease)
+            await self._api.post(LEASES_PATH, lease)
 
         await in_parallel(one, self._nodes)
         self._leases.renew(self._nodes)

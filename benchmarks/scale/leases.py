@@ -20,10 +20,10 @@ from pathlib import Path
 
 from holdfast_operator.kube.access import from_kubeconfig
 from holdfast_operator.kube.api import ApiError, KubeApi
+from holdfast_operator.watch.cache import LEASES_PATH
 
 LEASE_SECONDS = 10.0
 """Time between two renewals of a node's lease, as kubelets have it."""
-LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _RENEWERS = 32
 _LINE_LIMIT = 2**24
 """Longest line in bytes: the names of a million nodes."""
@@ -80,7 +80,9 @@ class _Renewal:
             for number, name in enumerate(names):
                 if name in self._nodes:  # it may have been cut off meanwhile
                     with contextlib.suppress(ApiError):
-                        await self._api.patch(f"{LEASES}/{name}", {"spec": {"renewTime": now()}})
+                        await self._api.patch(
+                            f"{LEASES_PATH}/{name}", {"spec": {"renewTime": now()}}
+                        )
                 due = begun + LEASE_SECONDS * (number + 1) / len(names)
                 await asyncio.sleep(max(0.0, due - loop.time()))
             if not names:

@@ -13,9 +13,9 @@ from tests.support.operator.operator_bed import (
     training_job,
 )
 
-pytestmark = pytest.mark.integration
+from holdfast_operator.watch.cache import LEASES_PATH
 
-LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+pytestmark = pytest.mark.integration
 
 
 def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: OperatorBed) -> None:
@@ -53,10 +53,10 @@ def lease(node: str, second: int) -> dict[str, Any]:
 def renew_others(empty_bed: OperatorBed) -> Iterator[Callable[[], None]]:
     """Return a function that renews the leases of 12 other nodes."""
     plane = empty_bed.plane
-    paths = [f"{LEASES}/other-{n}" for n in range(12)]
+    paths = [f"{LEASES_PATH}/other-{n}" for n in range(12)]
     seconds = iter(range(1, 1000))
     for path in paths:
-        plane.request("POST", LEASES, lease(path.rpartition("/")[2], 0))
+        plane.request("POST", LEASES_PATH, lease(path.rpartition("/")[2], 0))
 
     def renew() -> None:
         second = next(seconds)
@@ -78,7 +78,7 @@ def leases_in_doubt(bed: OperatorBed) -> float:
 def test_a_lost_node_among_many_late_leases_is_found_when_the_others_are_renewed(
     empty_bed: OperatorBed, renew_others: Callable[[], None]
 ) -> None:
-    empty_bed.plane.request("POST", LEASES, lease(empty_bed.kubelet.node, 0))
+    empty_bed.plane.request("POST", LEASES_PATH, lease(empty_bed.kubelet.node, 0))
     empty_bed.start_operator()
     job = training_job()
     job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}
@@ -100,7 +100,7 @@ def test_a_lost_node_among_many_late_leases_is_found_when_the_others_are_renewed
 def test_a_node_whose_lease_stops_is_lost(empty_bed: OperatorBed) -> None:
     """The sidecar does not answer and no kubelet confirms the pod's deletion, so the deletion is forced."""
     node = empty_bed.kubelet.node
-    empty_bed.plane.request("POST", LEASES, lease(node, 0))
+    empty_bed.plane.request("POST", LEASES_PATH, lease(node, 0))
     empty_bed.start_operator()
     job = training_job()
     job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}

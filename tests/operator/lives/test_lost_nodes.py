@@ -36,6 +36,15 @@ def node_of(life: Life, worker: int) -> FakeNode:
     return life.cluster.nodes[pod.node]
 
 
+def training_on_many_nodes() -> tuple[Life, list[FakeNode]]:
+    """Return a gang that trains in a cluster with 12 further nodes, and these with the node of worker 2."""
+    life = training()
+    others = {f"other-{n}": FakeNode(f"other-{n}") for n in range(12)}
+    life.cluster.nodes |= others
+    life.run(10)
+    return life, [*others.values(), node_of(life, 2)]
+
+
 def only_node_that_fits(life: Life, worker: int) -> FakeNode:
     """Return the worker's node, after filling all other nodes."""
     node = node_of(life, worker)
@@ -323,14 +332,11 @@ def test_a_node_that_was_lost_and_came_back_is_used_again() -> None:
 
 def test_a_slow_api_server_and_a_sidecar_that_does_not_answer_restart_no_gang() -> None:
     """The API server does not take the renewals of most nodes, and the operator's calls end too early."""
-    life = training()
-    life.cluster.nodes |= {f"other-{n}": FakeNode(f"other-{n}") for n in range(12)}
-    life.run(10)
-    late = node_of(life, 2)
-    for node in life.cluster.nodes.values():
-        node.cut_off = node is late or node.name.startswith("other")
+    life, most = training_on_many_nodes()
+    for node in most:
+        node.cut_off = True
     life.run(TAINT_SECONDS - 5)
-    for node in life.cluster.nodes.values():
+    for node in most:
         node.cut_off = False
     life.run(30)
     assert life.status.restart_round == 0
@@ -338,12 +344,10 @@ def test_a_slow_api_server_and_a_sidecar_that_does_not_answer_restart_no_gang() 
 
 
 def test_the_loss_of_most_nodes_is_found_by_their_taints() -> None:
-    life = training()
-    life.cluster.nodes |= {f"other-{n}": FakeNode(f"other-{n}") for n in range(12)}
-    life.run(10)
+    life, most = training_on_many_nodes()
     lost = node_of(life, 2)
-    for node in life.cluster.nodes.values():
-        node.dead = node is lost or node.name.startswith("other")
+    for node in most:
+        node.dead = True
     life.run(LONG)
     assert one_round(life)
     assert node_of(life, 2) is not lost

@@ -120,7 +120,8 @@ class NodeLeases:
 
         While the API server is away, every lease grows old, and the kubelets need some time to renew them
         afterwards. If all nodes counted as late then, the operator would call every sidecar of the cluster
-        again and again. So the time of a silent watch does not count, nor does the time before a silence.
+        again and again. So the time of a silent watch does not count, nor does the time before a silence. The
+        result is 0 while the leases are in doubt.
 
         Args:
             contact: When the watch of leases last delivered anything.
