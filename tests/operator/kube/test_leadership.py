@@ -44,10 +44,8 @@ class ApiWithLateRenewal(FakeApi):
 
     late: bool = False
 
-    async def get(
-        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
-    ) -> Any:
-        found = await super().get(path, params, seconds=seconds)
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+        found = await super().get(path, params)
         if self.late:
             self.late = False
             self.touch(self.objects[KEY])

@@ -128,9 +128,10 @@ class FakeApi(KubeApi):
         raise _error(422, "Invalid", f"{path}: this server has no watches and no streamed lists")
         yield
 
-    async def get(
-        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
-    ) -> Any:
+    async def get_page(self, path: str, params: Mapping[str, str], *, seconds: float) -> Any:
+        return await self.get(path, params)
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
         where = _parse(path)
         self._check("GET" if where.name else "LIST", where)
         if where.name:

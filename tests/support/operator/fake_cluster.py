@@ -700,11 +700,9 @@ class _ClusterApi(FakeApi):
         super().__init__()
         self._cluster = cluster
 
-    async def get(
-        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
-    ) -> Any:
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
         self._cluster.publish()
-        return await super().get(path, params, seconds=seconds)
+        return await super().get(path, params)
 
     async def post(
         self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None

@@ -228,10 +228,8 @@ class _TroubledApi(FakeApi):
         self.trouble = calm()
         self.on_write: Callable[[], None] = lambda: None
 
-    async def get(
-        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
-    ) -> Any:
-        return await self._cluster.api.get(path, params, seconds=seconds)
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+        return await self._cluster.api.get(path, params)
 
     async def post(
         self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None

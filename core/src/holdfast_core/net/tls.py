@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import ssl
-from asyncio import sslproto
+from asyncio import BaseTransport, sslproto
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ from holdfast_core.errors import AccessDeniedError, ConfigError
 
 READ_BYTES = 16 << 10
 """Read buffer of a TLS connection, see `use_small_read_buffers`."""
+LARGE_READ_BYTES = 256 << 10
+"""Read buffer of a TLS connection after `use_large_read_buffer`."""
 _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME of OpenSSL's x509_vfy.h. Python's ssl module has no name for it."""
 OUT_OF_TIME = frozenset({9, 10})
@@ -57,6 +59,19 @@ def use_small_read_buffers() -> None:
     would need 250 MiB for that alone. A TLS record has at most 16 KiB.
     """
     sslproto.SSLProtocol.max_size = READ_BYTES
+
+
+def use_large_read_buffer(transport: BaseTransport | None) -> None:
+    """Give this TLS connection of asyncio a read buffer of LARGE_READ_BYTES for what arrives from now on.
+
+    asyncio reads from a connection once in a turn of the event loop, and at most one buffer. Where a turn
+    takes 100 ms, a small buffer lets 160 KiB through in a second. Connections without TLS are left as they
+    are.
+    """
+    # asyncio offers no public way to the protocol of a transport. It makes the buffer longer by itself.
+    protocol = getattr(transport, "_ssl_protocol", None)
+    if protocol is not None:
+        protocol.max_size = LARGE_READ_BYTES
 
 
 def load_leaf(context: ssl.SSLContext, certificate_pem: str, key_pem: str) -> None:

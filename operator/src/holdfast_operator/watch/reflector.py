@@ -32,8 +32,9 @@ T = TypeVar("T")
 GONE = 410
 NO_STREAMED_LISTS = (400, 422)
 """Statuses of a server that does not know the parameters of a streamed list, or forbids them."""
-TOO_MANY_REQUESTS = 429
-"""Status of a server that is busy. A server that has just started answers with it, too."""
+OTHER_REFUSALS = (None, 401, 403, 429)
+"""Statuses that do not concern streamed lists: no answer, no rights, and a server that is busy. A server that
+has just started does not know the operator's rights yet, and answers with 403 or 429."""
 _END_OF_LIST = "k8s.io/initial-events-end"
 """Annotation of the bookmark after the last present object."""
 
@@ -189,7 +190,7 @@ class Reflector(Generic[T]):
             if token is not None:
                 params["continue"] = token
             try:
-                page = await self._api.get(
+                page = await self._api.get_page(
                     self.collection.path, params, seconds=self._timings.list_seconds
                 )
             except ApiError as error:
@@ -295,7 +296,7 @@ class Reflector(Generic[T]):
                             self._event(json.loads(line))
         except ApiError as error:
             listing = self._arriving is not None
-            if listing and error.status not in (None, TOO_MANY_REQUESTS):
+            if listing and error.status not in OTHER_REFUSALS:
                 self._in_pages = True
             if error.status == GONE:
                 raise WatchGone from error

@@ -1,0 +1,85 @@
+"""Long answers of the API server arrive in few turns of a busy event loop (ADR 0120)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+import time
+from asyncio import sslproto
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.servers.pki import Authority
+
+from holdfast_core.net.tls import READ_BYTES, load_leaf
+from holdfast_operator.kube.access import KubeAccess
+from holdfast_operator.kube.api import KubeApi
+
+SIZE_BYTES = 1 << 20
+TURN_SECONDS = 0.02
+
+
+@pytest.fixture
+def access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubeAccess]:
+    """A server over TLS that answers one request, with a JSON text of SIZE_BYTES, in a thread of its own."""
+    monkeypatch.setattr(sslproto.SSLProtocol, "max_size", READ_BYTES)  # as __main__ sets it
+    authority = Authority()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate, key = authority.leaf("127.0.0.1")
+    load_leaf(context, certificate.decode(), key.decode())
+    listening = socket.create_server(("127.0.0.1", 0))
+    body = b'"' + b"x" * (SIZE_BYTES - 2) + b'"'
+
+    def serve() -> None:
+        plain, _ = listening.accept()
+        with plain, context.wrap_socket(plain, server_side=True) as connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with listening:
+        yield KubeAccess(
+            f"https://127.0.0.1:{listening.getsockname()[1]}",
+            ca_pem=authority.certificate_pem.decode(),
+        )
+        thread.join()
+
+
+class BusyLoop:
+    """Something that takes TURN_SECONDS of each turn of the event loop, as the passes over jobs do."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def run(self) -> None:
+        while True:
+            time.sleep(TURN_SECONDS)  # noqa: ASYNC251 - it must block the loop
+            self.turns += 1
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", ["stream", "page"])
+async def test_a_long_answer_needs_few_turns_of_the_event_loop(
+    access: KubeAccess, kind: str
+) -> None:
+    """With buffers of READ_BYTES it would need 64 turns, and a watch would be minutes late."""
+    api, busy = KubeApi(access), BusyLoop()
+    await api.start()
+    try:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(busy.run())
+            if kind == "stream":
+                async with api.stream("/watch", {}, total_seconds=60) as response:
+                    before = busy.turns
+                    assert len(await response.read()) == SIZE_BYTES
+            else:
+                before = busy.turns + 5  # TCP, TLS, request and header
+                assert len(await api.get_page("/list", {}, seconds=60)) == SIZE_BYTES - 2
+            task.cancel()
+        assert busy.turns - before < SIZE_BYTES // READ_BYTES // 2
+    finally:
+        await api.close()
