@@ -365,6 +365,20 @@ def test_levels_are_written_at_most_every_10_seconds() -> None:
     assert second.status.step == 60
 
 
+def test_ready_workers_are_written_like_levels() -> None:
+    """Otherwise each lost pod costs a write of the status before the one that begins the round."""
+    first = decide(world(), now())
+    (write,) = only(first, WriteStatus)
+    later = world(memory=first.memory)
+    later = replace(later, job=changed(later.job, status=write.status))
+    one, *others = later.pods
+    later = replace(later, pods=(replace(one, ready=False), *others))
+    assert not only(decide(later, now(1005.0)), WriteStatus)
+    (second,) = only(decide(later, now(1000.0 + LEVELS_EVERY_SECONDS)), WriteStatus)
+    assert second.status.workers is not None
+    assert second.status.workers.ready == len(others)
+
+
 def test_with_many_jobs_levels_are_written_less_often() -> None:
     first = decide(world(), now())
     (write,) = only(first, WriteStatus)

@@ -329,10 +329,10 @@ def must_write(
 ) -> bool:
     """Return whether the new status must be written now.
 
-    Changes of levels, goodput and messages wait until the last write is LEVELS_EVERY_SECONDS old, or
-    `routine_seconds` if that is longer. A new operator process waits as long after it first sees the job:
-    the writes of a thousand jobs would delay the passes that matter by half a minute. All other changes are
-    written immediately. A change of goodput alone is written only while Running is True. Otherwise a job
+    Changes of levels, ready workers, goodput and messages wait until the last write is LEVELS_EVERY_SECONDS
+    old, or `routine_seconds` if that is longer. A new operator process waits as long after it first sees the
+    job: the writes of a thousand jobs would delay the passes that matter by half a minute. All other changes
+    are written immediately. A change of goodput alone is written only while Running is True. Otherwise a job
     that waits for days would cause a write every ten seconds.
     """
     if _durable(old) != _durable(new):
@@ -350,8 +350,10 @@ def _durable(status: TrainingJobStatus) -> tuple[object, ...]:
     conditions = tuple(
         (c.type, c.status, c.reason, c.last_transition_time) for c in status.conditions
     )
+    workers = status.workers
     rest = changed(
         status,
+        workers=None if workers is None else changed(workers, ready=0, summary=""),
         step=None,
         # The first commit must not wait: once it is recorded, the job never starts without a checkpoint.
         last_committed_step=None if status.last_committed_step is None else Step(0),
