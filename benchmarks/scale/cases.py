@@ -175,6 +175,8 @@ async def catastrophe(bed: Bed, operator: OperatorProcess) -> list[Figure]:
     deletion = asyncio.create_task(bed.delete_pods(_NOW))
 
     def replaced() -> bool:
+        if deletion.done():
+            deletion.result()  # what has ended it would otherwise show after half an hour
         return sum(not p.deleting for u, p in bed.kubelets.pods.items() if u not in old) >= pods
 
     try:
@@ -351,10 +353,10 @@ async def _phases(bed: Bed, gangs: list[str]) -> dict[str, float]:
 
 async def _recovered(bed: Bed, rounds: dict[str, int], chosen: list[str] | None = None) -> bool:
     """Return whether the chosen gangs, or all, train in a later round than they did."""
-    wanted = set(rounds if chosen is None else chosen)
-    trained = await bed.trained(lambda uid: rounds[uid] + (uid in wanted))
-    _progress(f"{trained} of {bed.jobs} gangs train")
-    return trained == bed.jobs
+    wanted = len(rounds if chosen is None else chosen)
+    trained = await bed.trained(lambda uid: rounds[uid] + 1, chosen)
+    _progress(f"{trained} of {wanted} gangs train again")
+    return trained == wanted
 
 
 async def _lose(bed: Bed, gangs: list[str], per_second: float) -> dict[str, float]:
