@@ -238,7 +238,7 @@ bench-ranks: sync ## a real coordinator with played members, 64 to 4096 workers,
 	$(PY) -m benchmarks.ranks $(BENCH)
 
 .PHONY: bench-scale
-bench-scale: tools ## one operator with 1,000 jobs of 10 workers on a real API server, into benchmarks/results/scale.{json,md}
+bench-scale: tools ## one operator with 1,000 jobs of 10 workers on a real API server, into benchmarks/results/scale.{json,md,png}
 	$(PY) -m benchmarks.scale $(BENCH)
 
 .PHONY: bench-interval

@@ -1,6 +1,6 @@
 """`make bench-scale`: one operator and the jobs of a whole cluster.
 
-The results are written to results/scale.json, with a page beside it.
+The results are written to results/scale.json, with a page and a chart beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Figure, merged, read, write
-from benchmarks.scale import cases
+from benchmarks.scale import cases, chart
 from benchmarks.scale.bed import Bed
 from benchmarks.scale.page import page
 from holdfast_core.net.tls import use_small_read_buffers
@@ -74,6 +74,7 @@ def _note(options: argparse.Namespace, jobs: int, found: list[Figure]) -> None:
         figures = merged(read(NAME), found)
         path = write(NAME, figures)
         path.with_suffix(".md").write_text(page(figures))
+        chart.draw(path.with_suffix(".png"), figures)
 
 
 def main(arguments: list[str] | None = None) -> int:
