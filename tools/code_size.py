@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14860,
+    "core": 14870,
     "operator": 12670,
     "sidecar": 9800,
     "trainer_sdk": 17750,

@@ -90,8 +90,7 @@ class KubeApi:
         async with self._open(
             "GET", path, params, None, None, total_seconds, read_seconds
         ) as response:
-            connection = response.connection
-            use_large_read_buffer(None if connection is None else connection.transport)
+            use_large_read_buffer(getattr(response.connection, "transport", None))
             yield response
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
@@ -104,8 +103,7 @@ class KubeApi:
             seconds: Limit for the whole response.
         """
         async with self.stream(path, params, total_seconds=seconds) as response:
-            data = await response.read()
-        return _decoded("GET", path, data)
+            return _decoded("GET", path, await response.read())
 
     async def post(
         self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
@@ -141,8 +139,7 @@ class KubeApi:
         async with self._open(
             method, path, params, body, content_type, REQUEST_SECONDS, None
         ) as response:
-            data = await response.read()
-        return _decoded(method, path, data)
+            return _decoded(method, path, await response.read())
 
     @asynccontextmanager
     async def _open(
