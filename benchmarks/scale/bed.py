@@ -28,6 +28,9 @@ from holdfast_operator.kube.api import ApiError, KubeApi
 NAMESPACE = "training"
 _JOBS = f"{GROUP}/namespaces/{NAMESPACE}/trainingjobs"
 _FEW_JOBS = 50
+"""Most jobs that are read one by one."""
+_NOT_NOW = (None, 429, 500, 503, 504)
+"""Statuses of an API server that is silent or busy. It shares the cores with all others."""
 
 
 class Bed:
@@ -141,16 +144,28 @@ class Bed:
             await asyncio.to_thread(self.plane.request, "DELETE", path, options)
 
         async def delete(pod: Pod) -> None:
-            while (present := self.kubelets.pods.get(pod.uid)) and not present.deleting:
-                try:
-                    await self.api.delete(pod.path, options)
-                except ApiError as error:
-                    if error.status == 404:  # it is gone, and the watch has not shown it yet
-                        return
-                    # The server is busy. This process, unlike its kubelets, must not lose a request.
-                    await asyncio.sleep(1)
+            present = self.kubelets.pods.get(pod.uid)
+            if present is not None and not present.deleting:
+                await self.delete_pod(pod, options)
 
         await in_parallel(delete, old)
+
+    async def delete_pod(self, pod: Pod, options: dict[str, Any]) -> float:
+        """Delete a pod, or find that it is gone. Return when the request began that succeeded.
+
+        A request that a silent or busy API server does not answer or refuses is repeated.
+        """
+        while True:
+            begun = time.monotonic()
+            try:
+                await self.api.delete(pod.path, options)
+            except ApiError as error:
+                if error.status in _NOT_NOW:
+                    await asyncio.sleep(1)
+                    continue
+                if error.status != 404:
+                    raise
+            return begun
 
     # ------------------------------------------------------------------ what the operator does
 

@@ -17,7 +17,6 @@ from benchmarks.scale.bed import NAMESPACE, Bed
 from benchmarks.scale.kubelets import Pod, in_parallel
 from benchmarks.scale.operator_process import OperatorProcess
 from holdfast_core.ids import Worker
-from holdfast_operator.kube.api import ApiError
 
 FAILURES_PER_SECOND = 100.0
 _SETTLE_SECONDS = 30.0
@@ -352,11 +351,13 @@ async def _phases(bed: Bed, gangs: list[str]) -> dict[str, float]:
 
 
 async def _recovered(bed: Bed, rounds: dict[str, int], chosen: list[str] | None = None) -> bool:
-    """Return whether the chosen gangs, or all, train in a later round than they did."""
+    """Return whether the chosen gangs, or all, train in a later round than they did, and the others train."""
     wanted = len(rounds if chosen is None else chosen)
     trained = await bed.trained(lambda uid: rounds[uid] + 1, chosen)
     _progress(f"{trained} of {wanted} gangs train again")
-    return trained == wanted
+    if trained < wanted:
+        return False
+    return chosen is None or await bed.trained(lambda uid: rounds[uid]) == bed.jobs
 
 
 async def _lose(bed: Bed, gangs: list[str], per_second: float) -> dict[str, float]:
@@ -369,17 +370,7 @@ async def _lose(bed: Bed, gangs: list[str], per_second: float) -> dict[str, floa
     async def lose(numbered: tuple[int, str]) -> None:
         number, uid = numbered
         await asyncio.sleep(max(0.0, begun + number / per_second - time.monotonic()))
-        pod = pods[uid][number % len(pods[uid])]
-        while uid not in lost:
-            at = time.monotonic()
-            try:
-                await bed.api.delete(pod.path, _NOW)
-            except ApiError as error:
-                # The server shares the cores with all others, and may be silent for longer than a call.
-                if error.status is not None:
-                    raise
-            else:
-                lost[uid] = at
+        lost[uid] = await bed.delete_pod(pods[uid][number % len(pods[uid])], _NOW)
 
     await in_parallel(lose, enumerate(gangs), 64)
     return lost

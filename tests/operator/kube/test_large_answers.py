@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.support.servers.pki import Authority
 
-from holdfast_core.net.tls import READ_BYTES, load_leaf
+from holdfast_core.net.tls import READ_BYTES, load_leaf, use_small_read_buffers
 from holdfast_operator.kube.access import KubeAccess
 from holdfast_operator.kube.api import KubeApi
 
@@ -25,12 +25,15 @@ TURN_SECONDS = 0.02
 @pytest.fixture
 def access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubeAccess]:
     """A server over TLS that answers one request, with a JSON text of SIZE_BYTES, in a thread of its own."""
-    monkeypatch.setattr(sslproto.SSLProtocol, "max_size", READ_BYTES)  # as __main__ sets it
+    original = sslproto.SSLProtocol.max_size
+    monkeypatch.setattr(sslproto.SSLProtocol, "max_size", original)  # so that it is restored
+    use_small_read_buffers()
     authority = Authority()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate, key = authority.leaf("127.0.0.1")
     load_leaf(context, certificate.decode(), key.decode())
     listening = socket.create_server(("127.0.0.1", 0))
+    listening.settimeout(60)  # so that a test that fails before its request ends
     body = b'"' + b"x" * (SIZE_BYTES - 2) + b'"'
 
     def serve() -> None:
