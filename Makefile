@@ -25,7 +25,7 @@ help: ## what each target does
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-22s %s\n", $$1, $$2}'
 
 .PHONY: prerequisites
-prerequisites:
+prerequisites: ## name everything that this machine lacks, and what works without it
 	@tools/prerequisites.sh base
 	@command -v $(UV) >/dev/null || python3 tools/install_uv.py $(UV_FOLDER)
 
@@ -108,14 +108,14 @@ fuzz: sync ## search for inputs that break a parser, with new seeds, for MINUTES
 	PYTHONPATH=. $(PY) -m tests.fuzz --minutes $(or $(MINUTES),10)
 
 .PHONY: tools
-tools: sync prerequisites-cluster ## build etcd, kube-apiserver, helm, MinIO... into the test bed's cache
+tools: prerequisites-cluster sync ## build etcd, kube-apiserver, helm, MinIO... into the test bed's cache
 	$(PY) -m testbed tools
 
 .PHONY: test-integration
 test-integration: tools ## real MinIO, real API server, real sidecars and trainers as processes
 	$(RUN) pytest tests/integration tests/charts -q $(FILES_SIDE_BY_SIDE)
 
-# Tests that `make test` leaves out: the first line of each target below says why.
+# Tests that `make test-e2e` leaves out: the first line of each target below says why.
 APART := not long and not jobset and not trainer
 .PHONY: test-e2e
 test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
@@ -123,7 +123,7 @@ test-e2e: cluster-up ## every failure of the README, bad input, install and upgr
 	$(RUN) pytest tests/e2e -m "alone and $(APART)" -q --durations=0
 
 .PHONY: test-long
-test-long: cluster-up ## e2e tests that take minutes each and that faster tests cover in parts: before a release, not in `make test`
+test-long: cluster-up ## e2e tests that take minutes each and that faster tests cover in parts: before a release, not in CI
 	$(RUN) pytest tests/e2e -m long -q --durations=0
 
 .PHONY: e2e-jobset
@@ -138,11 +138,17 @@ e2e-trainer: cluster-up ## adopted pods with the real controllers of Kubeflow Tr
 	$(RUN) pytest tests/e2e -m trainer -v --durations=0
 	$(PY) -m testbed trainer --remove
 
+PHASES := python3 tools/phases.py
 .PHONY: test
-test: check test-unit test-frameworks test-integration test-e2e ## what CI runs: everything but test-long, test-megatron, test-streaming, e2e-jobset, e2e-trainer and what needs a GPU
+test: prerequisites ## static checks, unit tests, contracts and the frameworks' adapters, with a table of times; no root, no cluster
+	@$(PHASES) "make check" "make test-unit" "make test-frameworks"
+
+.PHONY: quick
+quick: sync ## static checks, and the tests that the change most probably breaks, in under 3 minutes: BASE=origin/main
+	@$(PHASES) "make check" "$(PY) -m tools.quick $(if $(BASE),--base $(BASE))"
 
 .PHONY: cluster-up
-cluster-up: sync prerequisites-cluster ## kind cluster with images, MinIO and the test bed's tools
+cluster-up: prerequisites-cluster sync ## kind cluster with images, MinIO and the test bed's tools
 	$(PY) -m testbed up
 
 .PHONY: cluster-down
@@ -191,12 +197,12 @@ release: cluster-up ## all parts of a release of this commit into dist/, with th
 	$(PY) -m tools.release
 
 .PHONY: demo
-demo: cluster-up ## train on the kind cluster, lose a pod, a rank, a node and every copy; compare bit by bit
-	$(PY) -m demo cluster
+demo: sync ## train on this machine, lose a pod, a rank, a node and every copy; compare bit by bit
+	@$(PY) -m demo local
 
-.PHONY: demo-local
-demo-local: sync ## the same story as processes on this machine, without a cluster
-	$(PY) -m demo local
+.PHONY: demo-kind
+demo-kind: cluster-up ## the same story on the kind cluster
+	@$(PY) -m demo cluster
 
 .PHONY: bench-recovery
 REPEATS ?= 20

@@ -1,4 +1,4 @@
-"""`python -m demo cluster` and `python -m demo local`."""
+"""`python -m demo local` (`make demo`) and `python -m demo cluster` (`make demo-kind`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from demo.waits import DemoFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130
+LOCAL_IS = (
+    "Real: the operator's decisions, sidecars, launchers, trainers and the store's files. "
+    "Simulated: Kubernetes, its nodes and its network."
+)
+"""What the demo on this machine shows, and what only `make demo-kind` shows."""
 
 
 def main() -> int:
@@ -80,6 +85,7 @@ def _local(picture: Path, folder: Path, steps: int | None) -> int:
     with Claim(folder, memory_of(folder)):
         stage = LocalStage(folder, STEPS if steps is None else steps)
         try:
+            print(LOCAL_IS, flush=True)
             title = "Holdfast on this machine: 4 workers, a small GPT, four failures"
             return 0 if Teller(stage, title, picture).tell() else 1
         finally:

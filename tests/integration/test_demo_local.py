@@ -1,4 +1,4 @@
-"""`make demo-local`, and a second run after it was interrupted in the middle."""
+"""`make demo`, and a second run after it was interrupted in the middle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The object store in a directory: on a shared file system, or on a local disk (`make demo-local`).
+"""The object store in a directory: on a shared file system, or on a local disk (`make demo`).
 
 An object is a file whose path is its key. A file is complete and has been read back before it gets its
 name. put-if-absent is link(2), which fails if the name exists. `StoreConfig.endpoint` names the directory
