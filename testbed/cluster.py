@@ -199,17 +199,15 @@ def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
 
 
 def keep_from_workers(bed: Bed) -> None:
-    """Pin DNS and the volume provisioner to the control plane.
+    """Pin DNS and, in kind's published node image, the volume provisioner to the control plane.
 
     A test that kills a worker node then kills only its own pods.
     """
     pin = {"nodeSelector": {"node-role.kubernetes.io/control-plane": ""}}
     patch = json.dumps({"spec": {"template": {"spec": pin}}})
-    for namespace, name in (
-        ("kube-system", "coredns"),
-        ("local-path-storage", "local-path-provisioner"),
-    ):
-        kubectl(bed, "-n", namespace, "patch", "deploy", name, "-p", patch)
+    for namespace in ("kube-system", "local-path-storage"):
+        for name in kubectl(bed, "-n", namespace, "get", "deploy", "-o", "name").split():
+            kubectl(bed, "-n", namespace, "patch", name, "-p", patch)
 
 
 def delete(bed: Bed, log: Path | None = None) -> None:

@@ -339,9 +339,20 @@ def _locate(namespace: str, pod: str, container: str) -> tuple[str, str, int]:
     """Return the node, the container id, and the pid in the node of the container's first process."""
     record = json.loads(_kubectl("get", "pod", "-n", namespace, pod, "-o", "json"))
     node, container_id = find_container(record, container)
-    form = "crictl inspect -o go-template --template '{{.info.pid}}'"
-    pid = cluster.in_node(current_bed(), node, f"{form} {container_id}").strip()
-    return node, container_id, int(pid)
+    tasks = cluster.in_node(current_bed(), node, "ctr -n k8s.io tasks ls")
+    return node, container_id, pid_of_task(tasks, container_id)
+
+
+def pid_of_task(listing: str, container_id: str) -> int:
+    """Return the pid of a container's first process from the output of `ctr tasks ls`: TASK PID STATUS.
+
+    Raises BedError if the container has no task.
+    """
+    for line in listing.splitlines()[1:]:
+        task, pid, *_ = line.split()
+        if task == container_id:
+            return int(pid)
+    raise BedError(f"container {container_id} has no task; found:\n{listing}")
 
 
 def _processes(node: str, container_id: str) -> dict[int, str]:

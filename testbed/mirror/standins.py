@@ -70,14 +70,13 @@ def node(bed: Bed, log: Path) -> None:
     """Build local mode's node image with the contents of a published one: images and a pod network."""
     images = nodeimage.component_images(bed, log)
     run(["rm", "-rf", bed.template])
-    template.add(bed, images, log)
+    template.add(bed, [*images, nodeimage.ROOTFS_IMAGE], log)
     run(["docker", "rmi", *images], env=bed.environment(), log=log)
     files = nodeimage.node_files(bed, log)
     store = files / "var/lib/containerd"
     store.parent.mkdir(parents=True, exist_ok=True)
     bed.template.rename(store)
-    helper = nodeimage.storage_constants()[0]["storageHelperImage"]
-    network = (_HERE / "cni.yaml").read_text().replace("HELPER_IMAGE", helper)
+    network = (_HERE / "cni.yaml").read_text().replace("HELPER_IMAGE", nodeimage.ROOTFS_IMAGE)
     (files / "kind/manifests/default-cni.yaml").write_text(network)
     (files / _DROP_INS).mkdir(parents=True, exist_ok=True)
     (files / _DROP_INS / "10-host.conf").write_text(json.dumps(_KUBELET))

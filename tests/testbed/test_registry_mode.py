@@ -114,7 +114,7 @@ def test_images_are_built_from_the_base_that_the_user_names(
 
 def test_status_misses_only_what_the_mode_needs(tmp_path: Path) -> None:
     registry = {s.name for s in tools.needed(Bed(tmp_path, local=False))}
-    assert {"kubernetes", "etcd", "helm", "minio", "mc", "versitygw", "kind"} == registry
+    assert {"kubernetes", "etcd", "helm", "minio", "versitygw", "kind"} == registry
     assert {s.name for s in tools.needed(Bed(tmp_path, local=True))} > registry
 
 
@@ -133,8 +133,7 @@ def test_bases_that_are_there_are_neither_pulled_nor_built_again(
     asked = docker_that(tmp_path, run, monkeypatch)
     bed = Bed(tmp_path / "bed", local=False)
     bed.prepare()
-    for name in ("minio", "mc"):
-        (bed.bin / name).write_text(name)
+    (bed.bin / "minio").write_text("minio")
 
     def work() -> list[str]:
         asked.write_text("")
@@ -150,14 +149,15 @@ def test_bases_that_are_there_are_neither_pulled_nor_built_again(
     assert (changed.count("pull"), changed.count("build")) == (1, 1)
 
 
-def test_an_image_is_known_by_its_index_while_a_tag_names_it() -> None:
+def test_an_image_is_known_by_its_index_and_its_configuration_while_a_tag_names_it() -> None:
     listing = (
         "REF TYPE DIGEST SIZE PLATFORMS LABELS\n"
         "docker.io/holdfast/operator:dev application/vnd.oci.image.index.v1+json sha256:aa 1 MiB -\n"
         "docker.io/holdfast/operator@sha256:bb application/x sha256:bb 1 MiB -\n"
         "sha256:cc application/x sha256:dd 1 MiB -\n"
+        "sha256:ee application/x sha256:aa 1 MiB -\n"
     )
-    assert load.tagged_digests(listing) == {"sha256:aa"}
+    assert load.ids_of_tagged(listing) == {"sha256:aa", "sha256:ee"}
 
 
 def test_settings_of_an_engine_go_over_ours_and_none_takes_one_out(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from testbed.driver.jobs import (
     TRAINER_IMAGE,
 )
 from testbed.driver.kube import Kube, Object, ignore_missing, wait_for
-from testbed.driver.oracle import mc
+from testbed.driver.store import delete_objects
 
 from benchmarks.recovery.jobs import NAMESPACE
 
@@ -132,7 +132,7 @@ class Peer(ABC):
             return not pods
 
         wait_for(f"the pods of {self.NAME} to go", gone, timeout_seconds=60)
-        mc("rm", "--recursive", "--force", f"t/{BUCKET}/{self.NAME}/")  # a save is a GiB
+        delete_objects(self._kube, f"{self.NAME}/")  # a save is a GiB
 
     def _pods(self) -> list[Object]:
         return self._kube.pods(NAMESPACE, f"{self.OWNER_LABEL}={self.NAME}")

@@ -2,7 +2,7 @@ module holdfast.dev/testbed/tools/helm
 
 go 1.26.0
 
-require helm.sh/helm/v4 v4.3.1
+require helm.sh/helm/v4 v4.2.3
 
 require (
 	dario.cat/mergo v1.0.1 // indirect

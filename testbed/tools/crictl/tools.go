@@ -1,8 +1,0 @@
-//go:build tools
-
-// Package tools pins what the test bed builds here: `go mod tidy` keeps what these imports need.
-package tools
-
-import (
-	_ "sigs.k8s.io/cri-tools/cmd/crictl"
-)
