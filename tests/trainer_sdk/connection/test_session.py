@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.base.handle import SaveHandle
+from holdfast.base.handle import SaveHandle, SaveTimeoutError
 from holdfast.connection.session import Session
 from holdfast.slots.staging import Slot, SlotRing
-from holdfast_core.errors import FormatError, RefusedError, UnavailableError
+from holdfast_core.errors import FormatError, RefusedError, SaveFailedError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
+    NO_OBJECT_TIER,
     OVERTAKEN,
     HelloReply,
     LevelReached,
@@ -156,14 +157,30 @@ def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_acknowledged(
     first, same, other = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Staged(Step(10)))
     session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
-    session.push(SaveFailed(Step(10), ROUND, Level.PERSISTED, "NoObjectTier", "there is none"))
+    session.push(SaveFailed(Step(10), ROUND, Level.PERSISTED, "NotUploaded", "there is no room"))
     assert (first.level, same.level, other.level) == (Level.LOCAL, None, None)
     link.sent[1][1].set_result(Staged(Step(10)))
     link.sent[2][1].set_exception(RefusedError(Refusal.CONFLICT, "other bytes"))
     assert (first.level, same.level, other.level) == (Level.LOCAL, Level.LOCAL, None)
-    assert same.failure == first.failure == "NoObjectTier: there is none"
+    assert same.failure == first.failure == "NotUploaded: there is no room"
     assert other.failure == "other bytes"
     assert ring.slots[2].header().state is SlotState.FREE
+
+
+def test_a_level_that_does_not_exist_ends_its_waits_and_is_no_failure(tmp_path: Path) -> None:
+    """A second save of the step is told nothing of its own, and takes this over from the first."""
+    ring, link, session = handing_over(tmp_path, 2)
+    first, again = (save(session, slot, 10) for slot in ring.slots)
+    link.sent[0][1].set_result(Staged(Step(10)))
+    session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
+    session.push(SaveFailed(Step(10), ROUND, Level.PERSISTED, NO_OBJECT_TIER, "set a store"))
+    link.sent[1][1].set_result(Staged(Step(10)))
+    for handle in (first, again):
+        with pytest.raises(SaveFailedError, match=r"did not become persisted: .*set a store"):
+            handle.wait("persisted", timeout=0)
+        with pytest.raises(SaveTimeoutError):
+            handle.wait("replicated", timeout=0)
+        assert handle.failure is None
 
 
 def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(

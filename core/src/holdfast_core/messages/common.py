@@ -135,6 +135,11 @@ class Policy:
     not leave before the step at which the gang has stopped is persisted, even if peers have copies."""
 
     @property
+    def has_object_tier(self) -> bool:
+        """Return whether steps are uploaded to an object store."""
+        return self.object_every_steps is not None or self.object_every_seconds is not None
+
+    @property
     def memory_level_enabled(self) -> bool:
         """Return whether a step that is staged during an earlier one's write waits in memory.
 

@@ -43,6 +43,9 @@ PROTOCOL_VERSION = 1
 
 OVERTAKEN = "Overtaken"
 """Reason of SaveFailed for a step that a newer one replaced. It is not an error."""
+NO_OBJECT_TIER = "NoObjectTier"
+"""Reason of SaveFailed for level persisted where there is no object store. The save has not failed: the level
+does not exist for it, and a wait for the level ends."""
 
 
 class LocalRole(StrEnum):

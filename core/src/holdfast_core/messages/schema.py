@@ -70,6 +70,7 @@ from holdfast_core.messages.operator import (
     UncommittedShard,
 )
 from holdfast_core.messages.pod_socket import (
+    NO_OBJECT_TIER,
     OVERTAKEN,
     PROTOCOL_VERSION,
     DropSegments,

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import (
+    NO_OBJECT_TIER,
     OVERTAKEN,
     GangRequest,
     LevelNotice,
@@ -84,7 +85,7 @@ class RankNotices:
     def repeat(self, connection: Connection) -> None:
         """Send the newest notices to a rank that has connected again."""
         for reached in self._levels.values():
-            connection.push(reached)
+            self._push(connection, reached)
         for failed in self._overtaken.values():
             connection.push(failed)
         if connection.rank == 0:
@@ -109,7 +110,27 @@ class RankNotices:
             return  # The notice is late: one of this level or a higher one has arrived before.
         _remember(self._levels, reached.step, reached)
         for connection in self._ranks():
-            connection.push(reached)
+            self._push(connection, reached)
+
+    def _push(self, connection: Connection, reached: LevelReached) -> None:
+        """Push a level, and for a committed step of a job without a store that it is never persisted.
+
+        A wait for that level would otherwise never end.
+        """
+        connection.push(reached)
+        accepted = self._current().accepted
+        if reached.level is Level.MEMORY or accepted is None:
+            return
+        if not accepted.policy.has_object_tier:
+            connection.push(
+                SaveFailed(
+                    reached.step,
+                    reached.round,
+                    Level.PERSISTED,
+                    NO_OBJECT_TIER,
+                    "the job has no object store; set spec.checkpoint.object",
+                )
+            )
 
     def _ranks(self) -> list[Connection]:
         ranks = self._connections.ranks

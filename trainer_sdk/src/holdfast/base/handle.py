@@ -51,7 +51,10 @@ class SaveHandle:
 
     @property
     def failure(self) -> str | None:
-        """Why the lowest failed level was not reached, or None while no level failed."""
+        """Why the lowest failed level was not reached, or None while no level failed.
+
+        A level that does not exist here, such as "persisted" without an object store, has not failed.
+        """
         with self._condition:
             return next((self._failures[lv] for lv in Level if lv in self._failures), None)
 
@@ -72,7 +75,8 @@ class SaveHandle:
         level: the level or its name, such as "local".
         timeout: seconds to wait at most; None waits without a limit.
 
-        Raises SaveFailedError when the level cannot be reached any more, SaveTimeoutError (which is also a
+        Raises SaveFailedError when the level cannot be reached (any more), for example "persisted" without an
+        object store, SaveTimeoutError (which is also a
         TimeoutError) at the time-out, and ValueError for an unknown level.
         """
         wanted = Level(level)
@@ -109,10 +113,10 @@ class SaveHandle:
             self._condition.notify_all()
 
     def report_no_more(self, level: Level, why: str) -> None:
-        """For the connection: record that no report of `level` and the levels above it arrives any more.
+        """For the connection: record that no report of `level` and the levels above it arrives.
 
-        Waits for these levels end with SaveFailedError. The save may still reach them, so that this is no
-        failure of it, and a report that arrives all the same counts.
+        Waits for these levels end with SaveFailedError. This is no failure of the save: the levels do not
+        exist here, or it may still reach them. A report that arrives all the same counts.
         """
         with self._condition:
             self._unreported.setdefault(level, why)
@@ -123,12 +127,15 @@ class SaveHandle:
         if other is self:
             return
         with other._condition:
-            level, failures = other._level, dict(other._failures)
+            level = other._level
+            failures, unreported = dict(other._failures), dict(other._unreported)
         self.overtaken |= other.overtaken
         if level is not None:
             self.reach(level)
         for failed, why in failures.items():
             self.fail(failed, why)
+        for silent, why in unreported.items():
+            self.report_no_more(silent, why)
 
     def _reached(self, level: Level) -> bool:
         return self._level is not None and self._level.includes(level)

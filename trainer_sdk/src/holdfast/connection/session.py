@@ -20,6 +20,7 @@ from holdfast.slots.staging import Slot
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound
 from holdfast_core.messages.schema import (
+    NO_OBJECT_TIER,
     OVERTAKEN,
     PROTOCOL_VERSION,
     DropSegments,
@@ -234,8 +235,7 @@ class Session:
                 self._settled()
             case SaveFailed():
                 for save in self._saves_of(message.step, message.round):
-                    save.handle.overtaken |= message.reason == OVERTAKEN
-                    save.handle.fail(message.level, f"{message.reason}: {message.message}")
+                    _note_failed(save.handle, message)
                 self._settled()
             case SaveRequested():
                 self._note_request(message.token, stop=False)
@@ -513,6 +513,15 @@ class Session:
                 self._stop_requested = True
             else:
                 self._save_requested = True
+
+
+def _note_failed(handle: SaveHandle, message: SaveFailed) -> None:
+    why = f"{message.reason}: {message.message}"
+    if message.reason == NO_OBJECT_TIER:
+        handle.report_no_more(message.level, why)
+    else:
+        handle.overtaken |= message.reason == OVERTAKEN
+        handle.fail(message.level, why)
 
 
 def _state_of(save: _Staged) -> SlotState | None:

@@ -36,6 +36,7 @@ from holdfast_core.failpoint import failpoint
 from holdfast_core.format.rank_layout import LayoutDigests, layout_digests
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, Step, age_of
 from holdfast_core.messages.schema import (
+    NO_OBJECT_TIER,
     LevelReached,
     Refusal,
     SaveFailed,
@@ -551,7 +552,7 @@ def _levels(checkpoint: CheckpointId, *, has_store: bool) -> list[Any]:
     """Return the messages for a committed checkpoint.
 
     A directory holds one copy. A local checkpoint therefore counts as replicated. Without a store it is
-    never persisted.
+    never persisted, and a wait for that level must end.
     """
     step, round_ = checkpoint.step, checkpoint.round
     reached = [
@@ -560,8 +561,8 @@ def _levels(checkpoint: CheckpointId, *, has_store: bool) -> list[Any]:
     ]
     if has_store:
         return reached
-    text = "a folder has no object tier; set Checkpointer(store=...)"
-    return [*reached, _failed(checkpoint, Level.PERSISTED, "NoObjectTier", text)]
+    text = "the folder has no object store; set Checkpointer(store=...)"
+    return [*reached, _failed(checkpoint, Level.PERSISTED, NO_OBJECT_TIER, text)]
 
 
 def _failed(checkpoint: CheckpointId, level: Level, reason: str, text: str) -> SaveFailed:
