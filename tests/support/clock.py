@@ -1,9 +1,11 @@
-"""A clock that tests move."""
+"""Clocks that tests move."""
 
 from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
+
+from holdfast_core.clock import SystemClock
 
 
 class ManualClock:
@@ -35,3 +37,20 @@ class ManualClock:
         self._sleepers = [s for s in self._sleepers if s[0] > self._now]
         for _, event in sorted(due, key=lambda s: s[0]):
             event.set()
+
+
+class SteppedClock(SystemClock):
+    """Clock whose monotonic time moves only in `advance`.
+
+    Its sleeps take their real time, so that back-offs of milliseconds end without a call. A busy machine thus
+    delays a test, but does not let a limit pass.
+    """
+
+    def __init__(self, start: float = 1000.0) -> None:
+        self._now = start
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from tests.support.clock import SteppedClock
 from tests.support.operator.fault_api import Fault, FaultApi
 
-from holdfast_core.clock import SystemClock
+from holdfast_core.clock import Clock, SystemClock
 from holdfast_operator.kube.access import KubeAccess
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model.job import Unreadable
@@ -41,6 +42,17 @@ def parse(raw: object) -> Thing | None:
     if raw["spec"]["value"] < 0:
         raise ValueError("negative")
     return Thing(raw["metadata"]["name"], raw["metadata"]["uid"], raw["spec"]["value"])
+
+
+class RecordingClock(SystemClock):
+    """A clock that records its sleeps, and that ends each at once."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.sleep(0)
 
 
 @dataclass
@@ -79,6 +91,7 @@ async def bench(
     timings: Timings = FAST,
     refuses: int | None = None,
     faults: Sequence[Fault] = (),
+    clock: Clock | None = None,
     **objects: int,
 ) -> AsyncIterator[Bench]:
     """Run a reflector and its server, which has these objects and answers streamed lists with `refuses`."""
@@ -97,9 +110,8 @@ async def bench(
         state = " unreadable" if isinstance(thing, Unreadable) else ""
         found.append(f"{kind} {thing.name} {thing.uid}{state}")
 
-    reflector = Reflector(
-        api, Collection("things", "/things"), parse, on_change, SystemClock(), timings
-    )
+    clock = clock or SystemClock()
+    reflector = Reflector(api, Collection("things", "/things"), parse, on_change, clock, timings)
     task = asyncio.create_task(reflector.run())
     try:
         yield Bench(server, reflector, found)
@@ -238,11 +250,13 @@ async def test_recreated_object_is_a_delete_and_an_add() -> None:
 
 
 async def test_storm_of_410_is_not_a_storm_of_requests() -> None:
-    async with bench(a=1) as b:
-        b.server.faults[:] = [Fault.GONE] * 1000
-        await b.reflector.synced.wait()
-        await asyncio.sleep(0.5)
-        assert b.server.lists < 60
+    clock = RecordingClock()
+    async with bench(clock=clock, faults=[Fault.GONE] * 1000, a=1) as b:
+        await b.until(lambda: b.server.lists >= 20)
+        pauses, lists = list(clock.slept), b.server.lists
+    assert len(pauses) >= lists - 1, "a pause before each further list"
+    assert pauses[0] >= FAST.first_backoff_seconds / 2
+    assert min(pauses[5:]) >= FAST.max_backoff_seconds / 2
 
 
 async def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -> None:
@@ -372,25 +386,28 @@ async def test_a_reply_for_an_object_that_is_gone_or_has_no_number_is_left_out()
 
 
 async def test_contact_follows_events_and_bookmarks() -> None:
-    async with bench(a=1) as b:
+    clock = SteppedClock(1000)
+    async with bench(clock=clock, a=1) as b:
         await b.watching()
-        before = b.reflector.last_contact
-        assert before is not None
-        await asyncio.sleep(0.02)
+        assert b.reflector.last_contact == 1000
+        clock.advance(5)
         b.server.bookmark()
-        await b.until(lambda: (b.reflector.last_contact or 0) > before)
+        await b.until(lambda: b.reflector.last_contact == 1005)
 
 
 async def test_a_contact_after_a_silence_begins_a_new_time_of_contact() -> None:
-    async with bench(replace(FAST, quiet_seconds=0.2), a=1) as b:
+    clock = SteppedClock(1000)
+    async with bench(replace(FAST, quiet_seconds=30), clock=clock, a=1) as b:
         await b.watching()
-        begun = b.reflector.contact_since
-        assert begun > 0
-        await asyncio.sleep(0.3)
+        assert b.reflector.contact_since == 1000
+        clock.advance(30)
         b.server.put("a", 2)
-        await b.converged()
-        assert b.reflector.contact_since == b.reflector.last_contact
-        assert b.reflector.contact_since > begun
+        await b.until(lambda: b.reflector.last_contact == 1030)
+        assert b.reflector.contact_since == 1000, "no silence of more than 30 s"
+        clock.advance(31)
+        b.server.put("a", 3)
+        await b.until(lambda: b.reflector.last_contact == 1061)
+        assert b.reflector.contact_since == 1061
 
 
 async def test_token_file_is_read_for_each_request(tmp_path: Path) -> None:
