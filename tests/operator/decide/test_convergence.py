@@ -146,7 +146,7 @@ class Simulation:
     async def advance(self, seconds: int) -> None:
         for _ in range(seconds):
             for operator in self.operators:
-                await operator.run_pass()
+                await operator.run_due_pass()
             self.cluster.tick()
 
     def restart_operators(self) -> None:

@@ -81,6 +81,8 @@ class FakeOperator:
         self._gone: list[Gang | Unreadable] = []
         self._listed: dict[str, int] = {}
         """The change counter of its plural at the last list of each collection."""
+        self._due_at: float | None = cluster.seconds
+        """Time of the next pass if no event comes before. None: only an event causes one."""
 
     @property
     def trouble(self) -> Trouble:
@@ -102,8 +104,29 @@ class FakeOperator:
         """Every Event that was emitted."""
         return self._events.emitted
 
+    async def run_due_pass(self) -> None:
+        """Run a pass if the controller of a real operator would: after an event, or when the next is due.
+
+        A renewed lease is no event.
+        """
+        due = self._due_at is not None and self.cluster.seconds >= self._due_at
+        if due or self._has_events():
+            await self.run_pass()
+
+    def _has_events(self) -> bool:
+        """Return whether a watch or a sidecar has news that the last pass did not read."""
+        self.cluster.publish()
+        changes = self.cluster.api.changes
+        for reflector in self.cache.reflectors:
+            plural = reflector.collection.path.rpartition("/")[2]
+            known = self._listed.get(reflector.collection.name)
+            if plural != "leases" and plural not in self.stuck and known != changes[plural]:
+                return True
+        return self.link.has_news(self.cluster.uid)
+
     async def run_pass(self) -> Applied:
         """Run one pass: read the cluster, observe, decide and apply."""
+        self._due_at = self.cluster.seconds
         observed = await self.observe()
         await self._release_pods()
         if observed is None:
@@ -119,6 +142,8 @@ class FakeOperator:
         self.memory = memory_after(decision, observed, applied)
         if applied.complete:
             self.link.acted_on(job.uid, decision.acted_version)
+            after = decision.requeue_after_seconds
+            self._due_at = None if after is None else self.cluster.seconds + after
         return applied
 
     async def observe(self) -> Observed | None:

@@ -48,7 +48,7 @@ class Life:
     def run(self, seconds: int, until: Callable[[TrainingJobStatus], bool] | None = None) -> None:
         async def passes() -> None:
             for _ in range(seconds):
-                await self.operator.run_pass()
+                await self.operator.run_due_pass()
                 self.cluster.tick()
                 if until is not None and until(self.status):
                     return

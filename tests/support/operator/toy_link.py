@@ -81,6 +81,26 @@ class ToyLink(Sidecars):
     def coordinator_state(self, uid: JobUid) -> CoordinatorState | None:
         return self._of(uid).state
 
+    def has_news(self, uid: JobUid) -> bool:
+        """Return whether a sidecar answers again or no longer, or the coordinator's state has changed."""
+        job, run = self._of(uid), self._cluster.gang.run
+        for known in job.pods.values():
+            answers = self._cluster.reachable(known.pod) is not None
+            if answers != (known.reachable is Reachable.YES):
+                return True
+        state = job.state
+        if run is None or state is None or state.round != run.round:
+            return False
+        return state.version != run.version and self._coordinator_answers(job, run.round)
+
+    def _coordinator_answers(self, job: _Followed, round_: RestartRound) -> bool:
+        for known in job.pods.values():
+            sidecar = self._cluster.reachable(known.pod)
+            message = None if sidecar is None else sidecar.message
+            if message is not None and message.round == round_:
+                return message.coordinator == known.pod.worker
+        return False
+
     # ------------------------------------------------------------------ who there is
 
     def follow(
