@@ -23,7 +23,7 @@ LIMITS = {
     "core": 14870,
     "operator": 12670,
     "sidecar": 9800,
-    "trainer_sdk": 17750,
+    "trainer_sdk": 17790,
     "cli": 620,
 }
 """Most lines of code of each package."""

@@ -186,7 +186,9 @@ def preload(modules: Sequence[str]) -> None:
     threads.
     """
     _require_one_thread("at the start")
-    importlib.import_module("holdfast.checkpointer")
+    holdfast = importlib.import_module("holdfast")
+    for name in holdfast.__all__:
+        getattr(holdfast, name)  # imports its module
     for name in modules:
         try:
             importlib.import_module(name)
