@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.zygote.persisters import forked_persisters
 
 from holdfast.places import slot_directory
 from holdfast.testing import FakeSidecar
@@ -30,6 +31,13 @@ def _default_signal_handlers() -> Iterator[None]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert not left
+
+
+@pytest.fixture(autouse=True)
+def persister_starts() -> Iterator[None]:
+    """Fork persisters. A test of their start overrides this fixture."""
+    with forked_persisters():
+        yield
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support import zygote
 from tests.support.crash.failpoints import in_every_python
 from tests.support.trainer.launched import (
     children_of,
@@ -260,7 +261,7 @@ def test_a_start_waits_for_the_saves_of_an_ended_run(
     program, folder, go = tmp_path / "program.py", tmp_path / "ckpt", tmp_path / "go"
     program.write_text(SAVE_AND_END)
     go.touch()
-    ended = subprocess.run(
+    ended = zygote.run(
         [sys.executable, str(program), str(folder), str(go), how],
         env={**os.environ, **in_every_python(tmp_path, f"node.write=wait:{go}")},
         check=False,
@@ -363,7 +364,7 @@ def test_the_module_level_functions_save_and_restore(tmp_path: Path) -> None:
         "holdfast.save(5, state)\n"
     )
     outputs = [
-        subprocess.run(
+        zygote.run(
             [sys.executable, "-c", program, str(tmp_path / "ckpt")],
             capture_output=True,
             text=True,
@@ -389,7 +390,7 @@ def test_a_kill_at_any_moment_loses_no_committed_step(tmp_path: Path, whom: str)
 
     def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, str(program), str(folder), "1000000"]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        return zygote.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
 
     for _ in range(4):
         victim = start()

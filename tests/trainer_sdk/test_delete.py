@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE
 from tests.support.shards.folders import write_checkpoint
 from tests.support.shards.placements import Tensor
@@ -142,7 +142,7 @@ def test_a_kill_leaves_the_checkpoint_whole_or_absent_and_the_next_save_clears_t
         f"with failpoints('{where}=panic'):\n"
         f"    holdfast.Checkpointer({str(folder)!r}).delete(2)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=current_environment())
+    ended = zygote.run([sys.executable, "-c", program], cwd=ROOT, env=current_environment())
     assert ended.returncode == PANIC_EXIT_CODE
     with holdfast.open(folder) as opened:
         assert list(opened.steps()) == steps

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support import zygote
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
@@ -25,7 +25,7 @@ with holdfast.Checkpointer(dir="ckpt", interval_steps=2, when_busy="wait") as ck
 
 def run(folder: Path, total: int, before: str = "", **environment: str) -> list[str]:
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, "-c", SCRIPT.format(before=before), str(total)],
         cwd=folder,
         env={**current_environment(), **environment},
@@ -147,7 +147,7 @@ def test_the_readmes_script_repeats_the_order_of_data(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         for kill in kills:
-            subprocess.run(
+            zygote.run(
                 [sys.executable, "-c", AROUND + code, kill],
                 cwd=folder,
                 env=dict(os.environ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import zygote
 from tests.support.crash.failpoints import failpoints, in_every_python
 from tests.support.shards.builders import payload, rank_layout_and_plan
 from tests.support.trainer.launched import committed_step, persisters_of, until
@@ -244,7 +244,7 @@ def test_a_script_that_asked_for_errors_ends_with_one(tmp_path: Path) -> None:
         "    ckpt.save(1, {'t': np.ones(4)})\n"
     )
     ended = {
-        how: subprocess.run(
+        how: zygote.run(
             [sys.executable, "-c", program, str(tmp_path / how), how],
             env={**os.environ, **in_every_python(tmp_path, FULL)},
             capture_output=True,

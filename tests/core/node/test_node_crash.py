@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, VARIABLE
 from tests.support.shards.builders import (
     JOB_UID,
@@ -26,7 +26,7 @@ CHECKPOINT = CheckpointId(Step(10), RestartRound(0))
 
 
 def crash(root: Path, what: str, point: str) -> None:
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, str(CHILD), str(root), what],
         env={**os.environ, VARIABLE: f"{point}=panic"},
         capture_output=True,

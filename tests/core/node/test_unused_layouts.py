@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support import zygote
 from tests.support.clock import ManualClock
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, VARIABLE, failpoints
 from tests.support.shards.builders import (
@@ -166,7 +166,7 @@ def test_a_killed_deletion_is_repeated(root: Path, point: str) -> None:
     tier = opened(root)
     both = {tier.put_layout(document(1)), tier.put_layout(document(2))}
     name, _, hit = point.partition("@")
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, str(CHILD), str(root), "unused-layouts"],
         env={**os.environ, VARIABLE: f"{name}=panic" + (f"@{hit}" if hit else "")},
         capture_output=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from tests.support import zygote
 from tests.support.shards.builders import (
     JOB_UID,
     BytesSource,
@@ -218,7 +218,7 @@ DirectoryObjectStore(Path(sys.argv[1])).write(sys.argv[2], Document(b"x"))
 def test_processes_with_the_same_id_can_write_at_the_same_time(tmp_path: Path) -> None:
     """Each container counts its process ids from 1. A killed writer also leaves its temporary file."""
     for key in ("a/one", "a/two"):
-        run = subprocess.run(
+        run = zygote.run(
             [sys.executable, "-c", WRITER, str(tmp_path), key], capture_output=True, check=False
         )
         assert run.returncode == 0, run.stderr.decode()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support import zygote
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.ports import free_port
 from tests.support.trainer.counted import Training
@@ -45,14 +45,14 @@ def test_a_run_with_an_empty_folder_waits_for_the_store_and_says_so(
     with MinioServer() as server:
         environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://{server.endpoint}"}
         command = [sys.executable, "-c", PROGRAM, str(folder), url]
-        subprocess.run(
+        zygote.run(
             [sys.executable, "-c", SAVE, str(folder), url], env=environment, check=True, timeout=120
         )
         shutil.rmtree(folder)
         server.kill()
         log = tmp_path / "log"
         with log.open("wb") as out:
-            process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+            process = zygote.Popen(command, env=environment, stdout=out, stderr=out)
         try:
             until(lambda: "waiting for s3://" in log.read_text(), "the run says that it waits")
             assert "must not start from the beginning" in log.read_text()
@@ -82,7 +82,7 @@ def test_the_persister_ends_if_its_trainer_is_killed_while_it_waits(
     environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}
     log = tmp_path / "log"
     with log.open("wb") as out:
-        process = subprocess.Popen(
+        process = zygote.Popen(
             [sys.executable, "-c", PROGRAM, str(folder), url],
             env=environment,
             stdout=out,

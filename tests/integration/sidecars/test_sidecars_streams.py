@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.sidecars.one_worker import OneWorker
+from tests.support import zygote
 from tests.support.crash.failpoints import (
     PANIC_EXIT_CODE,
     VARIABLE,
@@ -179,7 +179,7 @@ saved({steps}, first={first})
 
 def rank_that_dies(folder: Path, segment: int) -> int:
     """Run a rank that saves step 2 and dies after it has copied this segment. Return its exit code."""
-    return subprocess.run(
+    return zygote.run(
         [sys.executable, "-c", RANK_PROGRAM.format(steps=2, first=2)],
         env={**os.environ, **in_every_python(folder, f"stream.segment_copied=panic@{segment}")},
         check=False,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.support import zygote
 from tests.support.chart import NAMESPACE, RELEASE
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.fake_sidecar import FakeSidecar
@@ -86,7 +87,7 @@ class OperatorBed:
             "HOLDFAST_HEALTH_PORT": str(self.health_port),
         }
         log = (self.folder / f"operator-{self.starts}.log").open("wb")
-        self.process = subprocess.Popen(
+        self.process = zygote.Popen(
             [sys.executable, "-m", "holdfast_operator"], env=environment, stderr=log, stdout=log
         )
 

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support import zygote
 from tests.support.crash.failpoints import VARIABLE
 from tests.support.sidecar.waiting import until
 
@@ -45,7 +46,7 @@ class SidecarProcess:
         failing = VARIABLE in (extra or {})
         module = "tests.support.sidecar.failing" if failing else self.module
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = zygote.Popen(
                 [sys.executable, "-m", module],
                 env={**os.environ, **self.contract.to_env(), **(extra or {})},
                 stdout=log,

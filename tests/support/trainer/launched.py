@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.support import zygote
+
 from holdfast.base.settings import current_environment
 
 
@@ -41,7 +43,7 @@ def run_two_ranks(
     path = folder / "program.py"
     path.write_text(program)
     launch = [sys.executable, "-m", "holdfast.run", "--nproc-per-node", "2", "--", "python"]
-    done = subprocess.run(
+    done = zygote.run(
         [*launch, str(path), str(folder / "ckpt"), *arguments],
         env={**current_environment(), **(environment or {})},
         capture_output=True,
@@ -140,7 +142,7 @@ class Launched:
     def __enter__(self) -> Self:
         self.progress.mkdir(parents=True, exist_ok=True)
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
-            self._process = subprocess.Popen(
+            self._process = zygote.Popen(
                 [sys.executable, "-m", "holdfast.run", *self.options, "--", *self.command],
                 stdout=out,
                 stderr=err,

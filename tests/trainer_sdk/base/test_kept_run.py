@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, failpoints, in_every_python
 
 from holdfast.base.kept_run import kept_run_id
@@ -47,7 +47,7 @@ def test_the_first_call_creates_it_and_later_ones_return_it(tmp_path: Path) -> N
 def test_a_kill_while_it_is_created_leaves_none_or_a_whole_one(tmp_path: Path, point: str) -> None:
     folder = tmp_path / "ckpt"
     folder.mkdir()
-    killed = subprocess.run(
+    killed = zygote.run(
         [sys.executable, "-c", PROGRAM, str(folder)],
         env={**os.environ, **in_every_python(tmp_path, f"{point}=panic")},
         capture_output=True,

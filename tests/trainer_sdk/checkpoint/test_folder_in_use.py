@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import zygote
 from tests.support.crash.failpoints import in_every_python
 from tests.support.trainer.dict_store import DictStore
 from tests.support.trainer.launched import committed_step, until
@@ -46,7 +47,7 @@ def state(value: float = 0.0) -> dict[str, Any]:
 
 
 def training(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+    process = zygote.Popen(
         [sys.executable, "-c", TRAIN, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

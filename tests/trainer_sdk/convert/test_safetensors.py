@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, in_every_python
 from tests.support.shards.folders import damage, write_checkpoint
 from tests.support.shards.placements import Tensor
@@ -201,7 +201,7 @@ def test_a_killed_export_leaves_no_folder_that_looks_complete_and_can_be_repeate
 ) -> None:
     out = tmp_path / "out"
     words = ["export", str(folder), "--format", "hf", "--to", str(out)]
-    ended = subprocess.run(
+    ended = zygote.run(
         [sys.executable, "-m", "holdfast", *words],
         env={**current_environment(), **in_every_python(tmp_path, f"{where}=panic")},
     )

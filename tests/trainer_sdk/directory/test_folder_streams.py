@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, in_every_python
 from tests.support.trainer.launched import committed_step, until
 
@@ -104,7 +105,7 @@ def test_the_training_is_killed_within_a_stream(tmp_path: Path, segment: int) ->
         f"    with failpoints('stream.segment_copied=panic@{segment}'):\n"
         "        ckpt.save(2, state_of(2))\n"
     )
-    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=240)
+    killed = zygote.run([sys.executable, "-c", program], check=False, timeout=240)
     assert killed.returncode == PANIC_EXIT_CODE
     assert restored(folder) == 1
     with streaming(folder) as ckpt:

@@ -1,0 +1,25 @@
+"""Persisters that tests fork from the zygote, where the SDK executes them."""
+
+from __future__ import annotations
+
+import subprocess
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from tests.support.zygote.popen import Popen
+
+from holdfast.places import persister_process
+
+
+@contextmanager
+def forked_persisters() -> Iterator[None]:
+    """Let Checkpointers of this process fork their persisters from the zygote within the `with` block.
+
+    A persister needs 0.2 CPU seconds for its imports, and tests of the SDK start about a thousand.
+    """
+    module = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(persister_process, "subprocess", module)
+        yield

@@ -1,0 +1,137 @@
+"""The worker's side: `Popen` and `run`, which ask the zygote for a fork instead of an exec."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, AnyStr
+
+from tests.support.zygote.helper import ENVIRONMENT, STATUS, WORKER, helper
+from tests.support.zygote.imports import preloads
+from tests.support.zygote.start import Start, at_load, program_arguments
+
+_DETAILS = list(inspect.signature(vars(subprocess.Popen)["_execute_child"]).parameters)[1:]
+"""Names of the arguments of `_execute_child`, which depend on the version of Python."""
+
+
+class Popen(subprocess.Popen[AnyStr]):
+    """A process of subprocess.Popen that was forked, where that is possible, and not executed."""
+
+    forked = False
+    """Whether the zygote started the process."""
+    _ended = -1
+    """Pipe from which the process's status can be read when it has ended."""
+
+    def _execute_child(self, *details: Any) -> None:
+        how: dict[str, Any] = dict(zip(_DETAILS, details, strict=True))
+        start = _start(how)
+        if start is None:
+            super()._execute_child(*details)  # type: ignore[misc]
+            return
+        self._ended, status = os.pipe()
+        try:
+            self.pid = helper(start.preload).fork(start, [*_ends(how), *how["pass_fds"]], status)
+        finally:
+            os.close(status)
+        self.forked = self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(how[name] for name in pipes))  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if not self.forked:
+            found: tuple[int, int] = super()._try_wait(wait_flags)  # type: ignore[misc]
+            return found
+        if os.getpid() != WORKER:  # a forked copy of the worker, which must leave the status to it
+            return self.pid, 0
+        os.set_blocking(self._ended, not wait_flags & os.WNOHANG)
+        try:
+            status = os.read(self._ended, STATUS.size)
+        except BlockingIOError:
+            return 0, 0
+        if not status:
+            raise AssertionError(f"the zygote ended before process {self.pid}: {self.args!r}")
+        os.close(self._ended)
+        self._ended = -1
+        return self.pid, STATUS.unpack(status)[0]
+
+    def _internal_poll(self, *details: Any, **more: Any) -> int | None:
+        if not self.forked:
+            found: int | None = super()._internal_poll(*details, **more)  # type: ignore[misc]
+            return found
+        lock = self._waitpid_lock  # type: ignore[attr-defined]
+        if self.returncode is None and lock.acquire(blocking=False):
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    if pid == self.pid:
+                        self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                lock.release()
+        return self.returncode
+
+
+def run(
+    command: Any,
+    *,
+    input: Any = None,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **how: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """Do what subprocess.run does."""
+    if input is not None:
+        how["stdin"] = subprocess.PIPE
+    if capture_output:
+        how["stdout"] = how["stderr"] = subprocess.PIPE
+    process: Popen[Any]
+    with Popen(command, **how) as process:
+        try:
+            out, err = process.communicate(input, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _start(how: dict[str, Any]) -> Start | None:
+    """Return the start for the zygote, or None if only an exec can do what is asked for."""
+    arguments = program_arguments(how["args"])
+    directory = os.path.abspath(how["cwd"] or os.getcwd())
+    environment = dict(os.environ if how["env"] is None else how["env"])
+    descriptors = [0, 1, 2, *how["pass_fds"]]
+    only_exec = ("executable", "preexec_fn", "shell", "gid", "gids", "uid")
+    if (
+        arguments is None
+        or not Path(directory).is_dir()
+        or any(how[name] not in (None, False) for name in only_exec)
+        or not how["close_fds"]
+        or at_load(environment) != at_load(ENVIRONMENT)
+        or any(os.isatty(end) for end in _ends(how))
+        or os.getpid() != WORKER
+    ):
+        return None
+    return Start(
+        arguments,
+        preloads(arguments, directory),
+        environment,
+        directory,
+        descriptors,
+        [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN],
+        [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        how["umask"],
+        how["start_new_session"],
+        None if how["process_group"] == -1 else how["process_group"],
+    )
+
+
+def _ends(how: dict[str, Any]) -> list[int]:
+    """Return the descriptors that become 0, 1 and 2 of the process."""
+    given = (how["p2cread"], how["c2pwrite"], how["errwrite"])
+    return [inherited if end == -1 else end for inherited, end in enumerate(given)]

@@ -1,0 +1,115 @@
+"""The zygote: a process with one thread that imports modules and forks a child for each start.
+
+The worker sends one byte and descriptors for each start: the start, the pipe for the child's status, and what
+the child gets. The zygote answers with the child's process id. It ends when its worker has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.support.zygote.child import Child, be_program, note_command_line
+from tests.support.zygote.helper import ANSWER, STATUS
+from tests.support.zygote.start import Start, read
+
+_MOST_DESCRIPTORS = 64
+
+
+class Server:
+    """Loop over the worker's socket and the ends of the children."""
+
+    def __init__(self, worker: socket.socket, lifetime: int, *, torch: bool) -> None:
+        self._worker = worker
+        self._torch = torch
+        self._imported: set[str] = set()
+        self._children: dict[int, tuple[int, int]] = {}
+        self._poll = select.poll()
+        for descriptor in (worker.fileno(), lifetime):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def serve(self) -> Child | None:
+        """Serve until the worker has ended. Return in a new child what it shall be."""
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor in self._children:
+                    self._reap(descriptor)
+                elif descriptor == self._worker.fileno():
+                    message, received, _, _ = socket.recv_fds(self._worker, 1, _MOST_DESCRIPTORS)
+                    if not message:
+                        return None
+                    child = self._fork(read(received[0]), received[1], received[2:])
+                    if child is not None:
+                        return child
+                else:
+                    return None
+
+    def _fork(self, start: Start, status: int, given: Sequence[int]) -> Child | None:
+        self._import(start.preload)
+        pid = os.fork()
+        if pid == 0:
+            return Child(start, given)
+        for descriptor in given:
+            os.close(descriptor)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = (pid, status)
+        self._poll.register(pidfd, select.POLLIN)
+        self._worker.sendall(ANSWER.pack(pid))
+        return None
+
+    def _reap(self, pidfd: int) -> None:
+        pid, pipe = self._children.pop(pidfd)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        with contextlib.suppress(BrokenPipeError), open(pipe, "wb", buffering=0) as ended:
+            ended.write(STATUS.pack(os.waitpid(pid, 0)[1]))
+
+    def _import(self, modules: Sequence[str]) -> None:
+        """Import what is not imported yet. The child reports what cannot be imported, if it uses it."""
+        new = [name for name in modules if name not in self._imported]
+        if not new:
+            return
+        self._imported.update(new)
+        if not self._torch:
+            # A module that imports torch is not preloaded.
+            sys.modules["torch"] = None  # type: ignore[assignment]
+        for name in new:
+            with contextlib.suppress(ImportError):
+                module = importlib.import_module(name)
+                for public in getattr(module, "__all__", ()):  # imports what is imported lazily
+                    getattr(module, public, None)
+        if not self._torch:
+            del sys.modules["torch"]
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        if threads != 1:
+            raise AssertionError(f"an import of {new} started threads; they would miss in children")
+        _freeze()
+
+
+def _freeze() -> None:
+    """Keep the collector of the children from writing to the pages of objects that they do not change."""
+    gc.collect()
+    gc.freeze()
+
+
+def main(worker: str, lifetime: str, modules: str, title: str) -> None:
+    """Serve, and in a child run the program. Does not return there."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the worker, too
+    note_command_line(len(title))
+    names = tuple(filter(None, modules.split(",")))
+    server = Server(socket.socket(fileno=int(worker)), int(lifetime), torch="torch" in names)
+    child = server.serve()
+    if child is not None:
+        be_program(child)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
