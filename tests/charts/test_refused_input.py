@@ -54,7 +54,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "interval of zero": (
         ckpt(interval={"steps": 0}),
-        ["spec.checkpoint.interval.steps:", "must be 1 to 1000000000, got 0"],
+        [
+            "spec.checkpoint.interval.steps:",
+            "must be 1 to 1000000000, got 0",
+            "set the number of optimizer steps between two saves",
+        ],
     ),
     "interval of steps and seconds": (
         ckpt(interval={"steps": 5, "seconds": 60}),
@@ -330,7 +334,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "two trainers": (
         job_object(template={"spec": {"containers": [{"name": "trainer"}, {"name": "trainer"}]}}),
-        ['has 2 containers named "trainer"'],
+        ['has 2 containers named "trainer"', "exactly one is expected"],
     ),
     "no launcher": (
         job_object(template=trainer(command=["python", "train.py"])),
