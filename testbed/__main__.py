@@ -55,6 +55,7 @@ def up(arguments: argparse.Namespace) -> None:
     steps += ours[:1]  # images first: a new cluster's nodes start with them
     steps.append(Step("cluster", lambda log: cluster.up(bed, log, preload), always=True))
     steps += ours[1:]
+    steps.append(Step("pools", lambda _: cluster.apply_pools(bed), always=True))
     steps.append(Step("minio", lambda log: minio.deploy(bed, log), always=True))
     run_steps(steps, bed)
     print(f'up in {time.monotonic() - started:.0f} s; eval "$(python3 -m testbed env)"')

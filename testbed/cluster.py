@@ -10,7 +10,17 @@ from enum import StrEnum
 from pathlib import Path
 
 from testbed import nodeimage, template
-from testbed.config import CLUSTER, CONTROL_PLANE, NODES, PACKAGE, Bed, digest, kindest_node
+from testbed.config import (
+    CLUSTER,
+    CONTROL_PLANE,
+    NODES,
+    PACKAGE,
+    POOL_LABEL,
+    POOLS,
+    Bed,
+    digest,
+    kindest_node,
+)
 from testbed.shell import BedError, Command, answers, each, run
 
 _CNI = {
@@ -64,8 +74,11 @@ def decide_cluster(
 def kind_config(bed: Bed) -> str:
     """Return kind's configuration, as JSON, which is also YAML and needs no library."""
     nodes: list[dict[str, object]] = []
+    pools = {name: pool for pool, names in POOLS.items() for name in names}
     for name in NODES:
         node: dict[str, object] = {"role": "control-plane" if name == CONTROL_PLANE else "worker"}
+        if name in pools:
+            node["labels"] = {POOL_LABEL: pools[name]}
         if bed.local:
             store = {"hostPath": str(bed.nodes / name), "containerPath": "/var/lib/containerd"}
             node["extraMounts"] = [store]
@@ -308,6 +321,12 @@ def in_node(bed: Bed, node: str, script: str, *, timeout_seconds: float = 60) ->
     command = ["docker", "exec", "-i", node, "sh"]
     data = script.encode()
     return run(command, env=bed.environment(), stdin=data, timeout_seconds=timeout_seconds)
+
+
+def apply_pools(bed: Bed) -> str:
+    """Keep the pods of each namespace that names a pool on the nodes of that pool."""
+    kubectl(bed, "apply", "-f", str(PACKAGE / "manifests/pools.yaml"))
+    return ", ".join(f"{pool}: {len(names)} nodes" for pool, names in POOLS.items())
 
 
 def wait_ready(bed: Bed, seconds: int = 180) -> None:

@@ -8,14 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLUSTER = "holdfast"
-WORKERS = 4
-"""Number of worker nodes. A job of four workers then still has three nodes after it loses one."""
+POOL_LABEL = "testbed.holdfast.dev/pool"
+"""Label of worker nodes. A namespace with this label has all its pods on the nodes of that pool
+(manifests/pools.yaml)."""
+FAULTS = "faults"
+"""Pool of nodes that a scenario may kill, pause or cut off."""
+SHARED = "shared"
+"""Pool of nodes for scenarios that break no node and run beside one that does."""
 CONTROL_PLANE = f"{CLUSTER}-control-plane"
-NODES = (
-    CONTROL_PLANE,
-    f"{CLUSTER}-worker",
-    *(f"{CLUSTER}-worker{n}" for n in range(2, 1 + WORKERS)),
-)
+POOLS = {
+    FAULTS: (f"{CLUSTER}-worker", *(f"{CLUSTER}-worker{n}" for n in range(2, 5))),
+    SHARED: (f"{CLUSTER}-worker5", f"{CLUSTER}-worker6"),
+}
+"""Worker nodes of each pool. A job of four workers on FAULTS still has three nodes after it loses one."""
+NODES = (CONTROL_PLANE, *(node for nodes in POOLS.values() for node in nodes))
 
 KUBERNETES = "v1.36.3"
 KINDEST_NODE = (

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 from holdfast_core.contract import CONTROL_PORT
 from testbed import cluster
-from testbed.config import CONTROL_PLANE, NODES, Bed, current_bed
+from testbed.config import CONTROL_PLANE, NODES, current_bed
 from testbed.shell import BedError, each, run
 
 _PARTITION = (
@@ -32,6 +32,11 @@ if [ -n "$v1" ]; then
 else
   echo /sys/fs/cgroup$(sed -n 's/^0:://p' /proc/{pid}/cgroup)/io.max $device v2
 fi
+"""
+_STORE_IS_BACK = """\
+iptables -S FORWARD | grep -e '--comment store-down' | sed 's/^-A/-D/' | while read -r rule; do
+  iptables $rule
+done
 """
 _FILL = "holdfast-fill"
 _OOM_BYTES = 64 << 20
@@ -104,7 +109,7 @@ def heal_nodes(*, ready_within_seconds: float = 120) -> None:
         cluster.connect_nodes(bed)
     each(lambda name: cluster.in_node(bed, name, _lift()), NODES)
     each(lambda name: cluster.in_node(bed, name, _silence("D")), NODES)
-    _store_rules(bed, "D")
+    cluster.in_node(bed, CONTROL_PLANE, _STORE_IS_BACK)
     for name in hurt:
         wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
     cluster.wait_ready(bed, int(ready_within_seconds))
@@ -244,48 +249,50 @@ def slow_disk(
 
 
 @contextmanager
-def store_down(*, hang: bool = False) -> Iterator[None]:
+def store_down(*, hang: bool = False, nodes: Collection[str] = ()) -> Iterator[None]:
     """Make MinIO unreachable: connections, including open ones, are reset.
 
-    With `hang` packets are dropped instead, so that requests get no answer. Stored objects are kept.
+    Stored objects are kept.
+
+    Args:
+        hang: Drop packets instead, so that requests get no answer.
+        nodes: Nodes whose pods do not reach the store; by default all.
     """
     bed = current_bed()
-    _store_rules(bed, "D")
-    _store_rules(bed, "I", hang=hang)
+    networks = cluster.pod_networks(bed) if nodes else {}
+    sources = [f"-s {networks[node]}" for node in nodes] or [""]
+    cluster.in_node(bed, CONTROL_PLANE, _STORE_IS_BACK)
+    target = "DROP" if hang else "REJECT --reject-with tcp-reset"
+    rules = [
+        f"iptables -I FORWARD {source} -p tcp --dport 9000 -m comment --comment store-down -j {target}"
+        for source in sources
+    ]
+    cluster.in_node(bed, CONTROL_PLANE, "set -e\n" + "\n".join(rules))
     try:
         yield
     finally:
-        _store_rules(bed, "D")
-
-
-def _store_rules(bed: Bed, op: str, *, hang: bool = False) -> None:
-    match = "-p tcp --dport 9000 -m comment --comment store-down"
-    rules = {False: f"{match} -j REJECT --reject-with tcp-reset", True: f"{match} -j DROP"}
-    if op == "D":
-        text = "; ".join(
-            f"while iptables -D FORWARD {r} 2>/dev/null; do :; done" for r in rules.values()
-        )
-    else:
-        text = f"iptables -I FORWARD {rules[hang]}"
-    cluster.in_node(bed, CONTROL_PLANE, text)
+        cluster.in_node(bed, CONTROL_PLANE, _STORE_IS_BACK)
 
 
 # ------------------------------------------------------------------ the control connections
 
 
 @contextmanager
-def sidecars_silent() -> Iterator[None]:
+def sidecars_silent(nodes: Collection[str] = NODES) -> Iterator[None]:
     """Drop every packet to the control port of every pod, as a default-deny NetworkPolicy does.
 
     Open connections get no answer either. Ranks, copies and metrics are not affected.
+
+    Args:
+        nodes: Nodes with the pods.
     """
     bed = current_bed()
-    each(lambda name: cluster.in_node(bed, name, _silence("D")), NODES)
-    each(lambda name: cluster.in_node(bed, name, _silence("I")), NODES)
+    each(lambda name: cluster.in_node(bed, name, _silence("D")), nodes)
+    each(lambda name: cluster.in_node(bed, name, _silence("I")), nodes)
     try:
         yield
     finally:
-        each(lambda name: cluster.in_node(bed, name, _silence("D")), NODES)
+        each(lambda name: cluster.in_node(bed, name, _silence("D")), nodes)
 
 
 def _silence(op: str) -> str:

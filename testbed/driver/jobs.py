@@ -17,6 +17,7 @@ from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
 from holdfast_core.names import member_pod_names
+from testbed.config import FAULTS
 from testbed.driver.digests import find_digests
 from testbed.driver.kube import GROUP, PLURALS, VERSION, Kube, Object, is_true, show, wait_for
 
@@ -157,12 +158,12 @@ def store_manifest(namespace: str, name: str = STORE_NAME, **overrides: Any) -> 
     }
 
 
-def prepare_namespace(kube: Kube, namespace: str) -> None:
+def prepare_namespace(kube: Kube, namespace: str, *, pool: str = FAULTS) -> None:
     """Prepare a namespace that enforces Pod Security `restricted`, with the store and its Secret.
 
-    Waits until the store is Available.
+    Its pods run on the nodes of the pool. Waits until the store is Available.
     """
-    kube.ensure_namespace(namespace)
+    kube.ensure_namespace(namespace, pool=pool)
     kube.ensure_secret(
         namespace, STORE_SECRET, {"accessKey": MINIO_USER, "secretKey": MINIO_PASSWORD}
     )

@@ -18,6 +18,8 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
+from testbed.config import FAULTS, POOL_LABEL
+
 Object = dict[str, Any]
 T = TypeVar("T")
 
@@ -46,7 +48,7 @@ def wait_for(
     *,
     timeout_seconds: float,
     describe: Callable[[], str] = lambda: "",
-    every_seconds: float = 0.1,
+    every_seconds: float = 0.2,
 ) -> T:
     """Call `probe` until it returns a true value, and return that value.
 
@@ -72,6 +74,15 @@ class Kube:
 
     def plain(self, model: Any) -> Any:
         return self.api.sanitize_for_serialization(model)
+
+    def read(self, request: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Send a request of a generated client, and return its answer as the server sent it.
+
+        The client would build a model of each object first. Waits ask for pods several times a second, and
+        their models then take more CPU time than everything else in a test.
+        """
+        response = request(*arguments, **options, _preload_content=False)
+        return json.loads(response.data)
 
     # ---------------------------------------------------------------- our kinds
 
@@ -110,8 +121,11 @@ class Kube:
 
     # ---------------------------------------------------------------- core kinds
 
-    def ensure_namespace(self, name: str, *, restricted: bool = True) -> None:
-        labels = {"pod-security.kubernetes.io/enforce": "restricted"} if restricted else {}
+    def ensure_namespace(self, name: str, *, restricted: bool = True, pool: str = FAULTS) -> None:
+        """Create a namespace, unless it exists, whose pods run on the nodes of the pool."""
+        labels = {POOL_LABEL: pool}
+        if restricted:
+            labels["pod-security.kubernetes.io/enforce"] = "restricted"
         try:
             self.core.create_namespace({"metadata": {"name": name, "labels": labels}})
         except ApiException as error:
@@ -128,10 +142,9 @@ class Kube:
             f"namespace {name} to go",
             lambda: all(
                 item["metadata"]["name"] != name
-                for item in self.plain(self.core.list_namespace())["items"]
+                for item in self.read(self.core.list_namespace)["items"]
             ),
             timeout_seconds=timeout_seconds,
-            every_seconds=0.5,
         )
 
     def ensure_secret(self, namespace: str, name: str, values: dict[str, str]) -> None:
@@ -144,13 +157,14 @@ class Kube:
             self.core.replace_namespaced_secret(name, namespace, body)
 
     def pods(self, namespace: str, selector: str = "") -> list[Object]:
-        found = self.core.list_namespaced_pod(namespace, label_selector=selector)
-        items: list[Object] = self.plain(found)["items"]
+        items: list[Object] = self.read(
+            self.core.list_namespaced_pod, namespace, label_selector=selector
+        )["items"]
         return items
 
     def pod(self, namespace: str, name: str) -> Object | None:
         try:
-            found: Object = self.plain(self.core.read_namespaced_pod(name, namespace))
+            found: Object = self.read(self.core.read_namespaced_pod, name, namespace)
         except ApiException as error:
             if error.status == 404:
                 return None
@@ -196,7 +210,7 @@ class Kube:
         return str(response.data.decode("utf-8", "replace"))
 
     def events(self, namespace: str) -> list[Object]:
-        items: list[Object] = self.plain(self.core.list_namespaced_event(namespace))["items"]
+        items: list[Object] = self.read(self.core.list_namespaced_event, namespace)["items"]
         return items
 
     def proxy_text(self, namespace: str, pod: str, port: int, path: str) -> str | None:

@@ -12,18 +12,17 @@ from contextlib import contextmanager
 from kubernetes import client
 
 from testbed import cluster
-from testbed.config import CONTROL_PLANE, NODES, current_bed
+from testbed.config import current_bed
 from testbed.driver.kube import Kube, Object, ignore_missing, wait_for
 
 _FOLDER = "/var/lib/holdfast-volumes"
-_WORKERS = tuple(node for node in NODES if node != CONTROL_PLANE)
 
 
 @contextmanager
 def local_volumes(
-    kube: Kube, classes: Sequence[str], *, each: int = 4, size: str = "2Gi"
+    kube: Kube, classes: Sequence[str], nodes: Sequence[str], *, each: int = 4, size: str = "2Gi"
 ) -> Iterator[None]:
-    """Offer `each` volumes of each storage class on each worker node, and delete them at the end.
+    """Offer `each` volumes of each storage class on each of the nodes, and delete them at the end.
 
     Scenarios that run side by side need classes of their own.
     """
@@ -42,12 +41,12 @@ def local_volumes(
                 "volumeBindingMode": "WaitForFirstConsumer",
             }
         )
-        for node in _WORKERS:
-            cluster.in_node(current_bed(), node, f"rm -rf {_FOLDER}/{name}-*")
-            for number in range(each):
-                volume = _volume(name, node, number, size)
-                path = volume["spec"]["local"]["path"]
-                cluster.in_node(current_bed(), node, f"mkdir -p {path}")
+        for node in nodes:
+            volumes = [_volume(name, node, number, size) for number in range(each)]
+            paths = " ".join(volume["spec"]["local"]["path"] for volume in volumes)
+            script = f"rm -rf {_FOLDER}/{name}-*; mkdir -p {paths}"
+            cluster.in_node(current_bed(), node, script)
+            for volume in volumes:
                 kube.core.create_persistent_volume(volume)
     try:
         yield
@@ -55,13 +54,13 @@ def local_volumes(
         _delete(kube, classes)
 
 
-def files_of(storage_class: str, pattern: str) -> dict[str, list[str]]:
+def files_of(storage_class: str, pattern: str, nodes: Sequence[str]) -> dict[str, list[str]]:
     """Return the files of a class whose names match the pattern of `find`, by node."""
     return {
         node: cluster.in_node(
             current_bed(), node, f"find {_FOLDER}/{storage_class}-* -name '{pattern}'"
         ).split()
-        for node in _WORKERS
+        for node in nodes
     }
 
 

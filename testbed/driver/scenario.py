@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from testbed.driver.adopted import AdoptedJob
@@ -17,17 +17,36 @@ SHORT = Training(workers=3, steps=80, sleep_per_step=0.1, layers=1, width=32)
 hide a different order. A step sleeps longer than it computes: a scenario needs time to inject faults, and
 another one may run beside it."""
 
+SUSPECT_AFTER_SECONDS = 15
+"""The least time without a lease after which a node may be suspected. The default of the product is 20."""
+
 
 class Scenario:
     """Jobs of one scenario, and the checks at its end."""
 
-    def __init__(self, kube: Kube, namespace: str, reference: Callable[[Training], dict[int, str]]):
+    def __init__(
+        self,
+        kube: Kube,
+        namespace: str,
+        reference: Callable[[Training], dict[int, str]],
+        nodes: Sequence[str],
+    ):
+        """Create a scenario without a job.
+
+        Args:
+            kube: The cluster.
+            namespace: Namespace of all jobs.
+            reference: Returns the digests of an undisturbed run of a training.
+            nodes: Nodes on which the pods of the namespace may run.
+        """
         self.kube = kube
         self.namespace = namespace
         self.reference = reference
+        self.nodes = nodes
         self.jobs: list[Job] = []
 
     def start(self, training: Training = SHORT, name: str = "gpt", **options: Any) -> Job:
+        options.setdefault("suspect_after_seconds", SUSPECT_AFTER_SECONDS)
         job = Job(self.kube, self.namespace, name)
         self.jobs.append(job)
         return job.start(job_manifest(name, self.namespace, training, **options))

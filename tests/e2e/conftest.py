@@ -1,8 +1,10 @@
 """The kind cluster of the test bed with Holdfast installed by Helm. Failures include logs and events.
 
-Each test gets its own namespace that enforces Pod Security `restricted`, so that two tests can run in
-parallel. Tests marked `alone` disrupt shared parts: nodes, store, operator, chart. The uninterrupted
-reference run is made once for each image and arithmetic, and every scenario is compared with its bits.
+Each test gets its own namespace that enforces Pod Security `restricted`, so that tests can run side by side.
+Tests marked `node_faults` break nodes, or cut off all pods of nodes. They have a pool of nodes of their own
+and run one after the other, beside tests on the nodes of the other pool. Tests marked `alone` disrupt what
+all tests share: operator and chart. The uninterrupted reference run is made once for each image and
+arithmetic, and every scenario is compared with its bits.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import pytest
 from testbed import faults
-from testbed.config import current_bed
+from testbed.config import FAULTS, POOLS, SHARED, current_bed
 from testbed.driver import install
 from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
 from testbed.driver.kube import Kube, kubeconfig_path
@@ -34,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.e2e)
         item.add_marker(pytest.mark.timeout(420))
+        if item.get_closest_marker("node_faults"):
+            item.add_marker(pytest.mark.xdist_group("node faults"))
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +46,13 @@ def kube() -> Kube:
 
 
 @pytest.fixture(scope="session")
-def installed(kube: Kube) -> Kube:
+def installed(kube: Kube, testrun_uid: str) -> Kube:
+    """Install the release, once for all processes of a test run."""
+    installed_by = WORK / "installed-by"
     with _one_at_a_time("install"):
-        install.ensure_installed(kube)
+        if not installed_by.exists() or installed_by.read_text() != testrun_uid:
+            install.ensure_installed(kube)
+            installed_by.write_text(testrun_uid)
     return kube
 
 
@@ -63,11 +71,17 @@ def nodes_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def namespace(installed: Kube, request: pytest.FixtureRequest) -> Iterator[str]:
+def pool(request: pytest.FixtureRequest) -> str:
+    """Return the pool of nodes on which the pods of the test run."""
+    return FAULTS if request.node.get_closest_marker("node_faults") else SHARED
+
+
+@pytest.fixture
+def namespace(installed: Kube, pool: str, request: pytest.FixtureRequest) -> Iterator[str]:
     name = "e2e-" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
     installed.delete_namespace(name)
     installed.wait_namespace_gone(name, 300)
-    prepare_namespace(installed, name)
+    prepare_namespace(installed, name, pool=pool)
     yield name
     installed.delete_namespace(name)
 
@@ -77,9 +91,9 @@ def scenario(
     installed: Kube,
     namespace: str,
     reference: Callable[[Training], dict[int, str]],
-    request: pytest.FixtureRequest,
+    pool: str,
 ) -> Iterator[Scenario]:
-    it = Scenario(installed, namespace, reference)
+    it = Scenario(installed, namespace, reference, POOLS[pool])
     yield it
     for job in it.jobs:
         job.close()
@@ -105,7 +119,8 @@ def reference(installed: Kube) -> Callable[[Training], dict[int, str]]:
 
 def _calm_run(kube: Kube, name: str, training: Training) -> dict[int, str]:
     space = "e2e-reference"
-    prepare_namespace(kube, space)
+    with _one_at_a_time(space):
+        prepare_namespace(kube, space, pool=SHARED)
     job = Job(kube, space, name)
     if kube.get("TrainingJob", space, job.name) is not None:
         job.delete()

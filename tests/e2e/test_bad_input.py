@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kubernetes.client.exceptions import ApiException
+from testbed.config import SHARED
 from testbed.driver.jobs import (
     MINIO_PASSWORD,
     MINIO_USER,
@@ -42,7 +43,7 @@ def namespace(installed: Kube) -> Iterator[str]:
         timeout_seconds=120,
         every_seconds=0.5,
     )
-    prepare_namespace(installed, SPACE)
+    prepare_namespace(installed, SPACE, pool=SHARED)
     yield SPACE
     installed.delete_namespace(SPACE)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -13,16 +13,14 @@ POOL = "example.com/elastic-pool"
 
 
 @contextmanager
-def _pool_of_three_nodes(kube: Kube) -> Iterator[list[str]]:
-    """Label three nodes, and yield their names."""
-    nodes = [node.metadata.name for node in kube.core.list_node().items]
-    workers = sorted(name for name in nodes if "control-plane" not in name)[:3]
+def _labelled(kube: Kube, nodes: Sequence[str]) -> Iterator[None]:
+    """Label the nodes during the block."""
     try:
-        for name in workers:
+        for name in nodes:
             _in_pool(kube, name, True)
-        yield workers
+        yield
     finally:
-        for name in workers:
+        for name in nodes:
             _in_pool(kube, name, False)
 
 
@@ -48,6 +46,7 @@ def _wait_workers(job, workers: int, reason: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.node_faults
 @pytest.mark.timeout(600)  # it waits for two time-outs, and trains between them
 def test_an_elastic_gang_continues_without_a_node_and_grows_when_it_is_back(scenario):
     training = SameBits(workers=3, steps=700, sleep_per_step=0.15)
@@ -62,7 +61,7 @@ def test_an_elastic_gang_continues_without_a_node_and_grows_when_it_is_back(scen
         },
     }
     elastic = {"elastic": {"min": 2, "shrinkAfterSeconds": 30, "growAfterSeconds": 60}}
-    with _pool_of_three_nodes(scenario.kube):
+    with _labelled(scenario.kube, scenario.nodes[:3]):
         job = scenario.start(training, interval=20, object_every=20, more=elastic, pod=pod)
         job.wait_step(20)
         node = job.node_of(1)

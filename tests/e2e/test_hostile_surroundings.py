@@ -15,13 +15,13 @@ def _pod_uids(job: Job) -> dict[str, str]:
     return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in job.pods()}
 
 
-@pytest.mark.alone
+@pytest.mark.node_faults
 def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
     """A pod is lost while no sidecar answers. The survivors hold the only copies and must not be deleted."""
-    job = scenario.start(object_every=None)
+    job = scenario.start(object_every=None, suspect_after_seconds=20)  # a late lease is no silence
     job.wait_step(25)
     survivors = {name: uid for name, uid in _pod_uids(job).items() if name != job.pod_name(1)}
-    with faults.sidecars_silent():
+    with faults.sidecars_silent(scenario.nodes):
         scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
         condition = job.wait_condition("SidecarsUnreachable", "True", 240)
         assert "7070" in condition["message"], "the message names the port that was tried"

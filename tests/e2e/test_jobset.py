@@ -91,7 +91,7 @@ def test_a_suspended_jobset_continues_from_the_step_that_it_saved_last(scenario)
     scenario.finish_and_judge(job, training)
 
 
-@pytest.mark.alone
+@pytest.mark.node_faults
 @pytest.mark.timeout(1800)
 def test_a_jobset_replaces_the_pod_of_a_lost_node(scenario, nodes_back):
     training = replace(TRAINING, workers=4)

@@ -1,4 +1,4 @@
-"""Nodes that die or freeze. Each scenario runs alone, because all jobs share the nodes."""
+"""Nodes that die or freeze."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from testbed import faults
 from testbed.driver.kube import wait_for
 from testbed.driver.scenario import SHORT
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.node_faults
 
 
 ON_EVERY_NODE = replace(SHORT, workers=4)
-"""One worker on each node.
+"""One worker on each node of the pool.
 
 Kubernetes keeps a dead node schedulable for about 40 seconds. The gang's topology spread then prefers that
 node, because it is the only one without another worker.
@@ -22,7 +22,7 @@ node, because it is the only one without another worker.
 
 
 def test_a_killed_node_costs_one_round(scenario, nodes_back):
-    job = scenario.start(ON_EVERY_NODE)
+    job = scenario.start(ON_EVERY_NODE, suspect_after_seconds=20)  # the product's default
     job.wait_step(25)
     nodes = {worker: job.node_of(worker) for worker in range(ON_EVERY_NODE.workers)}
     assert len(set(nodes.values())) == len(nodes), f"one worker on each node, found {nodes}"

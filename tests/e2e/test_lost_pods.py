@@ -92,11 +92,11 @@ def test_a_step_of_a_superseded_history_is_never_restored(scenario):
     scenario.finish_and_judge(job)
 
 
-def test_two_jobs_in_two_namespaces_do_not_affect_each_other(scenario, installed: Kube):
+def test_two_jobs_in_two_namespaces_do_not_affect_each_other(scenario, pool, installed: Kube):
     other = scenario.namespace + "-b"
-    prepare_namespace(installed, other)
+    prepare_namespace(installed, other, pool=pool)
     try:
-        twin = Scenario(installed, other, scenario.reference)
+        twin = Scenario(installed, other, scenario.reference, scenario.nodes)
         jobs = [scenario.start(), twin.start()]
         for job in jobs:
             job.wait_step(25)

@@ -1,4 +1,4 @@
-"""Loss of the object store or the operator, during which training continues. Each scenario runs alone."""
+"""Loss of the object store or the operator, during which training continues."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from testbed.driver import install
 from testbed.driver.kube import Kube, wait_for
 from testbed.driver.scenario import SHORT
 
-pytestmark = pytest.mark.alone
 
-
+@pytest.mark.node_faults
 def test_training_continues_while_the_store_is_down(scenario):
+    """Only the pods on the nodes of this test do not reach the store."""
     job = scenario.start()
     job.wait_step(5)
-    with faults.store_down():
+    with faults.store_down(nodes=scenario.nodes):
         step = job.wait_step(30)
         condition = job.wait_condition("RemoteTierHealthy", "False", 90)
         assert condition["message"], "the error of the store or the network"
@@ -25,6 +25,7 @@ def test_training_continues_while_the_store_is_down(scenario):
     scenario.finish_and_judge(job)
 
 
+@pytest.mark.alone
 def test_a_recovery_continues_after_the_operator_is_killed(scenario, installed: Kube):
     """The operator is killed after CAS 1, after the seal, and after CAS 2. Its successor continues."""
     job = scenario.start(replace(SHORT, sleep_per_step=0.2))  # the last loss must hit the run, too

@@ -11,10 +11,10 @@ from testbed.driver.local_volumes import files_of, local_volumes
 
 
 @pytest.fixture
-def classes(installed, namespace) -> Iterator[tuple[str, str]]:
+def classes(installed, namespace, scenario) -> Iterator[tuple[str, str]]:
     """Two storage classes of this test, with volumes on each node."""
     names = (f"{namespace}-a", f"{namespace}-b")
-    with local_volumes(installed, names):
+    with local_volumes(installed, names, scenario.nodes):
         yield names
 
 
@@ -22,7 +22,7 @@ def test_a_gang_that_saves_to_two_volumes_survives_a_lost_pod(scenario, classes)
     job = scenario.start(node_classes=classes)
     job.wait_replicated(20)
     for number, name in enumerate(classes):
-        files = files_of(name, "rank*.shard")
+        files = files_of(name, "rank*.shard", scenario.nodes)
         paths = [path for found in files.values() for path in found]
         ranks = {int(path.rsplit("/rank", 1)[1][:6]) for path in paths}
         assert ranks and all(rank % 2 == number for rank in ranks), paths
@@ -44,7 +44,7 @@ def test_a_gang_that_saves_to_two_volumes_survives_a_lost_pod(scenario, classes)
     )
 
 
-@pytest.mark.alone
+@pytest.mark.node_faults
 def test_a_worker_with_volumes_on_a_killed_node_is_replaced_on_another(
     scenario, classes, nodes_back
 ):
