@@ -8,7 +8,7 @@ import pytest
 from testbed import faults
 from testbed.driver import install
 from testbed.driver.jobs import TRAINER_IMAGE, Job
-from testbed.driver.kube import Kube, Object, wait_for
+from testbed.driver.kube import Kube, Object, is_true, wait_for
 
 
 def _pod_uids(job: Job) -> dict[str, str]:
@@ -92,9 +92,12 @@ def test_forged_pods_neither_stop_nor_destroy_a_job(scenario, installed: Kube, s
 
 
 def test_a_job_created_again_under_the_same_name_completes(scenario):
-    """The first job's Checkpoints are retained. The new job has the same name, steps and round."""
+    """The first job's Checkpoints are retained. The new job has the same name, steps and round.
+
+    A third job starts from one of the retained Checkpoints meanwhile.
+    """
     first = scenario.start()
-    first.wait_persisted(20)
+    first.wait_persisted(40)
     uid = first.uid
     first.close()
     scenario.kube.delete("TrainingJob", scenario.namespace, first.name)
@@ -103,11 +106,20 @@ def test_a_job_created_again_under_the_same_name_completes(scenario):
         lambda: scenario.kube.get("TrainingJob", scenario.namespace, first.name) is None,
         timeout_seconds=60,
     )
-    kept = {c["metadata"]["name"] for c in scenario.kube.items("Checkpoint", scenario.namespace)}
-    assert kept, "the deletion retains the first job's Checkpoints"
+    kept = scenario.kube.items("Checkpoint", scenario.namespace)
+    persisted = [c for c in kept if is_true(c, "Persisted")]
+    assert persisted, "the deletion retains the first job's Checkpoints"
+
     second = scenario.start()
     assert second.uid != uid
+    newest = max(persisted, key=lambda c: c["spec"]["step"])
+    third = scenario.start(name="again", restore_from=newest["metadata"]["name"])
+    third.wait_round(0)
+    found = third.status["restorePoint"]["step"]
+    assert found == newest["spec"]["step"], "the third job starts from the retained Checkpoint"
     second.wait_persisted(40)
+    assert second.status["restorePoint"].get("step") is None, "the second job starts anew"
+    scenario.finish_and_judge(third)
     scenario.finish_and_judge(second)
     now = {c["metadata"]["name"] for c in scenario.kube.items("Checkpoint", scenario.namespace)}
-    assert kept <= now, "the second job left the first one's Checkpoints alone"
+    assert {c["metadata"]["name"] for c in kept} <= now, "the other jobs left them alone"

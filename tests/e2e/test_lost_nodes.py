@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from testbed import faults
-from testbed.driver.kube import wait_for
+from testbed.driver.jobs import Job
 from testbed.driver.scenario import SHORT
 
 pytestmark = pytest.mark.node_faults
@@ -38,26 +38,51 @@ def test_a_killed_node_costs_one_round(scenario, nodes_back):
 
 
 def _loses_and_returns(
-    scenario, lose: Callable[[str], None], restore: Callable[[str], None]
+    job: Job, lose: Callable[[str], None], restore: Callable[[str], None]
 ) -> None:
     """Lose the node of worker 1, and let it come back when the gang has replaced the worker."""
-    job = scenario.start()
-    job.wait_step(25)
-    node = job.node_of(1)
+    node, round_ = job.node_of(1), job.round
     lose(node)
-    job.wait_round(1, 150)
+    job.wait_round(round_ + 1, 150)
+    assert job.node_of(1) != node, "worker 1 has another node"
     restore(node)
-    scenario.finish_and_judge(job)
 
 
 def test_a_paused_node_is_replaced_and_does_no_harm_when_it_returns(scenario, nodes_back):
-    _loses_and_returns(scenario, faults.pause_node, faults.unpause_node)
+    """A frozen node first returns while the gang waits for it, and then after its pod was replaced."""
+    patient = 20  # a node that is frozen for a moment is not lost
+    job = scenario.start(replace(SHORT, sleep_per_step=0.2), suspect_after_seconds=patient)
+    job.wait_replicated(20)
+    _choice_waits_for_a_survivor_that_answers_late(job)
+    _loses_and_returns(job, faults.pause_node, faults.unpause_node)
+    scenario.finish_and_judge(job)
+
+
+def _choice_waits_for_a_survivor_that_answers_late(job: Job) -> None:
+    """Freeze the node of one survivor while another pod is lost, until round 1 has begun.
+
+    The operator must treat the survivor's inventory as unknown, not as empty.
+    """
+    late = job.node_of(0)
+    pods = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in job.pods()}
+    lost = pods.pop(job.pod_name(1))
+    faults.pause_node(late)
+    job.kube.delete_pod(job.namespace, job.pod_name(1), grace_seconds=0)
+    job.wait("round 1", lambda: job.round >= 1, 60)
+    faults.unpause_node(late)
+    job.wait_round(1, 180)
+    left = {pod["metadata"]["uid"] for pod in job.pods()}
+    assert set(pods.values()) <= left and lost not in left, "the late survivor was kept"
+    assert job.status["restorePoint"]["step"] >= 20, "the steps of the late survivor counted"
 
 
 @pytest.mark.long
 def test_a_partitioned_node_is_replaced_and_does_no_harm_when_it_rejoins(scenario, nodes_back):
     """The ranks of the partitioned node run on, and reach neither the gang nor the API server."""
-    _loses_and_returns(scenario, faults.partition_node, faults.rejoin_node)
+    job = scenario.start()
+    job.wait_step(25)
+    _loses_and_returns(job, faults.partition_node, faults.rejoin_node)
+    scenario.finish_and_judge(job)
 
 
 @pytest.mark.long
@@ -72,20 +97,3 @@ def test_a_node_whose_object_is_deleted_is_lost(scenario, nodes_back):
     assert job.status["members"] == [0, 0, 1, 0], "worker 2 alone is replaced"
     assert job.status["recoveries"][-1]["reason"] == "NodeLost"
     scenario.finish_and_judge(job, ON_EVERY_NODE)
-
-
-def test_the_choice_waits_for_a_survivor_that_answers_late(scenario, nodes_back):
-    """One survivor is frozen while another pod is lost.
-
-    The operator must treat its inventory as unknown, not as empty.
-    """
-    job = scenario.start()
-    job.wait_step(25)
-    late = job.node_of(0)
-    victim = job.pod_name(1)
-    faults.pause_node(late)
-    scenario.kube.delete_pod(scenario.namespace, victim, grace_seconds=0)
-    wait_for("round 1", lambda: job.round >= 1, timeout_seconds=60, describe=job.describe)
-    faults.unpause_node(late)
-    job.wait_round(1, 180)
-    scenario.finish_and_judge(job)

@@ -25,7 +25,7 @@ def _resize(scenario, job, workers: int) -> None:
 
 
 def test_two_workers_become_three_and_two_again(scenario):
-    training = SameBits(workers=2, steps=600, sleep_per_step=0.15)
+    training = SameBits(workers=2, steps=300, sleep_per_step=0.3)
     job = scenario.start(training, interval=50, object_every=100)
     job.wait_step(20)
     _resize(scenario, job, 3)
