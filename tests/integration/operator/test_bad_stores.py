@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tests.support.operator.operator_bed import OperatorBed, training_job
 from tests.support.servers.minio_server import MinioServer
-from tests.support.servers.ports import free_port
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
 
 from holdfast_operator.model import labels
@@ -22,7 +21,7 @@ from holdfast_operator.model.ownership import PROBE_PREFIX
 pytestmark = pytest.mark.integration
 
 GOOD_KEYS = {"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}
-CLOSED_PORT = free_port()
+CLOSED_PORT = 1
 
 BAD_STORES: dict[str, tuple[dict[str, str], dict[str, str], str, tuple[str, ...]]] = {
     "secret-key-wrong": (
@@ -72,7 +71,7 @@ def test_a_store_that_does_not_work_reports_why_on_itself_and_on_its_job(
     changes, keys, reason, texts = BAD_STORES[name]
     bed = empty_bed
     bed.start_operator()
-    create_store(bed, name, keys, endpoint=f"http://{minio.endpoint}", **changes)
+    create_store(bed, name, keys, {"endpoint": f"http://{minio.endpoint}", **changes})
     object_tier = {"storeRef": {"name": name}, "every": {"steps": 10}}
     bed.plane.request("POST", bed.path("trainingjobs"), training_job(object=object_tier))
     probe = bed.until("a probe's pod", lambda: next(iter(probes_of(bed, name)), None))
@@ -102,7 +101,7 @@ def test_a_store_that_does_not_work_reports_why_on_itself_and_on_its_job(
     assert of_job == [], "no pod waits for a store that does not work"
 
 
-def create_store(bed: OperatorBed, name: str, keys: dict[str, str], **s3: str) -> None:
+def create_store(bed: OperatorBed, name: str, keys: dict[str, str], s3: dict[str, str]) -> None:
     """Create a CheckpointStore and the Secret with its keys."""
     secrets = f"/api/v1/namespaces/{bed.namespace}/secrets"
     secret = {"metadata": {"name": f"keys-of-{name}"}, "stringData": keys}
