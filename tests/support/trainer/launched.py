@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.support import zygote
+from tests.support.zygote.launcher import connection_of_launcher
 
 from holdfast.base.settings import current_environment
 
@@ -43,14 +44,17 @@ def run_two_ranks(
     path = folder / "program.py"
     path.write_text(program)
     launch = [sys.executable, "-m", "holdfast.run", "--nproc-per-node", "2", "--", "python"]
-    done = zygote.run(
-        [*launch, str(path), str(folder / "ckpt"), *arguments],
-        env={**current_environment(), **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    variables = {**current_environment(), **(environment or {})}
+    with connection_of_launcher(variables) as connection:
+        done = zygote.run(
+            [*launch, str(path), str(folder / "ckpt"), *arguments],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            launcher=connection,
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -127,6 +131,8 @@ class Launched:
     """Options of `holdfast run`."""
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    executes_fork_server: bool = False
+    """Whether the launcher executes its fork server, which is a child of it then, as it does for users."""
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -141,14 +147,20 @@ class Launched:
 
     def __enter__(self) -> Self:
         self.progress.mkdir(parents=True, exist_ok=True)
-        with open(self._out, "wb") as out, open(self._err, "wb") as err:
+        variables = {**current_environment(), **self.environment}
+        with (
+            open(self._out, "wb") as out,
+            open(self._err, "wb") as err,
+            connection_of_launcher(variables, executed=self.executes_fork_server) as connection,
+        ):
             self._process = zygote.Popen(
                 [sys.executable, "-m", "holdfast.run", *self.options, "--", *self.command],
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,
-                env={**current_environment(), **self.environment},
+                env=variables,
                 start_new_session=True,
+                launcher=connection,
             )
         return self
 

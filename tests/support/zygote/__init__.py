@@ -3,7 +3,8 @@
 An exec of a program that imports torch takes two CPU seconds, and the tests start hundreds of them. Here a
 helper process, the zygote, imports the modules once and forks a child for each start. Each pytest worker has
 one zygote for programs that import torch and one for all others, because the SDK looks whether torch has been
-imported. Both start at their first use and end with the worker.
+imported, and further ones for other values of variables that libraries read when they are loaded, such as
+OMP_NUM_THREADS. They start at their first use and end with the worker.
 
     from tests.support import zygote
 
@@ -17,9 +18,9 @@ signals, `sys.path`, `__main__`, exit code and command line in /proc. Difference
 * The child is a child of the zygote. The zygote reaps it, so it is never a zombie for longer than a moment.
 * The interpreter is not finalized: the child runs what `atexit` has and ends with `os._exit`.
 
-A start that the zygote cannot serve is an exec: another program than this interpreter, options of the
-interpreter, a `preexec_fn`, or other values of the variables that libraries read when they are loaded. Tests
-of the start itself, of memory, and of what a program imports use subprocess.
+A start that no zygote can serve is an exec: another program than this interpreter, options of the
+interpreter, a `preexec_fn`, or an output that is a terminal. Tests of the start itself, of memory, and of
+what a program imports use subprocess.
 """
 
 from __future__ import annotations

@@ -123,7 +123,11 @@ def _run(start: Start) -> int:
     main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
     try:
-        _customize(start)
+        _customize()
+        if start.launcher is not None:
+            from tests.support.zygote.launcher import fork_fork_servers
+
+            fork_fork_servers(start.launcher)
         kind, *rest = start.arguments
         match kind:
             case "-m":
@@ -156,7 +160,7 @@ def _run(start: Start) -> int:
     return 0
 
 
-def _customize(start: Start) -> None:
+def _customize() -> None:
     """Import the `sitecustomize` of a directory that the program's PYTHONPATH adds."""
     entries = _python_path()
     if any(Path(entry, "sitecustomize.py").is_file() for entry in entries):

@@ -17,6 +17,7 @@ _PACKAGES = {
     "tests": ".",
 }
 """Packages of this repository, whose modules are searched for further imports."""
+_FORK_SERVER = "holdfast.launcher.ranks.forkserver"
 _OTHERS = frozenset({"torch", "numpy"})
 _NOT_PRELOADED = "tests"
 """A program imports test modules itself, but not again what those import."""
@@ -45,6 +46,8 @@ def _of_program(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
     if kind != "-m":
         file = Path(directory, kind)
         return tuple(_imported(file.read_text())) if file.is_file() else ()
+    if rest[0] == _FORK_SERVER:
+        return (*_of_main(rest[0]), *rest[2:])  # the launcher names what it preloads
     return _of_main(rest[0])
 
 

@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 from typing import Any, AnyStr
 
-from tests.support.zygote.helper import ENVIRONMENT, STATUS, WORKER, helper
+from tests.support.zygote.helper import STATUS, zygotes
 from tests.support.zygote.imports import preloads
-from tests.support.zygote.start import Start, at_load, program_arguments
+from tests.support.zygote.start import Start, program_arguments
 
 _DETAILS = list(inspect.signature(vars(subprocess.Popen)["_execute_child"]).parameters)[1:]
 """Names of the arguments of `_execute_child`, which depend on the version of Python."""
@@ -25,26 +25,42 @@ class Popen(subprocess.Popen[AnyStr]):
     _ended = -1
     """Pipe from which the process's status can be read when it has ended."""
 
+    def __init__(self, *arguments: Any, launcher: int | None = None, **options: Any) -> None:
+        """Start a process.
+
+        Args:
+            arguments: Arguments of subprocess.Popen.
+            launcher: Connection that the process, a launcher, uses to fork its fork server.
+            options: Arguments of subprocess.Popen.
+        """
+        self._launcher = launcher
+        super().__init__(*arguments, **options)
+
     def _execute_child(self, *details: Any) -> None:
         how: dict[str, Any] = dict(zip(_DETAILS, details, strict=True))
-        start = _start(how)
-        if start is None:
+        start = _start(how, self._launcher)
+        zygote = None if start is None else zygotes.of(start)
+        if start is None or zygote is None:
             super()._execute_child(*details)  # type: ignore[misc]
             return
         self._ended, status = os.pipe()
         try:
-            self.pid = helper(start.preload).fork(start, [*_ends(how), *how["pass_fds"]], status)
+            self.pid = zygote.fork(start, self._descriptors(how), status)
         finally:
             os.close(status)
         self.forked = self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(how[name] for name in pipes))  # type: ignore[attr-defined]
 
+    def _descriptors(self, how: dict[str, Any]) -> list[int]:
+        connection = [] if self._launcher is None else [self._launcher]
+        return [*_ends(how), *how["pass_fds"], *connection]
+
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if not self.forked:
             found: tuple[int, int] = super()._try_wait(wait_flags)  # type: ignore[misc]
             return found
-        if os.getpid() != WORKER:  # a forked copy of the worker, which must leave the status to it
+        if not zygotes.usable:  # a forked copy of the worker, which must leave the status to it
             return self.pid, 0
         os.set_blocking(self._ended, not wait_flags & os.WNOHANG)
         try:
@@ -100,21 +116,20 @@ def run(
     return done
 
 
-def _start(how: dict[str, Any]) -> Start | None:
+def _start(how: dict[str, Any], launcher: int | None) -> Start | None:
     """Return the start for the zygote, or None if only an exec can do what is asked for."""
     arguments = program_arguments(how["args"])
     directory = os.path.abspath(how["cwd"] or os.getcwd())
     environment = dict(os.environ if how["env"] is None else how["env"])
-    descriptors = [0, 1, 2, *how["pass_fds"]]
+    descriptors = [0, 1, 2, *how["pass_fds"], *([] if launcher is None else [launcher])]
     only_exec = ("executable", "preexec_fn", "shell", "gid", "gids", "uid")
     if (
         arguments is None
         or not Path(directory).is_dir()
         or any(how[name] not in (None, False) for name in only_exec)
         or not how["close_fds"]
-        or at_load(environment) != at_load(ENVIRONMENT)
         or any(os.isatty(end) for end in _ends(how))
-        or os.getpid() != WORKER
+        or not zygotes.usable
     ):
         return None
     return Start(
@@ -128,6 +143,7 @@ def _start(how: dict[str, Any]) -> Start | None:
         how["umask"],
         how["start_new_session"],
         None if how["process_group"] == -1 else how["process_group"],
+        launcher,
     )
 
 

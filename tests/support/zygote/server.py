@@ -18,17 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.zygote.child import Child, be_program, note_command_line
-from tests.support.zygote.helper import ANSWER, STATUS
+from tests.support.zygote.helper import ANSWER, CONNECT, START, STATUS
 from tests.support.zygote.start import Start, read
 
 _MOST_DESCRIPTORS = 64
 
 
 class Server:
-    """Loop over the worker's socket and the ends of the children."""
+    """Loop over the sockets of the worker and its launchers, and the ends of the children."""
 
     def __init__(self, worker: socket.socket, lifetime: int, *, torch: bool) -> None:
-        self._worker = worker
+        self._worker = worker.fileno()
+        self._clients = {self._worker: worker}
+        self._lifetime = lifetime
         self._torch = torch
         self._imported: set[str] = set()
         self._children: dict[int, tuple[int, int]] = {}
@@ -42,17 +44,30 @@ class Server:
             for descriptor, _ in self._poll.poll():
                 if descriptor in self._children:
                     self._reap(descriptor)
-                elif descriptor == self._worker.fileno():
-                    message, received, _, _ = socket.recv_fds(self._worker, 1, _MOST_DESCRIPTORS)
-                    if not message:
-                        return None
-                    child = self._fork(read(received[0]), received[1], received[2:])
+                elif descriptor in self._clients:
+                    child = self._receive(self._clients[descriptor])
                     if child is not None:
                         return child
-                else:
+                if self._worker not in self._clients or descriptor == self._lifetime:
                     return None
 
-    def _fork(self, start: Start, status: int, given: Sequence[int]) -> Child | None:
+    def _receive(self, client: socket.socket) -> Child | None:
+        message, received, _, _ = socket.recv_fds(client, 1, _MOST_DESCRIPTORS)
+        if message == START:
+            return self._fork(client, read(received[0]), received[1], received[2:])
+        if message == CONNECT:
+            (connection,) = received
+            self._clients[connection] = socket.socket(fileno=connection)
+            self._poll.register(connection, select.POLLIN)
+            return None
+        self._poll.unregister(client.fileno())
+        del self._clients[client.fileno()]
+        client.close()
+        return None
+
+    def _fork(
+        self, client: socket.socket, start: Start, status: int, given: Sequence[int]
+    ) -> Child | None:
         self._import(start.preload)
         pid = os.fork()
         if pid == 0:
@@ -62,7 +77,8 @@ class Server:
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = (pid, status)
         self._poll.register(pidfd, select.POLLIN)
-        self._worker.sendall(ANSWER.pack(pid))
+        with contextlib.suppress(BrokenPipeError):  # the client was killed
+            client.sendall(ANSWER.pack(pid))
         return None
 
     def _reap(self, pidfd: int) -> None:

@@ -39,6 +39,8 @@ class Start:
     umask: int
     new_session: bool
     process_group: int | None
+    launcher: int | None
+    """Descriptor of a zygote's connection, which the child uses to fork its fork server."""
 
 
 def written(start: Start) -> int:
@@ -57,7 +59,7 @@ def read(file: int) -> Start:
 
 
 def at_load(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that must be those of the zygote."""
+    """Return the variables that are those of the zygote when it starts."""
     return {
         name: value
         for name, value in environment.items()

@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support import zygote
 
 PROGRAM = """
 import json, sys
-import torch
+import torch, torch._dynamo  # DDP imports it at its first use
 from torch import distributed as dist, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.clock import ManualClock
@@ -75,7 +76,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_the_waits_for_other_ranks_do_not_count(tmp_path: Path, kind: str) -> None:
     ranks = [
-        subprocess.Popen(
+        zygote.Popen(
             [sys.executable, "-c", PROGRAM, kind, str(rank), str(tmp_path / "store")],
             stdout=subprocess.PIPE,
             text=True,
