@@ -109,6 +109,10 @@ version: sync ## write a new version to every file that names it, and its change
 fuzz: sync ## search for inputs that break a parser, with new seeds, for MINUTES=10
 	PYTHONPATH=. $(PY) -m tests.fuzz --minutes $(or $(MINUTES),10)
 
+.PHONY: flakes
+flakes: sync ## repeat test files beside busy processes and name the tests that fail: FILES="..." TIMES=10 LOAD=4
+	$(PY) -m tools.flakes --times $(or $(TIMES),10) --load $(or $(LOAD),4) $(FILES)
+
 .PHONY: tools
 tools: prerequisites-cluster sync ## build etcd, kube-apiserver, helm, MinIO... into the test bed's cache
 	$(PY) -m testbed tools
