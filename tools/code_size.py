@@ -21,9 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 14870,
-    "operator": 12670,
-    "sidecar": 9800,
-    "trainer_sdk": 17790,
+    "operator": 12711,
+    "sidecar": 9809,
+    "trainer_sdk": 17794,
     "cli": 620,
 }
 """Most lines of code of each package."""

@@ -218,6 +218,8 @@ def test_environment_of_the_operator(render: Render) -> None:
         "HOLDFAST_HEALTH_PORT": "8081",
         "HOLDFAST_LOG_LEVEL": "info",
         "HOLDFAST_WORKERS": "32",
+        "HOLDFAST_LEASE_SECONDS": "10",
+        "HOLDFAST_WATCH_SILENCE_SECONDS": "75",
         "HOLDFAST_FAILING_NODE_CONDITIONS": "KernelDeadlock,ReadonlyFilesystem",
         "HOLDFAST_LEAVING_NODE_TAINTS": "aws-node-termination-handler/spot-itn,"
         "aws-node-termination-handler/scheduled-maintenance,"
@@ -325,6 +327,7 @@ def test_an_existing_service_account_is_bound(render: Render) -> None:
         pytest.param("operator.imagee.tag=1", "imagee", id="misspelt"),
         pytest.param("operator.logLevel=loud", "logLevel", id="unknown level"),
         pytest.param("operator.workers=0", "workers", id="no workers"),
+        pytest.param("operator.leaseSeconds=1", "leaseSeconds", id="a lease of a second"),
         pytest.param("crds.install=maybe", "install", id="no boolean"),
         pytest.param("sidecar.image.pullPolicy=Sometimes", "pullPolicy", id="pull policy"),
     ],

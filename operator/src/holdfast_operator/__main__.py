@@ -16,7 +16,7 @@ from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.access import KubeAccess, load_access
 from holdfast_operator.kube.api import KubeApi
-from holdfast_operator.kube.leadership import Leadership, LeaseName
+from holdfast_operator.kube.leadership import Leadership, LeaseName, LeaseTimes
 from holdfast_operator.loop.controller import Controller
 from holdfast_operator.loop.handlers import HandlerInputs, run_kopf
 from holdfast_operator.loop.plain_ports import PlainPorts
@@ -71,7 +71,8 @@ async def run(settings: Settings, access: KubeAccess) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     lease_api = KubeApi(access)
     lease = LeaseName(settings.operator_namespace, settings.lease_name)
-    leadership = Leadership(lease_api, lease, settings.pod_name, clock)
+    times = LeaseTimes(settings.lease_seconds)
+    leadership = Leadership(lease_api, lease, settings.pod_name, clock, times)
     api = KubeApi(access, leadership.check)
     await lease_api.start()
     await api.start()

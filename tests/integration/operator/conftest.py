@@ -87,7 +87,5 @@ def proxy(empty_bed: OperatorBed, tmp_path: Path) -> Iterator[ApiProxy]:
 @pytest.fixture
 def gang(empty_bed: OperatorBed, proxy: ApiProxy) -> OperatorBed:
     """Return a job that trains in round 0 and has stored step 40, with an operator behind the proxy."""
-    empty_bed.start_operator()
-    empty_bed.train()
-    empty_bed.store_at(0, 40)
+    empty_bed.start_with_gang()
     return empty_bed

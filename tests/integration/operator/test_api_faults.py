@@ -51,9 +51,11 @@ def pods_of(bed: OperatorBed) -> str:
     ids=["500", "503", "403", "429", "reset", "no answer", "refused connections"],
 )
 def test_a_pod_that_is_lost_while_every_request_fails_is_replaced_afterwards(
-    gang: OperatorBed, proxy: ApiProxy, fault: Fault | None
+    empty_bed: OperatorBed, proxy: ApiProxy, fault: Fault | None
 ) -> None:
     """The outage lasts until the operator may not write any more. Its process does not end."""
+    gang = empty_bed
+    gang.start_with_gang(HOLDFAST_LEASE_SECONDS="3")
     if fault is None:
         proxy.close_port()
     else:
@@ -136,8 +138,10 @@ def test_an_error_inside_each_watch_costs_no_change(
     assert gang.process.poll() is None
 
 
-def test_watches_that_are_half_open_are_replaced(gang: OperatorBed, proxy: ApiProxy) -> None:
-    """The connections stay open and deliver nothing, so only the read time-out of 75 s ends them."""
+def test_watches_that_are_half_open_are_replaced(empty_bed: OperatorBed, proxy: ApiProxy) -> None:
+    """The connections stay open and deliver nothing, so only the read time-out ends them."""
+    gang = empty_bed
+    gang.start_with_gang(HOLDFAST_WATCH_SILENCE_SECONDS="8")
     assert proxy.freeze_watches() > 0
     gang.lose(1)
     gang.until_recovered(1)
@@ -204,9 +208,7 @@ def test_an_api_server_without_streamed_lists_is_asked_for_pages(
 ) -> None:
     """Kubernetes 1.31 and 1.33 do not have the feature unless it is switched on."""
     refused = proxy.add(Refuse(422, "Invalid"), streamed_lists())
-    empty_bed.start_operator()
-    empty_bed.train()
-    empty_bed.store_at(0, 40)
+    empty_bed.start_with_gang()
     empty_bed.lose(1)
     empty_bed.until_recovered(1)
     assert {call.plural for call in refused.hits} >= {"pods", "nodes", "leases", "trainingjobs"}

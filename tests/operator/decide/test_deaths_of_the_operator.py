@@ -28,10 +28,11 @@ def rank_dies(life: Life) -> None:
 def test_the_operator_dies_after_each_write(
     fault: Callable[[Life], None], away_seconds: int
 ) -> None:
+    begun = Life(store=True, every=10)
+    begun.run(40, until=lambda s: s.last_persisted is not None and s.last_persisted.step >= 20)
+    fault(begun)
     for writes in range(1, 12):
-        life = Life(store=True, every=10)
-        life.run(40, until=lambda s: s.last_persisted is not None and s.last_persisted.step >= 20)
-        fault(life)
+        life = begun.copy()
         dies_after(life, writes)
         for _ in range(away_seconds):
             life.cluster.tick()

@@ -71,12 +71,13 @@ def test_a_job_is_suspended_in_this_phase_twice(phase: Phase) -> None:
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.__name__)
 def test_an_operator_that_dies_while_it_suspends_is_replaced(phase: Phase) -> None:
+    begun = Life(store=True)
+    phase(begun)
+    newest = begun.cluster.newest_commit() if begun.cluster.choices else None
+    heal(begun)
+    begun.change_spec(suspend=True)
     for writes in range(1, 20):
-        life = Life(store=True)
-        phase(life)
-        newest = life.cluster.newest_commit() if life.cluster.choices else None
-        heal(life)
-        life.change_spec(suspend=True)
+        life = begun.copy()
         died = dies_within(life, writes, seconds=40)
         life.restart()
         is_suspended_with_everything_saved(life, newest)

@@ -62,6 +62,8 @@ def test_settings_from_environment() -> None:
         **NEEDED,
         "HOLDFAST_WATCH_NAMESPACES": "b, a b",
         "HOLDFAST_METRICS_PORT": "9",
+        "HOLDFAST_LEASE_SECONDS": "3",
+        "HOLDFAST_WATCH_SILENCE_SECONDS": "8",
         "HOLDFAST_FAILING_NODE_CONDITIONS": "KernelDeadlock, example.com/GpuHealthy=False",
         "HOLDFAST_LEAVING_NODE_TAINTS": "ToBeDeletedByClusterAutoscaler, karpenter.sh/disrupted",
         "KUBERNETES_SERVICE_HOST": "fd00::1",
@@ -70,13 +72,16 @@ def test_settings_from_environment() -> None:
     settings = Settings.from_env(env)
     assert settings.watch_namespaces == ("a", "b")
     assert settings.metrics_port == 9
+    assert (settings.lease_seconds, settings.watch_silence_seconds) == (3, 8)
     assert settings.failing_conditions == {
         ("KernelDeadlock", "True"),
         ("example.com/GpuHealthy", "False"),
     }
     assert settings.leaving_taints == {"ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted"}
     assert settings.api_server == "https://[fd00::1]:6443"
-    assert Settings.from_env(NEEDED).watch_namespaces == ()
+    default = Settings.from_env(NEEDED)
+    assert default.watch_namespaces == ()
+    assert (default.lease_seconds, default.watch_silence_seconds) == (10, 75)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,8 @@ def test_settings_from_environment() -> None:
         ({"HOLDFAST_LEASE_NAME": ""}, "HOLDFAST_LEASE_NAME"),
         ({"HOLDFAST_POD_NAME": ""}, "HOLDFAST_POD_NAME"),
         ({"HOLDFAST_METRICS_PORT": "x"}, "HOLDFAST_METRICS_PORT"),
+        ({"HOLDFAST_LEASE_SECONDS": "1"}, "HOLDFAST_LEASE_SECONDS=1: expected 2 to 600"),
+        ({"HOLDFAST_WATCH_SILENCE_SECONDS": "601"}, "HOLDFAST_WATCH_SILENCE_SECONDS=601"),
         ({"HOLDFAST_LOG_LEVEL": "loud"}, "HOLDFAST_LOG_LEVEL"),
         ({"HOLDFAST_FAILING_NODE_CONDITIONS": "Ready=False"}, "contains 'Ready=False'"),
         ({"HOLDFAST_FAILING_NODE_CONDITIONS": "GpuHealthy=no"}, "contains 'GpuHealthy=no'"),

@@ -16,16 +16,16 @@ from tests.support.operator.fake_api import FakeApi
 from holdfast_operator.kube.access import KubeAccess
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.kube.leadership import (
-    LEASE_SECONDS,
-    RENEW_SECONDS,
-    WRITE_SECONDS,
     Leadership,
     LeaseLostError,
     LeaseName,
+    LeaseTimes,
 )
 
 NAME = LeaseName("holdfast-system", "holdfast")
 KEY = ("leases", "holdfast-system", "holdfast")
+LEASE_SECONDS, WRITE_SECONDS, RENEW_SECONDS = 10, 7.0, 2.0
+"""The times of a lease of 10 seconds, which is the default."""
 AWAY = {(m, "leases"): ApiError(None, "", "refused") for m in ("GET", "POST", "PATCH")}
 
 
@@ -74,8 +74,11 @@ class Election:
     clock: ManualClock = field(default_factory=ManualClock)
     processes: list[Process] = field(default_factory=list)
 
-    async def start(self, name: str, clock: ManualClock | None = None) -> Process:
-        leadership = Leadership(self.api, NAME, name, clock or self.clock)
+    async def start(
+        self, name: str, clock: ManualClock | None = None, lease_seconds: int = LEASE_SECONDS
+    ) -> Process:
+        times = LeaseTimes(lease_seconds)
+        leadership = Leadership(self.api, NAME, name, clock or self.clock, times)
         process = Process(leadership, asyncio.create_task(leadership.run()))
         self.processes.append(process)
         await settle()
@@ -125,6 +128,30 @@ async def test_a_standby_takes_over_from_a_killed_leader_within_fifteen_seconds(
         assert second.leads
         assert e.spec["holderIdentity"] == "b"
         assert e.spec["leaseTransitions"] == 1
+
+
+async def test_a_standby_waits_for_the_duration_that_the_leader_has_set() -> None:
+    """During an upgrade that changes the setting, two processes have different durations."""
+    async with election() as e:
+        first, second = await e.start("a", lease_seconds=60), await e.start("b", lease_seconds=2)
+        await first.kill()
+        await e.wait(45)
+        assert not second.leads
+        await e.wait(20)
+        assert second.leads
+        assert e.spec["leaseDurationSeconds"] == 2
+
+
+async def test_a_leader_stops_to_write_before_a_short_lease_ends() -> None:
+    async with election() as e:
+        first, second = await e.start("a", lease_seconds=4), await e.start("b", lease_seconds=4)
+        assert first.leads
+        e.api.refuse.update(AWAY)
+        await e.wait(2.5)
+        assert first.leads
+        await e.wait(0.5)
+        assert not first.leads
+        assert not second.leads
 
 
 async def test_a_standby_takes_over_at_once_when_the_lease_is_given_back() -> None:

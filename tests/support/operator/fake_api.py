@@ -8,7 +8,6 @@ tests list. The module contains nothing specific to the operator.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -72,7 +71,7 @@ class FakeApi(KubeApi):
 
         Returns the stored object itself: changes to it change the server's state.
         """
-        found = copy.deepcopy(dict(raw))
+        found: Raw = copied(dict(raw))
         meta = found.setdefault("metadata", {})
         if "uid" not in meta:
             meta["uid"] = self._new_uid()
@@ -135,7 +134,7 @@ class FakeApi(KubeApi):
         where = _parse(path)
         self._check("GET" if where.name else "LIST", where)
         if where.name:
-            return copy.deepcopy(self._find(where))
+            return copied(self._find(where))
         selector = (params or {}).get("labelSelector", "")
         items = [
             raw
@@ -172,7 +171,7 @@ class FakeApi(KubeApi):
         raw.pop("status", None)
         self.objects[key] = raw
         self.changes[where.plural] += 1
-        return copy.deepcopy(raw)
+        return copied(raw)
 
     async def patch(
         self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
@@ -186,7 +185,7 @@ class FakeApi(KubeApi):
         version = meta.pop("resourceVersion", raw["metadata"]["resourceVersion"])
         if version != raw["metadata"]["resourceVersion"]:
             raise _error(409, "Conflict", f"{where.name}: the object has been modified")
-        before = copy.deepcopy(raw)
+        before = dict(raw)  # `merge` changes nothing in place
         if where.status:
             raw["status"] = merge(raw.get("status") or {}, patch.get("status") or {})
         else:
@@ -195,7 +194,7 @@ class FakeApi(KubeApi):
         if raw != before:
             self.touch(raw)
         self._collect_finalized(where, raw)
-        return copy.deepcopy(raw)
+        return copied(raw)
 
     async def patch_strategic(
         self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
@@ -208,7 +207,8 @@ class FakeApi(KubeApi):
         patch = json.loads(json.dumps(body["metadata"]))
         if patch.pop("uid", raw["metadata"]["uid"]) != raw["metadata"]["uid"]:
             raise _error(409, "Conflict", f"{where.name}: the uid is another one")
-        before = copy.deepcopy(raw)
+        before = dict(raw)
+        raw["metadata"] = dict(raw["metadata"])
         for key in [k for k in patch if k.startswith(_DELETES)]:
             name, gone = key.removeprefix(_DELETES), patch.pop(key)
             raw["metadata"][name] = [x for x in raw["metadata"].get(name, []) if x not in gone]
@@ -216,7 +216,7 @@ class FakeApi(KubeApi):
         if raw != before:
             self.touch(raw)
         self._collect_finalized(where, raw)
-        return copy.deepcopy(raw)
+        return copied(raw)
 
     async def delete(self, path: str, options: Mapping[str, Any] | None = None) -> Any:
         where = _parse(path)
@@ -285,6 +285,15 @@ def _selected(labels: Mapping[str, str], selector: str) -> bool:
 
 def _error(status: int, reason: str, message: str) -> ApiError:
     return ApiError(status, reason, message)
+
+
+def copied(raw: Any) -> Any:
+    """Return a copy of a JSON value. `copy.deepcopy` takes four times as long."""
+    if isinstance(raw, dict):
+        return {key: copied(value) for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [copied(value) for value in raw]
+    return raw
 
 
 def merge(old: Any, patch: Any) -> Any:

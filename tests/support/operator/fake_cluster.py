@@ -60,6 +60,8 @@ class FakeNode:
     silent_ticks: int = 0
     renewed: float = 0
     """Time at which its kubelet last renewed the lease."""
+    published: tuple[float, bool, str, bool] | None = None
+    """What its Node and Lease in the API say of it."""
 
     @property
     def silent(self) -> bool:
@@ -343,6 +345,10 @@ class FakeCluster:
             self._publish_node(node)
 
     def _publish_node(self, node: FakeNode) -> None:
+        state_now = (node.renewed, node.tainted, node.notice, node.deleted)
+        if node.published == state_now:
+            return
+        node.published = state_now
         spec = {"renewTime": str(node.renewed)}
         keys = [UNREACHABLE] * node.tainted + [node.notice] * bool(node.notice)
         taints = [{"key": key, "effect": "NoSchedule"} for key in keys]
@@ -577,7 +583,9 @@ class FakeCluster:
             self.sidecars[name] = ToySidecar(view.worker, name, view.birth_round)
         sidecar = self.sidecars.get(name)
         if sidecar is not None and pod.view.phase is PodPhase.RUNNING:
-            pod.view = replace(pod.view, ready=not is_spare(sidecar.worker))
+            ready = not is_spare(sidecar.worker)
+            if pod.view.ready != ready:
+                pod.view = replace(pod.view, ready=ready)
 
     def _mounts(self, name: str) -> set[str]:
         """Return the Secrets that the pod waits for."""

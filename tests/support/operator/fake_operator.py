@@ -69,8 +69,9 @@ class FakeOperator:
         self.certificates = Certificates(kube, OPERATOR_NAMESPACE, clock)
         self.link = ToyLink(cluster, calm())
         self.trouble = calm() if trouble is None else trouble
+        self.metrics = Metrics()
         self._effects = JobEffects(
-            kube, self.cache, self.link, self.certificates, events, Metrics(), clock
+            kube, self.cache, self.link, self.certificates, events, self.metrics, clock
         )
         self._observer = Observer(
             self.cache, self.link, self._effects, clock, leaving_taints=LEAVING_TAINTS

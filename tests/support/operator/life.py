@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from tests.support.operator.builders import raw_job
@@ -16,6 +18,15 @@ from holdfast_core.messages.schema import DeadRank
 from holdfast_operator.model.reasons import Reason
 
 WORKERS = 4
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all lives, which have nothing in it when `run` returns.
+
+    A loop of its own for each call of `run` would start a thread for the certificates each time.
+    """
+    return asyncio.new_event_loop()
 
 
 class Life:
@@ -45,6 +56,14 @@ class Life:
     def restart(self) -> None:
         self.operator = FakeOperator(self.cluster)
 
+    def copy(self) -> Life:
+        """Return a life that goes on from here by itself, with the same memory of the operator.
+
+        A copy costs a tenth of a life of 40 seconds. Only the counters of the metrics are shared.
+        """
+        metrics = self.operator.metrics
+        return copy.deepcopy(self, {id(metrics): metrics})
+
     def run(self, seconds: int, until: Callable[[TrainingJobStatus], bool] | None = None) -> None:
         async def passes() -> None:
             for _ in range(seconds):
@@ -53,7 +72,7 @@ class Life:
                 if until is not None and until(self.status):
                     return
 
-        asyncio.run(passes())
+        _loop().run_until_complete(passes())
 
     def run_until_committed(self, *, is_stored: bool = False) -> None:
         """Run until no pod has a shard whose step is not committed.
@@ -81,7 +100,7 @@ class Life:
                 await self.operator.run_pass()
                 self.cluster.seconds += 0.1
 
-        asyncio.run(passes())
+        _loop().run_until_complete(passes())
 
     @property
     def status(self) -> TrainingJobStatus:

@@ -70,6 +70,8 @@ class OperatorBed:
     """Further namespaces that the operator watches from its next start on."""
     kubeconfig: Path | None = None
     """The operator's kubeconfig, if it is not the account's."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Environment of the operator with settings that are not the chart's."""
 
     @property
     def plane(self) -> ControlPlane:
@@ -85,6 +87,7 @@ class OperatorBed:
             "HOLDFAST_POD_NAME": self.pod_name,
             "HOLDFAST_METRICS_PORT": str(self.metrics_port),
             "HOLDFAST_HEALTH_PORT": str(self.health_port),
+            **self.settings,
         }
         log = (self.folder / f"operator-{self.starts}.log").open("wb")
         self.process = zygote.Popen(
@@ -95,6 +98,13 @@ class OperatorBed:
         """Create the job and run its pods until round 0 trains."""
         self.create(job or training_job())
         self.run_gang()
+
+    def start_with_gang(self, **settings: str) -> None:
+        """Start the operator with these settings, and train a job in round 0 that has stored step 40."""
+        self.settings |= settings
+        self.start_operator()
+        self.train()
+        self.store_at(0, 40)
 
     def create(self, job: dict[str, Any]) -> None:
         """Create the job and wait for its pods."""

@@ -52,6 +52,9 @@ class ToySidecar:
     shards: dict[tuple[CheckpointId, Rank], ListedShard] = field(default_factory=dict)
     saved: dict[CheckpointId, int] = field(default_factory=dict)
     """Number of ranks that saved each checkpoint of which this worker wrote its own shard."""
+    _inventory: InventoryView | None = None
+    _inventory_of: tuple[object, ...] = ()
+    """What the kept inventory was made of. Nothing is deleted from the disk, so that lengths suffice."""
 
     def seal(self, round_: RestartRound) -> InventoryView:
         if round_ < self.round:
@@ -92,6 +95,13 @@ class ToySidecar:
         return self.message.version
 
     def inventory(self) -> InventoryView:
+        state = (self.round, self.version, self.worker, self.has_launcher)
+        made_of = (*state, len(self.manifests), len(self.shards), len(self.saved))
+        if self._inventory is None or self._inventory_of != made_of:
+            self._inventory, self._inventory_of = self._list(), made_of
+        return self._inventory
+
+    def _list(self) -> InventoryView:
         return InventoryView(
             round=self.round,
             version=self.version,

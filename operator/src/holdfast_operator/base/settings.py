@@ -19,6 +19,9 @@ from holdfast_operator.render.network_policy import WorkerNetwork
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 DEFAULT_METRICS_PORT = 8080
+DEFAULT_LEASE_SECONDS = 10
+DEFAULT_SILENCE_SECONDS = 75
+"""Bookmarks arrive about once a minute on every watch, so longer silence means a dead connection."""
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -48,6 +51,10 @@ class Settings:
     """Keys of taints that say that a node will be taken away soon."""
     workers: int = 32
     """Number of concurrent passes over jobs and stores."""
+    lease_seconds: int = DEFAULT_LEASE_SECONDS
+    """Seconds after the last renewal of the lease after which a standby takes it."""
+    watch_silence_seconds: int = DEFAULT_SILENCE_SECONDS
+    """Seconds without any byte after which a watch counts as dead and begins again."""
     kubeconfig: str | None = None
     """Path of a kubeconfig file; None to use the service account of the pod."""
     api_server: str | None = None
@@ -77,6 +84,10 @@ class Settings:
             failing_conditions=_conditions(source, "HOLDFAST_FAILING_NODE_CONDITIONS"),
             leaving_taints=_taints(source, "HOLDFAST_LEAVING_NODE_TAINTS"),
             workers=_whole_number(source, "HOLDFAST_WORKERS", 32),
+            lease_seconds=_seconds(source, "HOLDFAST_LEASE_SECONDS", DEFAULT_LEASE_SECONDS),
+            watch_silence_seconds=_seconds(
+                source, "HOLDFAST_WATCH_SILENCE_SECONDS", DEFAULT_SILENCE_SECONDS
+            ),
             kubeconfig=source.get("KUBECONFIG") or None,
             api_server=_api_server(source),
         )
@@ -159,3 +170,10 @@ def _whole_number(source: Mapping[str, str], name: str, default: int) -> int:
     if not raw.isdecimal():
         raise ConfigError(f"{name}={raw!r}: expected a whole number >= 0")
     return int(raw)
+
+
+def _seconds(source: Mapping[str, str], name: str, default: int) -> int:
+    found = _whole_number(source, name, default)
+    if not 2 <= found <= 600:
+        raise ConfigError(f"{name}={found}: expected 2 to 600 seconds")
+    return found

@@ -2,8 +2,9 @@
 
 1. A process reads the lease. It takes a lease that has no holder, or whose record has not changed for the
    duration that its holder set.
-2. The leader renews the lease. It may write for WRITE_SECONDS after the beginning of the last renewal that
-   succeeded, which is less than LEASE_SECONDS, so it has stopped before another process can take the lease.
+2. The leader renews the lease. It may write for `LeaseTimes.write_seconds` after the beginning of the last
+   renewal that succeeded, which is less than the lease's duration, so it has stopped before another process
+   can take the lease.
 3. A process that ends in order gives the lease back.
 
 Times are differences of this process's monotonic clock. The time stamps in the lease are for people only.
@@ -20,17 +21,43 @@ from typing import Any
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.base import logs
+from holdfast_operator.base.settings import DEFAULT_LEASE_SECONDS
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.kube.cluster import CONFLICT, NOT_FOUND
 
-LEASE_SECONDS = 10
-WRITE_SECONDS = 7.0
-RENEW_SECONDS = 2.0
-STANDBY_SECONDS = 1.0
-REQUEST_SECONDS = 3.0
-GAP_SECONDS = 5.0
-"""Longest time between two reads of a standby over which an unchanged lease counts as not renewed. After a
-longer one, for example after an outage of the API server, the leader has the whole LEASE_SECONDS again."""
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """Duration of the lease, and the times that follow from it."""
+
+    lease_seconds: int = DEFAULT_LEASE_SECONDS
+
+    @property
+    def write_seconds(self) -> float:
+        return 0.7 * self.lease_seconds
+
+    @property
+    def renew_seconds(self) -> float:
+        return 0.2 * self.lease_seconds
+
+    @property
+    def standby_seconds(self) -> float:
+        """Pause between two reads of a standby."""
+        return 0.1 * self.lease_seconds
+
+    @property
+    def request_seconds(self) -> float:
+        """Time-out of a turn, which reads the lease and may write it."""
+        return 0.3 * self.lease_seconds
+
+    @property
+    def gap_seconds(self) -> float:
+        """Longest time between two reads of a standby over which an unchanged lease counts as not renewed.
+
+        After a longer one, for example after an outage of the API server, the leader has the whole duration
+        of the lease again.
+        """
+        return 0.5 * self.lease_seconds
 
 
 class LeaseLostError(HoldfastError):
@@ -70,9 +97,18 @@ class Leadership:
         api: Session of the lease alone. It may write at any time.
         identity: Name of this process. A process that has the name of the holder takes the lease at once,
             so a container that is restarted in its pod does not wait.
+        times: The duration that this process sets when it leads. A standby waits for that of the leader.
     """
 
-    def __init__(self, api: KubeApi, lease: LeaseName, identity: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        api: KubeApi,
+        lease: LeaseName,
+        identity: str,
+        clock: Clock,
+        times: LeaseTimes = LeaseTimes(),
+    ) -> None:
+        self._times = times
         self._api = api
         self._lease = lease
         self._identity = identity
@@ -95,23 +131,25 @@ class Leadership:
                 None,
                 "NotLeading",
                 f"the request is not sent: this process has not renewed the lease {self._lease} for "
-                f"{WRITE_SECONDS:.0f} s, so another operator may lead",
+                f"{self._times.write_seconds:.0f} s, so another operator may lead",
             )
 
     async def run(self) -> None:
         """Take the lease and renew it, until cancelled. Raises LeaseLostError if another process took it."""
+        times = self._times
         while True:
             try:
-                async with asyncio.timeout(REQUEST_SECONDS):
+                async with asyncio.timeout(times.request_seconds):
                     await self._turn()
                 if self._log_changes.forget("fault"):
                     logs.info(f"requests for the lease {self._lease} work again")
             except LeaseLostError:
                 raise
             except (HoldfastError, TimeoutError) as error:
-                text = str(error) or f"no answer within {REQUEST_SECONDS:.0f} s"
+                text = str(error) or f"no answer within {times.request_seconds:.1f} s"
                 self._log_changes.warning("fault", f"the lease {self._lease}: {text}")
-            await self._clock.sleep(RENEW_SECONDS if self.gained.is_set() else STANDBY_SECONDS)
+            leads = self.gained.is_set()
+            await self._clock.sleep(times.renew_seconds if leads else times.standby_seconds)
 
     async def release(self) -> None:
         """Stop writing and give the lease back, so that another process can take it at once.
@@ -122,7 +160,7 @@ class Leadership:
         if not self.gained.is_set():
             return
         try:
-            async with asyncio.timeout(REQUEST_SECONDS):
+            async with asyncio.timeout(self._times.request_seconds):
                 while not await self._given_back():
                     pass
         except (HoldfastError, TimeoutError) as error:
@@ -165,7 +203,7 @@ class Leadership:
         else:
             self._log_changes.info("standby", f"this process is a standby, {_holder(raw)} leads")
             return
-        self._write_until = begun + WRITE_SECONDS
+        self._write_until = begun + self._times.write_seconds
         if not self.gained.is_set():
             logs.info("this process leads", lease=str(self._lease), identity=self._identity)
             self.gained.set()
@@ -173,11 +211,12 @@ class Leadership:
     def _not_renewed(self, raw: Mapping[str, Any]) -> bool:
         now, version = self._clock.monotonic(), str(raw["metadata"]["resourceVersion"])
         seen = self._seen
-        if seen is None or seen.version != version or now - seen.last > GAP_SECONDS:
+        if seen is None or seen.version != version or now - seen.last > self._times.gap_seconds:
             self._seen = _Seen(version, now, now)
             return False
         seen.last = now
-        return now - seen.first >= (_spec(raw).get("leaseDurationSeconds") or LEASE_SECONDS)
+        duration = _spec(raw).get("leaseDurationSeconds") or self._times.lease_seconds
+        return now - seen.first >= float(duration)
 
     # ------------------------------------------------------------------ requests
 
@@ -208,7 +247,7 @@ class Leadership:
     def _record(self) -> dict[str, Any]:
         return {
             "holderIdentity": self._identity,
-            "leaseDurationSeconds": LEASE_SECONDS,
+            "leaseDurationSeconds": self._times.lease_seconds,
             "renewTime": self._stamp(),
         }
 

@@ -54,6 +54,7 @@ from holdfast_operator.sidecars.client import SidecarClient
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations
 from holdfast_operator.watch.node_leases import NodeLeases
+from holdfast_operator.watch.reflector import Timings
 
 _KINDS = {KeyKind.JOB: TrainingJob.KIND, KeyKind.ADOPTION: CheckpointAdoption.KIND}
 TICK_SECONDS = 1.0
@@ -114,6 +115,7 @@ class Controller:
             self._expectations,
             self.enqueue,
             self._job_gone,
+            Timings(silence_seconds=settings.watch_silence_seconds),
         )
         self._certificates = Certificates(self._cluster, settings.operator_namespace, clock)
         self._client = SidecarClient()

@@ -38,7 +38,7 @@ from holdfast_operator.watch.records import (
     read_lease,
     read_pod,
 )
-from holdfast_operator.watch.reflector import Collection, Reflector
+from holdfast_operator.watch.reflector import Collection, Reflector, Timings
 from holdfast_operator.watch.versions import is_at_least
 from holdfast_operator.watch.views import node_view
 
@@ -66,7 +66,9 @@ class ClusterCache:
         expectations: Expectations,
         enqueue: Callable[[Key], None],
         on_job_gone: Callable[[Gang | Unreadable], None],
+        timings: Timings | None = None,
     ) -> None:
+        self._timings = timings
         self._clock = clock
         self._expectations = expectations
         self._enqueue = enqueue
@@ -126,7 +128,7 @@ class ClusterCache:
         parse: Callable[[Mapping[str, Any]], T | None],
         on_change: Callable[[T | Unreadable | None, T | Unreadable | None], None],
     ) -> Reflector[T]:
-        reflector = Reflector(api, collection, parse, on_change, self._clock)
+        reflector = Reflector(api, collection, parse, on_change, self._clock, self._timings)
         self.reflectors.append(reflector)
         return reflector
 

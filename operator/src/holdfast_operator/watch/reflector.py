@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from holdfast_core.clock import Clock
 from holdfast_operator.base import logs
+from holdfast_operator.base.settings import DEFAULT_SILENCE_SECONDS
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.watch.unreadable import unreadable
@@ -53,7 +54,7 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Time-outs and intervals in seconds; only tests use other values."""
+    """Time-outs and intervals in seconds. Except for `silence_seconds`, only tests use other values."""
 
     page: int = 100
     """Objects in one page of a LIST. The parsed JSON of a page of 500 pods takes some 40 MiB."""
@@ -63,8 +64,8 @@ class Timings:
     """Longest duration of a streamed list. A server may never send the bookmark that marks its end."""
     watch_seconds: tuple[int, int] = (300, 600)
     """Shortest and longest duration of one watch; each watch takes a random one between them."""
-    silence_seconds: float = 75.0
-    """Read time-out. Bookmarks arrive about once a minute, so longer silence means a dead connection."""
+    silence_seconds: float = DEFAULT_SILENCE_SECONDS
+    """Read time-out."""
     first_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
     quiet_seconds: float = 30.0

@@ -122,15 +122,9 @@ class RankNotices:
         if reached.level is Level.MEMORY or accepted is None:
             return
         if not accepted.policy.has_object_tier:
-            connection.push(
-                SaveFailed(
-                    reached.step,
-                    reached.round,
-                    Level.PERSISTED,
-                    NO_OBJECT_TIER,
-                    "the job has no object store; set spec.checkpoint.object",
-                )
-            )
+            text = "the job has no object store; set spec.checkpoint.object"
+            step, round_ = reached.step, reached.round
+            connection.push(SaveFailed(step, round_, Level.PERSISTED, NO_OBJECT_TIER, text))
 
     def _ranks(self) -> list[Connection]:
         ranks = self._connections.ranks

@@ -35,44 +35,28 @@ def advance(world: World, now: Now) -> JobMemory:
             unscheduled_since=old.unscheduled_since,
             checkpoints_deleting=old.checkpoints_deleting,
         )
-    if memory.counted_at is None and status.restart_round is not None:
-        memory = replace(memory, counted_at=at)
-    answering = any(m.reachable for m in world.members)
-    memory = replace(memory, answering_since=_since(memory.answering_since, answering, at))
-    known = dict(memory.leaving_since)
-    leaving = tuple((pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.leaving)
-    if leaving != memory.leaving_since:
-        memory = replace(memory, leaving_since=leaving)
-    announced = dict(memory.announced)
-    announced.update((pod.name, pod.disruption) for pod in world.observed.pods if pod.disrupted)
-    memory = replace(memory, announced=tuple(announced.items()))
-    succeeded = {m.pod is not None and m.pod.phase is PodPhase.SUCCEEDED for m in world.members}
-    memory = replace(memory, ending_since=_since(memory.ending_since, len(succeeded) == 2, at))
-    avoiding = any(
-        m.pod is not None and m.pod.unscheduled and m.pod.failed_nodes for m in world.members
-    )
-    memory = replace(memory, avoiding_since=_since(memory.avoiding_since, avoiding, at))
+    began = None if status.restart_round is None else at
+    members = world.members
     waiting = bool(world.unscheduled)
-    memory = replace(memory, unscheduled_since=_since(memory.unscheduled_since, waiting, at))
-    lacking = waiting and not world.nodes_become_free
-    memory = replace(memory, lacking_since=_since(memory.lacking_since, lacking, at))
-    room = bool(world.placeholders_with_nodes)
-    memory = replace(memory, room_since=_since(memory.room_since, room, at))
-    unstarted = world.unstarted
-    if unstarted != memory.unstarted:
-        memory = replace(memory, unstarted=unstarted)
-    known = dict(memory.checkpoints_deleting)
-    deleting = tuple(
-        (c.uid, known.get(c.uid, at))
-        for c in world.observed.checkpoints
-        if c.deleting and c.has_finalizer
+    succeeded = {m.pod is not None and m.pod.phase is PodPhase.SUCCEEDED for m in members}
+    avoiding = any(m.pod is not None and m.pod.unscheduled and m.pod.failed_nodes for m in members)
+    memory = replace(
+        memory,
+        counted_at=began if memory.counted_at is None else memory.counted_at,
+        answering_since=_since(memory.answering_since, any(m.reachable for m in members), at),
+        leaving_since=_leaving(world, memory, at),
+        announced=_announced(world, memory),
+        ending_since=_since(memory.ending_since, len(succeeded) == 2, at),
+        avoiding_since=_since(memory.avoiding_since, avoiding, at),
+        unscheduled_since=_since(memory.unscheduled_since, waiting, at),
+        lacking_since=_since(memory.lacking_since, waiting and not world.nodes_become_free, at),
+        room_since=_since(memory.room_since, bool(world.placeholders_with_nodes), at),
+        unstarted=world.unstarted,
+        checkpoints_deleting=_deleting(world, memory, at),
     )
-    if deleting != memory.checkpoints_deleting:
-        memory = replace(memory, checkpoints_deleting=deleting)
     if status.restart_round is None:
         return memory
     round_ = status.restart_round
-    members = world.members
     # A member without a pod has nothing to seal: another controller creates its pod when it likes.
     if memory.sealed_at is None and all(m.pod is None or m.sealed_for(round_) for m in members):
         memory = replace(memory, sealed_at=at)
@@ -87,6 +71,26 @@ def advance(world: World, now: Now) -> JobMemory:
     if memory.chosen_seen_at is None and status.restore_point is not None:
         memory = replace(memory, chosen_seen_at=at)
     return memory
+
+
+def _leaving(world: World, memory: JobMemory, at: float) -> tuple[tuple[str, float], ...]:
+    known = dict(memory.leaving_since)
+    return tuple((pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.leaving)
+
+
+def _announced(world: World, memory: JobMemory) -> tuple[tuple[str, str], ...]:
+    announced = dict(memory.announced)
+    announced.update((pod.name, pod.disruption) for pod in world.observed.pods if pod.disrupted)
+    return tuple(announced.items())
+
+
+def _deleting(world: World, memory: JobMemory, at: float) -> tuple[tuple[str, float], ...]:
+    known = dict(memory.checkpoints_deleting)
+    return tuple(
+        (c.uid, known.get(c.uid, at))
+        for c in world.observed.checkpoints
+        if c.deleting and c.has_finalizer
+    )
 
 
 def _since(begun: float | None, holds: bool, at: float) -> float | None:
