@@ -121,6 +121,15 @@ def test_a_plan_is_kept_while_the_structure_is_the_same(change: dict[str, Any], 
     assert plan.fits(take_snapshot({**state, **change}, RANK)) is fits
 
 
+def test_objects_fit_up_to_the_last_byte_of_their_room() -> None:
+    """One byte more would be written over the first tensor."""
+    plan = plan_save(take_snapshot({"w": torch.ones(2), "text": ""}, RANK), RANK)
+    used = len(take_snapshot({"w": torch.ones(2), "text": ""}, RANK).objects)
+    free = plan.payload.objects.length_bytes - used
+    assert plan.fits(take_snapshot({"w": torch.ones(2), "text": "x" * free}, RANK))
+    assert not plan.fits(take_snapshot({"w": torch.ones(2), "text": "x" * (free + 1)}, RANK))
+
+
 @pytest.mark.parametrize("state", [[1], {1: 2}, {"": 1}], ids=["list", "int-key", "empty-key"])
 def test_the_state_is_a_dict_of_named_parts(state: Any) -> None:
     with pytest.raises(UnsupportedStateError):
