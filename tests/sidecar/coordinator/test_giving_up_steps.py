@@ -14,7 +14,7 @@ from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.messages.schema import Failure, RankSaves, RestorePoint, WorkerReport
+from holdfast_core.messages.schema import Failure, Policy, RankSaves, RestorePoint, WorkerReport
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.coordinator.forgotten import MAX_FORGOTTEN, Forgotten
 from holdfast_sidecar.coordinator.ledger import Ledger
@@ -63,6 +63,46 @@ def test_an_incomplete_step_below_a_replicated_one_is_pruned() -> None:
         ledger.replicated(Step(20), Rank(rank), shard_info(rank).blake3)
     assert ledger.newest(Level.REPLICATED) is not None
     assert steps_to_prune(ledger, round_message(), (), None) == (10,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "gone"),
+    [
+        pytest.param({}, (10,), id="nothing of this step is kept"),
+        pytest.param({"pinned": (Step(10),)}, (), id="pinned by the user"),
+        pytest.param(
+            {"quarantined": (RestorePoint(Step(10), RestartRound(0)),)},
+            (),
+            id="a quarantined checkpoint of an older round has it",
+        ),
+    ],
+)
+def test_an_incomplete_step_is_not_pruned_with_a_checkpoint_that_must_stay(
+    fields: dict[str, Any], gone: tuple[int, ...]
+) -> None:
+    """Members delete a step, and with it the checkpoints of all rounds."""
+    ledger = written_by_rank_0(10)
+    commit(ledger, 20)
+    for rank in (0, 1):
+        ledger.replicated(Step(20), Rank(rank), shard_info(rank).blake3)
+    assert steps_to_prune(ledger, round_message(1, **fields), (), None) == gone
+
+
+def test_a_replicated_step_stays_while_newer_ones_wait_for_their_copies() -> None:
+    """Newer local steps are lost with one node, so they do not take the place of a replicated one."""
+    ledger = new_ledger()
+    for step in (10, 20, 30, 40):
+        commit(ledger, step)
+    for rank in (0, 1):
+        ledger.replicated(Step(10), Rank(rank), shard_info(rank).blake3)
+    policy = Policy(interval_steps=1, keep_last=2)
+    assert steps_to_prune(ledger, round_message(1, policy=policy), (), None) == ()
+    for rank in (0, 1):
+        ledger.replicated(Step(40), Rank(rank), shard_info(rank).blake3)
+    assert steps_to_prune(ledger, round_message(1, policy=policy), (), None) == ()
+    for rank in (0, 1):
+        ledger.replicated(Step(30), Rank(rank), shard_info(rank).blake3)
+    assert steps_to_prune(ledger, round_message(1, policy=policy), (), None) == (10, 20)
 
 
 def test_a_complete_step_is_never_given_up() -> None:

@@ -116,6 +116,16 @@ def test_steps_whose_copies_fall_behind_are_given_up_in_the_middle() -> None:
     assert all(ledger.is_pruned(Step(s)) for s in (2, 3))
 
 
+def test_without_room_only_the_step_that_is_being_copied_waits_for_its_copies() -> None:
+    """Giving it up too would throw away the only step that can become replicated soon."""
+    ledger = new_ledger()
+    for step in range(1, 4):
+        commit(ledger, step)
+    assert ledger.overtaken(pressed=True) == (2, 3)
+    ledger.forget((Step(2), Step(3)))
+    assert ledger.overtaken(pressed=True) == ()
+
+
 def test_what_is_on_its_way_to_the_store_is_not_forgotten() -> None:
     ledger = new_ledger()
     commit(ledger, 1)

@@ -22,7 +22,7 @@ from holdfast_sidecar.coordinator.commit import Coordinator
 
 
 class CoordinatorWorld:
-    """The coordinator of the first round. The context manager closes it."""
+    """The coordinator of the first round, or of another one. The context manager closes it."""
 
     def __init__(
         self,
@@ -30,10 +30,15 @@ class CoordinatorWorld:
         members: Any,
         policy: Policy | None = None,
         store: ObjectTier | None = None,
+        **fields: Any,
     ) -> None:
-        """Make the world. `members` receive what the coordinator sends, once it is started."""
+        """Make the world. `members` receive what the coordinator sends, once it is started.
+
+        `fields` replace fields of the ROUND message.
+        """
         message = first_round().accepted
         assert message is not None
+        message = replace(message, **fields)
         self.clock = ManualClock()
         self.pools = Pools(disk=1, fetch=1, store=1)
         self.coordinator = Coordinator(

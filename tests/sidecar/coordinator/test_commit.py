@@ -1,0 +1,186 @@
+"""Which messages the coordinator accepts, which checkpoints it prunes, and which step it uploads last."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.sidecar.coordinators import CoordinatorWorld
+from tests.support.sidecar.ledgers import shard_info
+from tests.support.sidecar.ranks import rank_document
+from tests.support.sidecar.waiting import until
+from tests.support.tiers.objects import MemoryObjectStore
+
+from holdfast_core.errors import RefusedError, UnavailableError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.rank_layout import layout_digests
+from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import (
+    Buffered,
+    DigestedShard,
+    LevelNotice,
+    ListedManifest,
+    ManifestList,
+    Ok,
+    PersistRequest,
+    Policy,
+    Prepared,
+    Prune,
+    RankBuffered,
+    Refusal,
+    Replicated,
+    RestorePoint,
+    WorkerReport,
+)
+from holdfast_core.store.tier import ObjectTier
+
+ROUND = RestartRound(1)
+BEFORE = RestartRound(0)
+RANKS = (0, 1)
+
+
+class Members:
+    """Two members that accept everything, and list checkpoints of round 0 in their inventories."""
+
+    def __init__(self, *listed: int) -> None:
+        self.received: list[Any] = []
+        self.asked: list[Worker] = []
+        self._listed = listed
+
+    async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
+        await asyncio.sleep(0)
+        self.received.append(message)
+        return Ok(ROUND, "a")
+
+    async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> ManifestList:
+        self.asked.append(worker)
+        if path != "/v1/inventory":
+            raise UnavailableError(f"GET {path} to worker {worker}: it is away")
+        return ManifestList(
+            tuple(ListedManifest(Step(s), BEFORE, digest_of(b"%d" % s), 5) for s in self._listed)
+        )
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+
+class World(CoordinatorWorld):
+    """The coordinator of round 1, whose ranks the test plays."""
+
+    def prepare(self, step: int) -> None:
+        for rank in RANKS:
+            layout = layout_digests(rank_document(rank, shard_info(rank).payload_bytes))
+            self.coordinator.prepared(
+                Prepared(ROUND, Step(step), Worker(rank), shard_info(rank), layout)
+            )
+
+    def buffer(self, step: int) -> None:
+        for rank in RANKS:
+            document = rank_document(rank, shard_info(rank).payload_bytes)
+            shards = (DigestedShard(Step(step), shard_info(rank), digest_of(document)),)
+            self.coordinator.buffered(
+                Buffered(
+                    ROUND,
+                    Worker(rank),
+                    (RankBuffered(Rank(rank), shards),),
+                    (layout_digests(document),),
+                )
+            )
+
+    async def reaches(self, level: Level, step: int) -> None:
+        await until(lambda: self.coordinator.levels()[level] == step, f"step {step} is {level}")
+
+    async def replicate(self, step: int) -> None:
+        self.prepare(step)
+        await self.reaches(Level.LOCAL, step)
+        for rank in RANKS:
+            self.coordinator.replicated(
+                Replicated(ROUND, Step(step), Worker(rank), Rank(rank), shard_info(rank).blake3)
+            )
+
+
+def point(step: int) -> RestorePoint:
+    return RestorePoint(Step(step), BEFORE)
+
+
+@pytest.mark.parametrize(("step", "refused"), [(29, True), (30, True), (31, False)])
+async def test_a_shard_of_the_restore_point_or_below_is_refused(
+    tmp_path: Path, step: int, refused: bool
+) -> None:
+    """Such a step would be a second checkpoint of the step that the round was restored from."""
+    async with World(tmp_path, Members(), round=ROUND, restore_point=point(30)) as world:
+        if not refused:
+            world.prepare(step)
+            return
+        with pytest.raises(RefusedError, match="not above the restore point") as found:
+            world.prepare(step)
+        assert found.value.code is Refusal.BAD_REQUEST
+
+
+async def test_a_quarantined_checkpoint_takes_no_place_of_one_that_can_be_restored(
+    tmp_path: Path,
+) -> None:
+    members = Members(5, 10, 20, 30)
+    policy = Policy(interval_steps=1, keep_last=3, peer_copies=1)
+    fields: dict[str, Any] = {"round": ROUND, "restore_point": point(30)}
+    async with World(tmp_path, members, policy, quarantined=(point(20),), **fields) as world:
+        world.coordinator.start()
+        await until(lambda: len(set(members.asked)) == len(RANKS), "both inventories are read")
+        await world.replicate(40)
+        await until(lambda: any(m.prune for m in members.of(LevelNotice)), "steps are pruned")
+        assert {m.prune for m in members.of(LevelNotice)} - {()} == {(Step(5),)}, "40, 30, 10 stay"
+
+
+@pytest.mark.parametrize(
+    ("step", "protected"),
+    [
+        pytest.param(30, True, id="the restore point"),
+        pytest.param(25, True, id="pinned by the user"),
+        pytest.param(27, True, id="the newest in the store"),
+        pytest.param(20, False, id="an older one"),
+    ],
+)
+async def test_the_operator_cannot_delete_what_a_restore_needs_from_the_store(
+    tmp_path: Path, step: int, protected: bool
+) -> None:
+    """Its view of the job may be older than that of the coordinator."""
+    store = ObjectTier(MemoryObjectStore())
+    fields: dict[str, Any] = {
+        "round": ROUND,
+        "restore_point": point(30),
+        "pinned": (Step(25),),
+        "last_persisted": point(27),
+    }
+    async with World(tmp_path, Members(), None, store, **fields) as world:
+        request = Prune(ROUND, (point(20), point(step)))
+        if not protected:
+            assert (await world.coordinator.prune(request)).deleted == request.checkpoints
+            return
+        with pytest.raises(RefusedError) as found:
+            await world.coordinator.prune(request)
+        assert found.value.code is Refusal.PROTECTED
+
+
+async def test_the_end_of_a_job_uploads_the_step_in_memory_and_not_an_older_one(
+    tmp_path: Path,
+) -> None:
+    """An upload of the older step first would take as long again, while the pods wait for their end."""
+    members = Members()
+    store = ObjectTier(MemoryObjectStore())
+    policy = Policy(interval_steps=1, slots=3)
+    async with World(tmp_path, members, policy, store, round=ROUND) as world:
+        world.coordinator.start()
+        world.prepare(1)
+        await world.reaches(Level.LOCAL, 1)
+        world.buffer(2)
+        await world.reaches(Level.MEMORY, 2)
+        for rank in RANKS:
+            world.coordinator.report(WorkerReport(ROUND, Worker(rank), done=True))
+        for _ in range(200):  # every loop of the coordinator looks at the reports
+            await asyncio.sleep(0)
+        world.prepare(2)
+        await world.reaches(Level.LOCAL, 2)
+        await until(lambda: members.of(PersistRequest), "the newest step is to be uploaded")
+        assert {m.step for m in members.of(PersistRequest)} == {2}
