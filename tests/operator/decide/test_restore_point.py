@@ -366,6 +366,22 @@ def test_compaction_never_lets_a_step_back_in() -> None:
                 assert on_lineage(id_, tuple(full))
 
 
+def test_the_merge_of_the_oldest_rounds_lets_no_step_back_in() -> None:
+    """Each round restored from a newer step than the one before, so that no entry implies another one."""
+    rounds = range(1, 3 * MAX_LINEAGE)
+    compact: tuple[LineageEntry, ...] = ()
+    for round_ in rounds:
+        compact = extend_lineage(compact, entry(round_, 10 * round_))
+    assert len(compact) == MAX_LINEAGE
+    full = tuple(entry(round_, 10 * round_) for round_ in rounds)
+    saved = [
+        CheckpointId(Step(10 * round_ + more), RestartRound(round_ - 1))
+        for round_ in rounds
+        for more in (-5, 0, 5)
+    ]
+    assert [c for c in saved if on_lineage(c, compact) and not on_lineage(c, full)] == []
+
+
 def test_compaction_keeps_what_the_newest_round_restored_from() -> None:
     compact: tuple[LineageEntry, ...] = ()
     for round_ in range(1, 3 * MAX_LINEAGE):
