@@ -22,26 +22,30 @@ from holdfast_core.store_url import parse_store_url
 
 
 class Trainer:
-    """A run of one rank that commits a step and prunes, as its writer does."""
+    """A run that commits a step and prunes, as its writer does."""
 
-    def __init__(self, root: Path, keep_last: int) -> None:
+    def __init__(self, root: Path, keep_last: int, ranks: int = 1) -> None:
         self.tier = opened(root)
-        self.committer = Committer(self.tier, root / "prepared", 1, range(1), keep_last)
+        self.ranks = range(ranks)
+        self.committer = Committer(self.tier, root / "prepared", ranks, self.ranks, keep_last)
 
     def save(self, step: int) -> None:
-        layout, plan = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=10)
-        self.tier.put_layout(layout)
-        header = ShardHeader(
-            JOB_UID,
-            RestartRound(0),
-            Step(step),
-            Rank(0),
-            1,
-            digest_of(layout),
-            plan.total_bytes,
-        )
-        source = BytesSource(payload(plan.total_bytes, seed=step))
-        self.committer.prepare(self.tier.write_shard(header, source), layout_digests(layout))
+        for rank in self.ranks:
+            layout, plan = rank_layout_and_plan(
+                rank=rank, world_size=len(self.ranks), rows_per_rank=10
+            )
+            self.tier.put_layout(layout)
+            header = ShardHeader(
+                JOB_UID,
+                RestartRound(0),
+                Step(step),
+                Rank(rank),
+                len(self.ranks),
+                digest_of(layout),
+                plan.total_bytes,
+            )
+            source = BytesSource(payload(plan.total_bytes, seed=step))
+            self.committer.prepare(self.tier.write_shard(header, source), layout_digests(layout))
         checkpoint = CheckpointId(Step(step), RestartRound(0))
         self.committer.commit(checkpoint)
         self.committer.prune(checkpoint, (), leader=True)
@@ -126,6 +130,18 @@ def test_a_damaged_newest_checkpoint_is_skipped(tmp_path: Path) -> None:
     trainer.save(2)
     (manifest,) = (tmp_path / "tier").rglob("manifests/s000000000002/*.json")
     manifest.write_bytes(b"{" + manifest.read_bytes()[1:-1])
+    assert chosen_step(opened(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_checkpoint_without_the_shard_of_one_rank_is_skipped(tmp_path: Path, rank: int) -> None:
+    trainer = Trainer(tmp_path, keep_last=2, ranks=3)
+    trainer.save(1)
+    trainer.save(2)
+    (gone,) = (
+        r.ref for r in trainer.tier.list_shards() if (r.header.step, r.header.rank) == (2, rank)
+    )
+    trainer.tier.shard_path(gone).unlink()
     assert chosen_step(opened(tmp_path)) == 1
 
 

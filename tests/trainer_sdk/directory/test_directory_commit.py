@@ -15,7 +15,7 @@ from holdfast.directory.choice import JOB_UID, candidates, next_round
 from holdfast.directory.commit import Committer
 from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.keys import manifest_key
+from holdfast_core.format.keys import layout_key, manifest_key
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
@@ -96,6 +96,17 @@ def test_a_checkpoint_without_its_shards_is_never_committed(
     (gone,) = (r for r in writer.list_shards() if r.header.rank == rank)
     tier.shard_path(gone.ref).unlink()
     with pytest.raises(NotFoundError):
+        committer(tier, tmp_path).commit(checkpoint)
+    assert not committer(tier, tmp_path).is_committed(checkpoint)
+
+
+def test_a_checkpoint_without_its_layouts_is_never_committed(tmp_path: Path) -> None:
+    """Another number of ranks could not restore it."""
+    tier = opened(tmp_path)
+    checkpoint = prepare(tier, tmp_path, 5)
+    for record in tier.list_shards():
+        (tmp_path / "tier" / layout_key(record.header.layout)).unlink(missing_ok=True)
+    with pytest.raises(NotFoundError, match="has no layout"):
         committer(tier, tmp_path).commit(checkpoint)
     assert not committer(tier, tmp_path).is_committed(checkpoint)
 

@@ -1,0 +1,99 @@
+"""Which checkpoints a run keeps beyond the newest ones: its restore point, and what waits for its upload."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.shards.builders import payload, rank_layout_and_plan
+
+from holdfast.base.layouts import LayoutFiles
+from holdfast.directory.options import ServiceOptions
+from holdfast.directory.save_worker import Push
+from holdfast.directory.service import DirectoryService, MakeUploads
+from holdfast.slots.staging import SlotRing
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import CheckpointId, Level, Rank, Step
+from holdfast_core.messages.schema import LevelReached, Policy, Stage
+from holdfast_core.node.tier import manifests_in
+
+LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=10)
+SIZE = PLAN.total_bytes
+
+
+class NeverUploaded:
+    """Uploads to a store that does not answer: every checkpoint of one step waits."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.wanted: frozenset[CheckpointId] = frozenset()
+
+    def committed(self, checkpoint: CheckpointId) -> None:
+        if checkpoint.step == self._step:
+            self.wanted |= {checkpoint}
+
+    def listen(self, push: Push) -> None: ...
+
+    def take(self) -> None: ...
+
+    def finish(self, longest_seconds: float) -> bool:
+        return False
+
+    def abort(self) -> None: ...
+
+
+def train(root: Path, *steps: int, uploads: MakeUploads | None = None) -> int | None:
+    """Run one training that keeps two checkpoints, and return the step that it restored."""
+    options = ServiceOptions(
+        root=root / "ckpt",
+        slots_dir=root / "slots",
+        layouts_dir=root / "layouts",
+        world_size=1,
+        own_ranks=range(1),
+        policy=Policy(interval_steps=1, keep_last=2),
+    )
+    service = DirectoryService.start(options, make_uploads=uploads)
+    LayoutFiles(root / "layouts").ensure(LAYOUT, digest_of(LAYOUT))
+    ring = SlotRing(root / "slots", Rank(0), 2)
+    ring.ensure(SIZE, service.round)
+    for step in steps:
+        save(service, ring, step)
+    ring.close()
+    service.finish(60)
+    return service.restore_point.step
+
+
+def save(service: DirectoryService, ring: SlotRing, step: int) -> None:
+    slot = ring.acquire()
+    assert slot is not None
+    slot.begin(service.round, Step(step), SIZE)
+    slot.payload[:SIZE] = list(payload(SIZE, seed=step))
+    slot.complete()
+    pushed: queue.SimpleQueue[object] = queue.SimpleQueue()
+    stage = Stage(service.round, Step(step), Rank(0), slot.name, SIZE, digest_of(LAYOUT))
+    service.handle(stage, pushed.put)
+    _next(pushed, lambda m: isinstance(m, LevelReached) and m.level is Level.LOCAL)
+
+
+def _next(pushed: queue.SimpleQueue[object], wanted: Callable[[object], bool]) -> None:
+    while not wanted(pushed.get(timeout=60)):
+        pass
+
+
+def kept(root: Path) -> list[int]:
+    return sorted(checkpoint.step for _, checkpoint in manifests_in(root / "ckpt/tier"))
+
+
+def test_the_restore_point_stays_while_the_run_saves_newer_steps(tmp_path: Path) -> None:
+    """A restart of the run, or another process of it, may have to restore from there again."""
+    assert train(tmp_path, 1) is None
+    assert train(tmp_path, 2, 3, 4, 5) == 1
+    assert kept(tmp_path) == [1, 4, 5]
+    assert train(tmp_path, 6) == 5
+    assert kept(tmp_path) == [5, 6], "it was the restore point of an ended run"
+
+
+def test_a_checkpoint_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
+    train(tmp_path, 1, 2, 3, 4, 5, uploads=lambda folder, background: NeverUploaded(2))
+    assert kept(tmp_path) == [2, 4, 5]
