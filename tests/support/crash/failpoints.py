@@ -100,7 +100,8 @@ def in_every_python(directory: Path, text: str) -> dict[str, str]:
         "import os\nfrom tests.support.crash.failpoints import install_from_env\n"
         "install_from_env(os.environ)\n"
     )
-    return {VARIABLE: text, "PYTHONPATH": f"{directory}{os.pathsep}{_ROOT}"}
+    path = (str(directory), str(_ROOT), os.environ.get("PYTHONPATH"))
+    return {VARIABLE: text, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 @contextmanager
