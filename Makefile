@@ -113,6 +113,10 @@ fuzz: sync ## search for inputs that break a parser, with new seeds, for MINUTES
 flakes: sync ## repeat test files beside busy processes and name the tests that fail: FILES="..." TIMES=10 LOAD=4
 	$(PY) -m tools.flakes --times $(or $(TIMES),10) --load $(or $(LOAD),4) $(FILES)
 
+.PHONY: mutants
+mutants: sync ## seed mistakes into copies of the code, each of which the tests must find: ONLY=node/ for some of them
+	$(PY) -m tools.mutants $(if $(ONLY),--only '$(ONLY)') $(if $(JOBS),--jobs $(JOBS))
+
 .PHONY: tools
 tools: prerequisites-cluster sync ## build etcd, kube-apiserver, helm, MinIO... into the test bed's cache
 	$(PY) -m testbed tools

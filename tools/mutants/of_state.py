@@ -1,0 +1,106 @@
+"""Mutants of the trainer's state: its payload, and the copies into it."""
+
+from __future__ import annotations
+
+from tools.mutants.model import Kind, Mutant
+
+_STATE = "trainer_sdk/src/holdfast/state/"
+_TESTS = "tests/trainer_sdk/state/"
+_PIECES = (f"{_TESTS}copying/test_pieces.py",)
+_DESTINATIONS = (f"{_TESTS}loading/test_destinations.py",)
+
+OF_STATE = (
+    Mutant(
+        name="state/third-piece-from-the-second",
+        kind=Kind.OFF_BY_ONE,
+        file=f"{_STATE}copying/jobs.py",
+        original="_copy_piece(piece, number * count, position)",
+        replacement="_copy_piece(piece, min(number, 1) * count, position)",
+        loses="A tensor above 64 MiB comes back with wrong elements.",
+        tests=_PIECES,
+    ),
+    Mutant(
+        name="state/move-of-elements",
+        kind=Kind.CHANGED_CONSTANT,
+        file=f"{_STATE}copying/jobs.py",
+        original="self._moves.append((place, place.data_ptr(), place.nbytes, position))",
+        replacement="self._moves.append((place, place.data_ptr(), place.numel(), position))",
+        loses="Three quarters of each float32 tensor above 128 KiB keep the values of an older save.",
+        tests=(f"{_TESTS}test_snapshot.py::test_tensors_of_all_sizes_keep_their_places",),
+    ),
+    Mutant(
+        name="state/last-batch-is-not-copied",
+        kind=Kind.COMPARISON,
+        file=f"{_STATE}copying/jobs.py",
+        original="    if batched:\n        yield batched, batch.copy",
+        replacement="    if batched > batch_bytes:\n        yield batched, batch.copy",
+        loses="The last small tensors of a state are restored with the bytes of an older save.",
+        tests=_PIECES,
+    ),
+    Mutant(
+        name="state/values-of-a-view-from-memory",
+        kind=Kind.COMPARISON,
+        file=f"{_STATE}copying/jobs.py",
+        original="if source.is_neg() or source.is_conj():",
+        replacement="if source.is_neg() and source.is_conj():",
+        loses="A conjugate view of a tensor comes back with the wrong sign.",
+        tests=(
+            f"{_TESTS}test_snapshot.py::test_views_whose_values_are_not_in_memory_are_restored",
+        ),
+    ),
+    Mutant(
+        name="state/objects-one-byte-too-long",
+        kind=Kind.OFF_BY_ONE,
+        file=f"{_STATE}snapshot.py",
+        original="len(snapshot.objects) <= self.payload.objects.length_bytes",
+        replacement="len(snapshot.objects) <= self.payload.objects.length_bytes + 1",
+        loses="A save whose counters have grown by one byte overwrites the first tensor, or fails.",
+        tests=(f"{_TESTS}test_snapshot.py::test_objects_fit_up_to_the_last_byte_of_their_room",),
+    ),
+    Mutant(
+        name="state/plan-of-another-structure",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_STATE}snapshot.py",
+        original="self.signature == snapshot.signature\n            and self.keys == snapshot.keys",
+        replacement="self.keys == snapshot.keys",
+        loses="A state whose tensors changed their shapes is written over the places of the old ones.",
+        tests=(f"{_TESTS}test_snapshot.py::test_a_plan_is_kept_while_the_structure_is_the_same",),
+    ),
+    Mutant(
+        name="state/old-objects-stay-in-the-room",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_STATE}copying/target.py",
+        original='target[place.start + len(text) : place.stop] = ord(" ")',
+        replacement="",
+        loses="A save whose objects became shorter cannot be read: the end of the old ones follows them.",
+        tests=(f"{_TESTS}test_snapshot.py::test_numpy_arrays_come_back_as_arrays",),
+    ),
+    Mutant(
+        name="state/middle-of-a-tensor-is-not-put",
+        kind=Kind.OFF_BY_ONE,
+        file=f"{_STATE}loading/destinations.py",
+        original="first = max(0, bisect.bisect_right(self._starts, position) - 1)",
+        replacement="first = bisect.bisect_left(self._starts, position)",
+        loses="A tensor of several chunks is restored with its first chunk only.",
+        tests=_DESTINATIONS,
+    ),
+    Mutant(
+        name="state/header-of-another-read",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_STATE}loading/destinations.py",
+        original="            if low < high and not np.array_equal(",
+        replacement="            if low > high and not np.array_equal(",
+        loses="A payload that changed between two reads is restored with the objects of one and the tensors "
+        "of the other.",
+        tests=_DESTINATIONS,
+    ),
+    Mutant(
+        name="state/uneven-part-of-a-tensor",
+        kind=Kind.OFF_BY_ONE,
+        file=f"{_STATE}tensors.py",
+        original="piece = -(-lengths[dimension] // mesh.size(axis))",
+        replacement="piece = lengths[dimension] // mesh.size(axis)",
+        loses="A tensor that the ranks share unevenly cannot be saved, or comes back shifted.",
+        tests=(f"{_TESTS}test_boxes.py",),
+    ),
+)
