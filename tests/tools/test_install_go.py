@@ -6,7 +6,6 @@ import hashlib
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
