@@ -130,6 +130,14 @@ class FakeSidecar:
         assert self._context is not None
         load_leaf(self._context, leaf.certificate, leaf.key)
 
+    def restart_with(self, leaf: Leaf) -> None:
+        """Close all connections, as the restart of a sidecar does, and serve this certificate from now on."""
+        self.show(leaf)
+        assert self._runner is not None
+        assert self._runner.server is not None
+        for handler in self._runner.server.connections:
+            handler.close()
+
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
