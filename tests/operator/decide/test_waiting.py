@@ -87,7 +87,7 @@ def test_a_waiting_job_writes_nothing_when_only_the_clock_moves(why: object) -> 
     life.run(120)
     written = len(life.cluster.statuses)
     passes = len(life.operator.decisions)
-    life.run(600)
+    life.run(600, each_second=True)
     assert len(life.operator.decisions) - passes == 600
     assert len(life.cluster.statuses) == written
     assert life.operator.decisions[-1].requeue_after_seconds == LONGEST_PAUSE_SECONDS

@@ -64,10 +64,21 @@ class Life:
         metrics = self.operator.metrics
         return copy.deepcopy(self, {id(metrics): metrics})
 
-    def run(self, seconds: int, until: Callable[[TrainingJobStatus], bool] | None = None) -> None:
+    def run(
+        self,
+        seconds: int,
+        until: Callable[[TrainingJobStatus], bool] | None = None,
+        *,
+        each_second: bool = False,
+    ) -> None:
+        """Run the cluster, and the passes that are due or one each second, until the status is as wanted."""
+
         async def passes() -> None:
             for _ in range(seconds):
-                await self.operator.run_due_pass()
+                if each_second:
+                    await self.operator.run_pass()
+                else:
+                    await self.operator.run_due_pass()
                 self.cluster.tick()
                 if until is not None and until(self.status):
                     return
