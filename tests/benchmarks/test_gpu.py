@@ -10,13 +10,14 @@ import pytest
 import torch
 from benchmarks.gpu.figures import Costs, Pair, figures_of
 from benchmarks.report import RESULTS
+from tests.support.hang import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.gpu", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 def test_costs_are_multiples_of_a_blocking_copy() -> None:

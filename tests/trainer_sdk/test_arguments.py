@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import committed_step
 
 import holdfast
@@ -32,7 +33,7 @@ def test_an_integer_of_every_kind_is_a_step(folder: Path, step: Any) -> None:
     with holdfast.Checkpointer(dir=folder, interval_steps=5) as ckpt:
         assert ckpt.should_save(step)
         handle = ckpt.save(step, {"t": torch.ones(4)})
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
         assert type(handle.step) is int
     assert committed_step(folder) == 5
 
@@ -50,7 +51,7 @@ def test_a_value_that_is_not_a_step_takes_no_slot(folder: Path, step: Any) -> No
         with pytest.raises(ConfigError, match=r"steps\(total=\.\.\.\): expected"):
             next(ckpt.steps(step, {"t": torch.ones(4)}))
         assert ckpt.saves_failed == 0
-        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.support import zygote
 from tests.support.crash.failpoints import in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import (
     children_of,
     committed_step,
@@ -53,7 +54,7 @@ with holdfast.Checkpointer(dir=directory, interval_steps=1, keep_last=2) as ckpt
 def saved(tmp_path: Path, state: dict[str, Any], *steps: int, **options: Any) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
         for step in steps:
-            ckpt.save(step, state).wait("local", timeout=60)
+            ckpt.save(step, state).wait("local", timeout=HANG_SECONDS)
 
 
 def test_outside_of_a_pod_a_folder_is_required() -> None:
@@ -72,10 +73,10 @@ def test_saved_bytes_are_those_of_the_step(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         handle = ckpt.save(1, {"t": tensor})
         tensor.fill_(-1)
-        handle.wait("local", timeout=60)
-        handle.wait("replicated", timeout=60)
+        handle.wait("local", timeout=HANG_SECONDS)
+        handle.wait("replicated", timeout=HANG_SECONDS)
         with pytest.raises(SaveFailedError, match=r"no object store; set .*store="):
-            handle.wait("persisted", timeout=60)
+            handle.wait("persisted", timeout=HANG_SECONDS)
         assert handle.failure is None, "a level that does not exist here has not failed"
     back = {"t": torch.zeros(1 << 20)}
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
@@ -85,7 +86,7 @@ def test_saved_bytes_are_those_of_the_step(tmp_path: Path) -> None:
 
 def test_close_removes_the_slots(tmp_path: Path, memory: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, {"t": torch.ones(4)}).wait("local", timeout=60)
+        ckpt.save(1, {"t": torch.ones(4)}).wait("local", timeout=HANG_SECONDS)
         assert list(memory.rglob("*.slot"))
     assert list(memory.iterdir()) == []
 
@@ -183,12 +184,12 @@ def test_a_state_that_grows_gets_larger_slots(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         ckpt.allocate(state)
         state["more"] = torch.ones(1 << 20)
-        ckpt.save(1, state).wait(timeout=60)
+        ckpt.save(1, state).wait(timeout=HANG_SECONDS)
 
 
 def test_a_killed_persister_is_started_again(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
         for pid in persisters_of(os.getpid(), tmp_path):
             os.kill(pid, signal.SIGKILL)
         state = {"t": torch.full((4,), 2.0)}
@@ -229,7 +230,7 @@ def test_a_slow_persister_is_waited_for_with_a_warning(
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
     said = [
         r.message
         for r in caplog.records
@@ -287,15 +288,15 @@ def test_a_reader_and_a_training_do_not_see_each_others_slots(tmp_path: Path, me
     """A reader and a training, both rank 0. Neither sees the steps in the slots of the other."""
     state, seen = {"t": torch.full((1 << 12,), 1.0)}, {"t": torch.zeros(1 << 12)}
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=5) as training:
-        training.save(1, state).wait("local", timeout=60)
+        training.save(1, state).wait("local", timeout=HANG_SECONDS)
         with holdfast.Checkpointer(dir=tmp_path / "ckpt") as looking:
             assert looking.restore(seen) == 1
             assert len(list(memory.glob("*+*"))) == 1
             state["t"].fill_(2.0)
-            training.save(2, state).wait("local", timeout=60)
+            training.save(2, state).wait("local", timeout=HANG_SECONDS)
             assert (seen["t"] == 1.0).all()
         state["t"].fill_(3.0)
-        training.save(3, state).wait("local", timeout=60)
+        training.save(3, state).wait("local", timeout=HANG_SECONDS)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as looking:
         assert looking.restore(seen) == 3
     assert (seen["t"] == 3.0).all()
@@ -417,7 +418,7 @@ def test_a_kill_at_any_moment_loses_no_committed_step(tmp_path: Path, whom: str)
     assert last.stdout is not None
     assert int(last.stdout.readline()) > promised
     last.terminate()
-    last.communicate(timeout=60)
+    last.communicate(timeout=HANG_SECONDS)
     assert last.returncode == 0
 
 
@@ -432,7 +433,7 @@ def test_a_tensor_of_one_element_with_any_stride_is_saved_and_restored(
         return {"slice": torch.full((4,), value)[::4], "wide": wide[::4, ::3]}
 
     with holdfast.Checkpointer(tmp_path, slots=slots, ring_bytes=16 << 20) as ckpt:
-        ckpt.save(1, state(2.0)).wait(timeout=60)
+        ckpt.save(1, state(2.0)).wait(timeout=HANG_SECONDS)
     restored = state(0.0)
     with holdfast.Checkpointer(tmp_path, slots=slots, ring_bytes=16 << 20) as ckpt:
         assert ckpt.restore(restored) == 1

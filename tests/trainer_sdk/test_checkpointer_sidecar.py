@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
 
 import holdfast
@@ -61,7 +62,7 @@ def test_a_persister_pauses_while_a_rank_copies(
 
     monkeypatch.setattr(ForegroundCopyGate, "wait_for_copies", ask)
     with holdfast.Checkpointer() as ckpt:
-        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
     assert set(asked) == {tmp_path / "shared/slots"}
 
 
@@ -129,9 +130,9 @@ def test_a_refused_stage_frees_its_slot(sidecar: FakeSidecar) -> None:
         state = {"t": torch.zeros(1)}
         for step in range(1, 5):  # more saves than slots
             with pytest.raises(SaveFailedError, match="Sealed"):
-                ckpt.save(step, state).wait(timeout=60)
+                ckpt.save(step, state).wait(timeout=HANG_SECONDS)
         sidecar.faults.refuse.clear()
-        ckpt.save(9, state).wait(timeout=60)
+        ckpt.save(9, state).wait(timeout=HANG_SECONDS)
 
 
 def test_both_slots_busy_skips_and_counts(sidecar: FakeSidecar) -> None:
@@ -151,7 +152,7 @@ def test_the_last_save_waits_for_a_slot(sidecar: FakeSidecar) -> None:
         state = {"t": torch.zeros(1)}
         for step in (1, 2):
             ckpt.save(step, state)
-        ckpt.save(3, state, is_last=True).wait(timeout=60)
+        ckpt.save(3, state, is_last=True).wait(timeout=HANG_SECONDS)
         assert ckpt.saves_skipped == 0
 
 
@@ -167,7 +168,7 @@ def test_the_save_of_a_stop_waits_for_a_slot(sidecar: FakeSidecar) -> None:
         sidecar.faults.delay_seconds["Stage"] = 1
         for earlier in (step - 1, step - 2):
             ckpt.save(earlier, state)  # both slots are busy now
-        ckpt.save(step, state).wait(timeout=60)
+        ckpt.save(step, state).wait(timeout=HANG_SECONDS)
 
 
 def test_training_continues_without_a_sidecar(
@@ -185,7 +186,7 @@ def test_training_continues_without_a_sidecar(
         assert caplog.text.count("no connection to the sidecar (") == 1
         sidecar.start(0)
         until(lambda: "saves continue" in caplog.text, "the reconnect")
-        ckpt.save(500, state).wait(timeout=60)
+        ckpt.save(500, state).wait(timeout=HANG_SECONDS)
         steps.close()
 
 
@@ -198,14 +199,14 @@ def test_a_staged_save_is_staged_again_after_a_crash(sidecar: FakeSidecar) -> No
         sidecar.die()
         sidecar.faults.delay_seconds.clear()
         sidecar.start(0)
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
 
 
 def test_a_missing_sidecar_is_raised_where_the_script_asks_for_errors(
     sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
     with holdfast.Checkpointer(on_save_error="raise") as ckpt:
-        ckpt.save(1, {"t": torch.zeros(1)}).wait(timeout=60)
+        ckpt.save(1, {"t": torch.zeros(1)}).wait(timeout=HANG_SECONDS)
         sidecar.die()
         until(lambda: "no connection to the sidecar" in caplog.text, "the end")
         with pytest.raises(UnavailableError):

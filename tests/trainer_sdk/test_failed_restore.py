@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.shard_files import flip_bit
 
 import holdfast
@@ -52,7 +53,7 @@ def test_the_state_of_a_failed_restore_is_released(
     error: type[HoldfastError],
 ) -> None:
     with holdfast.Checkpointer(dir=tmp_path) as ckpt:
-        ckpt.save(1, {"t": torch.ones(2000)}).wait("local", timeout=60)
+        ckpt.save(1, {"t": torch.ones(2000)}).wait("local", timeout=HANG_SECONDS)
     damage(tmp_path)
     state = {"t": wanted["t"].clone()}
     failed = False

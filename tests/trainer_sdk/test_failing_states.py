@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import committed_step
 
 import holdfast
@@ -57,12 +58,12 @@ def test_an_exception_of_any_kind_and_place_costs_one_save(
 ) -> None:
     state = MoodyMapping(t=torch.zeros(4))
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, state).wait(timeout=60)
+        ckpt.save(1, state).wait(timeout=HANG_SECONDS)
         state.error = error
         with pytest.raises(SaveFailedError, match="of the mapping"):
             ckpt.save(2, state).wait(timeout=0)
         state.error = None
-        ckpt.save(3, state).wait(timeout=60)
+        ckpt.save(3, state).wait(timeout=HANG_SECONDS)
         assert ckpt.saves_failed == 1
     assert committed_step(tmp_path / "ckpt") == 3
 
@@ -100,18 +101,18 @@ def test_the_error_is_raised_where_the_script_asks_for_errors(
         with pytest.raises(StateDictError, match="of its own"):
             ckpt.save(1, {"data": moody})
         moody.error = None
-        ckpt.save(2, {"data": moody}).wait(timeout=60)
+        ckpt.save(2, {"data": moody}).wait(timeout=HANG_SECONDS)
 
 
 def test_freed_memory_is_a_failed_save(tmp_path: Path) -> None:
     """A copy of freed memory would end the process."""
     tensor = torch.zeros(4)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, {"t": tensor}).wait(timeout=60)
+        ckpt.save(1, {"t": tensor}).wait(timeout=HANG_SECONDS)
         tensor.untyped_storage().resize_(0)
         assert "t: the memory" in (ckpt.save(2, {"t": tensor}).failure or "")
         assert ckpt.saves_failed == 1
-        ckpt.save(3, {"t": torch.ones(4)}).wait(timeout=60)
+        ckpt.save(3, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 
 import holdfast
 from holdfast.checkpoint import restoring
@@ -48,7 +49,7 @@ def state_of(value: float) -> dict[str, Any]:
 def save(root: Path, *steps: int) -> None:
     with holdfast.Checkpointer(dir=root, keep_last=10) as ckpt:
         for step in steps:
-            ckpt.save(step, state_of(step)).wait(timeout=60)
+            ckpt.save(step, state_of(step)).wait(timeout=HANG_SECONDS)
 
 
 def save_and_leave_memory(root: Path, memory: Path, state: dict[str, Any]) -> None:
@@ -56,7 +57,7 @@ def save_and_leave_memory(root: Path, memory: Path, state: dict[str, Any]) -> No
     kept = memory.with_name("kept")
     with holdfast.Checkpointer(dir=root) as ckpt:
         ckpt.allocate(state)
-        ckpt.save(1, state).wait(timeout=60)
+        ckpt.save(1, state).wait(timeout=HANG_SECONDS)
         shutil.copytree(memory, kept)
     shutil.copytree(kept, memory, dirs_exist_ok=True)
 
@@ -107,8 +108,8 @@ def test_an_older_checkpoint_must_overwrite_all_that_a_bad_one_wrote(
 ) -> None:
     """Otherwise the state would keep parts of the damaged checkpoint."""
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=10) as ckpt:
-        ckpt.save(1, {"n": 1}).wait(timeout=60)
-        ckpt.save(2, state_of(2)).wait(timeout=60)
+        ckpt.save(1, {"n": 1}).wait(timeout=HANG_SECONDS)
+        ckpt.save(2, state_of(2)).wait(timeout=HANG_SECONDS)
     damage(tmp_path / "ckpt", 2)
     with (
         holdfast.Checkpointer(dir=tmp_path / "ckpt", strict=strict) as ckpt,
@@ -127,7 +128,7 @@ def test_a_state_with_its_own_loading_code_is_restored_through_a_slot(
 
     model = Counts(4, 4)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, {"model": model}).wait(timeout=60)
+        ckpt.save(1, {"model": model}).wait(timeout=HANG_SECONDS)
     other = Counts(4, 4)
     expected = other.weight.detach().clone()
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.counted import Training, lap, restored
 from tests.support.trainer.launched import committed_step
 
@@ -99,6 +100,6 @@ def test_a_second_ctrl_c_in_a_save_does_not_wait(folder: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(1, {"part": Interrupted(2)})
         for step in (2, 3, 4):  # more saves than slots
-            ckpt.save(step, {"part": Interrupted(0)}).wait(timeout=60)
+            ckpt.save(step, {"part": Interrupted(0)}).wait(timeout=HANG_SECONDS)
     assert ckpt.last_committed_step == 4
     assert committed_step(folder) == 4

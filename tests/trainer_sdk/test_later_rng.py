@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 
 import holdfast
 from holdfast_core.errors import ConfigError
@@ -30,7 +31,7 @@ def new_state() -> dict[str, Any]:
 def save(folder: Path, step: int = 1) -> list[Any]:
     """Save a step, and return the random numbers that an uninterrupted run draws after it."""
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(step, new_state()).wait(timeout=60)
+        ckpt.save(step, new_state()).wait(timeout=HANG_SECONDS)
         return draws()
 
 
@@ -41,7 +42,7 @@ def test_numbers_drawn_between_the_two_calls_do_not_matter(folder: Path, is_in_p
     if not is_in_place:
         state["own"] = OwnLoading(1, 1)
         with holdfast.Checkpointer(dir=folder) as ckpt:
-            ckpt.save(2, state).wait(timeout=60)
+            ckpt.save(2, state).wait(timeout=HANG_SECONDS)
             expected = draws()
     with holdfast.Checkpointer(dir=folder) as ckpt:
         assert ckpt.restore(state, rng="later") == (1 if is_in_place else 2)
@@ -96,7 +97,7 @@ def test_a_run_that_forgets_the_second_call_ends_at_its_first_step(
         with pytest.raises(ConfigError, match=r"restore_rng\(\) was not called"):
             ckpt.should_save(2) if call == "should_save" else ckpt.save(2, state)
         ckpt.restore_rng()
-        ckpt.save(2, state).wait(timeout=60)
+        ckpt.save(2, state).wait(timeout=HANG_SECONDS)
 
 
 def test_a_loop_that_is_left_before_the_second_call_saves_nothing(folder: Path) -> None:
@@ -170,7 +171,7 @@ def test_arguments_that_would_restore_no_generators_are_refused(
 
 def test_generators_that_do_not_fit_are_skipped_without_strict(folder: Path) -> None:
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, {"rng": holdfast.RNG(torch.Generator())}).wait(timeout=60)
+        ckpt.save(1, {"rng": holdfast.RNG(torch.Generator())}).wait(timeout=HANG_SECONDS)
     with holdfast.Checkpointer(dir=folder, strict=False) as ckpt:
         assert ckpt.restore({"rng": holdfast.RNG()}, rng="later") == 1
         assert ckpt.skipped == ()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.counted import Training, lap, restored
 
 import holdfast
@@ -61,7 +62,7 @@ def test_a_loop_does_not_continue_steps_by_hand_on_another_model(folder: Path) -
     first, second = Training(), Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
         first.step()
-        ckpt.save(1, first.state).wait(timeout=60)
+        ckpt.save(1, first.state).wait(timeout=HANG_SECONDS)
         assert next(ckpt.steps(5, second.state)) == 0
 
 
@@ -153,7 +154,7 @@ def test_a_save_by_the_script_replaces_the_loops_save_of_the_same_step(folder: P
                 break
         with torch.no_grad():
             training.model.weight += 100
-        ckpt.save(4, training.state).wait(timeout=60)
+        ckpt.save(4, training.state).wait(timeout=HANG_SECONDS)
         assert ckpt.saves_failed == 0
     assert restored(folder) == (4, 104)
 

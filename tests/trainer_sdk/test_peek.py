@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.counted import Training
 from tests.support.trainer.launched import run_two_ranks
 
@@ -68,7 +69,7 @@ def test_a_folder_shows_what_a_restore_loads(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path) as ckpt:
         assert ckpt.peek() is None
         assert ckpt.restore(state_of()) is None
-        ckpt.save(2, state_of(7)).wait(timeout=60)
+        ckpt.save(2, state_of(7)).wait(timeout=HANG_SECONDS)
     with holdfast.Checkpointer(dir=tmp_path) as ckpt:
         expect_step_2(ckpt.peek())
         state = state_of()
@@ -83,7 +84,7 @@ def test_a_sidecar_shows_what_a_restore_loads(
     with holdfast.Checkpointer() as ckpt:
         assert ckpt.peek() is None
         ckpt.allocate(state_of())
-        ckpt.save(2, state_of(7)).wait(timeout=60)
+        ckpt.save(2, state_of(7)).wait(timeout=HANG_SECONDS)
         with pytest.raises(ConfigError, match="end the process"):
             ckpt.peek()
     sidecar.stop()
@@ -102,7 +103,7 @@ def test_the_slot_of_a_look_is_removed(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.mkdir()
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=slots) as ckpt:
-        ckpt.save(2, state_of(7)).wait(timeout=60)
+        ckpt.save(2, state_of(7)).wait(timeout=HANG_SECONDS)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=slots) as ckpt:
         expect_step_2(ckpt.peek())
         assert list(slots.rglob("*.slot")) == []
@@ -110,7 +111,7 @@ def test_the_slot_of_a_look_is_removed(tmp_path: Path) -> None:
 
 def test_a_state_without_entries(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path) as ckpt:
-        ckpt.save(1, {}).wait(timeout=60)
+        ckpt.save(1, {}).wait(timeout=HANG_SECONDS)
         assert ckpt.peek() == holdfast.RestorePoint(1, {}, {})
 
 
@@ -127,12 +128,12 @@ def test_a_look_without_slots(tmp_path: Path) -> None:
 def test_a_restore_loads_the_step_that_was_looked_at(tmp_path: Path) -> None:
     training, other = Training(), Training()
     with holdfast.Checkpointer(dir=tmp_path, keep_last=9) as trains:
-        trains.save(1, training.state).wait(timeout=60)
+        trains.save(1, training.state).wait(timeout=HANG_SECONDS)
         with holdfast.Checkpointer(dir=tmp_path) as looks:
             found = looks.peek()
             assert found is not None
             assert found.step == 1
-            trains.save(2, training.state).wait(timeout=60)
+            trains.save(2, training.state).wait(timeout=HANG_SECONDS)
             assert looks.restore(other.state) == 1
 
 
@@ -161,7 +162,7 @@ def two_steps(folder: Path) -> dict[str, Any]:
     with holdfast.Checkpointer(dir=folder, when_busy="wait") as ckpt:
         for step in (1, 2):
             state["t"][1000:1004] = torch.tensor([7, 77, step, 7])
-            ckpt.save(step, state).wait(timeout=60)
+            ckpt.save(step, state).wait(timeout=HANG_SECONDS)
     return state
 
 

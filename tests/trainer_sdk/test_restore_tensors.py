@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 
 import holdfast
 from holdfast_core.errors import StateMismatchError
@@ -35,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
         "data": Position(order=np.arange(3), done=7),
     }
     with holdfast.Checkpointer(tmp_path / "ckpt", on_save_error="raise") as ckpt:
-        ckpt.save(3, state).wait(timeout=60)
+        ckpt.save(3, state).wait(timeout=HANG_SECONDS)
     return tmp_path / "ckpt"
 
 
@@ -89,11 +90,11 @@ def test_it_rolls_back_to_the_step_that_is_asked_for(tmp_path: Path) -> None:
     with holdfast.Checkpointer(tmp_path, keep_last=9, on_save_error="raise") as ckpt:
         for step in (1, 2, 3):
             weight += 1
-            ckpt.save(step, {"weight": weight}).wait(timeout=60)
+            ckpt.save(step, {"weight": weight}).wait(timeout=HANG_SECONDS)
         found = ckpt.restore_tensors({"weight": weight}, step=2)
         assert found is not None and found.step == 2
         assert weight.tolist() == [2, 2]
-        ckpt.save(3, {"weight": weight * 10}).wait(timeout=60)
+        ckpt.save(3, {"weight": weight * 10}).wait(timeout=HANG_SECONDS)
     with holdfast.Checkpointer(tmp_path) as ckpt:
         ckpt.restore_tensors({"weight": weight})
     assert weight.tolist() == [20, 20]
@@ -103,6 +104,6 @@ def test_training_saves_whole_states_after_a_restore_of_some_tensors(folder: Pat
     state = {"model": torch.nn.Linear(300, 200), "epoch": 1}
     with holdfast.Checkpointer(folder, on_save_error="raise") as ckpt:
         ckpt.restore_tensors({"ema.weight": torch.zeros(2, 3)})
-        ckpt.save(4, state).wait(timeout=60)
+        ckpt.save(4, state).wait(timeout=HANG_SECONDS)
     with holdfast.Checkpointer(folder) as ckpt:
         assert ckpt.restore(state) == 4

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.crash.failpoints import in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.counted import Training, lap, restored
 from tests.support.trainer.launched import committed_step, run_two_ranks
 
@@ -41,12 +42,12 @@ def test_saves_after_a_roll_back_replace_later_steps(folder: Path) -> None:
     with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
         for step in (1, 2, 3, 4):
             training.step()
-            ckpt.save(step, training.state).wait(timeout=60)
+            ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
         assert ckpt.restore(training.state, step=2) == 2
         assert training.done == 2
         with torch.no_grad():
             training.model.weight += 10  # a different history
-        ckpt.save(3, training.state).wait(timeout=60)
+        ckpt.save(3, training.state).wait(timeout=HANG_SECONDS)
         assert ckpt.restore(training.state) == 3
         assert training.done == 12
     assert restored(folder) == (3, 12)
@@ -66,10 +67,10 @@ def test_a_script_can_roll_back_repeatedly(folder: Path) -> None:
 def test_a_restore_of_an_absent_step_is_refused(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, training.state).wait(timeout=60)
+        ckpt.save(1, training.state).wait(timeout=HANG_SECONDS)
         with pytest.raises(ConfigError, match=r"step=7\): .* has steps 1"):
             ckpt.restore(training.state, step=7)
-        ckpt.save(2, training.state).wait(timeout=60)
+        ckpt.save(2, training.state).wait(timeout=HANG_SECONDS)
     assert restored(folder)[0] == 2
 
 
@@ -78,7 +79,7 @@ def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> 
     with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
         for step in (1, 2, 3):
             training.step()
-            ckpt.save(step, training.state).wait(timeout=60)
+            ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
         (shard,) = folder.rglob("s000000000002-*/*.shard")
         data = bytearray(shard.read_bytes())
         data[-100:] = bytes(100)
@@ -92,7 +93,7 @@ def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> 
 def test_a_step_that_is_deleted_after_it_was_looked_up_is_an_error(folder: Path) -> None:
     """The persister may prune it before the next one chooses. The script must not start from step 0."""
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, Training().state).wait(timeout=60)
+        ckpt.save(1, Training().state).wait(timeout=HANG_SECONDS)
     start = FolderStart(folder, RankSettings())
     start.roll_back(None, Step(1))
     start.agree(None, lambda round_: None, lambda: (RestartRound(1), RestorePoint()))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.crash.failpoints import failpoints
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.counted import Training, lap
 from tests.support.trainer.launched import run_two_ranks
 
@@ -33,7 +34,7 @@ def test_the_restored_step_is_that_of_the_last_restore(tmp_path: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=tmp_path, keep_last=9) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(step, training.state).wait(timeout=60)
+            ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
         assert ckpt.restored_step is None
         ckpt.restore(training.state, step=2)
         assert ckpt.restored_step == 2

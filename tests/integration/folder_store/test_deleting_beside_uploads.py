@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.crash.failpoints import in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
 
 import holdfast
@@ -23,11 +24,11 @@ def test_a_checkpoint_that_is_being_uploaded_is_not_deleted(
     with holdfast.Checkpointer(folder, store=f"file://{tmp_path}/store", when_busy="wait") as ckpt:
         first = ckpt.save(1, state)
         until(lambda: any((folder / "readers").glob("s1-*")), "the upload of step 1")
-        ckpt.save(2, state).wait(timeout=60)
+        ckpt.save(2, state).wait(timeout=HANG_SECONDS)
         with pytest.raises(ConfigError, match=r"step 1 in .* is in use"):
             ckpt.delete(1)
         go.touch()
-        first.wait("persisted", timeout=60)
+        first.wait("persisted", timeout=HANG_SECONDS)
         until(lambda: not any((folder / "readers").glob("s1-*")), "the end of the upload")
         assert ckpt.delete(1)
         assert [one.step for one in ckpt.list()] == [2]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.minio_server import MinioServer
 from tests.support.trainer.counted import Training
 
@@ -22,7 +23,7 @@ def trained(folder: Path, url: str, *steps: int, keep_last: int = 3) -> None:
         for step in steps:
             while training.done < step:
                 training.step()
-            ckpt.save(step, training.state).wait("persisted", timeout=60)
+            ckpt.save(step, training.state).wait("persisted", timeout=HANG_SECONDS)
 
 
 def restored(folder: Path, url: str | None) -> tuple[int | None, int]:
@@ -42,7 +43,7 @@ def test_a_lost_folder_is_restored_from_the_store(folder: Path, url: str) -> Non
     state = {"t": torch.rand(300_000), "n": 5}
     with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
         handle = ckpt.save(7, state)
-        handle.wait("persisted", timeout=60)
+        handle.wait("persisted", timeout=HANG_SECONDS)
         assert handle.level == "persisted"
     shutil.rmtree(folder)
     fresh = {"t": torch.zeros(300_000), "n": 0}
@@ -69,7 +70,7 @@ def test_a_step_that_was_restored_from_the_store_counts_as_one_of_the_folder(
     with holdfast.Checkpointer(dir=other, store=url) as ckpt:
         ckpt.restore(training.state)
         training.step()
-        ckpt.save(2, training.state).wait(timeout=60)
+        ckpt.save(2, training.state).wait(timeout=HANG_SECONDS)
         assert ckpt.restore(training.state, step=1) == 1
         assert training.done == 1
 
@@ -82,7 +83,7 @@ def test_a_newer_step_of_the_folder_is_restored_and_then_uploaded(
     with holdfast.Checkpointer(dir=folder) as ckpt:  # a run without the store
         ckpt.restore(training.state)
         training.step()
-        ckpt.save(2, training.state).wait(timeout=60)
+        ckpt.save(2, training.state).wait(timeout=HANG_SECONDS)
     training = Training()
     with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
         assert ckpt.restore(training.state) == 2
@@ -163,4 +164,4 @@ def test_without_a_store_no_save_is_persisted(folder: Path) -> None:
         holdfast.Checkpointer(dir=folder) as ckpt,
         pytest.raises(SaveFailedError, match=r"Checkpointer\(store="),
     ):
-        ckpt.save(1, {"t": torch.ones(3)}).wait("persisted", timeout=60)
+        ckpt.save(1, {"t": torch.ones(3)}).wait("persisted", timeout=HANG_SECONDS)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.minio_server import MinioServer
 
 import holdfast
@@ -27,7 +28,7 @@ def uploaded(folder: Path, url: str, *steps: int) -> None:
     with holdfast.Checkpointer(dir=folder, store=url, when_busy="wait") as ckpt:
         for step in steps:
             state["model"]["bias"].fill_(step)
-            ckpt.save(step, state).wait("persisted", timeout=60)
+            ckpt.save(step, state).wait("persisted", timeout=HANG_SECONDS)
 
 
 def test_tensors_and_slices_are_read_from_the_store(folder: Path, url: str) -> None:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.ports import free_port
 from tests.support.trainer.launched import children_of, committed_step, until
 
@@ -114,7 +115,7 @@ def test_the_slurm_script_trains_stops_before_its_time_limit_and_goes_on(tmp_pat
         if "srun" in Path(f"/proc/{pid}/cmdline").read_text():
             os.kill(pid, signal.SIGTERM)
     log = (tmp_path / "log").read_text
-    assert process.wait(240) == 143, log()
+    assert process.wait(HANG_SECONDS) == 143, log()
     assert (tmp_path / "requeued").read_text() == f"requeue {job}\n"
     stopped = committed_step(tmp_path / "ckpt")
     assert 0 < stopped < ENDLESS
@@ -122,6 +123,6 @@ def test_the_slurm_script_trains_stops_before_its_time_limit_and_goes_on(tmp_pat
     total = stopped + 3
     (tmp_path / "total").write_text(str(total))
     again = start(tmp_path, job)
-    assert again.wait(240) == 0, log()
+    assert again.wait(HANG_SECONDS) == 0, log()
     assert f"restored step {stopped} " in log()
     assert log().count(f"done {total}") == NODES

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import children_of, committed_step, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # many starts of torch
@@ -87,7 +88,7 @@ def start(
 
 def finish(process: subprocess.Popen[bytes], folder: Path) -> set[str]:
     """Wait for the end and return the digests of both ranks."""
-    code = process.wait(240)
+    code = process.wait(HANG_SECONDS)
     log = (folder / "log").read_text()
     assert code == 0, log
     found = {line for line in log.splitlines() if line.startswith("digest")}
@@ -108,7 +109,7 @@ def test_sigterm_to_torchrun_saves_the_last_step(tmp_path: Path) -> None:
     process = start(tmp_path, steps=ENDLESS, pause=0.2)
     until(lambda: "step 5" in (tmp_path / "log").read_text(), "five steps", 300)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(240) != 0
+    assert process.wait(HANG_SECONDS) != 0
     stopped = committed_step(tmp_path / "ckpt")
     assert 5 <= stopped < ENDLESS
     finish(start(tmp_path, steps=stopped + 3), tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.sidecars.one_worker import OneWorker
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.gang import Gangs
 from tests.support.trainer.launched import until
 
@@ -44,7 +45,7 @@ def test_a_save_that_finds_the_one_slot_busy(
                     until(lambda: handles[0].settled, "step 1 is written")
                 if ckpt.should_save(step):
                     handles.append(ckpt.save(step, state))
-            handles[-1].wait(timeout=60)
+            handles[-1].wait(timeout=HANG_SECONDS)
             assert ckpt.saves_skipped == len(skipped)
         return [handle.step for handle in handles if handle.failure is None]
 

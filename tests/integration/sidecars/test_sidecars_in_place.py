@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.sidecars.one_worker import OneWorker
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.gang import Gangs
 from tests.support.sidecar.processes import flip_a_bit
 from tests.support.sidecar.waiting import until
@@ -33,7 +34,7 @@ def save() -> None:
         state = state_with(torch.zeros_like(VALUES), 0)
         assert ckpt.restore(state) is None
         ckpt.allocate(state)
-        ckpt.save(1, state_with(VALUES, 1)).wait("local", timeout=60)
+        ckpt.save(1, state_with(VALUES, 1)).wait("local", timeout=HANG_SECONDS)
 
 
 def restore(caplog: pytest.LogCaptureFixture) -> str:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 from tests.integration.sidecars.one_worker import OneWorker
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.gang import Gangs
 
 import holdfast
@@ -35,7 +36,7 @@ def test_a_time_becomes_steps_that_the_coordinator_knows(
             for step in range(1, 9):
                 state["t"] += 1
                 if ckpt.should_save(step):
-                    ckpt.save(step, state).wait(timeout=60)
+                    ckpt.save(step, state).wait(timeout=HANG_SECONDS)
                     saved.append(step)
         return saved
 

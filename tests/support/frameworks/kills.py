@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import IO
 
 from tests.support.frameworks.output import PROGRAM, STEPS_BEFORE_KILL, read_steps
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import committed_step, until
 
-_SECONDS = 240.0
+_SECONDS = HANG_SECONDS
 """Bounds a script that hangs. No test asserts on it."""
 
 

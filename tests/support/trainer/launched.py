@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.support import zygote
+from tests.support.hang import HANG_SECONDS
 from tests.support.zygote.launcher import connection_of_launcher
 
 from holdfast.base.settings import current_environment
@@ -51,7 +52,7 @@ def run_two_ranks(
             env=variables,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=HANG_SECONDS,
             check=False,
             launcher=connection,
         )
@@ -175,7 +176,7 @@ class Launched:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def wait(self, seconds: float = 240.0) -> int:
+    def wait(self, seconds: float = HANG_SECONDS) -> int:
         """Wait for the launcher and return its exit code."""
         return self.process.wait(seconds)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, payload, rank_layout_and_plan
 from tests.support.trainer.launched import committed_step, persisters_of, until
 
@@ -81,7 +82,7 @@ def test_a_folder_with_room_for_two_of_three_checkpoints_keeps_saving(
     folder = volume.path / "ckpt"
     with holdfast.Checkpointer(dir=folder, keep_last=3, on_save_error="raise") as ckpt:
         for step in range(1, 9):
-            ckpt.save(step, state(step)).wait(timeout=60)
+            ckpt.save(step, state(step)).wait(timeout=HANG_SECONDS)
         assert ckpt.saves_failed == 0
     assert steps_in(folder)[-1] == 8
     assert "although keep_last is 3" in capfd.readouterr().err
@@ -95,10 +96,10 @@ def test_a_folder_with_room_for_two_of_three_checkpoints_keeps_saving(
 def test_a_save_without_room_keeps_the_only_checkpoint(volume: Volume) -> None:
     folder = volume.path / "ckpt"
     with holdfast.Checkpointer(dir=folder, keep_last=3) as ckpt:
-        ckpt.save(1, state(1, 6)).wait(timeout=60)
+        ckpt.save(1, state(1, 6)).wait(timeout=HANG_SECONDS)
         for step in (2, 3):
             with pytest.raises(SaveFailedError, match=f"{folder} has no room for step {step}"):
-                ckpt.save(step, state(step, 6)).wait(timeout=60)
+                ckpt.save(step, state(step, 6)).wait(timeout=HANG_SECONDS)
     assert ckpt.saves_failed == 2
     assert steps_in(folder) == [1]
 
@@ -110,7 +111,7 @@ def test_the_last_save_on_a_full_disk_is_an_error(volume: Volume) -> None:
         pytest.raises(SaveFailedError, match="has no room for step 2"),
         holdfast.Checkpointer(dir=volume.path / "ckpt", on_save_error="raise") as ckpt,
     ):
-        ckpt.save(1, state(1)).wait(timeout=60)
+        ckpt.save(1, state(1)).wait(timeout=HANG_SECONDS)
         filler.write_bytes(bytes(6 * MIB))
         ckpt.save(2, state(2))
     filler.unlink()
@@ -121,7 +122,7 @@ def test_the_last_save_on_a_full_disk_is_an_error(volume: Volume) -> None:
 @mounts
 def test_a_full_folder_can_be_opened_and_restored_from(volume: Volume) -> None:
     with holdfast.Checkpointer(dir=volume.path / "ckpt") as ckpt:
-        ckpt.save(1, state(1)).wait(timeout=60)
+        ckpt.save(1, state(1)).wait(timeout=HANG_SECONDS)
     with pytest.raises(OSError, match="No space"), open(volume.path / "rest", "wb") as file:
         while True:
             file.write(bytes(4096))
@@ -203,7 +204,7 @@ def test_the_restore_point_stays_before_this_run_has_a_checkpoint(tmp_path: Path
 def test_a_deleted_folder_is_created_again(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, state(1)).wait(timeout=60)
+        ckpt.save(1, state(1)).wait(timeout=HANG_SECONDS)
         shutil.rmtree(folder)
         until(lambda: is_saved(ckpt, 2), "a save into the new folder")
     assert committed_step(folder) == 2
@@ -215,7 +216,7 @@ def test_a_deleted_folder_is_created_again(tmp_path: Path) -> None:
 def test_a_deleted_part_of_a_folder_is_created_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, state(1)).wait(timeout=60)
+        ckpt.save(1, state(1)).wait(timeout=HANG_SECONDS)
         shutil.rmtree(folder / what, ignore_errors=True)
         until(lambda: is_saved(ckpt, 2, extra=what), "a save after that")
 
@@ -227,7 +228,7 @@ def test_an_unmounted_folder_fails_saves_until_it_is_back(
 ) -> None:
     folder = volume.path / below
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, state(1, 1)).wait(timeout=60)
+        ckpt.save(1, state(1, 1)).wait(timeout=HANG_SECONDS)
         volume.move(tmp_path / "kept")
         failed = ckpt.save(2, state(2, 1))
         until(lambda: "is no longer mounted there" in caplog.text, "the reason is logged")
@@ -235,14 +236,14 @@ def test_an_unmounted_folder_fails_saves_until_it_is_back(
         volume.bring_back(tmp_path / "kept")
         until(lambda: "saves continue" in caplog.text, "the folder is back")
         until(lambda: failed.settled, "an end of the save in between")
-        ckpt.save(3, state(3, 1)).wait(timeout=60)
+        ckpt.save(3, state(3, 1)).wait(timeout=HANG_SECONDS)
     assert committed_step(folder) == 3
 
 
 def is_saved(ckpt: holdfast.Checkpointer, step: int, extra: str = "") -> bool:
     handle = ckpt.save(step, {**state(step), "extra": extra})
     try:
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
     except SaveFailedError:
         return False
     return True
@@ -261,10 +262,10 @@ def test_slots_without_room_in_shared_memory_are_in_the_folder(
 ) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder, on_save_error="raise") as ckpt:
-        ckpt.save(1, state(1, 1)).wait(timeout=60)
+        ckpt.save(1, state(1, 1)).wait(timeout=HANG_SECONDS)
         assert list(small_memory.rglob("*.slot"))
         for step in (2, 3, 4):  # the state has grown
-            ckpt.save(step, state(step, 8)).wait(timeout=60)
+            ckpt.save(step, state(step, 8)).wait(timeout=HANG_SECONDS)
         assert not list(small_memory.rglob("*.slot"))
     assert caplog.text.count("saves are slower") == 1
     assert "--shm-size" in caplog.text and "spec." not in caplog.text
@@ -283,7 +284,7 @@ def test_slots_are_in_the_directory_that_the_script_names(
     other = tmp_path / "other"
     other.mkdir()
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=other) as ckpt:
-        ckpt.save(1, state(1, 20)).wait(timeout=60)
+        ckpt.save(1, state(1, 20)).wait(timeout=HANG_SECONDS)
         assert list(other.rglob("*.slot"))
         assert list(small_memory.iterdir()) == []
     assert list(other.iterdir()) == []
@@ -308,10 +309,10 @@ def test_messages_about_a_folder_do_not_mention_a_cluster(
     folder = volume.path / "ckpt"
     said = []
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, state(1, 6)).wait(timeout=60)
+        ckpt.save(1, state(1, 6)).wait(timeout=HANG_SECONDS)
         full = ckpt.save(2, state(2, 6))
         with pytest.raises(SaveFailedError) as error:
-            full.wait(timeout=60)
+            full.wait(timeout=HANG_SECONDS)
         said.append(str(error.value))
         with pytest.raises(CapacityError) as no_memory:
             ckpt.allocate({"t": np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 45,), (0,))})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.dict_store import DictStore
 from tests.support.trainer.launched import committed_step
 from tests.support.trainer.polled import PolledByHand
@@ -27,7 +28,7 @@ def train(ckpt: holdfast.Checkpointer, total: int) -> list[int]:
     saved = []
     for step in range(1, total + 1):
         if ckpt.should_save(step):
-            ckpt.save(step, state).wait(timeout=60)
+            ckpt.save(step, state).wait(timeout=HANG_SECONDS)
             saved.append(step)
     return saved
 

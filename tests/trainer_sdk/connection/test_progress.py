@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
 
 import holdfast
@@ -61,7 +62,7 @@ def without_the_saves(ckpt: holdfast.Checkpointer, state: dict[str, Any]) -> Non
 def with_its_own_interval(ckpt: holdfast.Checkpointer, state: dict[str, Any]) -> None:
     for step in range(1, STEPS + 1):
         train(ckpt, state)
-        ckpt.save(step, state).wait("local", timeout=60)
+        ckpt.save(step, state).wait("local", timeout=HANG_SECONDS)
 
 
 @pytest.mark.parametrize(

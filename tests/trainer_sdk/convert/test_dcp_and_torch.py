@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.folders import damage, write_checkpoint
 from tests.support.shards.placements import Tensor
 from torch.distributed import checkpoint as untyped
@@ -111,7 +112,7 @@ def test_tensors_within_tuples_are_in_a_dcp_checkpoint(tmp_path: Path) -> None:
     """DCP pickles a tuple as one value. The states of numpy's generators are tuples with an array."""
     state = {"pair": (torch.arange(3.0), 2), "list": [(np.arange(2), {"deep": torch.ones(1)})]}
     with holdfast.Checkpointer(tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, state).wait(timeout=60)
+        ckpt.save(1, state).wait(timeout=HANG_SECONDS)
     words = ["export", str(tmp_path / "ckpt"), "--format", "dcp", "--to", str(tmp_path / "out")]
     assert main(words) == 0
     found: dict[str, Any] = {"pair": None, "list": None}
@@ -157,7 +158,7 @@ def test_an_array_of_a_type_that_torch_does_not_have_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
     with holdfast.Checkpointer(tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, {"model": {"sum": np.ones(3, np.longdouble)}}).wait(timeout=60)
+        ckpt.save(1, {"model": {"sum": np.ones(3, np.longdouble)}}).wait(timeout=HANG_SECONDS)
     words = ["export", str(tmp_path / "ckpt"), "--format", form, "--to", str(tmp_path / "out")]
     assert main(words) == 1
     assert f"sum: torch has no type {np.dtype(np.longdouble)}" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.crash.failpoints import failpoints
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, payload, rank_layout_and_plan
 from tests.support.trainer.launched import until
 
@@ -60,7 +61,7 @@ def test_two_processes_never_reserve_the_same_round(tmp_path: Path) -> None:
     ]
     for process in processes:
         process.start()
-    found = [taken.get(timeout=60) for _ in range(100)]
+    found = [taken.get(timeout=HANG_SECONDS) for _ in range(100)]
     for process in processes:
         process.join(60)
     assert len(set(found)) == 100
@@ -75,7 +76,7 @@ def test_a_round_whose_file_was_removed_meanwhile_is_not_reserved_again(tmp_path
         until(lambda: points.hits("directory.before_round") == 1, "the late run has listed them")
         assert [claim_round(rounds, ZERO, "other") for _ in range(2)] == [0, 1]
         go.touch()
-        assert late.result(timeout=60) == 2
+        assert late.result(timeout=HANG_SECONDS) == 2
 
 
 def test_runs_that_start_together_reserve_different_rounds(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import committed_step, until
 
 import holdfast
@@ -49,7 +50,7 @@ def test_a_state_that_is_larger_than_its_ring(tmp_path: Path, memory: Path) -> N
     with streaming(tmp_path, on_save_error="raise") as ckpt:
         for step in (1, 2):
             handle = ckpt.save(step, state_of(step))
-            handle.wait(timeout=60)
+            handle.wait(timeout=HANG_SECONDS)
         taken = sum(path.stat().st_blocks * 512 for path in memory.rglob("*.slot"))
         assert 0 < taken <= RING_BYTES + 8 * 4096
     assert restored(tmp_path) == 2
@@ -57,9 +58,9 @@ def test_a_state_that_is_larger_than_its_ring(tmp_path: Path, memory: Path) -> N
 
 def test_a_step_that_is_saved_twice(tmp_path: Path) -> None:
     with streaming(tmp_path) as ckpt:
-        ckpt.save(1, state_of(1)).wait(timeout=60)
+        ckpt.save(1, state_of(1)).wait(timeout=HANG_SECONDS)
         again = ckpt.save(1, state_of(1))
-        again.wait(timeout=60)
+        again.wait(timeout=HANG_SECONDS)
         other = ckpt.save(1, state_of(2))
         assert "has saved step 1 with other bytes before" in str(other.failure)
     assert restored(tmp_path) == 1
@@ -105,12 +106,12 @@ def test_the_training_is_killed_within_a_stream(tmp_path: Path, segment: int) ->
         f"    with failpoints('stream.segment_copied=panic@{segment}'):\n"
         "        ckpt.save(2, state_of(2))\n"
     )
-    killed = zygote.run([sys.executable, "-c", program], check=False, timeout=240)
+    killed = zygote.run([sys.executable, "-c", program], check=False, timeout=HANG_SECONDS)
     assert killed.returncode == PANIC_EXIT_CODE
     assert restored(folder) == 1
     with streaming(folder) as ckpt:
         assert ckpt.restore(state_of(1000)) == 1
-        ckpt.save(2, state_of(2)).wait(timeout=60)
+        ckpt.save(2, state_of(2)).wait(timeout=HANG_SECONDS)
     assert restored(folder) == 2
     assert temporary_files(folder) == []
 
@@ -120,13 +121,13 @@ def test_a_folder_that_becomes_full_within_a_stream(volume: Path) -> None:
     """There is room for one step of two. The second one fails, and training continues."""
     folder = volume / "ckpt"
     with streaming(folder, keep_last=3) as ckpt:
-        ckpt.save(1, state_of(1)).wait(timeout=60)
+        ckpt.save(1, state_of(1)).wait(timeout=HANG_SECONDS)
         filler = volume / "filler"
         filler.write_bytes(bytes(STATE_BYTES))
         failed = ckpt.save(2, state_of(2))
         assert "room" in str(failed.failure)
         filler.unlink()
-        ckpt.save(3, state_of(3)).wait(timeout=60)
+        ckpt.save(3, state_of(3)).wait(timeout=HANG_SECONDS)
     assert restored(folder) == 3
     assert temporary_files(folder) == []
 

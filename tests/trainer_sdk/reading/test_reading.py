@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.folders import damage, write_checkpoint
 from tests.support.shards.placements import Tensor
 
@@ -324,7 +325,7 @@ def test_a_folder_can_be_read_while_a_training_saves_in_it(tmp_path: Path) -> No
         for step in range(1, 8):
             with torch.no_grad():
                 module.weight.fill_(step)
-            ckpt.save(step, {"model": module}).wait(timeout=60)
+            ckpt.save(step, {"model": module}).wait(timeout=HANG_SECONDS)
             with holdfast.open(folder) as opened, opened.at() as saved:
                 weight = saved.tensors()["model.weight"].read()
                 assert saved.step == step

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.device_training import (
     MEAN,
     WEIGHT,
@@ -29,7 +30,7 @@ def test_the_next_step_waits_for_the_copies(training: Training) -> None:
     handle = training.ckpt.save(1, training.state)
     assert not training.device.is_idle
     training.step()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert not torch.equal(training.net.weight, WEIGHT)
     saved = training.saved(1)
     assert torch.equal(saved.weight, WEIGHT)
@@ -45,7 +46,7 @@ def test_a_write_that_is_neither_delayed_nor_counted_changes_the_saved_bytes(
     handle = training.ckpt.save(1, training.state)
     write_unseen(training.net.weight, -1)
     training.device.catch_up()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert torch.equal(training.saved(1).weight, torch.full_like(WEIGHT, -1))
 
 
@@ -56,13 +57,13 @@ def test_a_write_that_torch_counts_fails_the_save_and_is_expected_from_then_on(
     write(training.net.weight, -1)
     training.step()
     with pytest.raises(SaveFailedError, match=r"model\.weight.*wait_staged\(\) before you write"):
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
     assert training.staged == []
     training.step()
     write(training.net.weight, 5)
     handle = training.ckpt.save(2, training.state)
     write(training.net.weight, -1)
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert training.ckpt.saves_failed == 1
     assert torch.equal(training.saved(2).weight, torch.full_like(WEIGHT, 5))
 
@@ -72,7 +73,7 @@ def test_a_write_is_noticed_although_no_step_comes_after_it(training: Training) 
     write(training.net.weight, -1)
     training.device.catch_up()
     with pytest.raises(SaveFailedError, match="may contain data of two steps"):
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
 
 
 def test_wait_staged_delays_later_writes_of_the_script(training: Training) -> None:
@@ -81,7 +82,7 @@ def test_wait_staged_delays_later_writes_of_the_script(training: Training) -> No
     training.ckpt.wait_staged()
     write(training.net.weight, -1)
     write_unseen(training.momentum(), -1)
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     saved = training.saved(1)
     assert torch.equal(saved.weight, WEIGHT)
     assert torch.equal(saved.momentum, momentum)
@@ -91,7 +92,7 @@ def test_a_buffer_may_be_changed_by_the_next_forward(training: Training) -> None
     handle = training.ckpt.save(1, training.state)
     training.net()
     training.device.catch_up()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert torch.equal(training.saved(1).mean, MEAN)
 
 
@@ -102,7 +103,7 @@ def test_a_parameter_in_no_optimizer_may_be_changed_at_once(training: Training) 
     handle = training.ckpt.save(1, training.state)
     write_unseen(parameter, -1)
     training.device.catch_up()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert torch.equal(training.saved(1).payload["average"]["w"], torch.ones(3))
 
 
@@ -111,7 +112,7 @@ def test_a_learning_rate_may_be_changed_by_a_schedule(training: Training) -> Non
     handle = training.ckpt.save(1, training.state)
     write_unseen(rate, 0.25)
     training.step()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert training.saved(1).payload["optim"]["param_groups"][0]["lr"] == 0.5
 
 
@@ -138,7 +139,7 @@ def test_an_optimizer_that_steps_unseen_is_not_relied_on(
     handle = training.ckpt.save(2, training.state)
     write_unseen(training.net.weight, -1)
     training.device.catch_up()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert torch.equal(training.saved(2).weight, torch.full_like(WEIGHT, 5))
 
 
@@ -151,7 +152,7 @@ def test_a_compiled_step_is_traced_without_the_hook(training: Training) -> None:
     write(training.net.weight, 5)
     handle = training.ckpt.save(2, training.state)
     write_unseen(training.net.weight, -1)
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert torch.equal(training.saved(2).weight, torch.full_like(WEIGHT, 5))
 
 
@@ -168,7 +169,7 @@ def test_a_sharded_parameter_is_copied_beside_training(sidecar: FakeSidecar, mes
         handle = ckpt.save(1, training.state)
         assert not training.device.is_idle
         training.step()
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
         assert torch.equal(training.saved(1).weight, WEIGHT[:2])
         weight: Any = training.net.weight
         assert not torch.equal(weight.to_local(), WEIGHT[:2])
@@ -177,4 +178,4 @@ def test_a_sharded_parameter_is_copied_beside_training(sidecar: FakeSidecar, mes
         write(training.net.weight, -1)
         training.device.catch_up()
         with pytest.raises(SaveFailedError, match="may contain data of two steps"):
-            handle.wait(timeout=60)
+            handle.wait(timeout=HANG_SECONDS)

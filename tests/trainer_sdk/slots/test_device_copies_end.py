@@ -7,6 +7,7 @@ from threading import Thread
 
 import pytest
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.device_training import (
     WEIGHT,
     Training,
@@ -33,7 +34,7 @@ def test_a_slot_is_full_when_the_copies_are_done(training: Training) -> None:
     assert header.state is SlotState.FILLING
     assert (training.staged, handle.settled) == ([], False)
     training.device.catch_up()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert training.staged == [1]
 
 
@@ -42,7 +43,7 @@ def test_two_saves_in_a_row_have_the_bytes_of_their_step(training: Training) -> 
     second = training.ckpt.save(2, training.state)
     training.step()
     for handle in (first, second):
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
     assert training.staged == [1, 2]
     assert torch.equal(training.saved(1).weight, WEIGHT)
     assert torch.equal(training.saved(2).weight, WEIGHT)
@@ -66,12 +67,12 @@ def test_a_copy_that_fails_is_a_failed_save(training: Training) -> None:
     handle = training.ckpt.save(1, training.state)
     training.step()
     with pytest.raises(SaveFailedError, match="illegal memory access"):
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
     assert training.header(1) is None
     training.device.fails = None
     handle = training.ckpt.save(2, training.state)
     training.step()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert training.ckpt.saves_failed == 1
     assert training.staged == [2]
 
@@ -85,7 +86,7 @@ def test_a_device_that_refuses_a_copy_is_a_failed_save(training: Training) -> No
     training.device.refuses = None
     handle = training.ckpt.save(4, training.state)
     training.device.catch_up()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
 
 
 def test_a_device_that_cannot_be_waited_for_does_not_stop_the_step(training: Training) -> None:
@@ -94,7 +95,7 @@ def test_a_device_that_cannot_be_waited_for_does_not_stop_the_step(training: Tra
     training.step()
     training.device.catch_up()
     with pytest.raises(SaveFailedError, match="device-side assert"):
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
 
 
 def test_a_failed_save_frees_its_slot_only_after_the_device_is_done(
@@ -189,7 +190,7 @@ def test_copies_beside_training_are_not_blocked_time(training: Training) -> None
     handle = training.ckpt.save(1, training.state)
     spent = training.ckpt.blocked_seconds
     training.device.catch_up()
-    handle.wait(timeout=60)
+    handle.wait(timeout=HANG_SECONDS)
     assert training.ckpt.blocked_seconds == spent > 0
     training.ckpt.close()
     training.sidecar.wait_for(Progress)
@@ -217,7 +218,7 @@ def test_slots_that_cannot_be_page_locked_are_logged_once_and_copied_synchronous
         handles.append(training.ckpt.save(step, training.state))
         write_unseen(training.net.weight, -1)
     for handle in handles:
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
     assert caplog.text.count("cudaHostRegister answered 801") == 1
     for step in (1, 2):
         assert torch.equal(training.saved(step).weight, torch.full_like(WEIGHT, step))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.crash.failpoints import in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import persisters_of, stop, until
 from tests.support.trainer.slot_files import all_taken, slot_of, states_below
 
@@ -62,7 +63,7 @@ def test_slots_removed_between_two_saves_are_created_again(
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder, on_save_error="raise") as ckpt:
         for step in range(1, 6):
-            ckpt.save(step, state(step)).wait(timeout=60)
+            ckpt.save(step, state(step)).wait(timeout=HANG_SECONDS)
             remove(memory)
         assert ckpt.saves_failed == 0
     assert restored(folder) == (5, 5.0)
@@ -84,7 +85,7 @@ def test_slots_removed_while_they_are_persisted_are_replaced_by_new_ones(
         handles.append(ckpt.save(3, state(3)))
         go.touch()
         for handle in handles:
-            handle.wait(timeout=60)
+            handle.wait(timeout=HANG_SECONDS)
     assert restored(folder) == (3, 3.0)
 
 
@@ -103,7 +104,7 @@ def test_slots_removed_before_the_persister_opened_them_are_created_again(
     for name, value in in_every_python(tmp_path, f"directory.write_shard=wait:{go}").items():
         monkeypatch.setenv(name, value)
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, state(1)).wait(timeout=60)
+        ckpt.save(1, state(1)).wait(timeout=HANG_SECONDS)
         (writer,) = persisters_of(os.getpid(), folder)
         if how == "stopped":
             stop(writer)
@@ -116,9 +117,9 @@ def test_slots_removed_before_the_persister_opened_them_are_created_again(
         os.kill(writer, signal.SIGCONT if how == "stopped" else signal.SIGKILL)
         go.touch()
         with pytest.raises(SaveFailedError):
-            lost.wait(timeout=60)
+            lost.wait(timeout=HANG_SECONDS)
         for step in (3, 4, 5):
-            ckpt.save(step, state(step)).wait(timeout=60)
+            ckpt.save(step, state(step)).wait(timeout=HANG_SECONDS)
         assert ckpt.saves_failed == 1
     assert restored(folder) == (5, 5.0)
 
@@ -129,7 +130,7 @@ def test_a_slot_directory_that_another_process_took_over_is_not_used(
     """Otherwise both would write into the same slots, and a commit would contain bytes of both."""
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder, on_save_error="raise") as training:
-        training.save(1, state(1)).wait(timeout=60)
+        training.save(1, state(1)).wait(timeout=HANG_SECONDS)
         everything(memory)
         with holdfast.Checkpointer(dir=folder) as looking:
             seen = {"t": np.zeros(1 << 17), "more": np.zeros(1)}
@@ -137,9 +138,9 @@ def test_a_slot_directory_that_another_process_took_over_is_not_used(
                 looking.restore(seen)
             files = {path: path.stat().st_ino for path in memory.rglob("*.slot")}
             assert files
-            training.save(2, state(2)).wait(timeout=60)
+            training.save(2, state(2)).wait(timeout=HANG_SECONDS)
             assert {path: path.stat().st_ino for path in memory.rglob("*.slot")} == files
-        training.save(3, state(3)).wait(timeout=60)
+        training.save(3, state(3)).wait(timeout=HANG_SECONDS)
     assert "now used by another process" in caplog.text
     assert restored(folder) == (3, 3.0)
 
@@ -156,7 +157,7 @@ def test_slots_removed_in_a_pod_are_created_again(
     slots = tmp_path / "shared" / "slots"
     with holdfast.Checkpointer(on_save_error="raise") as ckpt:
         for step in range(1, 6):
-            ckpt.save(step, state(step)).wait(timeout=60)
+            ckpt.save(step, state(step)).wait(timeout=HANG_SECONDS)
             if remove is everything:
                 shutil.rmtree(slots)
             else:
@@ -168,7 +169,7 @@ def test_a_save_in_a_removed_slot_fails_when_the_sidecar_has_restarted(
     tmp_path: Path, sidecar: FakeSidecar
 ) -> None:
     with holdfast.Checkpointer() as ckpt:
-        ckpt.save(1, state(1)).wait(timeout=60)
+        ckpt.save(1, state(1)).wait(timeout=HANG_SECONDS)
         sidecar.faults.delay_seconds["Stage"] = 3600
         lost = ckpt.save(2, state(2))
         slot = slot_of(tmp_path / "shared", 2)
@@ -179,6 +180,6 @@ def test_a_save_in_a_removed_slot_fails_when_the_sidecar_has_restarted(
         sidecar.faults.delay_seconds.clear()
         sidecar.start(0)
         with pytest.raises(SaveFailedError, match=slot.path.name):
-            lost.wait(timeout=60)
-        ckpt.save(3, state(3)).wait(timeout=60)
+            lost.wait(timeout=HANG_SECONDS)
+        ckpt.save(3, state(3)).wait(timeout=HANG_SECONDS)
         assert ckpt.saves_failed == 1
