@@ -89,6 +89,8 @@ class Runs:
         self, tests: tuple[str, ...], copy: Path, module: str, folder: Path
     ) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "pytest", *tests, "-x", "-q", "-p", "no:cacheprovider"]
+        # A comparison of long bytes would take minutes to describe.
+        command += ["--assert=plain", "--tb=short"]
         command += ["-p", imported.__name__, f"--basetemp={folder / 't'}"]
         environment = {
             **os.environ,
