@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import zygote
+from tests.support.hang import HANG_SECONDS
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
@@ -31,7 +32,7 @@ def run(folder: Path, total: int, before: str = "", **environment: str) -> list[
         env={**current_environment(), **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -151,7 +152,7 @@ def test_the_readmes_script_repeats_the_order_of_data(tmp_path: Path) -> None:
                 [sys.executable, "-c", AROUND + code, kill],
                 cwd=folder,
                 env=dict(os.environ),
-                timeout=240,
+                timeout=HANG_SECONDS,
                 check=kill == "0",
             )
         seen[name] = (folder / "seen").read_text().splitlines()
