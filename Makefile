@@ -17,8 +17,6 @@ SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
 # Tests wait more than they compute, so that more processes than cores pay. Integration tests start processes too.
 FILES_SIDE_BY_SIDE := -n 3 $(SIDE_BY_SIDE)
 UNITS_SIDE_BY_SIDE := -n 4 $(SIDE_BY_SIDE)
-# Single tests of the cluster, but those that break nodes one after the other (tests/e2e/conftest.py).
-E2E_SIDE_BY_SIDE := -n 4 --dist loadgroup --no-loadscope-reorder
 # One of each kind: the chart, a lost pod, a lost rank, a lost node, the store.
 REGISTRY_MODE_TESTS := restricted or notes or deleted_pod or killed_sidecar_rank or killed_node or store_is_down
 
@@ -129,7 +127,7 @@ test-integration: tools ## real MinIO, real API server, real sidecars and traine
 APART := not long and not jobset and not trainer
 .PHONY: test-e2e
 test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
-	$(RUN) pytest tests/e2e -m "not alone and $(APART)" -q $(E2E_SIDE_BY_SIDE) --durations=0
+	$(RUN) pytest tests/e2e -m "not alone and $(APART)" -q -n 4 $(SIDE_BY_SIDE) --durations=0
 	$(RUN) pytest tests/e2e -m "alone and $(APART)" -q --durations=0
 
 .PHONY: test-long

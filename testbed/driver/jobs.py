@@ -267,6 +267,10 @@ class Job:
     def pods(self) -> list[Object]:
         return self.kube.pods(self.namespace, f"holdfast.dev/job={self.name}")
 
+    def pod_uids(self) -> dict[str, str]:
+        """Return the uid of each pod of the job by name."""
+        return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in self.pods()}
+
     def node_of(self, worker: int) -> str:
         pod = self.kube.pod(self.namespace, self.pod_name(worker))
         return str((pod or {}).get("spec", {}).get("nodeName", ""))
@@ -316,12 +320,15 @@ class Job:
 
     # ---------------------------------------------------------------- waits
 
-    def wait(self, what: str, probe: Any, timeout_seconds: float = 120) -> Any:
+    def wait(
+        self, what: str, probe: Any, timeout_seconds: float = 120, every_seconds: float = 0.2
+    ) -> Any:
         return wait_for(
             f"{what} of {self.namespace}/{self.name}",
             probe,
             timeout_seconds=timeout_seconds,
             describe=self.describe,
+            every_seconds=every_seconds,
         )
 
     def wait_step(self, step: int, timeout_seconds: float = 180) -> int:
@@ -331,6 +338,7 @@ class Job:
                 f"step {step}",
                 lambda: (now := self.live_step()) >= step and now + 1,
                 timeout_seconds,
+                every_seconds=0.4,  # each asks every sidecar through the API server
             )
             - 1
         )
@@ -339,7 +347,10 @@ class Job:
         """Wait until the coordinator's sidecar reports that peers hold copies of `step` or a later one."""
         replicated = 'holdfast_committed_step{level="replicated"'
         self.wait(
-            f"copies of step {step}", lambda: self.live_step(replicated) >= step, timeout_seconds
+            f"copies of step {step}",
+            lambda: self.live_step(replicated) >= step,
+            timeout_seconds,
+            every_seconds=0.4,
         )
 
     def wait_round(self, round_: int, timeout_seconds: float = 120) -> None:

@@ -187,18 +187,26 @@ class Kube:
         return True
 
     @contextmanager
+    def cordoned(self, *nodes: str) -> Iterator[None]:
+        """Let the nodes take no new pods during the block."""
+        try:
+            for node in nodes:
+                self.core.patch_node(node, {"spec": {"unschedulable": True}})
+            yield
+        finally:
+            for node in nodes:
+                self.core.patch_node(node, {"spec": {"unschedulable": False}})
+
+    @contextmanager
     def drained(self, node: str, namespace: str, pod: str) -> Iterator[None]:
         """Cordon the node and evict the pod as `kubectl drain` does. Uncordon the node at the end."""
-        self.core.patch_node(node, {"spec": {"unschedulable": True}})
-        try:
+        with self.cordoned(node):
             wait_for(
                 f"the eviction of {namespace}/{pod}",
                 lambda: self.evict_pod(namespace, pod),
                 timeout_seconds=120,
             )
             yield
-        finally:
-            self.core.patch_node(node, {"spec": {"unschedulable": False}})
 
     def logs(self, namespace: str, pod: str, container: str, *, previous: bool = False) -> str:
         try:

@@ -2,9 +2,9 @@
 
 Each test gets its own namespace that enforces Pod Security `restricted`, so that tests can run side by side.
 Tests marked `node_faults` break nodes, or cut off all pods of nodes. They have a pool of nodes of their own
-and run one after the other, beside tests on the nodes of the other pool. Tests marked `alone` disrupt what
-all tests share: operator and chart. The uninterrupted reference run is made once for each image and
-arithmetic, and every scenario is compared with its bits.
+and are in one file, so that they run one after the other, beside tests on the nodes of the other pool. Tests
+marked `alone` disrupt what all tests share: operator and chart. The uninterrupted reference run is made once
+for each image and arithmetic, and every scenario is compared with its bits.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from testbed.config import FAULTS, POOLS, SHARED, current_bed
 from testbed.driver import install
 from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
 from testbed.driver.kube import Kube, kubeconfig_path
+from testbed.driver.local_volumes import local_volumes
 from testbed.driver.scenario import Scenario
 from testbed.images import image_label
 
@@ -36,8 +37,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.e2e)
         item.add_marker(pytest.mark.timeout(420))
-        if item.get_closest_marker("node_faults"):
-            item.add_marker(pytest.mark.xdist_group("node faults"))
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +98,14 @@ def scenario(
         job.close()
 
 
+@pytest.fixture
+def classes(installed, namespace, scenario) -> Iterator[tuple[str, str]]:
+    """Two storage classes of this test, with volumes on each node."""
+    names = (f"{namespace}-a", f"{namespace}-b")
+    with local_volumes(installed, names, scenario.nodes):
+        yield names
+
+
 @pytest.fixture(scope="session")
 def reference(installed: Kube) -> Callable[[Training], dict[int, str]]:
     """Return the digests of an uninterrupted run of the same arithmetic, on the same cluster and image."""
@@ -125,7 +132,7 @@ def _calm_run(kube: Kube, name: str, training: Training) -> dict[int, str]:
     if kube.get("TrainingJob", space, job.name) is not None:
         job.delete()
     calm = replace(training, sleep_per_step=0.0)
-    job.start(job_manifest(job.name, space, calm, object_every=None))
+    job.start(job_manifest(job.name, space, calm, object_every=None, copies=0))
     job.wait_complete()
     digests = job.final_digests()
     job.delete()

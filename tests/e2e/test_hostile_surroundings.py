@@ -1,36 +1,13 @@
-"""A network that blocks all sidecars, pods that pretend to belong to a job, and a name used twice."""
+"""Pods that pretend to belong to a job, and a name used twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from testbed import faults
 from testbed.driver import install
 from testbed.driver.jobs import TRAINER_IMAGE, Job
-from testbed.driver.kube import Kube, Object, is_true, wait_for
-
-
-def _pod_uids(job: Job) -> dict[str, str]:
-    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in job.pods()}
-
-
-@pytest.mark.node_faults
-def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
-    """A pod is lost while no sidecar answers. The survivors hold the only copies and must not be deleted."""
-    job = scenario.start(object_every=None, suspect_after_seconds=20)  # a late lease is no silence
-    job.wait_step(25)
-    survivors = {name: uid for name, uid in _pod_uids(job).items() if name != job.pod_name(1)}
-    with faults.sidecars_silent(scenario.nodes):
-        scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
-        condition = job.wait_condition("SidecarsUnreachable", "True", 240)
-        assert "7070" in condition["message"], "the message names the port that was tried"
-        assert survivors.items() <= _pod_uids(job).items()
-    job.wait_condition("SidecarsUnreachable", "False", 120)
-    job.wait_round(1, 180)
-    assert survivors.items() <= _pod_uids(job).items()
-    assert job.status["restorePoint"]["step"] >= 20, "the committed step was restored"
-    scenario.finish_and_judge(job)
+from testbed.driver.kube import Kube, Object, wait_for
 
 
 @pytest.fixture
@@ -70,7 +47,7 @@ def _forged(job: Job, genuine: Object, namespace: str, name: str, birth_round: i
 def test_forged_pods_neither_stop_nor_destroy_a_job(scenario, installed: Kube, strangers: str):
     job = scenario.start()
     job.wait_step(15)
-    genuine = _pod_uids(job)
+    genuine = job.pod_uids()
     for worker in range(3):
         pod = installed.pod(scenario.namespace, job.pod_name(worker))
         assert pod is not None
@@ -83,7 +60,7 @@ def test_forged_pods_neither_stop_nor_destroy_a_job(scenario, installed: Kube, s
     install.kill_operator(installed)
     scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
     job.wait_round(1, 180)
-    kept = {name: uid for name, uid in _pod_uids(job).items() if name in genuine}
+    kept = {name: uid for name, uid in job.pod_uids().items() if name in genuine}
     assert len(set(kept.items()) & set(genuine.items())) == 2, "the two survivors were kept"
     assert len(installed.pods(strangers)) == 6, "pods of the other tenant were left alone"
     for worker in range(3):
@@ -92,12 +69,9 @@ def test_forged_pods_neither_stop_nor_destroy_a_job(scenario, installed: Kube, s
 
 
 def test_a_job_created_again_under_the_same_name_completes(scenario):
-    """The first job's Checkpoints are retained. The new job has the same name, steps and round.
-
-    A third job starts from one of the retained Checkpoints meanwhile.
-    """
+    """The first job's Checkpoints are retained. The new job has the same name, steps and round."""
     first = scenario.start()
-    first.wait_persisted(40)
+    first.wait_persisted(20)
     uid = first.uid
     first.close()
     scenario.kube.delete("TrainingJob", scenario.namespace, first.name)
@@ -106,20 +80,11 @@ def test_a_job_created_again_under_the_same_name_completes(scenario):
         lambda: scenario.kube.get("TrainingJob", scenario.namespace, first.name) is None,
         timeout_seconds=60,
     )
-    kept = scenario.kube.items("Checkpoint", scenario.namespace)
-    persisted = [c for c in kept if is_true(c, "Persisted")]
-    assert persisted, "the deletion retains the first job's Checkpoints"
-
+    kept = {c["metadata"]["name"] for c in scenario.kube.items("Checkpoint", scenario.namespace)}
+    assert kept, "the deletion retains the first job's Checkpoints"
     second = scenario.start()
     assert second.uid != uid
-    newest = max(persisted, key=lambda c: c["spec"]["step"])
-    third = scenario.start(name="again", restore_from=newest["metadata"]["name"])
-    third.wait_round(0)
-    found = third.status["restorePoint"]["step"]
-    assert found == newest["spec"]["step"], "the third job starts from the retained Checkpoint"
     second.wait_persisted(40)
-    assert second.status["restorePoint"].get("step") is None, "the second job starts anew"
-    scenario.finish_and_judge(third)
     scenario.finish_and_judge(second)
     now = {c["metadata"]["name"] for c in scenario.kube.items("Checkpoint", scenario.namespace)}
-    assert {c["metadata"]["name"] for c in kept} <= now, "the other jobs left them alone"
+    assert kept <= now, "the second job left the first one's Checkpoints alone"

@@ -1,8 +1,11 @@
-"""Nodes that die or freeze."""
+"""Nodes that die or freeze, and nodes whose pods the operator or the store cannot reach.
+
+The tests of this file run one after the other, because a process of a parallel run gets whole files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,24 +16,27 @@ from testbed.driver.scenario import SHORT
 pytestmark = pytest.mark.node_faults
 
 
-ON_EVERY_NODE = replace(SHORT, workers=4)
-"""One worker on each node of the pool.
+@pytest.fixture
+def as_many_nodes_as_workers(scenario) -> Iterator[None]:
+    """Leave one worker on each node that takes pods.
 
-Kubernetes keeps a dead node schedulable for about 40 seconds. The gang's topology spread then prefers that
-node, because it is the only one without another worker.
-"""
+    Kubernetes keeps a dead node schedulable for about 40 seconds. The gang's topology spread then prefers
+    that node, because it is the only one without another worker.
+    """
+    with scenario.kube.cordoned(*scenario.nodes[SHORT.workers :]):
+        yield
 
 
-def test_a_killed_node_costs_one_round(scenario, nodes_back):
-    job = scenario.start(ON_EVERY_NODE, suspect_after_seconds=20)  # the product's default
+def test_a_killed_node_costs_one_round(scenario, as_many_nodes_as_workers, nodes_back):
+    job = scenario.start(suspect_after_seconds=20)  # the product's default
     job.wait_step(25)
-    nodes = {worker: job.node_of(worker) for worker in range(ON_EVERY_NODE.workers)}
+    nodes = {worker: job.node_of(worker) for worker in range(SHORT.workers)}
     assert len(set(nodes.values())) == len(nodes), f"one worker on each node, found {nodes}"
     faults.kill_node(nodes[2])
     job.wait_round(1, 150)
-    assert job.status["members"] == [0, 0, 1, 0], "one round, in which worker 2 alone is replaced"
+    assert job.status["members"] == [0, 0, 1], "one round, in which worker 2 alone is replaced"
     assert job.node_of(2) != nodes[2]
-    scenario.finish_and_judge(job, ON_EVERY_NODE)
+    scenario.finish_and_judge(job)
     rounds = {seen.status.get("restartRound") for seen in job.history} - {None}
     assert rounds == {0, 1}
     recoveries = [r for seen in job.history for r in seen.status.get("recoveries") or []]
@@ -64,15 +70,15 @@ def _choice_waits_for_a_survivor_that_answers_late(job: Job) -> None:
     The operator must treat the survivor's inventory as unknown, not as empty.
     """
     late = job.node_of(0)
-    pods = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in job.pods()}
+    pods = job.pod_uids()
     lost = pods.pop(job.pod_name(1))
     faults.pause_node(late)
     job.kube.delete_pod(job.namespace, job.pod_name(1), grace_seconds=0)
     job.wait("round 1", lambda: job.round >= 1, 60)
     faults.unpause_node(late)
     job.wait_round(1, 180)
-    left = {pod["metadata"]["uid"] for pod in job.pods()}
-    assert set(pods.values()) <= left and lost not in left, "the late survivor was kept"
+    left = set(job.pod_uids().values())
+    assert left >= set(pods.values()) and lost not in left, "the late survivor was kept"
     assert job.status["restorePoint"]["step"] >= 20, "the steps of the late survivor counted"
 
 
@@ -86,14 +92,56 @@ def test_a_partitioned_node_is_replaced_and_does_no_harm_when_it_rejoins(scenari
 
 
 @pytest.mark.long
-def test_a_node_whose_object_is_deleted_is_lost(scenario, nodes_back):
+def test_a_node_whose_object_is_deleted_is_lost(scenario, as_many_nodes_as_workers, nodes_back):
     """A cluster autoscaler takes the machine away and deletes its Node object."""
-    job = scenario.start(ON_EVERY_NODE)
+    job = scenario.start()
     job.wait_step(25)
     node = job.node_of(2)
     faults.kill_node(node)
     scenario.kube.core.delete_node(node)
     job.wait_round(1, 150)
-    assert job.status["members"] == [0, 0, 1, 0], "worker 2 alone is replaced"
+    assert job.status["members"] == [0, 0, 1], "worker 2 alone is replaced"
     assert job.status["recoveries"][-1]["reason"] == "NodeLost"
-    scenario.finish_and_judge(job, ON_EVERY_NODE)
+    scenario.finish_and_judge(job)
+
+
+def test_a_worker_with_volumes_on_a_killed_node_is_replaced_on_another(
+    scenario, classes, nodes_back
+):
+    job = scenario.start(node_classes=classes)
+    job.wait_replicated(20)
+    node = job.node_of(1)
+    faults.kill_node(node)
+    job.wait_round(1, 150)
+    assert job.node_of(1) != node
+    scenario.finish_and_judge(job)
+
+
+def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
+    """A pod is lost while no sidecar answers. The survivors hold the only copies and must not be deleted."""
+    job = scenario.start(object_every=None, suspect_after_seconds=20)  # a late lease is no silence
+    job.wait_step(25)
+    survivors = {name: uid for name, uid in job.pod_uids().items() if name != job.pod_name(1)}
+    with faults.sidecars_silent(scenario.nodes):
+        scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
+        condition = job.wait_condition("SidecarsUnreachable", "True", 240)
+        assert "7070" in condition["message"], "the message names the port that was tried"
+        assert survivors.items() <= job.pod_uids().items()
+    job.wait_condition("SidecarsUnreachable", "False", 120)
+    job.wait_round(1, 180)
+    assert survivors.items() <= job.pod_uids().items()
+    assert job.status["restorePoint"]["step"] >= 20, "the committed step was restored"
+    scenario.finish_and_judge(job)
+
+
+def test_training_continues_while_the_store_is_down(scenario):
+    """Only the pods on the nodes of this test do not reach the store."""
+    job = scenario.start()
+    job.wait_step(5)
+    with faults.store_down(nodes=scenario.nodes):
+        step = job.wait_step(30)
+        condition = job.wait_condition("RemoteTierHealthy", "False", 90)
+        assert condition["message"], "the error of the store or the network"
+        assert step >= 30, "training went on"
+    job.wait_condition("RemoteTierHealthy", "True", 120)
+    scenario.finish_and_judge(job)

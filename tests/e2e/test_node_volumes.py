@@ -1,21 +1,9 @@
-"""Node tiers on volumes of storage classes: several volumes, lost pods and nodes, claims without a volume."""
+"""Node tiers on volumes of storage classes: several volumes, a lost pod, claims without a volume."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-from testbed import faults
 from testbed.driver.kube import condition, wait_for
-from testbed.driver.local_volumes import files_of, local_volumes
-
-
-@pytest.fixture
-def classes(installed, namespace, scenario) -> Iterator[tuple[str, str]]:
-    """Two storage classes of this test, with volumes on each node."""
-    names = (f"{namespace}-a", f"{namespace}-b")
-    with local_volumes(installed, names, scenario.nodes):
-        yield names
+from testbed.driver.local_volumes import files_of
 
 
 def test_a_gang_that_saves_to_two_volumes_survives_a_lost_pod(scenario, classes):
@@ -42,19 +30,6 @@ def test_a_gang_that_saves_to_two_volumes_survives_a_lost_pod(scenario, classes)
         timeout_seconds=90,
         describe=lambda: str(claims()),
     )
-
-
-@pytest.mark.node_faults
-def test_a_worker_with_volumes_on_a_killed_node_is_replaced_on_another(
-    scenario, classes, nodes_back
-):
-    job = scenario.start(node_classes=classes)
-    job.wait_replicated(20)
-    node = job.node_of(1)
-    faults.kill_node(node)
-    job.wait_round(1, 150)
-    assert job.node_of(1) != node
-    scenario.finish_and_judge(job)
 
 
 def test_a_claim_that_finds_no_volume_is_reported(scenario, classes):
