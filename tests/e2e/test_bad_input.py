@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from testbed.driver.jobs import (
     store_manifest,
 )
 from testbed.driver.kube import Kube, Object, condition, is_true, show, wait_for
+from testbed.driver.oracle import compare_digests
 
 ALONE = Training(workers=1, steps=20, sleep_per_step=0.0, layers=1, width=32)
 BALLAST = Training(workers=1, steps=20, sleep_per_step=0.0, layers=1, width=32, state_mib=16)
@@ -183,20 +185,23 @@ def test_a_job_that_restores_from_an_absent_checkpoint_is_refused(installed, nam
     assert job.pods() == [], "it never starts from the beginning instead"
 
 
-def test_jobs_restore_from_another_world_size_and_fail_on_other_shapes(
-    installed, namespace, submit
+def test_jobs_start_from_a_retained_checkpoint_unless_its_shapes_differ(
+    installed, namespace, submit, reference
 ):
-    """Both jobs start from the newest Checkpoint of a finished job with one rank."""
+    """Three jobs start from the newest Checkpoint of a deleted job with one rank, side by side."""
     first = submit(job_manifest("one-rank", namespace, ALONE, copies=0))
     first.wait_complete(150)
     items = installed.items("Checkpoint", namespace)
     of_first = [c for c in items if c["spec"]["jobRef"]["name"] == first.name]
     name = max(of_first, key=lambda c: c["spec"]["step"])["metadata"]["name"]
+    first.delete()
 
     wider = Training(workers=1, steps=20, layers=1, width=48)
     manifest = job_manifest("other-shapes", namespace, wider, copies=0, restore_from=name)
     misfit = submit(without_restarts(manifest))
-    two = Training(workers=2, steps=40, layers=1, width=32)
+    longer = replace(ALONE, steps=40)
+    again = submit(job_manifest("again", namespace, longer, copies=0, restore_from=name))
+    two = replace(ALONE, workers=2, steps=40)
     pair = submit(job_manifest("two-ranks", namespace, two, restore_from=name))
 
     found = misfit.wait_condition("Failed", "True", 120)
@@ -204,6 +209,10 @@ def test_jobs_restore_from_another_world_size_and_fail_on_other_shapes(
     assert_contains(found["message"], *texts)
     wait_event(installed, namespace, misfit.name, found["reason"], *texts)
     assert is_true(installed.get("Checkpoint", namespace, name), "Persisted"), "nothing was lost"
+
+    again.wait_complete(150)
+    assert again.status["restorePoint"]["step"] == 20, "it starts from the retained Checkpoint"
+    assert compare_digests(reference(longer), again.final_digests()) == []
     pair.wait_complete(150)
     assert pair.status["restorePoint"]["step"] == 20, "it is not bad input: two ranks take over"
 
