@@ -24,6 +24,9 @@ the state of an object reads what a user or another process can see of it."""
 OF_LIBRARIES = frozenset(
     {
         "_exit",
+        "_run_exitfuncs",
+        "_run_module_as_main",
+        "_shutdown",
         "_sleep",
         "_version",
         "_StridedShard",

@@ -3,11 +3,13 @@ time."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from tests.support.trainer.launched import (
 )
 
 import holdfast
-from holdfast.places import folder, waiting
+from holdfast.places import folder, persister_process, waiting
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
@@ -60,6 +62,24 @@ def saved(tmp_path: Path, state: dict[str, Any], *steps: int, **options: Any) ->
 def test_outside_of_a_pod_a_folder_is_required() -> None:
     with pytest.raises(ConfigError, match=r'Checkpointer\(dir="ckpt"\)'):
         holdfast.Checkpointer()
+
+
+@contextlib.contextmanager
+def executed_persisters() -> Iterator[None]:
+    """Let the SDK execute its persisters, as it does for users, and not fork them from the zygote."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(persister_process, "subprocess", subprocess)
+        yield
+
+
+def test_the_persister_starts_by_an_exec(tmp_path: Path) -> None:
+    state = {"t": torch.zeros(2)}
+    with executed_persisters():
+        with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+            ckpt.save(1, {"t": torch.ones(2)}).wait("local", timeout=60)
+        with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+            assert ckpt.restore(state) == 1
+    assert state["t"].tolist() == [1.0, 1.0]
 
 
 def test_a_fresh_folder_has_nothing_to_restore(tmp_path: Path) -> None:

@@ -9,12 +9,20 @@ from pathlib import Path
 import pytest
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.store_server import ACCESS_KEY, REGION, SECRET_KEY
+from tests.support.zygote.persisters import forked_persisters
 
 
 @pytest.fixture(scope="module")
 def minio() -> Iterator[MinioServer]:
     with MinioServer() as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def persister_starts() -> Iterator[None]:
+    """Fork the persisters of Checkpointers in this process. Those of other processes are executed."""
+    with forked_persisters():
+        yield
 
 
 @pytest.fixture

@@ -180,7 +180,8 @@ def test_no_process_outlives_the_launcher(
     program = script(tmp_path, SLOW)
     progress = tmp_path / "progress"
     command = ["python", str(program), str(progress)]
-    with Launched(tmp_path, ["--nproc-per-node", "2"], command, light) as launched:
+    options = ["--nproc-per-node", "2"]
+    with Launched(tmp_path, options, command, light, executed=True) as launched:
         until(lambda: launched.step_of(0) == launched.step_of(1) == 1, "both ranks run")
         processes = children_of(launched.process.pid)
         os.kill(launched.process.pid, number)
@@ -201,7 +202,7 @@ def test_a_rank_that_does_not_listen_is_killed_after_the_grace(
 
 def test_the_fork_server_may_be_killed(tmp_path: Path, light: dict[str, str]) -> None:
     command = ["python", str(script(tmp_path, SLOW)), str(tmp_path / "progress")]
-    with Launched(tmp_path, [], command, light) as launched:
+    with Launched(tmp_path, [], command, light, executed=True) as launched:
         until(lambda: launched.step_of(0) == 1, "the rank runs")
         processes = children_of(launched.process.pid)
         server = processes[0]

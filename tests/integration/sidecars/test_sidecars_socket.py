@@ -104,6 +104,15 @@ def hook(gang: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+async def test_the_sidecar_starts_by_an_exec(gangs: Gangs) -> None:
+    async with gangs(1) as gang:
+        await gang.start()
+        gang.sidecars[0].kill()
+        gang.sidecars[0].executed = True
+        await gang.relaunch(0)
+        assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 0
+
+
 async def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
     """healthz, metrics, and pre-stop while a rank runs and after it. After SIGTERM, healthz fails."""
     async with gangs(1) as gang:

@@ -5,6 +5,10 @@ imports them once, and forks each rank of each run. `train_forked` does what `ki
 trainings of a script, on the CPU. Ranks of a gang get the variables and the store that torchrun gives them.
 A script that prints no digest needs a global variable `model`, whose state_dict is digested at its end.
 
+It is not a zygote of tests.support.zygote, which forks programs for a worker that watches them itself. This
+one forks from a process with frameworks of another environment, carries out whole trainings with their
+kills next to the children, hosts the store of a gang, and digests the model that a script leaves behind.
+
 This module is also the program that forks: `python -m tests.support.frameworks.forked MODULES`. It reads
 one plan from each line of its input, and ends with its input.
 """

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support import zygote
 from tests.support.chart import NAMESPACE, RELEASE
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.fake_sidecar import FakeSidecar
@@ -90,7 +89,7 @@ class OperatorBed:
             **self.settings,
         }
         log = (self.folder / f"operator-{self.starts}.log").open("wb")
-        self.process = zygote.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast_operator"], env=environment, stderr=log, stdout=log
         )
 

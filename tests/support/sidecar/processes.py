@@ -29,6 +29,8 @@ class SidecarProcess:
     log: Path
     module: str = "holdfast_sidecar"
     """Module that runs the sidecar."""
+    executed: bool = False
+    """Whether it is started by an exec, as in a container, and not forked from the zygote."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -51,6 +53,7 @@ class SidecarProcess:
                 env={**os.environ, **self.contract.to_env(), **(extra or {})},
                 stdout=log,
                 stderr=log,
+                executed=self.executed,
             )
 
     async def address(self) -> str:

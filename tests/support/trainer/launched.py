@@ -57,7 +57,7 @@ def run_two_ranks(
             launcher=connection,
         )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 def committed_step(directory: Path) -> int:
@@ -132,8 +132,8 @@ class Launched:
     """Options of `holdfast run`."""
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    executes_fork_server: bool = False
-    """Whether the launcher executes its fork server, which is a child of it then, as it does for users."""
+    executed: bool = False
+    """Whether the launcher and its fork server are executed, as for users. The server is its child then."""
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -152,7 +152,7 @@ class Launched:
         with (
             open(self._out, "wb") as out,
             open(self._err, "wb") as err,
-            connection_of_launcher(variables, executed=self.executes_fork_server) as connection,
+            connection_of_launcher(variables, executed=self.executed) as connection,
         ):
             self._process = zygote.Popen(
                 [sys.executable, "-m", "holdfast.run", *self.options, "--", *self.command],
@@ -162,6 +162,7 @@ class Launched:
                 env=variables,
                 start_new_session=True,
                 launcher=connection,
+                executed=self.executed,
             )
         return self
 

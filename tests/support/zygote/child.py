@@ -77,7 +77,8 @@ def be_program(child: Child) -> NoReturn:
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    sys.path[: 1 + len(paths_before)] = ["", *_python_path()]
+    added = _python_path()
+    sys.path[:] = ["", *added, *(p for p in sys.path[1 + len(paths_before) :] if p not in added)]
     _exit(_run(start))
 
 
@@ -114,7 +115,7 @@ def _show(command: Sequence[str]) -> None:
 def _python_path() -> list[str]:
     """Return the entries of PYTHONPATH as the interpreter puts them into sys.path."""
     text = os.environ.get("PYTHONPATH", "")
-    return [os.path.abspath(entry) for entry in text.split(os.pathsep)] if text else []
+    return list(dict.fromkeys(map(os.path.abspath, text.split(os.pathsep)))) if text else []
 
 
 def _run(start: Start) -> int:

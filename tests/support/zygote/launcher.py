@@ -41,4 +41,4 @@ def fork_fork_servers(connection: int) -> None:
     os.set_inheritable(connection, False)
     zygotes.give(socket.socket(fileno=connection))
     module = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
-    processes.subprocess = module  # type: ignore[assignment]
+    vars(processes)["subprocess"] = module

@@ -25,20 +25,28 @@ class Popen(subprocess.Popen[AnyStr]):
     _ended = -1
     """Pipe from which the process's status can be read when it has ended."""
 
-    def __init__(self, *arguments: Any, launcher: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        launcher: int | None = None,
+        executed: bool = False,
+        **options: Any,
+    ) -> None:
         """Start a process.
 
         Args:
             arguments: Arguments of subprocess.Popen.
             launcher: Connection that the process, a launcher, uses to fork its fork server.
+            executed: Whether the process is executed in any case.
             options: Arguments of subprocess.Popen.
         """
-        self._launcher = launcher
+        self._executed = executed
+        self._launcher: int | None = launcher
         super().__init__(*arguments, **options)
 
     def _execute_child(self, *details: Any) -> None:
         how: dict[str, Any] = dict(zip(_DETAILS, details, strict=True))
-        start = _start(how, self._launcher)
+        start = None if self._executed else _start(how, self._launcher)
         zygote = None if start is None else zygotes.of(start)
         if start is None or zygote is None:
             super()._execute_child(*details)  # type: ignore[misc]
@@ -53,8 +61,8 @@ class Popen(subprocess.Popen[AnyStr]):
         self._close_pipe_fds(*(how[name] for name in pipes))  # type: ignore[attr-defined]
 
     def _descriptors(self, how: dict[str, Any]) -> list[int]:
-        connection = [] if self._launcher is None else [self._launcher]
-        return [*_ends(how), *how["pass_fds"], *connection]
+        given: list[int] = [*_ends(how), *how["pass_fds"]]
+        return given if self._launcher is None else [*given, self._launcher]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if not self.forked:
