@@ -6,8 +6,13 @@ from tools.mutants.model import Kind, Mutant
 
 _STATE = "trainer_sdk/src/holdfast/state/"
 _TESTS = "tests/trainer_sdk/state/"
-_PIECES = (f"{_TESTS}copying/test_pieces.py",)
-_DESTINATIONS = (f"{_TESTS}loading/test_destinations.py",)
+_PIECES = (
+    f"{_TESTS}copying/test_pieces.py::test_every_piece_of_a_large_tensor_is_copied_from_its_own_place",
+)
+_BATCHES = (
+    f"{_TESTS}copying/test_pieces.py::test_small_tensors_are_batched_in_order_and_each_is_copied_once",
+)
+_DESTINATIONS = (f"{_TESTS}loading/test_destinations.py::test_pieces_of_any_length_give_every_bit",)
 
 OF_STATE = (
     Mutant(
@@ -35,7 +40,7 @@ OF_STATE = (
         original="    if batched:\n        yield batched, batch.copy",
         replacement="    if batched > batch_bytes:\n        yield batched, batch.copy",
         loses="The last small tensors of a state are restored with the bytes of an older save.",
-        tests=_PIECES,
+        tests=_BATCHES,
     ),
     Mutant(
         name="state/values-of-a-view-from-memory",
@@ -101,6 +106,8 @@ OF_STATE = (
         original="piece = -(-lengths[dimension] // mesh.size(axis))",
         replacement="piece = lengths[dimension] // mesh.size(axis)",
         loses="A tensor that the ranks share unevenly cannot be saved, or comes back shifted.",
-        tests=(f"{_TESTS}test_boxes.py",),
+        tests=(
+            f"{_TESTS}loading/test_restore_target.py::test_the_offsets_of_a_local_part_are_computed",
+        ),
     ),
 )
