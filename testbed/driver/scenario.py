@@ -12,10 +12,10 @@ from testbed.driver.kube import Kube
 from testbed.driver.oracle import compare_digests, gather, judge, leaks_after_delete
 from testbed.driver.trainjob import AdoptedTrainJob
 
-SHORT = Training(workers=3, steps=80, sleep_per_step=0.1, layers=1, width=32)
+SHORT = Training(workers=3, steps=80, sleep_per_step=0.3, layers=1, width=32)
 """Short training of three workers. With two, a sum would not depend on the order of its terms, which would
-hide a different order. A step sleeps longer than it computes: a scenario needs time to inject faults, and
-another one may run beside it."""
+hide a different order. A step sleeps much longer than it computes: on a busy machine a fault comes seconds
+late, and must hit the training before its end. Sleeping costs little while other scenarios run beside it."""
 
 SUSPECT_AFTER_SECONDS = 15
 """The least time without a lease after which a node may be suspected. The default of the product is 20."""

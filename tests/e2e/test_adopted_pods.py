@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from testbed.driver.scenario import SHORT
-
 
 def test_a_job_whose_pod_is_deleted_completes_with_the_bits_of_an_undisturbed_run(scenario):
-    # 60 more steps are left when the pod is deleted: 12 s.
-    job = scenario.adopt(replace(SHORT, sleep_per_step=0.2))
+    job = scenario.adopt()
     job.wait_replicated(20)
     scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=1)
     job.wait_round(1)

@@ -6,7 +6,6 @@ The tests of this file run one after the other, because a process of a parallel 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 from testbed import faults
@@ -57,7 +56,7 @@ def _loses_and_returns(
 def test_a_paused_node_is_replaced_and_does_no_harm_when_it_returns(scenario, nodes_back):
     """A frozen node first returns while the gang waits for it, and then after its pod was replaced."""
     patient = 20  # a node that is frozen for a moment is not lost
-    job = scenario.start(replace(SHORT, sleep_per_step=0.2), suspect_after_seconds=patient)
+    job = scenario.start(suspect_after_seconds=patient)
     job.wait_replicated(20)
     _choice_waits_for_a_survivor_that_answers_late(job)
     _loses_and_returns(job, faults.pause_node, faults.unpause_node)
