@@ -59,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logs = options.logs or LOGS / time.strftime("%Y%m%d-%H%M%S")
     logs.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, _end)
     print(f"{options.times} runs beside {options.load} busy processes; logs in {logs}")
     print("  run  passed  failed  seconds", flush=True)
     failed: Counter[str] = Counter()
@@ -122,4 +121,5 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())
