@@ -243,3 +243,14 @@ def test_a_zygote_ends_with_its_worker(how: str) -> None:
             worker.communicate("\n")
         worker.kill()
     until(lambda: not is_alive(int(pid)), "the zygote ends")
+
+
+def test_a_program_has_its_session_when_its_start_returns() -> None:
+    for _ in range(20):
+        with zygote.Popen(
+            [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
+        ) as process:
+            assert process.forked
+            assert os.getpgid(process.pid) == process.pid
+            os.killpg(process.pid, signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL

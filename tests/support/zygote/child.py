@@ -56,14 +56,18 @@ def note_command_line(room: int) -> None:
     _command_line.address, _command_line.size = begin, end - begin
 
 
-def be_program(child: Child) -> NoReturn:
-    """Run the program as `__main__`, and exit as the interpreter does."""
-    start = child.start
-    _take_descriptors(start.descriptors, child.given)
+def take_session(start: Start) -> None:
+    """Begin the session or the process group, in which a signal of the starter must find the child."""
     if start.new_session:
         os.setsid()
     if start.process_group is not None:
         os.setpgid(0, start.process_group)
+
+
+def be_program(child: Child) -> NoReturn:
+    """Run the program as `__main__`, and exit as the interpreter does."""
+    start = child.start
+    _take_descriptors(start.descriptors, child.given)
     if start.umask >= 0:
         os.umask(start.umask)
     os.chdir(start.directory)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.zygote.child import Child, be_program, note_command_line
+from tests.support.zygote.child import Child, be_program, note_command_line, take_session
 from tests.support.zygote.helper import ANSWER, CONNECT, START, STATUS
 from tests.support.zygote.start import Start, read
 
@@ -69,9 +69,17 @@ class Server:
         self, client: socket.socket, start: Start, status: int, given: Sequence[int]
     ) -> Child | None:
         self._import(start.preload)
+        ready, is_ready = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.close(ready)
+            take_session(start)
+            os.close(is_ready)
             return Child(start, given)
+        # subprocess returns after the exec, so that the child has its session by then. So does this.
+        os.close(is_ready)
+        os.read(ready, 1)
+        os.close(ready)
         for descriptor in given:
             os.close(descriptor)
         pidfd = os.pidfd_open(pid)
