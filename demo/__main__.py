@@ -13,10 +13,7 @@ from demo.waits import DemoFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130
-LOCAL_IS = (
-    "Real: the operator's decisions, sidecars, launchers, trainers and the store's files. "
-    "Simulated: Kubernetes, its nodes and its network."
-)
+LOCAL_IS = "real: operator's decisions, sidecars, ranks, store; simulated: Kubernetes"
 """What the demo on this machine shows, and what only `make demo-kind` shows."""
 
 

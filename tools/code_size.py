@@ -23,7 +23,7 @@ LIMITS = {
     "core": 14870,
     "operator": 12711,
     "sidecar": 9809,
-    "trainer_sdk": 17800,
+    "trainer_sdk": 17802,
     "cli": 620,
 }
 """Most lines of code of each package."""

@@ -10,7 +10,7 @@ from tests.support.sidecar.gang import Gangs
 from tests.support.sidecar.processes import files_below
 
 from holdfast_core.ids import Level
-from holdfast_core.messages.schema import Policy, RestorePoint, SaveFailed
+from holdfast_core.messages.schema import Policy, RestorePoint
 
 pytestmark = pytest.mark.integration
 
@@ -31,7 +31,7 @@ def shards_on(gang: Any, worker: int) -> list[str]:
 async def save_fails(gang: Any, worker: int, step: int) -> None:
     rank = gang.ranks[worker]
     await until(
-        lambda: any(isinstance(m, SaveFailed) and m.step == step for m in rank.pushed),
+        lambda: any(m.step == step for m in rank.failures),
         f"rank {worker} is notified that step {step} failed",
     )
 
@@ -70,7 +70,7 @@ async def test_room_for_keep_last_and_not_for_one_more(gangs: Gangs, workers: in
         for step in range(1, 7):
             await gang.commit(step, level)
         for rank in gang.ranks.values():
-            assert not [m for m in rank.pushed if isinstance(m, SaveFailed)]
+            assert rank.failures == []
 
 
 async def test_room_for_two_steps_after_a_restart(gangs: Gangs) -> None:

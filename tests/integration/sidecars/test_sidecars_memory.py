@@ -20,7 +20,6 @@ from holdfast_core.messages.schema import (
     Inventory,
     Policy,
     RestorePoint,
-    SaveFailed,
 )
 from holdfast_core.shm.slot_header import SlotState
 
@@ -138,8 +137,7 @@ async def test_the_newest_step_in_memory_is_restored_when_ranks_die(slow: SlowGa
         overtaken = {(s, Level.LOCAL, OVERTAKEN) for s in range(2, 7)}
 
         def notified() -> bool:
-            notices = [m for m in rank.pushed if isinstance(m, SaveFailed)]
-            return {(m.step, m.level, m.reason) for m in notices} == overtaken
+            return {(m.step, m.level, m.reason) for m in rank.failures} == overtaken
 
         await until(notified, "the rank receives which steps were dropped")
         dropped = "holdfast_steps_dropped_total 5.0"

@@ -11,7 +11,7 @@ from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import Level, RestartRound
-from holdfast_core.messages.schema import End, Refusal, SaveFailed
+from holdfast_core.messages.schema import End, Refusal
 from holdfast_core.shm.slot_header import SlotState
 
 pytestmark = pytest.mark.integration
@@ -107,9 +107,7 @@ async def test_a_full_node_volume_fails_the_save_and_nothing_else(gangs: Gangs) 
         rank = gang.ranks[0]
         await rank.save(2, bytes(400_000))
         await until(
-            lambda: (
-                [m.reason for m in rank.pushed if isinstance(m, SaveFailed)] == ["NodeVolumeFull"]
-            ),
+            lambda: [m.reason for m in rank.failures] == ["NodeVolumeFull"],
             "SaveFailed",
         )
         await gang.operator.state_until(

@@ -11,7 +11,6 @@ from tests.support.sidecar import until
 from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.ids import Level
-from holdfast_core.messages.schema import SaveFailed
 from holdfast_sidecar.process.deaths import DIED_STATUS
 
 pytestmark = pytest.mark.integration
@@ -35,7 +34,7 @@ async def test_a_bug_in_a_write_is_a_counted_failure_of_that_save(gangs: Gangs, 
         await gang.save(1)
         rank = gang.ranks[1]
         await until(
-            lambda: any(isinstance(m, SaveFailed) and m.step == 1 for m in rank.pushed),
+            lambda: any(m.step == 1 for m in rank.failures),
             "rank 1 is notified that its save failed",
         )
         state = await gang.operator.state_until(0, lambda s: bool(s.failures), "a failure")

@@ -20,6 +20,7 @@ from holdfast_core.ids import (
 )
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import (
+    NO_OBJECT_TIER,
     PROTOCOL_VERSION,
     Fill,
     Filled,
@@ -30,6 +31,7 @@ from holdfast_core.messages.schema import (
     Restore,
     RestorePoint,
     RestoreReply,
+    SaveFailed,
     SlotOffer,
     Stage,
     Staged,
@@ -177,6 +179,12 @@ class FakeRank(LocalClient):
     ) -> Stage:
         digest = self.write_layout(layout or rank_document(self.rank, len(data)))
         return Stage(self.round, Step(step), self.rank, name, len(data), digest)
+
+    @property
+    def failures(self) -> list[SaveFailed]:
+        """Messages about saves that failed. That there is no object store is no failure of a save."""
+        failed = (m for m in self.pushed if isinstance(m, SaveFailed))
+        return [m for m in failed if m.reason != NO_OBJECT_TIER]
 
     async def reached(self, step: int, level: Level) -> None:
         """Wait until the sidecar has reported this level, or a higher one, for the step."""

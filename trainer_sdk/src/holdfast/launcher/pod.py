@@ -49,6 +49,8 @@ from holdfast_core.messages.schema import (
 logger = logging.getLogger(__name__)
 
 _FINISH_PAUSE_SECONDS = 0.2
+_REPORT_SECONDS = 5.0
+"""Limit for the reports of ended ranks when the launcher leaves. They need some turns of its event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,9 @@ class PodLauncher:
                 connection.result()
             return finishing.result()
         finally:
+            if self._stopping and self._watch is not None:
+                # All ranks have ended. Without this wait the sidecar would miss those that ended last.
+                await asyncio.wait({self._watch}, timeout=_REPORT_SECONDS)
             connection.cancel()
             self._cancel_tasks()
 
