@@ -28,6 +28,9 @@ MINIO_USER = "holdfast-test"
 MINIO_PASSWORD = "holdfast-test-secret"
 MINIO_ENDPOINT = "http://minio.minio.svc:9000"
 BUCKET = "checkpoints"
+PROGRESS_SECONDS = 240.0
+"""Limit of a wait for progress of a training. Four scenarios share two cores, where the start of one gang has
+taken 80 seconds, so that a shorter limit would fail without a defect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +324,11 @@ class Job:
     # ---------------------------------------------------------------- waits
 
     def wait(
-        self, what: str, probe: Any, timeout_seconds: float = 120, every_seconds: float = 0.2
+        self,
+        what: str,
+        probe: Any,
+        timeout_seconds: float = PROGRESS_SECONDS,
+        every_seconds: float = 0.2,
     ) -> Any:
         return wait_for(
             f"{what} of {self.namespace}/{self.name}",
@@ -331,7 +338,7 @@ class Job:
             every_seconds=every_seconds,
         )
 
-    def wait_step(self, step: int, timeout_seconds: float = 180) -> int:
+    def wait_step(self, step: int, timeout_seconds: float = PROGRESS_SECONDS) -> int:
         """Wait until the sidecars report `step` or a later one, and return the reported step."""
         return int(
             self.wait(
@@ -343,7 +350,7 @@ class Job:
             - 1
         )
 
-    def wait_replicated(self, step: int, timeout_seconds: float = 120) -> None:
+    def wait_replicated(self, step: int, timeout_seconds: float = PROGRESS_SECONDS) -> None:
         """Wait until the coordinator's sidecar reports that peers hold copies of `step` or a later one."""
         replicated = 'holdfast_committed_step{level="replicated"'
         self.wait(
@@ -353,7 +360,7 @@ class Job:
             every_seconds=0.4,
         )
 
-    def wait_round(self, round_: int, timeout_seconds: float = 120) -> None:
+    def wait_round(self, round_: int, timeout_seconds: float = PROGRESS_SECONDS) -> None:
         """Wait until round `round_`, or a later one, trains."""
         self.wait(
             f"round {round_} to train",
@@ -361,7 +368,7 @@ class Job:
             timeout_seconds,
         )
 
-    def wait_persisted(self, step: int, timeout_seconds: float = 120) -> Object:
+    def wait_persisted(self, step: int, timeout_seconds: float = PROGRESS_SECONDS) -> Object:
         found: Object = self.wait(
             f"step {step} to be persisted",
             lambda: (p := self.status.get("lastPersisted") or {}).get("step", -1) >= step and p,

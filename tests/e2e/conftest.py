@@ -36,7 +36,7 @@ WORK = ROOT / "build/e2e"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.e2e)
-        item.add_marker(pytest.mark.timeout(420))
+        item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="session")
