@@ -14,7 +14,9 @@ need() { # need COMMAND WHY REMEDY
 }
 space() { # space GIB FOLDER REMEDY: the folder, or its first parent that exists, must have room
     folder=$2
-    while [ ! -d "${folder:-/}" ]; do folder=${folder%/*}; done
+    while [ ! -d "${folder:-/}" ]; do
+        case $folder in */*) folder=${folder%/*} ;; *) folder=. ;; esac
+    done
     folder=${folder:-/}
     # The fourth word of the second line of df: the free KiB.
     free=$(df -Pk "$folder" 2>/dev/null | { read -r _ && read -r _ _ _ free _ && echo $((free / 1048576)); })

@@ -114,6 +114,19 @@ def test_with_a_docker_engine_the_cluster_needs_neither_root_nor_apt(tmp_path):
     assert check(tmp_path, programs, "cluster") == (0, [])
 
 
+def test_a_relative_folder_that_does_not_exist_counts_as_the_current_one(tmp_path):
+    programs = machine(tmp_path, df="echo head; echo 'fs 9000000 1 3145728 1% /'")
+    done = subprocess.run(
+        ["/bin/sh", SCRIPT, "base"],
+        env={"PATH": str(programs), "HOME": str(tmp_path), "UV_CACHE_DIR": "not-there"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "missing: 8 GiB of free space in ., which has 3 GiB." in done.stderr
+
+
 def test_space_is_asked_for_only_before_the_first_installation(tmp_path):
     programs = machine(tmp_path, df="echo head; echo 'fs 9000000 1 3145728 1% /'")
     assert check(tmp_path, programs, "base")[0] == 1
