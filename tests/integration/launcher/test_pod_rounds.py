@@ -230,6 +230,16 @@ exchange() if dist.get_rank() == 0 else read_data()
 """
 
 
+def stacks(sidecar: FakeSidecar, token: str) -> dict[int, RankStack]:
+    """Request the stacks of all ranks and return the answer, by rank."""
+    # Counted before the request: the answer may arrive before a count that follows it.
+    answers = len(sidecar.messages(Stacks))
+    sidecar.take_stacks(token)
+    found = sidecar.wait_for(Stacks, answers + 1)
+    assert (found.round, found.token) == (0, token)
+    return {s.rank: s for s in found.ranks}
+
+
 def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: FakeSidecar) -> None:
     sidecar.start()
     program = tmp_path / "hangs.py"
@@ -240,16 +250,10 @@ def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: FakeSi
         begin(sidecar)
         until(lambda: run.step_of(0) == run.step_of(1) == 1, "the last lines of both ranks")
 
-        def stacks_for(token: str, count: int) -> dict[int, RankStack]:
-            sidecar.take_stacks(token)
-            found = sidecar.wait_for(Stacks, count)
-            assert (found.round, found.token) == (0, token)
-            return {s.rank: s for s in found.ranks}
-
-        first = stacks_for("a", 1)
+        first = stacks(sidecar, "a")
         # A rank had not reached its last line yet, or the machine was too busy for its answer.
         while any(s.moves or not s.is_known for s in first.values()):
-            first = stacks_for("a", len(sidecar.messages(Stacks)) + 1)
+            first = stacks(sidecar, "a")
         assert first[0].waits
         assert "exchange (hangs.py:" in first[0].stack
         assert first[1].stack.startswith("read_data (hangs.py:11)")
@@ -261,7 +265,7 @@ def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: FakeSi
         pid = run.pid_of(1)
         assert pid is not None
         stop(pid)
-        stopped = stacks_for("b", len(sidecar.messages(Stacks)) + 1)
+        stopped = stacks(sidecar, "b")
         assert stopped[0].is_known
         assert (stopped[1].is_known, stopped[1].moves) == (False, False)
         assert stopped[1].stack == "its process is stopped, in state T (stopped)"
@@ -277,10 +281,8 @@ def test_a_program_that_is_no_python_script_survives_the_request(
         sidecar.wait_for(Hello)
         begin(sidecar)
         until(lambda: "forking ranks" in run.err(), "the forks")
-        sidecar.take_stacks("a")
-        found = sidecar.wait_for(Stacks)
-        while len(found.ranks) < RANKS:  # not all ranks were forked yet
-            sidecar.take_stacks("a")
-            found = sidecar.wait_for(Stacks, len(sidecar.messages(Stacks)) + 1)
-        assert [(s.is_known, s.moves) for s in found.ranks] == [(False, True)] * RANKS
+        found = stacks(sidecar, "a")
+        while len(found) < RANKS:  # not all ranks were forked yet
+            found = stacks(sidecar, "a")
+        assert [(s.is_known, s.moves) for s in found.values()] == [(False, True)] * RANKS
         assert sidecar.messages(Exited) == []
