@@ -80,8 +80,15 @@ def revision() -> int:
 def ensure_installed(kube: Kube) -> None:
     """Install or upgrade the chart and wait until the operator is Ready.
 
-    A new image restarts the operator.
+    A new image restarts the operator. The caller has the lock of installations, so an operation that the
+    release still has under way belongs to a helm that was killed; helm itself would refuse for ever.
     """
+    for release in json.loads(helm("list", "--pending", "--filter", f"^{RELEASE}$", "-o", "json")):
+        last = json.loads(helm("history", RELEASE, "-o", "json"))
+        if any(one["status"] in ("deployed", "superseded") for one in last):
+            helm("rollback", RELEASE)
+        else:
+            helm("uninstall", release["name"])
     upgrade()
     wait_for(
         "the operator to be Ready",
