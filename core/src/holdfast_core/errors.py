@@ -31,6 +31,19 @@ class CorruptionError(FormatError):
     """A digest, an identity or a length does not match. The copy must be quarantined."""
 
 
+class UnreadableError(CorruptionError):
+    """One file cannot be read (an I/O error, no permission), or its name belongs to no regular file.
+
+    Another copy is used instead, as for a damaged file. This file stays where it is: its bytes may be intact,
+    and a later attempt may read them. It is no error of the whole volume. `may_pass` says whether another
+    attempt after some seconds may succeed.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
+
+
 class UnsupportedStateError(HoldfastError):
     """A state dict contains a value that cannot be saved; the message names its path."""
 

@@ -13,7 +13,7 @@ from tests.support.crash.failpoints import failpoints
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.tiers.volumes import cannot_make, free_bytes, make_image, mounted, small_volume
 
-from holdfast_core.errors import CapacityError
+from holdfast_core.errors import CapacityError, CorruptionError
 from holdfast_core.node.clone import Clone, clone_range
 from holdfast_core.node.files import write_at
 from holdfast_core.node.tier import DiskNodeTier
@@ -122,7 +122,7 @@ def test_a_last_shard_that_is_gone_or_bad_is_not_cloned(tmp_path: Path, how: str
         case "pruned":
             tier.delete_shard(records[1].ref)
         case "quarantined":
-            tier.quarantine(records[1].ref, "a test says so")
+            tier.quarantine(records[1].ref, CorruptionError("a test says so"))
         case "torn":
             os.truncate(last, last.stat().st_size - 4096)
         case _:

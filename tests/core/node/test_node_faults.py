@@ -18,6 +18,7 @@ from holdfast_core.errors import (
     StaleRoundError,
     TierError,
     UnavailableError,
+    UnreadableError,
 )
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
 from holdfast_core.node.tier import DiskNodeTier, OpenReport
@@ -192,7 +193,7 @@ def test_a_link_in_place_of_a_shard_is_not_followed(root: Path, tier: DiskNodeTi
     path = only_shard(root)
     path.rename(root / "elsewhere")
     path.symlink_to(root / "elsewhere")
-    with pytest.raises(TierError):
+    with pytest.raises(UnreadableError):
         tier.open_shard(record.ref)
 
 
@@ -263,7 +264,7 @@ def test_a_shard_that_is_pruned_while_it_is_read_is_read_to_its_end(tier: DiskNo
 
 def test_quarantine_is_bounded(root: Path, tier: DiskNodeTier) -> None:
     for step in range(QUARANTINE_KEPT + 3):
-        tier.quarantine(write(tier, step=step).ref, "test")
+        tier.quarantine(write(tier, step=step).ref, CorruptionError("test"))
     assert len(list((root / "quarantine").glob("*.shard"))) == QUARANTINE_KEPT
     assert len(list((root / "quarantine").glob("*.reason"))) == QUARANTINE_KEPT
 

@@ -21,6 +21,7 @@ from holdfast_core.errors import (
     HoldfastError,
     TierError,
     UnavailableError,
+    UnreadableError,
 )
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.files import disk_errors
@@ -145,16 +146,23 @@ def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
 
 
 def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> None:
-    """EIO is an error of this read. A shard is quarantined only if its bytes differ."""
+    """EIO is an error of this read. A shard is moved to quarantine only if its bytes differ."""
     tier = opened(root)
     record = write(tier)
     with tier.open_shard(record.ref) as reader:
-        with failpoints("node.read=err@1"), pytest.raises(TierError, match="reading shard"):
+        with failpoints("node.read=err@1"), pytest.raises(UnreadableError, match="reading shard"):
             list(reader.read_payload())
         for read in (1, 2, 3):  # head, trailer, payload
-            with failpoints(f"node.read=err@{read}"), pytest.raises(TierError, match="reading"):
+            with (
+                failpoints(f"node.read=err@{read}"),
+                pytest.raises(UnreadableError, match="reading") as raised,
+            ):
                 reader.verify()
         reader.verify()
+    tier.quarantine(record.ref, raised.value)
+    assert tier.find(record.ref) is None
+    with pytest.raises(UnreadableError, match="reading"):
+        tier.look_up(record.ref)
     assert opened(root).list_shards() == (record,)
 
 
@@ -221,7 +229,7 @@ def test_bad_copies_go_before_a_write_fails_for_lack_of_room(root: Path) -> None
     tier = DiskNodeTier(root, capacity_bytes=3 * SIZE)
     tier.open()
     for step in (10, 20):
-        tier.quarantine(write(tier, step).ref, "a test says so")
+        tier.quarantine(write(tier, step).ref, CorruptionError("a test says so"))
     assert len(list((root / "quarantine").iterdir())) == 4
     write(tier, 30)
     write(tier, 40)
@@ -236,7 +244,7 @@ def test_bad_copies_go_where_the_disk_has_less_room_than_the_budget(
 ) -> None:
     """The cause may be a quota, or another program that fills the volume."""
     tier = opened(root)
-    tier.quarantine(write(tier, 10).ref, "a test says so")
+    tier.quarantine(write(tier, 10).ref, CorruptionError("a test says so"))
     with failpoints(f"node.write=err:{number}@1"):
         write(tier, 20)
     assert list((root / "quarantine").iterdir()) == []
@@ -287,7 +295,7 @@ def test_another_program_removes_the_quarantine(root: Path) -> None:
     tier.open()
     record = write(tier, 10)
     shutil.rmtree(root / "quarantine")
-    tier.quarantine(record.ref, "a test says so")
+    tier.quarantine(record.ref, CorruptionError("a test says so"))
     assert len(list((root / "quarantine").iterdir())) == 2
     shutil.rmtree(root / "quarantine")
     write(tier, 20)

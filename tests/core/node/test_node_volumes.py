@@ -14,7 +14,7 @@ import pytest
 from tests.support.crash.failpoints import failpoints
 from tests.support.shards.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
 
-from holdfast_core.errors import CapacityError, TierError
+from holdfast_core.errors import CapacityError, CorruptionError, TierError
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.files import BufferPool
 from holdfast_core.node.layouts import UNUSED_SECONDS, UnusedLayouts
@@ -134,7 +134,7 @@ def test_deleted_shards_become_spare_files_of_their_volume(roots: tuple[Path, Pa
 def test_a_damaged_shard_is_quarantined_on_its_volume(roots: tuple[Path, Path]) -> None:
     tier, _ = opened(roots)
     record = write(tier, 1)
-    tier.quarantine(record.ref, "a test")
+    tier.quarantine(record.ref, CorruptionError("a test"))
     assert len(list((roots[1] / "quarantine").glob("*.shard"))) == 1
     assert tier.find(record.ref) is None
 

@@ -161,9 +161,11 @@ def test_a_node_tier_replaces_a_manifest_of_another_checkpoint_and_keeps_its_ala
     assert len(list((tmp_path / "node" / "quarantine").glob("*.json"))) == 1
     with pytest.raises(AlreadyExistsError):
         node.put_manifest(JOB_UID, checkpoint, b"{}")
-    node.quarantine_manifest(JOB_UID, checkpoint, "a test says so")
+    node.quarantine_manifest(JOB_UID, checkpoint, CorruptionError("a test says so"))
     assert node.list_manifests() == ()
-    node.quarantine_manifest(JOB_UID, CheckpointId(Step(99), RestartRound(0)), "it is not there")
+    node.quarantine_manifest(
+        JOB_UID, CheckpointId(Step(99), RestartRound(0)), CorruptionError("it is not there")
+    )
     assert first.step == 10
 
 

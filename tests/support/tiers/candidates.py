@@ -72,7 +72,7 @@ def _verified(
                 found = reader.record
                 reader.verify()
         except CorruptionError as error:
-            tier.quarantine(ref, str(error))
+            tier.quarantine(ref, error)
             raise
         if (found.header.payload_bytes, found.chunk_table) != (
             shard.payload_bytes,

@@ -16,7 +16,7 @@ from datetime import timedelta
 from enum import StrEnum
 
 from holdfast_core.closing import Closing
-from holdfast_core.errors import HoldfastError, UnavailableError
+from holdfast_core.errors import CorruptionError, HoldfastError, UnavailableError
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import Trailer
@@ -151,17 +151,19 @@ class FaultyNodeTier:
         self._faults.strike("delete_shard")
         self._inner.delete_shard(ref)
 
-    def quarantine(self, ref: ShardRef, reason: str) -> None:
+    def quarantine(self, ref: ShardRef, damage: CorruptionError) -> None:
         self._faults.strike("quarantine")
-        self._inner.quarantine(ref, reason)
+        self._inner.quarantine(ref, damage)
 
-    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
+    def quarantine_manifest(
+        self, job_uid: JobUid, checkpoint: CheckpointId, damage: CorruptionError
+    ) -> None:
         self._faults.strike("quarantine_manifest")
-        self._inner.quarantine_manifest(job_uid, checkpoint, reason)
+        self._inner.quarantine_manifest(job_uid, checkpoint, damage)
 
-    def quarantine_layout(self, digest: Digest, reason: str) -> None:
+    def quarantine_layout(self, digest: Digest, damage: CorruptionError) -> None:
         self._faults.strike("quarantine_layout")
-        self._inner.quarantine_layout(digest, reason)
+        self._inner.quarantine_layout(digest, damage)
 
     def free_bytes(self) -> int:
         self._faults.strike("free_bytes")

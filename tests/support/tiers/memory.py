@@ -141,16 +141,18 @@ class MemoryTier:
         with self._lock:
             self._files.pop(ref, None)
 
-    def quarantine(self, ref: ShardRef, reason: str) -> None:
+    def quarantine(self, ref: ShardRef, damage: CorruptionError) -> None:
         with self._lock:
             if self._files.pop(ref, None) is not None:
-                self.quarantined.append((ref, reason))
+                self.quarantined.append((ref, str(damage)))
 
-    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
+    def quarantine_manifest(
+        self, job_uid: JobUid, checkpoint: CheckpointId, damage: CorruptionError
+    ) -> None:
         with self._lock:
             self._manifests.pop((job_uid, checkpoint), None)
 
-    def quarantine_layout(self, digest: Digest, reason: str) -> None:
+    def quarantine_layout(self, digest: Digest, damage: CorruptionError) -> None:
         with self._lock:
             self._layouts.pop(digest, None)
 

@@ -219,7 +219,7 @@ class TierContract:
             tier.get_layout(ref.blake3)
         tier.delete_shard(ref)
         tier.delete_checkpoint(JOB_UID, CHECKPOINT)
-        tier.quarantine(ref, "was never here")
+        tier.quarantine(ref, CorruptionError("was never here"))
 
     def test_a_manifest_is_put_once(self, tier: NodeTier) -> None:
         digest = tier.put_manifest(JOB_UID, CHECKPOINT, b'{"a":1}')
@@ -261,7 +261,7 @@ class TierContract:
 
     def test_quarantined_shards_are_not_read_again(self, tier: NodeTier) -> None:
         record = write(tier, payload(5000))
-        tier.quarantine(record.ref, "scrub: chunk 0 differs")
+        tier.quarantine(record.ref, CorruptionError("scrub: chunk 0 differs"))
         assert tier.list_shards() == ()
         with pytest.raises(NotFoundError):
             tier.open_shard(record.ref)

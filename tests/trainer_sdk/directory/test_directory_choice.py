@@ -166,7 +166,7 @@ def test_a_reader_without_write_permission_changes_nothing(tmp_path: Path) -> No
     before = sorted(tmp_path.rglob("*"))
     reader = Reader(tmp_path, lambda: None)
     assert chosen_step(reader) == 1
-    reader.quarantine(reader.list_shards()[0].ref, "bad")
+    reader.quarantine(reader.list_shards()[0].ref, CorruptionError("bad"))
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -218,14 +218,17 @@ def test_a_bad_chunk_makes_only_the_tensors_in_it_unreadable(tmp_path: Path) -> 
         assert np.array_equal(tensors["model.columns"].read().numpy(), CUBE)
 
 
-def test_a_damaged_manifest_is_an_error_and_not_an_older_step(sharded: Path) -> None:
+def test_a_damaged_newest_manifest_is_passed_over_unless_its_step_is_asked_for(
+    sharded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_checkpoint(sharded, TENSORS, MESH, step=9)
     (path,) = sharded.rglob("manifests/s000000000009/*.json")
     path.write_bytes(path.read_bytes().replace(b"5", b"6", 1))
     with holdfast.open(sharded) as folder:
         with pytest.raises(CorruptionError, match=str(path)):
-            folder.at()
-        assert folder.at(5).step == 5
+            folder.at(9)
+        assert folder.at().step == 5
+        assert str(path) in caplog.text
 
 
 def test_a_missing_layout_is_replaced_by_that_of_a_rank_with_the_same_tensors(

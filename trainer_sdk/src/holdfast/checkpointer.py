@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from holdfast.base.arguments import require_state
 from holdfast.base.handle import SaveHandle
-from holdfast.base.options import IntervalRule, OnSaveError, Options, WhenBusy
+from holdfast.base.options import IntervalRule, OnDamage, OnSaveError, Options, WhenBusy
 from holdfast.base.restore_point import RestorePoint
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import Decision, interval_of
@@ -78,6 +78,10 @@ class Checkpointer:
       is uploaded. A run whose `dir` lacks the newest checkpoint restores from it. Endpoint and keys come
       from the environment, as for boto3. It needs the extra `holdfast-sdk[s3]`. A pod ignores it.
     store_keep_last: number of checkpoints to keep in `store`, at least 1.
+    on_damage: what a restore does when the newest checkpoint is damaged or missing and no copy of it can be
+      read. With "older" it restores the newest one that can be read, and logs which newer steps exist and
+      which files are bad. With "raise" it raises CorruptionError. Use the same value on every rank. A pod
+      ignores it.
 
     Raises ConfigError for an invalid argument, and outside a worker pod when `dir` is missing.
     """
@@ -99,6 +103,7 @@ class Checkpointer:
         ring_bytes: int = 1 << 30,
         store: str | None = None,
         store_keep_last: int = 3,
+        on_damage: OnDamage = "older",
     ) -> None:
         self._options = Options(
             dir,
@@ -115,6 +120,7 @@ class Checkpointer:
             mtbf_seconds,
             store,
             store_keep_last,
+            on_damage,
         ).checked()
         self._settings = RankSettings.from_env()
         place = self._place = place_for(self._options, self._settings)

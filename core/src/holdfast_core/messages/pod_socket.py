@@ -123,6 +123,8 @@ class RestoreReply:
     """Layout of the old rank whose objects this rank takes, in the same directory."""
     layouts: Annotated[tuple[SavedLayout, ...], PerRank] = ()
     """For each group of ranks that saved the same tensors one layout. Empty if they were not asked for."""
+    passed_over: tuple[str, ...] = ()
+    """Why newer checkpoints were not chosen: a line for each, with the path of the bad file."""
 
 
 @dataclass(frozen=True, slots=True)

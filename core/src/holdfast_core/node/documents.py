@@ -7,7 +7,6 @@ of round and worker are canonical JSON without a digest.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from holdfast_core.errors import (
@@ -19,11 +18,19 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.canonical import dumps_canonical, loads_strict
 from holdfast_core.format.checks import expect_int, expect_object
-from holdfast_core.format.digest import digest_of, parse_digest
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.sealed import SEAL_BYTES, sealed, unsealed
 from holdfast_core.ids import Digest, RestartRound, Worker
-from holdfast_core.node.files import Directories, TempFile, disk_errors, fsync_directory, write_at
+from holdfast_core.node.files import (
+    Directories,
+    TempFile,
+    disk_errors,
+    fsync_directory,
+    open_to_read,
+    read_errors,
+    write_at,
+)
 
-_DIGEST_BYTES = len("\n") + len("b3:") + 64 + len("\n")
 _ROUND_FIELDS = frozenset({"round", "version"})
 _WORKER_FIELDS = frozenset({"worker"})
 _MAX_ROUND_BYTES = 4096
@@ -31,7 +38,7 @@ _MAX_ROUND_BYTES = 4096
 
 def stored_bytes(document: bytes) -> int:
     """Return the length of the file of `document` in bytes."""
-    return len(document) + _DIGEST_BYTES
+    return len(document) + SEAL_BYTES
 
 
 def write_document(path: Path, document: bytes, directories: Directories) -> bool:
@@ -51,8 +58,7 @@ def write_document(path: Path, document: bytes, directories: Directories) -> boo
         temp = TempFile.create(path.parent, directories)
     try:
         with disk_errors(f"writing {path}"):
-            data = document + f"\n{digest}\n".encode()
-            write_at(temp.fd, memoryview(data), 0)
+            write_at(temp.fd, memoryview(sealed(document)), 0)
             temp.sync()
             if temp.publish_if_absent(path):
                 return True
@@ -83,15 +89,7 @@ def _is_there(path: Path, digest: Digest) -> bool:
 
 def read_document(path: Path) -> bytes:
     """Return the document without its digest. Raises NotFoundError, CorruptionError."""
-    data = _read(path)
-    document, mark = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    try:
-        stored = parse_digest(mark[1:-1].decode(), str(path))
-    except (FormatError, ValueError) as error:
-        raise CorruptionError(f"{path}: expected a digest at the end: {error}") from error
-    if mark[:1] + mark[-1:] != b"\n\n" or digest_of(document) != stored:
-        raise CorruptionError(f"{path}: the document is {digest_of(document)}, expected {stored}")
-    return document
+    return unsealed(_read(path), str(path))
 
 
 def write_round(path: Path, round_: RestartRound, version: int, directories: Directories) -> None:
@@ -150,10 +148,9 @@ def _read_numbers(path: Path, names: frozenset[str]) -> dict[str, int] | None:
 
 
 def _read(path: Path) -> bytes:
-    with disk_errors(f"reading {path}"):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"{path}: no such file") from error
-        with open(fd, "rb") as file:
-            return file.read()
+    try:
+        fd = open_to_read(path)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path}: no such file") from error
+    with read_errors(f"reading {path}"), open(fd, "rb") as file:
+        return file.read()

@@ -17,7 +17,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from holdfast_core.errors import CapacityError, HoldfastError, TierError, UnavailableError
+from holdfast_core.errors import (
+    CapacityError,
+    HoldfastError,
+    TierError,
+    UnavailableError,
+    UnreadableError,
+)
 from holdfast_core.failpoint import failpoint
 from holdfast_core.shards.file import BLOCK_BYTES
 
@@ -26,6 +32,8 @@ _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _TRANSIENT = frozenset({errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM})
+_MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK})
+"""Errors of a disk or a network file system that may fail for a moment."""
 _temp_numbers = itertools.count()
 
 
@@ -50,6 +58,38 @@ def disk_errors(operation: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise disk_error(error, operation) from error
+
+
+@contextmanager
+def read_errors(operation: str) -> Iterator[None]:
+    """Convert an OSError of reading one file to UnreadableError, except for a missing file.
+
+    Errors that concern the whole process, such as too many open files, become UnavailableError.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in _TRANSIENT:
+            raise disk_error(error, operation) from error
+        raise UnreadableError(
+            f"{operation}: {error.strerror or error}", may_pass=error.errno in _MAY_PASS
+        ) from error
+
+
+def open_to_read(path: Path, *, follows_links: bool = False) -> int:
+    """Open a regular file. Raises FileNotFoundError, and UnreadableError for anything else at this name.
+
+    O_NONBLOCK prevents that a FIFO at this name blocks the caller for ever.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    with read_errors(f"opening {path}"):
+        fd = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise UnreadableError(f"opening {path}: expected a regular file, found another kind")
+        return fd
 
 
 class PoisonedError(TierError):
@@ -252,9 +292,13 @@ class TempFile:
 
 
 def remove_dead_temp(path: Path) -> bool:
-    """Remove a temporary file whose writer is dead. Return False if the writer lives."""
+    """Remove a temporary file whose writer is dead. Return False if the writer lives.
+
+    Raises UnreadableError if it cannot be opened.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with read_errors(f"opening the temporary file {path}"):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

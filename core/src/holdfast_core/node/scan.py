@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
+from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnreadableError
 from holdfast_core.format.keys import (
     MANIFESTS,
     ManifestKey,
@@ -24,6 +24,8 @@ from holdfast_core.node.files import (
     BufferPool,
     disk_errors,
     fsync_directory,
+    open_to_read,
+    read_errors,
     remove_dead_temp,
 )
 from holdfast_core.node.shard_file import read_record
@@ -54,7 +56,7 @@ class ScanResult:
     torn: tuple[TornShard, ...]
     removed_temporaries: int
     skipped: tuple[str, ...]
-    """Path and reason of each shard file with an unknown name or a newer format version."""
+    """Path and reason of each file that cannot be read, has an unknown name or a newer format version."""
     other_bytes: int
     """Total size of documents, skipped files and files of reserved directories."""
 
@@ -64,7 +66,8 @@ def scan(
 ) -> ScanResult:
     """Read head and trailer of every shard below `root`, and remove temporary files of dead writers.
 
-    Payloads are not read. A file that another process removes meanwhile is skipped. First, fsync is
+    Payloads are not read. A file that cannot be read, or that another process removes meanwhile, is skipped:
+    it says nothing about the other files. An error of a listing is raised. First, fsync is
     called on every directory: a process that was killed between a rename and that fsync leaves a name
     that a power cut could still remove.
 
@@ -83,12 +86,14 @@ def scan(
         for directory in _directories(root):
             _make_durable(directory)
     for path in _files(root):
-        if path.name.startswith(TEMP_PREFIX):
-            if not read_only:
-                removed += remove_dead_temp(path)
-            continue
+        size = 0
         try:
-            size = path.lstat().st_size
+            if path.name.startswith(TEMP_PREFIX):
+                if not read_only:
+                    removed += remove_dead_temp(path)
+                continue
+            with read_errors(f"looking at {path}"):
+                size = path.lstat().st_size
             parts = path.relative_to(root).parts
             if parts[0] in reserved or not parts[-1].endswith(".shard"):
                 other_bytes += size
@@ -96,11 +101,12 @@ def scan(
             shards.append(FoundShard(path, read_shard(root, path, buffers)))
         except FileNotFoundError:
             continue  # another process has pruned it
-        except CorruptionError as error:
-            torn.append(TornShard(path, str(error)))
         except FormatError as error:
-            skipped.append(f"{path}: {error}")
-            other_bytes += size
+            if isinstance(error, CorruptionError) and not isinstance(error, UnreadableError):
+                torn.append(TornShard(path, str(error)))
+            else:
+                skipped.append(f"{path}: {error}")
+                other_bytes += size
     return ScanResult(tuple(shards), tuple(torn), removed, tuple(skipped), other_bytes)
 
 
@@ -111,7 +117,9 @@ def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUi
     for job in jobs:
         if job.name in reserved or not job.is_dir():
             continue
-        for path in _files(job / "manifests"):
+        # A directory at the name of a manifest counts as a manifest that cannot be read: if it did not count,
+        # a restore would go back to an older step without a word.
+        for path in _files(job / MANIFESTS, directories=True):
             try:
                 key = parse_key(path.relative_to(job).as_posix())
             except FormatError:
@@ -144,7 +152,7 @@ def read_shard(root: Path, path: Path, buffers: BufferPool) -> ShardRecord:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        OSError: The disk failed.
+        UnreadableError: The disk cannot read the file.
         CorruptionError: The file is damaged, or was renamed.
         FormatError: The name is not a shard's, or a newer release wrote the file.
     """
@@ -152,7 +160,7 @@ def read_shard(root: Path, path: Path, buffers: BufferPool) -> ShardRecord:
     key = parse_key("/".join(parts[1:]))
     if not isinstance(key, ShardKey) or key.kind is not ShardObject.WHOLE:
         raise FormatError(f"{path}: expected the path of a shard")
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = open_to_read(path)
     try:
         record = read_record(fd, path, buffers).record
     finally:
@@ -178,13 +186,13 @@ def _directories(root: Path) -> Iterator[Path]:
             yield Path(directory)
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _files(root: Path, *, directories: bool = False) -> Iterator[Path]:
     if not root.is_dir():
         return
     with disk_errors(f"listing {root}"):
         for directory, names, files in os.walk(root, onerror=_listing_failed, followlinks=False):
             names.sort()
-            for name in sorted(files):
+            for name in sorted([*files, *names] if directories else files):
                 yield Path(directory) / name
 
 

@@ -18,8 +18,9 @@ from holdfast_core.node.blocks import BlockPipe, PipedDigester, Put
 from holdfast_core.node.files import (
     BufferPool,
     PoisonedError,
-    disk_errors,
+    open_to_read,
     read_at,
+    read_errors,
     write_at,
 )
 from holdfast_core.node.read_ahead import pieces, read_ahead
@@ -175,7 +176,7 @@ def read_record(fd: int, path: Path, buffers: BufferPool) -> Trailer:
     size = os.fstat(fd).st_size
     if size < 2 * BLOCK_BYTES or size % BLOCK_BYTES:
         raise CorruptionError(f"shard {path.name}: {size} bytes are not a complete shard file")
-    with disk_errors(f"reading shard {path}"):
+    with read_errors(f"reading shard {path}"):
         first = read_small(fd, 0, BLOCK_BYTES, buffers)
         # Check the prefix before its length is used.
         from_head = _checked_head_bytes(first, size)
@@ -217,7 +218,7 @@ class DiskShardReader(Closing):
         Raises NotFoundError; CorruptionError if the file is damaged or is not the shard `ref`.
         """
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = open_to_read(path)
         except FileNotFoundError as error:
             raise NotFoundError(f"shard of {ref}: no file {path}") from error
         return cls.of_file(fd, path, ref, buffers)
@@ -259,7 +260,7 @@ class DiskShardReader(Closing):
             )
         for position in range(0, len(buffer), header.chunk_bytes):
             view = buffer[position : position + header.chunk_bytes]
-            with disk_errors(f"reading shard {self._path}"):
+            with read_errors(f"reading shard {self._path}"):
                 got = read_at(self._fd, view, self.payload_start + offset + position)
             chunk = (offset + position) // header.chunk_bytes
             if got != len(view) or crc32c(view) != self.table.crcs[chunk]:
@@ -268,7 +269,7 @@ class DiskShardReader(Closing):
                 )
 
     def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
-        with disk_errors(f"reading shard {self._path}"):
+        with read_errors(f"reading shard {self._path}"):
             yield from read_ahead(self._fd, ranges, self._buffers)
 
     def read_payload(self) -> Generator[memoryview]:

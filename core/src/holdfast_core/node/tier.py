@@ -24,6 +24,7 @@ from holdfast_core.errors import (
     NotFoundError,
     TierError,
     UnavailableError,
+    UnreadableError,
 )
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.digest import digest_of
@@ -98,7 +99,8 @@ class OpenReport:
     quarantined: tuple[str, ...]
     """The reason for each torn or misplaced file. With `read_only` the files are not moved."""
     skipped: tuple[str, ...]
-    """Files with a newer format version or an unknown name. They stay in place and are not indexed."""
+    """Files that cannot be read, have a newer format version or an unknown name. They stay in place and are
+    not indexed."""
 
 
 class DiskNodeTier:
@@ -160,6 +162,8 @@ class DiskNodeTier:
         self._last: dict[Rank, LastWrite] = {}
         self._clone = clone
         self._can_clone = True
+        self._unreadable: dict[ShardRef, str] = {}
+        """Shards whose files this process could not read, with the reasons. They stay in place."""
         self._opened = False
         self._read_only = read_only
 
@@ -199,6 +203,8 @@ class DiskNodeTier:
             volume.budget.add(bad.path.lstat().st_size)
             if not self._read_only:
                 volume.quarantine(bad.path, bad.reason)
+        for reason in found.skipped:
+            _LOG.warning("%s %s: a file is skipped: %s", self._name, volume.root, reason)
         return OpenReport(
             shards=len(shards),
             removed_temporaries=found.removed_temporaries,
@@ -256,18 +262,20 @@ class DiskNodeTier:
     def look_up(self, ref: ShardRef) -> ShardRecord | None:
         """Like `find`, but also look on the disk for a shard that another process wrote since `open`.
 
+        Raises UnreadableError also for a shard whose payload this process could not read before.
         Raises CorruptionError, FormatError.
         """
         self._expect_open()
         found = self.find(ref)
         if found is not None:
             return found
+        if (unreadable := self._unreadable.get(ref)) is not None:
+            raise UnreadableError(unreadable)
         path, volume = self.shard_path(ref), self._volume(ref.rank)
-        with disk_errors(f"opening shard {path}"):
-            try:
-                record = read_shard(volume.root, path, self._buffers)
-            except FileNotFoundError:
-                return None
+        try:
+            record = read_shard(volume.root, path, self._buffers)
+        except FileNotFoundError:
+            return None
         if record.ref != ref:
             raise CorruptionError(f"{path}: expected {ref}, found {record.ref}")
         if self._index.add(IndexEntry(record, path)):
@@ -283,8 +291,7 @@ class DiskNodeTier:
         if entry is None:
             raise NotFoundError(f"shard of {ref}: not in the {self._name} {self._root}")
         try:
-            with disk_errors(f"opening shard {entry.path}"):
-                return DiskShardReader.open(entry.path, ref, self._buffers)
+            return DiskShardReader.open(entry.path, ref, self._buffers)
         except NotFoundError:
             self._forget(ref)
             raise
@@ -307,20 +314,27 @@ class DiskNodeTier:
         with disk_errors(f"listing the spare files of {volume.root}"):
             volume.spares.trim(most)
 
-    def quarantine(self, ref: ShardRef, reason: str) -> None:
+    def quarantine(self, ref: ShardRef, damage: CorruptionError) -> None:
         """See NodeTier. An absent shard is not an error. With `read_only` the file stays in place."""
         self._expect_open()
         entry = self._index.remove(ref)
-        if entry is not None and not self._read_only:
-            self._volume(ref.rank).quarantine(entry.path, reason)
+        if isinstance(damage, UnreadableError):
+            self._unreadable[ref] = str(damage)
+        elif entry is not None and not self._read_only:
+            self._volume(ref.rank).quarantine(entry.path, str(damage))
 
-    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
-        self._expect_open()
-        self._home.quarantine(self._manifest_path(job_uid, checkpoint), reason)
+    def quarantine_manifest(
+        self, job_uid: JobUid, checkpoint: CheckpointId, damage: CorruptionError
+    ) -> None:
+        self._quarantine_document(self._manifest_path(job_uid, checkpoint), damage)
 
-    def quarantine_layout(self, digest: Digest, reason: str) -> None:
-        self._expect_open()
-        self._home.quarantine(self._root / layout_key(digest), reason)
+    def quarantine_layout(self, digest: Digest, damage: CorruptionError) -> None:
+        self._quarantine_document(self._root / layout_key(digest), damage)
+
+    def why_missing(self, ref: ShardRef) -> str:
+        """Return why a shard that `look_up` does not find is missing, as far as the disk shows it."""
+        why = self._volume(ref.rank).why_quarantined(self.shard_path(ref))
+        return why or f"{self.shard_path(ref)} does not exist"
 
     # ------------------------------------------------------------------ documents
 
@@ -354,13 +368,20 @@ class DiskNodeTier:
         path = self._root / layout_key(digest)
         with disk_errors(f"writing {path}"), locked(self._root):
             mark(path)
-            self._put(path, document)
+            try:
+                self._put(path, document)
+            except AlreadyExistsError as error:
+                # Its name is a digest, so that another document at this place is a damaged one.
+                self._home.quarantine(path, str(error))
+                self._put(path, document)
         return digest
 
     def keep_layout(self, digest: Digest) -> bool:
-        """See NodeTier. The document is not read."""
+        """See NodeTier. The document is read: all later checkpoints would depend on a damaged one."""
         path = self._root / layout_key(digest)
-        if not path.exists():
+        try:
+            self.get_layout(digest)
+        except (NotFoundError, CorruptionError):
             return False
         with disk_errors(f"marking {path}"), locked(self._root):
             return mark(path)
@@ -575,10 +596,18 @@ class DiskNodeTier:
         return record
 
     def _publish(self, temp: TempFile, record: ShardRecord) -> None:
-        path = self.shard_path(record.ref)
+        path, volume = self.shard_path(record.ref), self._volume(record.header.rank)
+        if path.is_dir():  # a rename replaces any file, but no directory
+            volume.quarantine(path, f"{path}: expected a file, found a directory")
         temp.publish(path)
+        self._unreadable.pop(record.ref, None)
         if self._index.add(IndexEntry(record, path)):
-            self._volume(record.header.rank).budget.add(record.file_bytes)
+            volume.budget.add(record.file_bytes)
+
+    def _quarantine_document(self, path: Path, damage: CorruptionError) -> None:
+        self._expect_open()
+        if not isinstance(damage, UnreadableError):
+            self._home.quarantine(path, str(damage))
 
     def _delete_unused_layouts(self) -> None:
         """Delete the layouts that nothing names any more. A failure only costs their room."""

@@ -6,9 +6,11 @@ that every rename stays on one file system.
 
 from __future__ import annotations
 
+import re
+import shutil
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from holdfast_core.errors import CapacityError
@@ -19,6 +21,9 @@ from holdfast_core.node.spares import SPARE, SpareFiles
 QUARANTINE = "quarantine"
 QUARANTINE_KEPT = 8
 """Maximum number of quarantined files, which are kept for inspection. The oldest are removed first."""
+
+
+_QUARANTINED = re.compile(r"\d{10}-(?!.*\.reason$).+", re.ASCII | re.DOTALL)
 
 
 class Volume:
@@ -79,10 +84,10 @@ class Volume:
     def quarantine(self, path: Path, reason: str) -> None:
         """Move a file of this volume to quarantine. An absent file is not an error."""
         directory = self.root / QUARANTINE
-        name = "--".join(path.relative_to(self.root).parts)
+        name = _quarantined_name(path.relative_to(self.root))
         with self._lock, disk_errors(f"quarantining {path}"):
             directory.mkdir(mode=0o700, exist_ok=True)  # another program may have removed it
-            quarantined = sorted(p for p in directory.iterdir() if not p.name.endswith(".reason"))
+            quarantined = self._quarantined()
             number = int(quarantined[-1].name.partition("-")[0]) + 1 if quarantined else 0
             target = directory / f"{number:010d}-{name}"
             try:
@@ -101,12 +106,38 @@ class Volume:
         with self._lock, disk_errors(f"emptying {directory}"):
             if not directory.is_dir():
                 return False  # another program removed it
-            quarantined = [p for p in directory.iterdir() if not p.name.endswith(".reason")]
+            quarantined = self._quarantined()
             for old in quarantined:
                 self._remove_quarantined(old)
         return bool(quarantined)
 
+    def why_quarantined(self, path: Path) -> str | None:
+        """Return why a file of this volume was quarantined last, and where it is. None if it was not.
+
+        The answer comes from the disk: another process, or an earlier run, may have moved the file.
+        """
+        name = _quarantined_name(path.relative_to(self.root))
+        with suppress(OSError):
+            for found in reversed(self._quarantined()):
+                if found.name.partition("-")[2] == name:
+                    reason = Path(f"{found}.reason").read_text(errors="replace").strip()
+                    return f"{reason} (the file is kept as {found})"
+        return None
+
+    def _quarantined(self) -> list[Path]:
+        """Return the quarantined files, the oldest first. Other files in the directory are ignored."""
+        return sorted(
+            p for p in (self.root / QUARANTINE).iterdir() if _QUARANTINED.fullmatch(p.name)
+        )
+
     def _remove_quarantined(self, path: Path) -> None:
         self.budget.add(-path.lstat().st_size)
-        path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)  # what lay at the name of a file was a directory
+        else:
+            path.unlink()
         Path(f"{path}.reason").unlink(missing_ok=True)
+
+
+def _quarantined_name(relative: Path) -> str:
+    return "--".join(relative.parts)

@@ -67,7 +67,7 @@ class LocalChunks(Closing):
                 self._readers[run.source].read_payload_into(position, room)
             except CorruptionError as error:
                 self._readers.pop(run.source)
-                self._tier.quarantine(run.source, str(error))
+                self._tier.quarantine(run.source, error)
                 raise UnavailableError(
                     f"copy of {self._trailer.record.ref}: {run.source} on this node: {error}"
                 ) from error

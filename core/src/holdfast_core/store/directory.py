@@ -20,10 +20,19 @@ from holdfast_core.errors import (
     AlreadyExistsError,
     CorruptionError,
     NotFoundError,
+    TierError,
     UnavailableError,
+    UnreadableError,
 )
 from holdfast_core.format.digest import append_crc, crc32c
-from holdfast_core.node.files import TEMP_PREFIX, Directories, disk_errors, fsync_directory
+from holdfast_core.node.files import (
+    TEMP_PREFIX,
+    Directories,
+    disk_errors,
+    fsync_directory,
+    open_to_read,
+    read_errors,
+)
 from holdfast_core.tiers.objects import (
     MAX_DOCUMENT_BYTES,
     Listed,
@@ -73,7 +82,7 @@ class DirectoryObjectStore:
                 return
             with self._temporary(path) as (temp, fd):
                 written = _write(fd, parts)
-                if _info(temp) != written:
+                if _read_back(temp) != written:
                     source.verify()
                     raise UnavailableError(
                         f"{temp}: the bytes that were read back differ from those that were written"
@@ -138,14 +147,17 @@ class DirectoryObjectStore:
         bad = Path(f"{path}{_BAD}")
         bad.unlink(missing_ok=True)
         with suppress(FileNotFoundError, FileExistsError):  # another process may do the same
-            os.link(path, bad)
+            if path.is_dir():
+                path.rename(bad)  # the next line would replace a file, but no directory
+            else:
+                os.link(path, bad)
         temp.replace(path)
         fsync_directory(path.parent)
         _LOG.warning("%s was damaged: replaced it, and kept the damaged file as %s", path, bad)
 
     def get(self, key: str) -> bytes:
         path = self._root / key
-        with disk_errors(f"read of {path}"), _open(path) as fd:
+        with read_errors(f"read of {path}"), _open(path) as fd:
             data = bytearray()
             while piece := os.read(fd, _SLICE_BYTES):
                 data += piece
@@ -158,7 +170,7 @@ class DirectoryObjectStore:
     ) -> None:
         path = self._root / key
         filled = 0
-        with disk_errors(f"read of {path}"), _open(path) as fd:
+        with read_errors(f"read of {path}"), _open(path) as fd:
             while filled < len(buffer):
                 count = os.preadv(fd, [buffer[filled : filled + _SLICE_BYTES]], start + filled)
                 if not count:
@@ -269,17 +281,25 @@ def _write(fd: int, parts: Iterable[Part]) -> ObjectInfo:
 def _info(path: Path) -> ObjectInfo:
     """Read a file and return its length and checksum."""
     size, crc = 0, 0
-    with _open(path) as fd:
+    with read_errors(f"read of {path}"), _open(path) as fd:
         while data := os.read(fd, _SLICE_BYTES):
             crc = crc32c(data, crc)
             size += len(data)
     return ObjectInfo(size, crc)
 
 
+def _read_back(temp: Path) -> ObjectInfo:
+    """Like `_info`, for a file just written: that it cannot be read says nothing about its source."""
+    try:
+        return _info(temp)
+    except UnreadableError as error:
+        raise TierError(f"reading back {temp}: {error}") from error
+
+
 @contextmanager
 def _open(path: Path) -> Iterator[int]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_to_read(path, follows_links=True)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: not in the store") from error
     try:

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable
 from typing import Protocol
 
 from holdfast_core.closing import Closing
+from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import Trailer
@@ -226,7 +227,7 @@ class NodeTier(Protocol):
         ...
 
     def keep_layout(self, digest: Digest) -> bool:
-        """Return whether the tier has the layout, and keep it for a shard that is stored next.
+        """Return whether the tier has the layout, verified, and keep it for a shard that is stored next.
 
         A process calls this or `put_layout` before it stores a shard that names the layout. The tier may
         delete a layout that no shard and no manifest names, and that was not kept for a long time.
@@ -245,19 +246,24 @@ class NodeTier(Protocol):
         """Delete the shard durably. An absent shard is not an error."""
         ...
 
-    def quarantine(self, ref: ShardRef, reason: str) -> None:
-        """Move a bad copy to quarantine. It is kept for inspection and is not read again."""
-        ...
+    def quarantine(self, ref: ShardRef, damage: CorruptionError) -> None:
+        """Move a bad copy to quarantine. It is kept for inspection and is not read again.
 
-    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
-        """Move a bad manifest to quarantine. Its checkpoint does not exist here until it is put again.
-
-        An absent manifest is not an error.
+        A copy that cannot be read (UnreadableError) stays where it is; this process does not read it again.
         """
         ...
 
-    def quarantine_layout(self, digest: Digest, reason: str) -> None:
-        """Move a bad layout to quarantine. An absent layout is not an error."""
+    def quarantine_manifest(
+        self, job_uid: JobUid, checkpoint: CheckpointId, damage: CorruptionError
+    ) -> None:
+        """Move a bad manifest to quarantine. Its checkpoint does not exist here until it is put again.
+
+        An absent manifest is not an error, and one that cannot be read (UnreadableError) stays in place.
+        """
+        ...
+
+    def quarantine_layout(self, digest: Digest, damage: CorruptionError) -> None:
+        """Move a bad layout to quarantine, as `quarantine_manifest` does."""
         ...
 
     def free_bytes(self) -> int:

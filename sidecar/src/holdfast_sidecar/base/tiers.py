@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import CorruptionError, UnreadableError
 from holdfast_core.ids import CheckpointId, JobUid, ShardRef, TierName
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import NodeTier
@@ -46,7 +46,7 @@ class Tiers:
         damage = await pool.run(self._damage, ref)
         if damage is not None:
             metrics.corruption(TierName.NODE)
-            await self.pools.meta.run(self.node.quarantine, ref, str(damage))
+            await self.pools.meta.run(self.node.quarantine, ref, damage)
         return damage
 
     def _damage(self, ref: ShardRef) -> CorruptionError | None:
@@ -54,6 +54,8 @@ class Tiers:
         try:
             with self.node.open_shard(ref) as reader:
                 reader.verify()
+        except UnreadableError:
+            raise  # the bytes may be good
         except CorruptionError as error:
             return error
         return None

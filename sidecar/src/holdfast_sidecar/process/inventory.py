@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from holdfast_core.errors import CorruptionError, HoldfastError
+from holdfast_core.errors import CorruptionError, HoldfastError, UnreadableError
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step, TierName
 from holdfast_core.messages.bounds import MAX_LISTED, reply_limit_bytes
@@ -173,9 +173,11 @@ def listed_manifests(
             ranks = parse_manifest_of(document, uid, checkpoint).world_size
             digest = manifest_digest(document)
             found.append(ListedManifest(checkpoint.step, checkpoint.round, digest, ranks))
+        except UnreadableError as error:
+            logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))
         except CorruptionError as error:
             logs.warning("quarantined a manifest", checkpoint=str(checkpoint), error=str(error))
-            node.quarantine_manifest(uid, checkpoint, str(error))
+            node.quarantine_manifest(uid, checkpoint, error)
             corrupt()
         except HoldfastError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from holdfast_core.errors import (
     AlreadyExistsError,
     CapacityError,
-    CorruptionError,
     NotFoundError,
     RefusedError,
 )
@@ -69,12 +68,7 @@ class Manifests:
             CorruptionError: The sender has sent another one.
             RefusedError: NO_SPACE: this node has no room for it, nor for the copies.
         """
-        try:
-            await self.layout(message.layout)
-            is_kept = await self._pools.meta.run(self._node.keep_layout, message.layout)
-        except (NotFoundError, CorruptionError):
-            is_kept = False
-        if not is_kept:
+        if not await self._pools.meta.run(self._node.keep_layout, message.layout):
             document = await self._peers.layout(message.worker, message.layout)
             try:
                 await self._pools.meta.run(self._node.put_layout, document)

@@ -14,6 +14,7 @@ from holdfast_core.errors import (
     HoldfastError,
     NotFoundError,
     UnavailableError,
+    UnreadableError,
 )
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
@@ -84,12 +85,12 @@ class Fetcher:
         try:
             document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
             return await self._pools.read.run(self._accept, document, point, checkpoint)
+        except UnreadableError as error:
+            source_errors.failed("manifest in the node tier", error)
         except CorruptionError as error:
             source_errors.failed("manifest in the node tier", error)
             self._metrics.corruption(TierName.NODE)
-            await self._pools.meta.run(
-                self._node.quarantine_manifest, job_uid, checkpoint, str(error)
-            )
+            await self._pools.meta.run(self._node.quarantine_manifest, job_uid, checkpoint, error)
         except HoldfastError as error:
             source_errors.failed("manifest in the node tier", error)
 

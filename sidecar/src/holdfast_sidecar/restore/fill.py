@@ -352,7 +352,7 @@ class Filler:
             except CorruptionError as error:
                 self._metrics.corruption(TierName.NODE)
                 logs.warning("bad copy in the node tier", rank=rank, error=str(error))
-                await self._pools.meta.run(self._node.quarantine, ref, str(error))
+                await self._pools.meta.run(self._node.quarantine, ref, error)
             except NotFoundError as error:
                 logs.warning("a shard is no longer on the node tier", rank=rank, error=str(error))
             target.check()

@@ -75,7 +75,7 @@ class Shards(Protocol):
 
     def of(self, ref: ShardRef, namespace: str) -> Sequence[Place]: ...
 
-    async def bad(self, place: Place, ref: ShardRef, text: str) -> None: ...
+    async def bad(self, place: Place, ref: ShardRef, damage: CorruptionError) -> None: ...
 
 
 class Layouts(Protocol):
@@ -236,7 +236,7 @@ class Resharder:
                     read.silent.add(place.name)
                     away = True
                 if isinstance(error, CorruptionError):
-                    await self._shards.bad(place, ref, str(error))
+                    await self._shards.bad(place, ref, error)
                 if (
                     not isinstance(error, NotFoundError)
                     and (ref.rank, place.name) not in read.reported

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import ShardRef, TierName, worker_of
 from holdfast_core.messages.schema import Member
 from holdfast_core.tiers.base import ShardSource
@@ -80,14 +81,14 @@ class Places:
             found.append(Place(TierName.OBJECT, "object store", opened, self._pools.fetch))
         return tuple(found)
 
-    async def bad(self, place: Place, ref: ShardRef, text: str) -> None:
+    async def bad(self, place: Place, ref: ShardRef, damage: CorruptionError) -> None:
         """Handle a damaged copy: quarantine the one on this node, or ask the member to verify its own."""
         self._metrics.corruption(place.tier)
         if place.member is not None:
             self._fetcher.report_bad_copy(place.member, ref)
         elif place.tier is TierName.NODE:
-            logs.warning("bad copy in the node tier", rank=ref.rank, error=text)
-            await self._pools.meta.run(self._node.quarantine, ref, text)
+            logs.warning("bad copy in the node tier", rank=ref.rank, error=str(damage))
+            await self._pools.meta.run(self._node.quarantine, ref, damage)
 
     def _own(self, ref: ShardRef) -> ShardSource:
         return ReaderSource(self._node.open_shard(ref))

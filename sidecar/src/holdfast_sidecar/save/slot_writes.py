@@ -69,7 +69,7 @@ class SlotWrites:
                     f"slot {owned.stage.slot}: written as {record.blake3}, but an earlier digest "
                     "differs: its memory has changed"
                 )
-                await self._pools.meta.run(self._node.quarantine, record.ref, str(error))
+                await self._pools.meta.run(self._node.quarantine, record.ref, error)
                 raise error
         except Exception as error:  # noqa: BLE001 - else the slot stays owned and nothing reports it
             return self._failed(owned, error)

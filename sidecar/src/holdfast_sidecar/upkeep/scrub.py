@@ -12,7 +12,13 @@ import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-from holdfast_core.errors import CorruptionError, FormatError, HoldfastError, NotFoundError
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    UnreadableError,
+)
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName
 from holdfast_core.tiers.base import NodeTier
@@ -149,6 +155,8 @@ class Scrubber:
             # manifest still names it.
             self._replacer.shard_is_bad(ref)
             return True
+        except UnreadableError:
+            raise  # a volume that fails for a moment must not remove every copy
         except CorruptionError as error:
             # Read it once more, since the fault may be in this process's memory.
             damage = await self._pools.scrub.run(self._damage, ref)
@@ -157,7 +165,7 @@ class Scrubber:
                 return False
             self._metrics.corruption(TierName.NODE)
             logs.warning("scrub: quarantined a shard", ref=str(ref), error=str(damage))
-            await self._pools.meta.run(self._node.quarantine, ref, str(damage))
+            await self._pools.meta.run(self._node.quarantine, ref, damage)
             self._replacer.shard_is_bad(ref)
             return True
         return False
@@ -198,6 +206,8 @@ class Scrubber:
         try:
             with self._node.open_shard(ref) as reader:
                 reader.verify()
+        except UnreadableError:
+            raise
         except CorruptionError as error:
             return error
         except NotFoundError:
@@ -211,7 +221,7 @@ class Scrubber:
         found, unread = await self._pools.scrub.run(self._bad_documents)
         for bad in found:
             self._metrics.corruption(TierName.NODE)
-            logs.warning("scrub: quarantined a document", error=bad.text)
+            logs.warning("scrub: quarantined a document", error=str(bad.damage))
             await self._pools.meta.run(bad.quarantine, self._node)
             if bad.manifest is not None:
                 self._replacer.manifest_is_bad(*bad.manifest)
@@ -236,7 +246,7 @@ class Scrubber:
 class BadDocument:
     """A damaged manifest or layout on the node tier: exactly one of the two fields is set."""
 
-    text: str
+    damage: CorruptionError
     """What is wrong with it."""
     manifest: tuple[JobUid, CheckpointId] | None = None
     layout: tuple[Digest, ShardRef] | None = None
@@ -244,9 +254,9 @@ class BadDocument:
 
     def quarantine(self, node: NodeTier) -> None:
         if self.manifest is not None:
-            node.quarantine_manifest(*self.manifest, self.text)
+            node.quarantine_manifest(*self.manifest, self.damage)
         if self.layout is not None:
-            node.quarantine_layout(self.layout[0], self.text)
+            node.quarantine_layout(self.layout[0], self.damage)
 
 
 def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[BadDocument]:
@@ -265,8 +275,10 @@ def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[Bad
             document = node.get_manifest(job_uid, checkpoint)
             read(len(document))
             parse_manifest_of(document, job_uid, checkpoint)
+        except UnreadableError as error:
+            unread = error
         except CorruptionError as error:
-            yield BadDocument(str(error), manifest=(job_uid, checkpoint))
+            yield BadDocument(error, manifest=(job_uid, checkpoint))
             continue
         except (NotFoundError, FormatError):
             continue
@@ -275,8 +287,10 @@ def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[Bad
     for digest, ref in {record.header.layout: record.ref for record in node.list_shards()}.items():
         try:
             read(len(node.get_layout(digest)))
+        except UnreadableError as error:
+            unread = error
         except CorruptionError as error:
-            yield BadDocument(str(error), layout=(digest, ref))
+            yield BadDocument(error, layout=(digest, ref))
         except NotFoundError:
             continue
         except (HoldfastError, OSError) as error:

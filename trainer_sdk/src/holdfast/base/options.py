@@ -12,6 +12,7 @@ from holdfast_core.errors import ConfigError
 from holdfast_core.messages.schema import Timing
 
 OnSaveError = Literal["warn", "raise"]
+OnDamage = Literal["older", "raise"]
 WhenBusy = Literal["skip", "wait"]
 IntervalRule = Literal["auto"]
 
@@ -34,6 +35,7 @@ class Options:
     mtbf_seconds: float | None = None
     store: str | None = None
     store_keep_last: int = 3
+    on_damage: OnDamage = "older"
 
     def checked(self) -> Self:
         """Return the options with counts as plain integers. Raises ConfigError for an invalid one."""
@@ -50,6 +52,7 @@ class Options:
             interval = checked_count(interval, "interval_steps", 0)
         self._expect_one_interval()
         require_one_of(self.on_save_error, "on_save_error", get_args(OnSaveError))
+        require_one_of(self.on_damage, "on_damage", get_args(OnDamage))
         require_one_of(self.when_busy, "when_busy", get_args(WhenBusy))
         return replace(
             self,

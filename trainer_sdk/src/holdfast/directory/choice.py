@@ -7,13 +7,23 @@ its manifest can be read and every shard that it names exists.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnavailableError
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    UnavailableError,
+    UnreadableError,
+)
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef, Step, age_of
 from holdfast_core.node.tier import DiskNodeTier, manifests_in
@@ -32,12 +42,19 @@ JOB_UID = JobUid("standalone")
 _NAME = re.compile(r"s(\d{1,18})-r(\d{1,9})", re.ASCII)
 _MAX_ATTEMPTS = 100
 """Number of attempts to choose while another run changes the directory."""
+_UNREADABLE_ATTEMPTS = 3
+_UNREADABLE_PAUSE_SECONDS = 2.0
+_SHOWN_REASONS = 5
+_CANNOT_BE_RESTORED = (NotFoundError, CorruptionError, FormatError)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     manifest: Manifest
     digest: Digest
+    passed_over: tuple[str, ...] = ()
+    """Why newer checkpoints were not chosen: for each of them what is wrong, with the path of the file. Those
+    that the caller rejected are not among them."""
 
 
 class RemoteStore(Protocol):
@@ -133,9 +150,13 @@ def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
     """
     document = tier.get_manifest(JOB_UID, checkpoint)
     manifest = parse_manifest_of(document, JOB_UID, checkpoint)
-    missing = [s.rank for s in manifest.shards if tier.look_up(manifest.ref(s.rank)) is None]
+    refs = [manifest.ref(shard.rank) for shard in manifest.shards]
+    missing = [ref for ref in refs if tier.look_up(ref) is None]
     if missing:
-        raise NotFoundError(f"checkpoint {checkpoint}: the shards of ranks {missing} do not exist")
+        raise NotFoundError(
+            f"the shards of ranks {[ref.rank for ref in missing]} are missing: "
+            f"{tier.why_missing(missing[0])}"
+        )
     return Choice(manifest, manifest_digest(document))
 
 
@@ -143,8 +164,15 @@ def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: RemoteStore) 
     """Load a checkpoint as `load_choice` does, or from the store where the folder lacks a part of it."""
     try:
         return load_choice(tier, checkpoint)
-    except (NotFoundError, CorruptionError, FormatError):
+    except _CANNOT_BE_RESTORED as error:
+        here = error
+    try:
         return store.load(checkpoint, lambda ref: _has(tier, ref))
+    except _CANNOT_BE_RESTORED as error:
+        text = f"{here}; in {store.url}: {error}"
+        if isinstance(here, UnreadableError):
+            raise UnreadableError(text, may_pass=here.may_pass) from error
+        raise type(error)(text) from error
 
 
 def choose(
@@ -152,36 +180,47 @@ def choose(
     rejected: Collection[CheckpointId] = (),
     store: RemoteStore | None = None,
     step: Step | None = None,
+    pause: Callable[[float], object] = time.sleep,
 ) -> Choice | None:
     """Return the newest complete checkpoint of the directory and its store, or None where there is none.
 
     It may have been saved by any number of ranks. With `step` only checkpoints of this step count. Another
     run may commit newer checkpoints and prune older ones during the search. If a checkpoint cannot be loaded
     and the list has changed, the search begins again, so that a pruned checkpoint leads neither to an older
-    step nor to an error.
+    step nor to an error. If a file cannot be read, it begins again some times after a pause: a disk or a
+    network file system may fail for a moment, and an older checkpoint costs hours of training.
 
     Raises CorruptionError when there are checkpoints and none can be read, so that a run never silently
     starts from the beginning. Raises UnavailableError when the list changes in every attempt.
     """
+    unreadable = 0
     for _ in range(_MAX_ATTEMPTS):
         listed = candidates(tier)
         stored = _stored(store)
         known = {c for c in (*listed, *stored) if step is None or c.step == step}
-        choice, reasons = _first_that_loads(tier, known, rejected, store)
-        if not reasons or (candidates(tier) == listed and _stored(store) == stored):
+        choice, failed = _first_that_loads(tier, known, rejected, store)
+        if failed and not (candidates(tier) == listed and _stored(store) == stored):
+            continue
+        if unreadable == _UNREADABLE_ATTEMPTS or not _may_pass(failed):
             break
+        unreadable += 1
+        pause(_UNREADABLE_PAUSE_SECONDS)
     else:
         raise UnavailableError(
             f"the checkpoints changed {_MAX_ATTEMPTS} times while they were read: another run saves and "
             "prunes here faster than they can be read. Keep more of them, or try again"
         )
-    if choice is None and reasons:
+    if choice is not None:
+        reasons = (f"step {c.step}: {error}" for c, error in failed.items() if c not in rejected)
+        return dataclasses.replace(choice, passed_over=tuple(reasons))
+    if failed:
+        reasons = (f"{c}: {error}" for c, error in failed.items())
         raise CorruptionError(
             "the directory has checkpoints, but none that can be restored: "
-            + "; ".join(reasons[:5])
+            + "; ".join(itertools.islice(reasons, _SHOWN_REASONS))
             + "; move them away to start without a checkpoint"
         )
-    return choice
+    return None
 
 
 def checkpoint_of_name(name: str) -> CheckpointId | None:
@@ -197,20 +236,24 @@ def _first_that_loads(
     known: Collection[CheckpointId],
     rejected: Collection[CheckpointId],
     store: RemoteStore | None,
-) -> tuple[Choice | None, list[str]]:
-    """Return the newest checkpoint that loads, and the reasons why newer ones do not."""
-    reasons: list[str] = []
+) -> tuple[Choice | None, dict[CheckpointId, HoldfastError]]:
+    """Return the newest checkpoint that loads, and the errors of newer ones that do not."""
+    failed: dict[CheckpointId, HoldfastError] = {}
     for checkpoint in _newest_first(known):
         if checkpoint in rejected:
-            reasons.append(f"{checkpoint}: a shard did not verify")
+            failed[checkpoint] = CorruptionError("a shard did not verify")
             continue
         try:
             if store is None:
-                return load_choice(tier, checkpoint), reasons
-            return load_from(tier, checkpoint, store), reasons
-        except (NotFoundError, CorruptionError, FormatError) as error:
-            reasons.append(str(error))
-    return None, reasons
+                return load_choice(tier, checkpoint), failed
+            return load_from(tier, checkpoint, store), failed
+        except _CANNOT_BE_RESTORED as error:
+            failed[checkpoint] = error
+    return None, failed
+
+
+def _may_pass(failed: Mapping[CheckpointId, HoldfastError]) -> bool:
+    return any(isinstance(error, UnreadableError) and error.may_pass for error in failed.values())
 
 
 def _stored(store: RemoteStore | None) -> frozenset[CheckpointId]:

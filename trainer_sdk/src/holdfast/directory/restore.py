@@ -50,6 +50,9 @@ from holdfast_core.tiers.sources import ReaderSource
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 5
+"""Checkpoints that a reply names as passed over."""
+
 
 class Bringer:
     """Reads shards and layouts of the restore point from the folder, or else from its store.
@@ -140,7 +143,7 @@ class Bringer:
                 return
             except (NotFoundError, CorruptionError) as error:
                 if isinstance(error, CorruptionError):
-                    self.tier.quarantine(ref, str(error))
+                    self.tier.quarantine(ref, error)
                 if store is None:
                     raise
                 logger.warning("%s; the copy in the object store is read instead", error)
@@ -202,6 +205,7 @@ class FolderRestore:
             rank_layout=self._publish_rank_layout(manifest, message.rank) if same else None,
             home=home,
             layouts=layouts,
+            passed_over=self._folder.choice.passed_over[:_SHOWN],
         )
 
     def fill(self, message: Fill) -> Filled | ShardFile:
@@ -258,7 +262,7 @@ class FolderRestore:
             with self._tier.open_shard(ref) as reader:
                 yield reader
         except CorruptionError as error:
-            self._tier.quarantine(ref, str(error))
+            self._tier.quarantine(ref, error)
             raise
 
     def _fill_resharded(self, message: Fill, manifest: Manifest, layout: Digest) -> Filled:

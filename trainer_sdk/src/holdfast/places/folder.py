@@ -110,7 +110,13 @@ class FolderPlace:
         self._memory = SlotDirectory.of_folder(
             root, settings, options.slots_dir, is_read_only=self._is_read_only
         )
-        self._start = FolderStart(root, settings, is_read_only=self._is_read_only)
+        self._raises_on_damage = options.on_damage == "raise"
+        self._start = FolderStart(
+            root,
+            settings,
+            is_read_only=self._is_read_only,
+            raises_on_damage=self._raises_on_damage,
+        )
         self._training = TrainingLock(root, self._start.expect_nothing_newer)
         self._may_save = False
         self._object_store = None if options.store is None else required_store(options.store)
@@ -187,6 +193,7 @@ class FolderPlace:
             reply: RestoreReply = session.request(
                 Restore(round_, self._settings.rank), RestoreReply
             )
+            self._report_passed_over(reply)
             return round_, reply.restore_point
 
         self._start.agree(self._store, join, choose)
@@ -348,6 +355,24 @@ class FolderPlace:
                 store_keep_last=self._store_keep_last,
                 writer=process.writer,
             )
+        )
+
+    def _report_passed_over(self, reply: RestoreReply) -> None:
+        """Log which newer checkpoints are not restored, or raise CorruptionError (on_damage="raise")."""
+        if not reply.passed_over:
+            return
+        lines = "; ".join(reply.passed_over)
+        if self._raises_on_damage:
+            raise CorruptionError(
+                f"{self._root} has newer checkpoints than step {reply.restore_point.step}, which cannot be "
+                f"restored: {lines}. To go on from step {reply.restore_point.step}, use "
+                'on_damage="older", or delete them'
+            )
+        logger.warning(
+            "%s: going back to step %s, because newer checkpoints cannot be restored: %s",
+            self._root,
+            reply.restore_point.step,
+            lines,
         )
 
     def _hold_restore_point(self) -> None:

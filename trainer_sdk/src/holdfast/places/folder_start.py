@@ -36,7 +36,14 @@ _BAD = "bad"
 class FolderStart:
     """The start of this rank's run, or of a new round after a rollback or a checkpoint that is bad."""
 
-    def __init__(self, root: Path, settings: RankSettings, *, is_read_only: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        settings: RankSettings,
+        *,
+        is_read_only: bool = False,
+        raises_on_damage: bool = False,
+    ) -> None:
         self.round: RestartRound | None = None
         self.restore: CheckpointId | None = None
         self.run_id = secrets.token_hex(8)
@@ -46,6 +53,7 @@ class FolderStart:
         self._root = root
         self._settings = settings
         self._is_read_only = is_read_only
+        self._raises_on_damage = raises_on_damage
         self._rejected: list[CheckpointId] = []
         self._newer: list[CheckpointId] = []
         """Checkpoints that the choice skips once, because the script asked for an older one."""
@@ -164,6 +172,11 @@ class FolderStart:
         because = "" if error is None else f" ({error})"
         if self._asked is not None:
             raise self._no_copy(because) from error
+        if self._raises_on_damage:
+            raise CorruptionError(
+                f"checkpoint {self.restore} in {self._root} cannot be restored by all ranks{because}. To go "
+                'on from an older one, use on_damage="older"'
+            ) from error
         logger.warning(
             "checkpoint %s cannot be restored by all ranks%s: trying an older one",
             self.restore,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -14,9 +16,11 @@ from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.folder import FolderSource
 from holdfast.reading.source import CheckpointSource
 from holdfast_core.closing import Closing
-from holdfast_core.errors import NotFoundError
+from holdfast_core.errors import FormatError, NotFoundError
 from holdfast_core.ids import CheckpointId
 from holdfast_core.store_url import StoreUrl
+
+logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 10
 """A training may prune the newest checkpoint that was listed before it was opened."""
@@ -54,13 +58,14 @@ class Checkpoints(Closing):
     def at(self, step: int | None = None) -> SavedCheckpoint:
         """Open the checkpoint of a step, or the one that a restore would choose.
 
-        If several runs have saved the step, the newest one counts. Raises NotFoundError where there is no
-        such checkpoint, and CorruptionError where its manifest is damaged.
+        If several runs have saved the step, the newest one counts. Without a step, a checkpoint with a
+        damaged manifest is passed over, with a warning. Raises NotFoundError where there is no such
+        checkpoint, and CorruptionError where its manifest is damaged.
         """
         for _ in range(_ATTEMPTS):
-            checkpoint = self._find(step)
+            found = self._found(step)
             try:
-                return SavedCheckpoint(self._source, checkpoint)
+                return self._first_that_opens(found, may_pass_over=step is None)
             except NotFoundError:
                 continue
         raise NotFoundError(
@@ -72,11 +77,27 @@ class Checkpoints(Closing):
         """Release the source. Close the opened checkpoints before."""
         self._source.close()
 
-    def _find(self, step: int | None) -> CheckpointId:
+    def _first_that_opens(
+        self, found: Sequence[CheckpointId], *, may_pass_over: bool
+    ) -> SavedCheckpoint:
+        """Open the first of these checkpoints. Raises NotFoundError if it was pruned meanwhile."""
+        for checkpoint in found:
+            try:
+                return SavedCheckpoint(self._source, checkpoint)
+            except FormatError as error:
+                if not may_pass_over or checkpoint == found[-1]:
+                    raise
+                logger.warning(
+                    "%s: step %d is passed over: %s", self._source.name, checkpoint.step, error
+                )
+        raise AssertionError("unreachable: the last one is opened or raises")
+
+    def _found(self, step: int | None) -> Sequence[CheckpointId]:
+        """Return the checkpoints of a step, or all. The newest is first. Raises NotFoundError for none."""
         known = self._source.checkpoints()
-        for checkpoint in known:
-            if step is None or checkpoint.step == step:
-                return checkpoint
+        found = [c for c in known if step is None or c.step == step]
+        if found:
+            return found
         wanted = "any checkpoint" if step is None else f"step {step}"
         steps = ", ".join(str(one) for one in sorted({c.step for c in known}))
         raise NotFoundError(

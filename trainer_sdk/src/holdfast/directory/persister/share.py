@@ -16,6 +16,7 @@ from holdfast_core.errors import (
     FormatError,
     HoldfastError,
     NotFoundError,
+    UnreadableError,
 )
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
@@ -143,8 +144,10 @@ class ShareUploader:
                 reader.verify()
         except NotFoundError:
             return f"the folder has lost the shard of rank {ref.rank}: {error}"
+        except UnreadableError:
+            return None
         except CorruptionError as damage:
-            tier.quarantine(ref, str(damage))
+            tier.quarantine(ref, damage)
             return f"the shard of rank {ref.rank} is damaged: {damage}"
         return None
 
