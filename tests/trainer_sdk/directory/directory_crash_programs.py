@@ -35,6 +35,7 @@ from holdfast.directory.options import ServiceOptions
 from holdfast.directory.persister.folder_store import FolderStore
 from holdfast.directory.service import DirectoryService
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.sealed import unsealed
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import Fill, LevelReached, Policy, SlotOffer, Stage
 from holdfast_core.node.tier import DiskNodeTier
@@ -196,13 +197,13 @@ def adopt(directory: Path, announce: Announce) -> None:
         url = parse_store_url(f"file://{bucket}")
         store = FolderStore(url, {}, directory / "ckpt/store", "run", lambda seconds: True)
         store.adopt(has_checkpoints=False, is_writable=True)
-        announce((directory / "ckpt/store/training").read_text())
+        announce(unsealed((directory / "ckpt/store/training").read_bytes(), "training").decode())
         store.close()
 
 
 def check_training(directory: Path, said: Sequence[str]) -> list[str]:
     record = directory / "ckpt/store/training"
-    found = record.read_text() if record.exists() else None
+    found = unsealed(record.read_bytes(), "training").decode() if record.exists() else None
     if said and found != said[-1]:
         return [f"the folder names the training {found}, it was {said[-1]}"]
     return []

@@ -2,17 +2,25 @@
 
 A run puts the object `runs/r<round>.json` before its first upload. From then on every run of a lower round
 is refused. All runs of a store belong to one training, whose id each marker repeats.
+
+A marker carries its digest. A damaged one still shows by its name that a run has taken its round, but it is
+not compared with other trainings. A run whose own marker is missing or damaged puts it again.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
+from holdfast_core.format.sealed import sealed, unsealed
 from holdfast_core.ids import JobUid, RestartRound
 from holdfast_core.messages import codec
 from holdfast_core.store.tier import ObjectTier
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"r(\d{6})\.json", re.ASCII)
 
@@ -38,7 +46,8 @@ class Run:
     """The marker of a round."""
 
     round: RestartRound
-    marker: RunMarker
+    marker: RunMarker | None
+    """None: the marker in the store is damaged."""
 
 
 class StoreRuns:
@@ -68,7 +77,7 @@ class StoreRuns:
         """
         self.expect_allowed(run)
         try:
-            self._tier.put_document(self._key(run.round), codec.dumps(run.marker))
+            self._put(run)
         except AlreadyExistsError:
             self.expect_allowed(run)
             raise
@@ -77,25 +86,38 @@ class StoreRuns:
         self._tier.delete_documents([self._key(round_) for round_ in older])
 
     def expect_newest(self, run: Run) -> None:
-        """Raise TakenError unless this run's marker is the one of the highest round."""
-        found = self.newest()
-        if found != run:
-            who = "no run has" if found is None else f"{_described(found)} has"
-            raise TakenError(
-                f"{who} taken the store since this run began (round {run.round}): this run uploads "
-                "nothing more. Start it again to continue from the newest checkpoint, or give each "
-                "training a prefix of its own"
+        """Raise TakenError if another run has taken the store.
+
+        If the marker of this run is missing or damaged, it is put again: that is no proof of another run. A
+        run of a higher round that lost its marker does the same, and then this run is refused.
+        """
+        for replace in (False, True):
+            found = self.newest()
+            if found == run:
+                return
+            if found is not None and not _is_lost(run, found):
+                raise TakenError(
+                    f"{_described(found)} has taken the store since this run began (round {run.round}): "
+                    "this run uploads nothing more. Start it again to continue from the newest checkpoint, "
+                    "or give each training a prefix of its own"
+                )
+            key = self._key(run.round)
+            logger.warning(
+                "the marker %s in the store is missing or damaged: writing it again", key
             )
+            with suppress(AlreadyExistsError):  # what is there is looked at again
+                self._put(run, replace=replace)
 
     def expect_allowed(self, run: Run) -> None:
         """Raise TakenError where the markers show that this run may not upload."""
         found = self.newest()
         if found is None:
             return
-        if found.marker.training != run.marker.training:
+        ours = run.marker
+        if found.marker is not None and ours is not None and found.marker.training != ours.training:
             raise TakenError(
                 f"{_described(found)} has uploaded another training ({found.marker.training}) than that "
-                f"of this folder ({run.marker.training}): choose another prefix, or an empty folder to "
+                f"of this folder ({ours.training}): choose another prefix, or an empty folder to "
                 "continue the training of the store"
             )
         if found.round > run.round or (found.round == run.round and found != run):
@@ -109,16 +131,32 @@ class StoreRuns:
         )
         return sorted(RestartRound(int(match.group(1))) for match in matches if match is not None)
 
-    def _read(self, round_: RestartRound) -> RunMarker:
-        document = self._tier.get_document(self._key(round_))
+    def _put(self, run: Run, *, replace: bool = False) -> None:
+        """Put the marker of a run. Raises AlreadyExistsError if there is another one, without `replace`."""
+        if run.marker is None:
+            raise ValueError(f"a run without a marker cannot take a store: {run}")
+        key = self._key(run.round)
+        self._tier.put_document(key, sealed(codec.dumps(run.marker)), replace=replace)
+
+    def _read(self, round_: RestartRound) -> RunMarker | None:
+        """Return a marker, or None if it is damaged. Raises NotFoundError, and what the store raises."""
+        key = self._key(round_)
         try:
-            return codec.loads(RunMarker, document)
+            return codec.loads(RunMarker, unsealed(self._tier.get_document(key), key))
         except FormatError as error:
-            raise FormatError(f"{self._key(round_)} in the store: {error}") from error
+            logger.warning("a marker in the store is damaged: %s", error)
+            return None
 
     def _key(self, round_: RestartRound) -> str:
         return f"{self._prefix}r{round_:06d}.json"
 
 
+def _is_lost(run: Run, newest: Run) -> bool:
+    """Return whether the newest marker shows that the one of this run is missing or damaged."""
+    return newest.round < run.round or (newest.round == run.round and newest.marker is None)
+
+
 def _described(run: Run) -> str:
+    if run.marker is None:
+        return f"the run of round {run.round}, whose marker is damaged,"
     return f"run {run.marker.run} on {run.marker.host} (round {run.round})"

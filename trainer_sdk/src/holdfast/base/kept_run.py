@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast_core.errors import CorruptionError
+from holdfast_core.format.sealed import unsealed
 from holdfast_core.node.files import (
     TEMP_PREFIX,
     Directories,
@@ -83,7 +84,8 @@ def _read(path: Path) -> str | None:
 
 def _of_store(root: Path) -> str | None:
     try:
-        text = (root / _OF_STORE).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        path = root / _OF_STORE
+        text = unsealed(path.read_bytes(), str(path)).decode()
+    except (OSError, CorruptionError, UnicodeDecodeError):
         return None
     return text if _ID.fullmatch(text) else None

@@ -26,6 +26,7 @@ from holdfast.directory.processes import claimed_checkpoints
 from holdfast_core.errors import ConfigError, FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.rank_layout import LayoutDigests
+from holdfast_core.format.sealed import sealed, unsealed
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step, age_of
 from holdfast_core.messages import codec
 from holdfast_core.node.files import disk_errors
@@ -66,7 +67,8 @@ class Committer:
         with disk_errors(f"writing the record of rank {record.header.rank} to {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
             temporary = directory / f".{record.header.rank}.{os.getpid()}.tmp"
-            temporary.write_bytes(codec.dumps(Prepared(record, layout, self.run_id, self.parent)))
+            document = codec.dumps(Prepared(record, layout, self.run_id, self.parent))
+            temporary.write_bytes(sealed(document))
             temporary.replace(_file(directory, record.header.rank))
 
     def is_prepared(self, checkpoint: CheckpointId, rank: Rank) -> bool:
@@ -362,4 +364,5 @@ def _file(directory: Path, rank: int) -> Path:
 
 
 def _read(directory: Path, rank: int) -> Prepared:
-    return codec.loads(Prepared, _file(directory, rank).read_bytes())
+    path = _file(directory, rank)
+    return codec.loads(Prepared, unsealed(path.read_bytes(), str(path)))

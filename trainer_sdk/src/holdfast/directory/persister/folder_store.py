@@ -27,6 +27,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
+from holdfast_core.format.sealed import sealed, unsealed
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef
 from holdfast_core.node.files import disk_errors, fsync_directory, make_directories
 from holdfast_core.store.open import open_tier, probe_url
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_SECONDS = 2.0
+_TRAINING = "training"
 
 
 class ForeignTrainingError(ConfigError):
@@ -180,7 +182,8 @@ class FolderStore:
     def kept(self, checkpoint: CheckpointId) -> Choice | None:
         """Return what `keep` has written for this checkpoint, or None."""
         try:
-            document = (self._directory / f"{checkpoint}.json").read_bytes()
+            path = self._directory / f"{checkpoint}.json"
+            document = unsealed(path.read_bytes(), str(path))
             return Choice(
                 parse_manifest_of(document, JOB_UID, checkpoint), manifest_digest(document)
             )
@@ -202,7 +205,7 @@ class FolderStore:
         """
         newest = self._runs.newest()
         own = self._training()
-        if newest is None:
+        if newest is None or newest.marker is None:
             training = own or self._new_training()
         else:
             training = newest.marker.training
@@ -214,14 +217,14 @@ class FolderStore:
                     "training of this folder, or an empty folder to continue the training of the store"
                 )
         if own != training and is_writable:
-            self._record("training", training.encode())
+            self._record(_TRAINING, training.encode())
 
     def run(self, round_: RestartRound) -> Run:
         """Return this run as its marker describes it."""
         training = self._training()
         if training is None:
             training = self._new_training()
-            self._record("training", training.encode())
+            self._record(_TRAINING, training.encode())
         return Run(round_, RunMarker(training, self._run_id, socket.gethostname()))
 
     def take(self, round_: RestartRound, *, has_checkpoints: bool) -> None:
@@ -264,25 +267,35 @@ class FolderStore:
 
     def _new_training(self) -> str:
         """Return an id for a training that begins to use the store: the one that its folder has, if any."""
-        with suppress(HoldfastError):  # a damaged file must not keep the training from its store
-            kept = kept_run_id(self._directory.parent, read_only=True)
-            if kept is not None:
-                return kept
-        return secrets.token_hex(8)
+        return self._kept() or secrets.token_hex(8)
 
     def _training(self) -> str | None:
+        """Return the training to which the folder's checkpoints in the store belong, or None if none do.
+
+        If the record is missing or damaged, the identity of the folder takes its place: it is the same,
+        unless the folder never used this store.
+        """
+        path = self._directory / _TRAINING
         try:
-            return (self._directory / "training").read_text().strip() or None
-        except OSError:
-            return None
+            return unsealed(path.read_bytes(), str(path)).decode()
+        except FileNotFoundError:
+            return self._kept()
+        except (OSError, CorruptionError) as error:
+            logger.warning("%s; the identity of the folder is used instead", error)
+            return self._kept()
+
+    def _kept(self) -> str | None:
+        with suppress(HoldfastError):  # a damaged file must not keep the training from its store
+            return kept_run_id(self._directory.parent, read_only=True)
+        return None
 
     def _record(self, name: str, data: bytes) -> None:
-        """Write a file atomically. It is durable before any checkpoint that is committed later."""
+        """Write a document with its digest atomically. It is durable before any later commit."""
         with disk_errors(f"writing {self._directory / name}"):
             make_directories(self._directory)
             temporary = self._directory / f".{name}.{os.getpid()}.tmp"
             with temporary.open("wb") as file:
-                file.write(data)
+                file.write(sealed(data))
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self._directory / name)

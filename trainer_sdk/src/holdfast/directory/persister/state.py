@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast_core.errors import FormatError
+from holdfast_core.format.sealed import sealed, unsealed
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound
 from holdfast_core.messages import codec
 from holdfast_core.messages.schema import PersistRequest, Reference
@@ -111,7 +112,7 @@ class UploadFiles:
     def read(self) -> UploadState | None:
         """Return the state, or None where the leader has written none."""
         try:
-            return codec.loads(UploadState, (self._directory / "state.json").read_bytes())
+            return codec.loads(UploadState, _read(self._directory / "state.json"))
         except (OSError, FormatError):
             return None
 
@@ -138,7 +139,7 @@ class UploadFiles:
         """Return the record of a rank's shard, or None."""
         try:
             path = self._directory / str(checkpoint) / f"{rank}.json"
-            return codec.loads(Share, path.read_bytes())
+            return codec.loads(Share, _read(path))
         except (OSError, FormatError):
             return None
 
@@ -153,8 +154,13 @@ class UploadFiles:
         with disk_errors(f"writing {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            temporary.write_bytes(data)
+            temporary.write_bytes(sealed(data))
             temporary.replace(path)
+
+
+def _read(path: Path) -> bytes:
+    """Return a document, verified. Raises OSError, CorruptionError."""
+    return unsealed(path.read_bytes(), str(path))
 
 
 def reference(checkpoint: CheckpointId) -> Reference:
