@@ -105,6 +105,19 @@ def test_f56_without_the_condition_a_later_writer_still_does_not_overwrite(bench
     assert bench.honest.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT) == b'{"a":1}'
 
 
+def test_a_flipped_bit_in_a_list_is_read_again(bench: Bench) -> None:
+    bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b"{}")
+    fault = bench.proxy.add(LIST, FlipReply(60))
+    assert bench.tier.list_manifests(NAMESPACE, JOB_UID) == (CHECKPOINT,)
+    assert fault.applied == 1
+
+
+def test_a_list_of_something_else_names_the_endpoint(bench: Bench) -> None:
+    bench.proxy.add(LIST, Replace(200, b"<html>nginx</html>"), FOREVER)
+    with pytest.raises(TierError, match="check that this is an S3 endpoint"):
+        bench.tier.list_manifests(NAMESPACE, JOB_UID)
+
+
 def test_f53_a_stale_list_is_a_hint_only(bench: Bench) -> None:
     bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b"{}")
     empty = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"

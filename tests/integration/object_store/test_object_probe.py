@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,26 +17,59 @@ from tests.support.servers.credentials import StaticCredentials
 from tests.support.servers.hostile_s3 import (
     Action,
     Answer,
+    CutRequest,
     DropRequestHeader,
     Hang,
     HostileProxy,
     LoseReply,
     Matches,
     Replace,
+    Seen,
     SetReplyHeader,
     on,
 )
-from tests.support.servers.store_server import ACCESS_KEY, StoreServer
+from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY, StoreServer
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.store.probe import ProbeReason, StoreFeatures, probe
 from holdfast_core.store.s3.credentials import FileCredentials, Keys
 from holdfast_core.store.s3.http import Timeouts
-from holdfast_core.store.s3.retry import Retrier
+from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 
 pytestmark = pytest.mark.integration
 ALL = StoreFeatures(conditional_put=True, checksum=True, multipart=True, range_get=True)
 FAST = Timeouts(2.0, idle_seconds=0.5)
+
+
+class Unreliable:
+    """Matches three of ten requests, and no request five times in a row."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._in_a_row = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, seen: Seen) -> bool:
+        with self._lock:
+            fails = self._random.random() < 0.3 and self._in_a_row < 4
+            self._in_a_row = self._in_a_row + 1 if fails else 0
+            return fails
+
+
+@pytest.mark.parametrize("action", [Answer(503, "SlowDown"), LoseReply(), CutRequest(0)])
+def test_a_store_that_fails_three_of_ten_requests_is_probed_to_the_end(
+    server: StoreServer, store: StoreConfig, action: Action
+) -> None:
+    for seed in range(5):
+        with HostileProxy(server.endpoint, Keys(ACCESS_KEY, SECRET_KEY)) as proxy:
+            proxy.add(Unreliable(seed), action, times=10_000)
+            report = probe(
+                replace(store, endpoint=proxy.endpoint),
+                server.credentials,
+                timeouts=FAST,
+                retrier=Retrier(RetryPolicy(max_attempts=6), sleep=lambda seconds: None),
+            )
+        assert (report.reason, report.features) == (ProbeReason.AVAILABLE, ALL), report.message
 
 
 def left_below(server: StoreServer, store: StoreConfig) -> list[str]:

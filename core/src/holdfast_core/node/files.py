@@ -32,7 +32,7 @@ _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _TRANSIENT = frozenset({errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM})
-_MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK})
+MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK})
 """Errors of a disk or a network file system that may fail for a moment."""
 _temp_numbers = itertools.count()
 
@@ -74,7 +74,7 @@ def read_errors(operation: str) -> Iterator[None]:
         if error.errno in _TRANSIENT:
             raise disk_error(error, operation) from error
         raise UnreadableError(
-            f"{operation}: {error.strerror or error}", may_pass=error.errno in _MAY_PASS
+            f"{operation}: {error.strerror or error}", may_pass=error.errno in MAY_PASS
         ) from error
 
 

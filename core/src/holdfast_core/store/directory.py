@@ -26,9 +26,10 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.digest import append_crc, crc32c
 from holdfast_core.node.files import (
+    MAY_PASS,
     TEMP_PREFIX,
     Directories,
-    disk_errors,
+    disk_error,
     fsync_directory,
     open_to_read,
     read_errors,
@@ -77,7 +78,7 @@ class DirectoryObjectStore:
         if not source.made_while_sent:
             parts = tuple(parts)
             expected = info_of(parts)
-        with disk_errors(f"write of {path}"):
+        with _store_errors(f"write of {path}"):
             if not replace and self._is_stored(path, expected):
                 return
             with self._temporary(path) as (temp, fd):
@@ -181,7 +182,7 @@ class DirectoryObjectStore:
 
     def size(self, key: str, *, sure: bool = False) -> int | None:
         path = self._root / key
-        with disk_errors(f"look for {path}"):
+        with _store_errors(f"look for {path}"):
             try:
                 return path.stat().st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -189,7 +190,7 @@ class DirectoryObjectStore:
 
     def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
         """See ObjectStore.list. All objects are on one page."""
-        with disk_errors(f"list of {self._root / prefix}"):
+        with _store_errors(f"list of {self._root / prefix}"):
             below = self._folders(prefix) if folders else ()
             found = [
                 (key, mtime)
@@ -201,7 +202,7 @@ class DirectoryObjectStore:
         return Page(listed, folders=below)
 
     def delete(self, keys: Sequence[str]) -> None:
-        with disk_errors(f"delete in {self._root}"):
+        with _store_errors(f"delete in {self._root}"):
             paths = [self._root / key for key in keys]
             for path in paths:
                 # A listing does not show the damaged file, so it must not outlive the object.
@@ -215,7 +216,7 @@ class DirectoryObjectStore:
         """Remove the temporary files of writers that were killed."""
         removed = 0
         for prefix in prefixes:
-            with disk_errors(f"removal of temporary files below {self._root / prefix}"):
+            with _store_errors(f"removal of temporary files below {self._root / prefix}"):
                 found = [file for file in self._files(prefix) if _is_temporary(file[0])]
                 now = self._now(mtime for _, mtime in found)
                 for key, mtime in found:
@@ -263,6 +264,17 @@ class DirectoryObjectStore:
             return self._root.stat().st_mtime
         except OSError:
             return max(mtimes, default=0.0)
+
+
+@contextmanager
+def _store_errors(operation: str) -> Iterator[None]:
+    """Convert an OSError as `disk_errors` does, and one that may pass to UnavailableError, as of a server."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in MAY_PASS:
+            raise UnavailableError(f"{operation}: {error.strerror or error}") from error
+        raise disk_error(error, operation) from error
 
 
 def _write(fd: int, parts: Iterable[Part]) -> ObjectInfo:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from typing import TypeVar
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
@@ -21,6 +24,7 @@ from holdfast_core.errors import (
     CapacityError,
     ConfigError,
     HoldfastError,
+    NotFoundError,
     UnavailableError,
 )
 from holdfast_core.format.digest import crc32c
@@ -38,6 +42,8 @@ from holdfast_core.store.s3.http import CertificateError, Timeouts
 from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 from holdfast_core.tiers.objects import ObjectInfo
 
+T = TypeVar("T")
+
 PROBE_DIR = ".holdfast-probe"
 MAX_MESSAGE = 1500
 """Characters of the message in the JSON report, which must fit into the 4,096 bytes of a termination
@@ -45,6 +51,10 @@ message."""
 _BODY = b"holdfast store probe: this object may be deleted\n"
 _OTHER = b"holdfast store probe: another writer\n"
 _RACERS = 4
+_RACES = 5
+"""Attempts to watch a race in which the store replies to two writers or more."""
+_OF_A_REQUEST = RetryPolicy(max_attempts=6, budget_seconds=20)
+"""Each request is repeated for itself: with many failed requests, a probe that begins again never ends."""
 
 
 class ProbeReason(StrEnum):
@@ -143,7 +153,7 @@ def probe(
         )
     except ConfigError as error:
         return ProbeReport(False, ProbeReason.CONFIGURATION_INVALID, str(error))
-    session = _Session(client, retrier or Retrier(RetryPolicy(max_attempts=3, budget_seconds=20)))
+    session = _Session(client, retrier or Retrier(_OF_A_REQUEST))
     try:
         features = session.run()
     except _RefusedError as refused:
@@ -256,17 +266,10 @@ class _Session:
 
     def _first_put(self) -> None:
         """Put an object and read it back, to check credentials, bucket and read-after-write."""
-
-        def attempt() -> S3Reply:
-            reply = self._put(self._key, _BODY)
-            if reply.failure is not None and reply.failure.error().retryable:
-                raise reply.failure.error()
-            return reply
-
-        reply = self._retrier.call("probe of the store", attempt)
+        reply = self._put(self._key, _BODY)
         if reply.failure is not None:
             raise _refusal(reply.failure)
-        found = self._client.send(S3Request("GET", self._key))
+        found = self._send(S3Request("GET", self._key))
         if "etag" not in reply.headers or (found.failure is not None and not found.failure.code):
             raise _RefusedError(
                 ProbeReason.NOT_S3,
@@ -288,10 +291,13 @@ class _Session:
     def _listed(self) -> None:
         """Check that a list shows the object that was just written."""
         query = {"list-type": "2", "prefix": self._prefix}
-        reply = self._client.send(S3Request("GET", query=query))
+        reply = self._send(S3Request("GET", query=query))
         if reply.failure is not None:
             raise _refusal(reply.failure)
-        keys = [listed.key for listed in self._client.list_objects(self._prefix).listed]
+        keys = [
+            listed.key
+            for listed in self._call(partial(self._client.list_objects, self._prefix)).listed
+        ]
         if self._key not in keys:
             raise _RefusedError(
                 ProbeReason.INCONSISTENT,
@@ -301,33 +307,52 @@ class _Session:
 
     def _range_get(self) -> bool:
         headers = {"Range": "bytes=9-13"}
-        reply = self._client.send(S3Request("GET", self._key, headers=headers))
+        reply = self._send(S3Request("GET", self._key, headers=headers))
         return reply.status == 206 and reply.body == _BODY[9:14]
 
     def _checksum(self) -> bool:
         """Return whether a PUT with a wrong CRC32C is refused and HEAD returns the right CRC32C."""
         key = self._prefix + "wrong-checksum"
         reply = self._put(key, _BODY, crc=crc32c(_BODY) ^ 1)
-        if reply.failure is None or self._client.head(key) is not None:
+        if reply.failure is None or self._head(key) is not None:
             return False
-        return self._client.head(self._key) == ObjectInfo(len(_BODY), crc32c(_BODY))
+        return self._head(self._key) == ObjectInfo(len(_BODY), crc32c(_BODY))
 
     def _conditional(self) -> bool:
         """Return whether a PUT with `If-None-Match: *` does not replace an existing object."""
         reply = self._put(self._key, _OTHER, absent=True)
         if reply.failure is None or not reply.failure.is_precondition:
             return False
-        return self._client.send(S3Request("GET", self._key)).body == _BODY
+        return self._send(S3Request("GET", self._key)).body == _BODY
 
     def _race(self) -> bool:
-        """Return whether exactly one of several concurrent conditional PUTs succeeds."""
-        key = self._prefix + "race"
-        self._written.add(key)
-        bodies = [b"writer %d\n" % number for number in range(_RACERS)]
-        with ThreadPoolExecutor(_RACERS, thread_name_prefix="store-probe") as racers:
-            replies = list(racers.map(lambda body: self._put(key, body, absent=True), bodies))
-        winners = [b for b, r in zip(bodies, replies, strict=True) if r.failure is None]
-        return len(winners) == 1 and self._client.send(S3Request("GET", key)).body == winners[0]
+        """Return whether at most one of several concurrent conditional PUTs succeeds, and its bytes stay."""
+        for race in range(_RACES):
+            key = f"{self._prefix}race{race}"
+            self._written.add(key)
+            bodies = [b"writer %d\n" % number for number in range(_RACERS)]
+            with ThreadPoolExecutor(_RACERS, thread_name_prefix="store-probe") as racers:
+                # No PUT is repeated: the reply to one that was written may be lost, and a second one would be
+                # refused by the first.
+                replies = list(racers.map(partial(self._put_once, key), bodies))
+            done = [(b, r) for b, r in zip(bodies, replies, strict=True) if r is not None]
+            if len(done) < 2:
+                continue
+            winners = [body for body, reply in done if reply.failure is None]
+            unknown = [b for b, r in zip(bodies, replies, strict=True) if r is None]
+            found = self._send(S3Request("GET", key)).body
+            return len(winners) <= 1 and found in (winners or unknown)
+        raise UnavailableError(
+            f"{self._where('PUT')}: the store did not reply to two writers in {_RACES} attempts"
+        )
+
+    def _put_once(self, key: str, body: bytes) -> S3Reply | None:
+        """Put a body if the key is absent. Return None if it is not known whether it was written."""
+        try:
+            reply = self._client.send(_put_request(key, body, absent=True))
+        except UnavailableError:
+            return None
+        return None if reply.failure is not None and _may_pass(reply.failure) else reply
 
     def _multipart(self) -> bool:
         """Return whether a multipart upload with a CRC32C of the whole object works."""
@@ -335,10 +360,10 @@ class _Session:
         self._written.add(key)
         upload_id = ""
         try:
-            upload_id = self._client.create_upload(key)
+            upload_id = self._call(partial(self._client.create_upload, key))
             checksum = encode_crc(crc32c(_BODY))
             query = {"partNumber": "1", "uploadId": upload_id}
-            part = self._client.send(
+            part = self._send(
                 S3Request("PUT", key, query, {CHECKSUM_HEADER: checksum}, _BODY)
             ).checked()
             body = (
@@ -347,27 +372,53 @@ class _Session:
                 f"<ChecksumCRC32C>{checksum}</ChecksumCRC32C></Part></CompleteMultipartUpload>"
             ).encode()
             headers = {CHECKSUM_HEADER: checksum, "x-amz-checksum-type": "FULL_OBJECT"}
-            self._client.send(
-                S3Request("POST", key, {"uploadId": upload_id}, headers, body)
-            ).checked()
+            complete = S3Request("POST", key, {"uploadId": upload_id}, headers, body)
+            with suppress(NotFoundError):  # an attempt whose reply was lost has completed it
+                self._send(complete).checked()
             upload_id = ""
-            return self._client.head(key) == ObjectInfo(len(_BODY), crc32c(_BODY))
+            return self._head(key) == ObjectInfo(len(_BODY), crc32c(_BODY))
         except UnavailableError:
             raise
         except HoldfastError:
             return False  # The store replied and refused, so it lacks the feature.
         finally:
             if upload_id:
-                self._client.abort_upload(key, upload_id)
+                self._call(partial(self._client.abort_upload, key, upload_id))
 
     def _put(
         self, key: str, body: bytes, *, crc: int | None = None, absent: bool = False
     ) -> S3Reply:
         self._written.add(key)
-        headers = {CHECKSUM_HEADER: encode_crc(crc32c(body) if crc is None else crc)}
-        if absent:
-            headers |= IF_ABSENT
-        return self._client.send(S3Request("PUT", key, {}, headers, body))
+        return self._send(_put_request(key, body, crc=crc, absent=absent))
+
+    def _send(self, request: S3Request) -> S3Reply:
+        """Send a request, again after a failure that may pass. A refusal is returned, not raised."""
+
+        def attempt() -> S3Reply:
+            reply = self._client.send(request)
+            if reply.failure is not None and _may_pass(reply.failure):
+                raise reply.failure.error()
+            return reply
+
+        return self._call(attempt)
+
+    def _head(self, key: str) -> ObjectInfo | None:
+        return self._call(partial(self._client.head, key))
+
+    def _call(self, operation: Callable[[], T]) -> T:
+        return self._retrier.call("probe of the store", operation)
 
     def _where(self, method: str) -> str:
         return self._client.describe(S3Request(method, self._key))
+
+
+def _may_pass(failure: S3Failure) -> bool:
+    """Return whether the store was busy. A refusal of wrong bytes is a result, although uploads repeat it."""
+    return failure.error().retryable and (failure.status == 429 or failure.status >= 500)
+
+
+def _put_request(
+    key: str, body: bytes, *, crc: int | None = None, absent: bool = False
+) -> S3Request:
+    headers = {CHECKSUM_HEADER: encode_crc(crc32c(body) if crc is None else crc)}
+    return S3Request("PUT", key, {}, headers | IF_ABSENT if absent else headers, body)

@@ -19,6 +19,7 @@ from holdfast.checkpoint.saving import Saver
 from holdfast.checkpoint.status import SaveStatus
 from holdfast.connection.session import Session
 from holdfast.places.place import Place
+from holdfast.places.waiting import wait_connected
 from holdfast.training.inexact_data import inexact_data
 from holdfast.training.loop import Position
 from holdfast_core.errors import SaveFailedError, UnavailableError
@@ -155,7 +156,11 @@ class Saves:
             self._status.ended(step, time.monotonic() - started)
 
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
-        if self._saver.save(handle, state, wait_seconds):
+        began = time.monotonic()
+        # The last save of a training must not be lost because the other process is being started again.
+        wait_connected(self._session, self._place, wait_seconds)
+        left_seconds = max(0.0, wait_seconds - (time.monotonic() - began))
+        if self._saver.save(handle, state, left_seconds):
             self._status.handed_over(handle)
             return
         self._status.found_no_slot = True

@@ -8,6 +8,7 @@ import time
 
 from holdfast.connection.session import Session
 from holdfast.places.place import Place
+from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import RestartRound
 
 logger = logging.getLogger(__name__)
@@ -16,17 +17,27 @@ _POLL_SECONDS = 0.2
 _LOG_AFTER_SECONDS = 15.0
 
 
-def wait_connected(session: Session, place: Place) -> RestartRound:
-    """Wait until the session is connected, without a time limit, and return the round.
+def wait_connected(
+    session: Session, place: Place, longest_seconds: float = math.inf
+) -> RestartRound:
+    """Wait until the session is connected, and return the round.
 
     Kubernetes restarts the sidecar's container, and a folder's disk may be slow.
 
+    Args:
+        session: The session.
+        place: The place that it connects to.
+        longest_seconds: Longest wait. Without it there is no limit.
+
     Raises:
+        UnavailableError: There is no connection after that time.
         HoldfastError: The place knows that no connection can be expected.
     """
     began = time.monotonic()
     log_at = began + _LOG_AFTER_SECONDS
-    while not session.wait_connected(_POLL_SECONDS):
+    while not session.wait_connected(min(_POLL_SECONDS, longest_seconds)):
+        if time.monotonic() - began >= longest_seconds:
+            raise UnavailableError(f"there is no connection to {place.traits.peer}")
         if time.monotonic() >= log_at:
             logger.warning("still waiting for a reply of %s", place.traits.peer)
             log_at = math.inf

@@ -390,13 +390,18 @@ class S3Client:
 
     def _document(self, request: S3Request, reply: S3Reply, expected: str) -> ElementTree.Element:
         root = parse_xml(reply.body)
-        if root is None or local_name(root) != expected:
-            raise TierError(
-                f"{self.describe(request)}: expected a {expected} document, found "
-                f"{self.shown(reply.body[:1000].decode('utf-8', 'replace'))[:80]!r}; check that "
-                "this is an S3 endpoint"
+        if root is not None and local_name(root) == expected:
+            return root
+        if expected.encode() in reply.body:
+            # Over plain HTTP nothing else protects a reply. Its first and last tags have the same name.
+            raise UnavailableError(
+                f"{self.describe(request)}: the {expected} document was damaged on its way"
             )
-        return root
+        raise TierError(
+            f"{self.describe(request)}: expected a {expected} document, found "
+            f"{self.shown(reply.body[:1000].decode('utf-8', 'replace'))[:80]!r}; check that "
+            "this is an S3 endpoint"
+        )
 
     def _send_once(self, request: S3Request, keys: Keys, limit_bytes: int) -> S3Reply:
         with self._send_signed(request, keys) as reply:

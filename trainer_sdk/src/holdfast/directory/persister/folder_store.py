@@ -18,6 +18,7 @@ from typing import TypeVar
 from holdfast.base.kept_run import kept_run_id
 from holdfast.directory.choice import JOB_UID, NAMESPACE, Choice
 from holdfast_core.errors import (
+    CapacityError,
     ConfigError,
     CorruptionError,
     FormatError,
@@ -217,7 +218,11 @@ class FolderStore:
                     "training of this folder, or an empty folder to continue the training of the store"
                 )
         if own != training and is_writable:
-            self._record(_TRAINING, training.encode())
+            try:
+                self._record(_TRAINING, training.encode())
+            except CapacityError as error:
+                # A full folder can be restored from. The next start or the first upload records it.
+                logger.warning("%s", error)
 
     def run(self, round_: RestartRound) -> Run:
         """Return this run as its marker describes it."""
@@ -256,6 +261,8 @@ class FolderStore:
         if not report.available:
             if report.reason == "Unreachable":
                 raise UnavailableError(report.message)
+            if report.reason == "StorageFull":
+                raise CapacityError(report.message)
             raise ConfigError(f"{report.reason}: {report.message}")
         self._conditional_put = report.features.conditional_put
         if not self._conditional_put:

@@ -36,6 +36,7 @@ from holdfast.directory.persister.state import (
 from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.errors import (
     AlreadyExistsError,
+    CapacityError,
     HoldfastError,
     NotFoundError,
     UnavailableError,
@@ -119,18 +120,19 @@ class Uploads:
     def take(self) -> None:
         """Take the store for this run, before its first step.
 
-        If the store does not answer, this is tried again while training goes on.
+        If the store does not answer or is full, this is tried again while training goes on.
 
         Raises:
             HoldfastError: The store cannot be used, or another run or training uses it.
         """
         try:
             self._take()
-        except UnavailableError as error:
+        except (UnavailableError, CapacityError) as error:
+            why = "is full" if isinstance(error, CapacityError) else "does not answer"
             logger.warning(
-                "%s does not answer: training starts, its saves go to the folder, and uploads are tried "
-                "again (%s)",
+                "%s %s: training starts, its saves go to the folder, and uploads are tried again (%s)",
                 self._store.url,
+                why,
                 error,
             )
         with self._lock:
