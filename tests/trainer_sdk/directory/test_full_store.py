@@ -13,7 +13,6 @@ from tests.support.tiers.volumes import small_volume
 
 import holdfast
 from holdfast_core.errors import UnavailableError
-from holdfast_core.store import directory
 from holdfast_core.store.directory import DirectoryObjectStore
 
 
@@ -51,6 +50,6 @@ def test_an_io_error_of_a_store_directory_may_pass(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     store = DirectoryObjectStore(tmp_path)
-    monkeypatch.setattr(directory.os, "walk", fails)
+    monkeypatch.setattr(os, "walk", fails)
     with pytest.raises(UnavailableError, match="Input/output error"):
         store.list("runs/")
