@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from tests.support.peer.bulk_pair import CLIENT, Handler, Pair, filled, started
+from tests.support.servers.flood import flood
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import RefusedError
@@ -57,6 +58,16 @@ def test_silent_connections_do_not_stop_replication(
         with silent(pair.port, 400):
             assert copies(pair)
             assert bulk_threads() <= 64 + 128 + 2
+
+
+def test_a_flood_from_another_process_stops_no_replication(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
+        with flood(pair.port):
+            for _ in range(5):
+                assert copies(pair)
+                assert bulk_threads() <= 64 + 128 + 64 + 2
 
 
 def test_connections_with_half_a_hello_do_not_stop_replication(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 from tests.support.clock import ManualClock
+from tests.support.servers.flood import flood
 
 from holdfast_core.clock import SystemClock
 from holdfast_operator.base import logs
@@ -88,6 +89,21 @@ def test_half_requests_take_neither_descriptors_nor_threads(
             assert threading.active_count() == threads
             _, text = await bed.get("metrics", "/metrics")
             assert f'holdfast_connections_dropped_total{{port="{port}",reason="room"}}' in text
+
+    run_scenario(scenario)
+
+
+@pytest.mark.parametrize(("port", "path"), [("metrics", "/metrics"), ("health", "/readyz")])
+def test_half_requests_from_many_addresses_blind_no_caller(port: str, path: str) -> None:
+    """There are more addresses than places, and the attacker connects from a process of its own."""
+
+    async def scenario(bed: Bed) -> None:
+        number = bed.ports.metrics_port if port == "metrics" else bed.ports.health_port
+        with flood(
+            number, b"GET /metrics HTTP/1.1\r\n", [f"127.0.0.{n}" for n in range(2, 42)]
+        ):
+            for _ in range(100):
+                assert (await bed.get(port, path))[0] == 200
 
     run_scenario(scenario)
 

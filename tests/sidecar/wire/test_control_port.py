@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.support.servers.flood import flood
 from tests.support.servers.pki import Authority
 from tests.support.servers.ports import silent_connections
 from tests.support.sidecar.rounds import accepted, round_message
@@ -131,6 +132,29 @@ async def test_unauthenticated_callers_occupy_few_connections_and_block_no_membe
                 own = descriptors() - before - 40 * number
                 assert own <= 64 + 128 + 32, "those that lost their place are closed"
         assert dropped["control room"] >= 400 - 193
+
+
+async def test_a_flood_from_another_process_leaves_few_connections_open_and_blocks_no_member(
+    certificates: Files,
+) -> None:
+    """The attacker fills the backlog faster than the server accepts, so accepting never has to wait."""
+    limits = ListenerLimits(handshake_seconds=HOUR)
+    async with control(certificates, Handler(), limits) as (_, port, dropped):
+        operator = client_context(certificates(operator_dns_name(JOB)))
+        before, most = descriptors(), 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, descriptors() - before)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        with flood(port):
+            while dropped["control room"] < 1000:
+                assert (await ask(port, operator))[0] == 200
+        watching.cancel()
+        assert most <= 64 + 128 + 32, "those that lost their place are closed"
 
 
 async def test_a_handshake_that_does_not_come_ends(certificates: Files) -> None:

@@ -112,6 +112,9 @@ class Listener:
             task = asyncio.create_task(self._connect(connection))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
+            # sock_accept does not wait while the backlog has connections. Without this turn an attacker that
+            # connects without a pause would keep the event loop here, and no connection would be closed.
+            await asyncio.sleep(0)
 
     async def _connect(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()

@@ -60,9 +60,9 @@ _PLAIN_IDLE_SECONDS = 5.0
 _MAX_QUIET_SECONDS = 600.0
 """Longest time for which the operator may ask for urgent changes only."""
 _PLAIN_PLACES = Places(unauthenticated=32, unauthenticated_per_address=16)
-_RENDER_SECONDS = 0.2
-"""Least time between two renderings of /metrics, which anyone may request at any rate. Requests that arrive
-meanwhile share the next rendering."""
+_RENDERED_SECONDS = 0.2
+"""Seconds for which one rendering of /metrics is reused, because anyone may request it at any rate. A request
+that waited for a newer one could lose its connection to others meanwhile."""
 
 
 class Handler(Protocol):
@@ -291,13 +291,12 @@ class PlainServer:
             ready: Whether /readyz answers 200, and not 503.
             limits: Limits of the listener.
             dropped: Called with port and reason for each connection that is dropped.
-            clock: Measures the pause between two renderings.
+            clock: Measures the age of a rendering.
         """
         self._render_page = render
         self._ready = ready
         self._clock = clock or SystemClock()
-        self._rendering: asyncio.Task[bytes] | None = None
-        self._not_before = 0.0
+        self._rendered: tuple[float, bytes] | None = None
         self._port = Port(
             context=None,
             limits=limits or ListenerLimits(_PLAIN_PLACES),
@@ -316,7 +315,7 @@ class PlainServer:
 
         async def metrics(request: web.Request) -> web.Response:
             return web.Response(
-                body=await self._metrics(),
+                body=self._metrics(),
                 headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
             )
 
@@ -333,19 +332,11 @@ class PlainServer:
     async def close(self) -> None:
         await self._port.close()
 
-    async def _metrics(self) -> bytes:
-        """Return a rendering that begins after this call, shared with other callers."""
-        if self._rendering is None:
-            self._rendering = asyncio.create_task(self._render())
-        return await asyncio.shield(self._rendering)
-
-    async def _render(self) -> bytes:
-        pause = self._not_before - self._clock.monotonic()
-        if pause > 0:
-            await self._clock.sleep(pause)
-        self._rendering = None  # Requests from now on get the next rendering.
-        self._not_before = self._clock.monotonic() + _RENDER_SECONDS
-        return self._render_page()
+    def _metrics(self) -> bytes:
+        now = self._clock.monotonic()
+        if self._rendered is None or now >= self._rendered[0] + _RENDERED_SECONDS:
+            self._rendered = now, self._render_page()
+        return self._rendered[1]
 
 
 def _round_of_header(request: web.Request) -> RestartRound | None:
