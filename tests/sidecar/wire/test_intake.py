@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.clock import ManualClock
 
 from holdfast_core.errors import NotFoundError, UnavailableError
 from holdfast_core.format.digest import digest_of
@@ -33,6 +35,7 @@ from holdfast_core.messages.socket_frames import (
     send_frame,
     write_frame,
 )
+from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.wire.intake import Attached, Connection, Intake, LocalConnections
 
@@ -206,3 +209,36 @@ def test_a_connection_that_outlives_its_rank_does_not_hold_up_the_end(socket_pat
         return ended
 
     assert asyncio.run(scenario()) is False
+
+
+def test_a_request_that_fails_at_any_rate_fills_no_log(
+    socket_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer may repeat a request as fast as it is answered."""
+
+    async def scenario() -> None:
+        intake = Intake(socket_path, JOB, Failing(KeyError(7)), LocalConnections())
+        await intake.start()
+        reader, writer = await asyncio.open_unix_connection(str(socket_path))
+        try:
+            writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
+            await read_frame(reader)
+            for number in range(2, 1000):
+                writer.write(write_frame(Restore(RestartRound(1), Rank(0)), number))
+                await read_frame(reader)
+        finally:
+            writer.close()
+            await intake.close()
+
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        logs.configure(ManualClock())
+        asyncio.run(scenario())
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    log = capsys.readouterr().err
+    failures = [line for line in log.splitlines() if "Restore failed" in line]
+    assert sum("exception" in line for line in failures) == 1
+    assert len(log) < 20_000

@@ -1,4 +1,4 @@
-"""Limit on the log lines that libraries write because of input from unauthenticated callers."""
+"""Limit on the log lines that input from others causes: from unauthenticated callers and from the trainer."""
 
 from __future__ import annotations
 
@@ -10,37 +10,66 @@ from holdfast_core.clock import Clock, SystemClock
 _LINES = 5
 """Log lines per minute of one message of a library."""
 _SUBJECTS = 100
-"""Different messages per minute, over all libraries. Further messages are dropped."""
+"""Different messages per minute, over all libraries and of the program itself. Further ones are dropped."""
 
 
 class BoundedLogs(logging.Filter):
-    """Log filter that passes all lines of one logger and a few lines a minute of each message of others.
+    """Log filter that passes a few lines a minute of each message, and one traceback of each kind of error.
 
-    Without it an unauthenticated caller could fill the log: aiohttp writes a traceback for each request that
-    is not HTTP. A container whose log fills its node's disk is evicted.
+    Without it others could fill the log: aiohttp writes a traceback for each request that is not HTTP, and a
+    trainer may repeat a request that fails at any rate. A container whose log fills its node's disk is
+    evicted. The next line that passes has the number of lines before it that were dropped as `left_out`.
     """
 
-    def __init__(self, own: str, clock: Clock | None = None) -> None:
-        """Pass all lines of the logger `own`, and a few a minute of each message of the others.
+    def __init__(
+        self, own: str, clock: Clock | None = None, *, own_warnings: int | None = None
+    ) -> None:
+        """Limit the lines of all loggers but `own`, and the warnings and errors of `own` if a limit is given.
 
         Args:
-            own: Name of this program's logger, which limits its own lines.
+            own: Name of this program's logger.
+            own_warnings: Lines per minute of one warning or error of `own`. None: any number.
         """
         super().__init__()
         self._own = own
+        self._own_warnings = own_warnings
         self._clock = clock or SystemClock()
         self._minute = 0
-        self._seen: Counter[tuple[str, str]] = Counter()
+        self._lines: dict[bool, Counter[tuple[str, str]]] = {True: Counter(), False: Counter()}
+        """Lines of this minute of each message, of the program itself and of libraries."""
+        self._errors: set[tuple[str, str, object]] = set()
+        """Messages and types of errors whose tracebacks were logged in this minute."""
+        self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.name == self._own:
-            return True
+        if not self._is_within_limits(record):
+            self._left_out += 1
+            return False
+        if self._left_out:
+            record.fields = {**getattr(record, "fields", {}), "left_out": self._left_out}
+            self._left_out = 0
+        return True
+
+    def _is_within_limits(self, record: logging.LogRecord) -> bool:
+        own = record.name == self._own
+        limit = _LINES
+        if own:
+            if self._own_warnings is None or record.levelno < logging.WARNING:
+                return True
+            limit = self._own_warnings
         minute = int(self._clock.monotonic() // 60.0)
         if minute != self._minute:
             self._minute = minute
-            self._seen.clear()
-        subject = (record.name, str(record.msg)[:200])
-        if subject not in self._seen and len(self._seen) >= _SUBJECTS:
+            for lines in self._lines.values():
+                lines.clear()
+            self._errors.clear()
+        subject, lines = (record.name, str(record.msg)[:200]), self._lines[own]
+        if subject not in lines and len(lines) >= _SUBJECTS:
             return False
-        self._seen[subject] += 1
-        return self._seen[subject] <= _LINES
+        lines[subject] += 1
+        if record.exc_info:
+            error = (*subject, record.exc_info[0])
+            if error in self._errors:
+                record.exc_info = record.exc_text = None
+            self._errors.add(error)
+        return lines[subject] <= limit

@@ -16,6 +16,9 @@ from holdfast_core.net.bounded_logs import BoundedLogs
 
 LOGGER = logging.getLogger("holdfast_sidecar")
 _RATE_LIMIT_SECONDS = 60.0
+_WARNINGS = 20
+"""Lines per minute of one warning or error. A trainer may cause any number, with requests that fail."""
+_ERROR_CHARACTERS = 1000
 
 
 class _JsonFormatter(logging.Formatter):
@@ -42,7 +45,7 @@ def configure(clock: Clock | None = None, **fixed: Any) -> None:
     clock = clock or SystemClock()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(fixed, clock))
-    handler.addFilter(BoundedLogs(LOGGER.name, clock))
+    handler.addFilter(BoundedLogs(LOGGER.name, clock, own_warnings=_WARNINGS))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
@@ -63,7 +66,8 @@ def warning(message: str, **fields: Any) -> None:
 
 
 def failure(message: str, error: BaseException, **fields: Any) -> None:
-    """Log an error with its traceback, where nothing else reports it."""
+    """Log an error with its traceback, where nothing else reports it. A repeated one has no traceback."""
+    fields["error"] = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
     LOGGER.error(message, exc_info=error, extra={"fields": fields})
 
 
