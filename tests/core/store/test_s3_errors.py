@@ -182,8 +182,17 @@ def test_text_that_is_not_secret_is_shown(text: str) -> None:
         b"",
         b"<a>" * 3,
         b"<a>" + b"<b/>" * MAX_TAGS + b"</a>",
+        b"<a " + b" ".join(b"a%d = ''" % n for n in range(100_000)) + b"/>",
+        b"<a>" + b"<b c='' d='' e=''/>" * 50_000 + b"</a>",
     ],
-    ids=["entities", "utf-16", "empty", "cut", "many tags"],
+    ids=["entities", "utf-16", "empty", "cut", "many tags", "many attributes", "some attributes"],
 )
 def test_unsafe_xml_is_refused(body: bytes) -> None:
     assert parse_xml(body) is None
+
+
+def test_a_list_of_all_parts_with_their_checksums_is_parsed() -> None:
+    part = b"<Part><ETag>&quot;0&quot;</ETag><ChecksumSHA256>+0==</ChecksumSHA256></Part>"
+    root = parse_xml(b"<ListPartsResult>" + part * 10_000 + b"</ListPartsResult>")
+    assert root is not None
+    assert len(root) == 10_000

@@ -29,6 +29,10 @@ _CLEANED_CHARACTERS = 4 * MAX_TEXT_CHARACTERS
 MAX_TAGS = 200_000
 """Limit of "<" in XML: a few megabytes of tags could otherwise take hundreds of megabytes of memory. A list
 of 10,000 parts, which some servers send as one page, has 120,000."""
+MAX_EQUAL_SIGNS = 50_000
+"""Limit of "=" in XML, one of which each attribute has. The parser would hold the interpreter for seconds over
+an element with as many attributes as a reply has room for. S3 sends one or two attributes, but two signs in
+the checksum of each part of a list."""
 _BAD_BYTES_CODES = frozenset(
     {
         "BadDigest",
@@ -154,12 +158,12 @@ def is_error_document(body: bytes) -> bool:
 def parse_xml(body: bytes) -> ElementTree.Element | None:
     """Return the root element of a body.
 
-    Returns None if the body is not XML in UTF-8, has more than MAX_TAGS tags, or has a DOCTYPE. S3 sends no
-    DOCTYPE; an attacker could declare entities in one.
+    Returns None if the body is not XML in UTF-8, has more than MAX_TAGS tags or MAX_EQUAL_SIGNS signs, or
+    has a DOCTYPE. S3 sends no DOCTYPE; an attacker could declare entities in one.
     """
     try:
         text = body.decode("utf-8").strip()
-        if "<!DOCTYPE" in text or text.count("<") > MAX_TAGS:
+        if "<!DOCTYPE" in text or text.count("<") > MAX_TAGS or text.count("=") > MAX_EQUAL_SIGNS:
             return None
         parser = ElementTree.XMLParser()
         parser.feed(text)
