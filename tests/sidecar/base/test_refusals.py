@@ -328,7 +328,12 @@ CASES = [
     Case("suspect: a member", PLAIN, MEMBER[1], SUSPECT, None),
     Case("suspect: a former member", PLAIN, STRANGER, SUSPECT, Refusal.NOT_MEMBER),
     # relays
-    *fenced("relay", relayed, 1, MEMBER[0]),
+    Case("relay: current round", in_groups(1), GROUPED[2], relayed(), None),
+    Case("relay: older round", in_groups(1), GROUPED[2], relayed(OLD), Refusal.STALE_ROUND),
+    Case("relay: newer round", in_groups(1), GROUPED[2], relayed(NEW), Refusal.FUTURE_ROUND),
+    Case("relay: sealed", sealed(1), MEMBER[0], relayed(), Refusal.SEALED),
+    Case("relay: in a single group", COORDINATOR, MEMBER[0], relayed(), Refusal.NOT_MEMBER),
+    Case("relay: up, empty, from no relay", in_groups(1), GROUPED[3], relayed(), Refusal.NOT_MEMBER),
     Case("relay: from a stranger", COORDINATOR, STRANGER, relayed(), Refusal.NOT_MEMBER),
     Case("relay: up", in_groups(1), GROUPED[2], relayed(NOW, 2, 3), None),
     Case("relay: up, another group", in_groups(1), GROUPED[2], relayed(NOW, 5), Refusal.NOT_MEMBER),
@@ -446,6 +451,23 @@ def test_nothing_that_is_served_is_refused_before_its_body_is_read(case: Case) -
         assert early is None
     if early is not None:
         assert early.code == case.expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "relay: in a single group",
+        "relay: up, empty, from no relay",
+        "relay: up, elsewhere",
+        "relay: down, to no relay",
+        "prepared: to another relay",
+    ],
+)
+def test_a_member_that_sends_it_elsewhere_is_refused_before_its_body_is_read(name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    early = refuse_caller(case.state, case.caller, type(case.message), NOW)
+    assert early is not None
+    assert early.code == case.expected
 
 
 @pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)

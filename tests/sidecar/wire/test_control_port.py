@@ -21,15 +21,20 @@ from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.sidecar.served import served
 
 from holdfast_core.contract import operator_dns_name, peer_dns_name
-from holdfast_core.ids import Digest, JobUid, RestartRound, Worker
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.messages.relay import encode
 from holdfast_core.messages.schema import (
     Inventory,
     Ok,
+    Seal,
+    Suspect,
 )
 from holdfast_core.net.admission import Places
 from holdfast_core.net.listener import ListenerLimits
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_sidecar.base.rounds import Caller, RoundState
+from holdfast_sidecar.wire.bodies import BodyLimits
 from holdfast_sidecar.wire.server import ControlServer
 
 JOB = JobUid("job-1")
@@ -81,11 +86,16 @@ Files = Callable[[str], TlsFiles]
 
 
 def control(
-    files: Files, handler: Handler, limits: ListenerLimits | None = None
+    files: Files,
+    handler: Handler,
+    limits: ListenerLimits | None = None,
+    bodies: BodyLimits | None = None,
 ) -> AbstractAsyncContextManager[tuple[ControlServer, int, Counter[str]]]:
     context = server_context(files(peer_dns_name(POD, JOB)))
     return served(
-        lambda dropped: ControlServer(handler, JOB, context, limits=limits, dropped=dropped)
+        lambda dropped: ControlServer(
+            handler, JOB, context, limits=limits, bodies=bodies, dropped=dropped
+        )
     )
 
 
@@ -151,7 +161,7 @@ async def test_a_flood_from_another_process_leaves_few_connections_open_and_bloc
 
         watching = asyncio.create_task(watch())
         with flood(port):
-            while dropped["control room"] < 1000:
+            while dropped["control room"] < 300:
                 assert (await ask(port, operator))[0] == 200
         watching.cancel()
         assert most <= 64 + 128 + 32, "those that lost their place are closed"
@@ -235,6 +245,57 @@ async def test_each_message_has_a_largest_body(
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400")
         writer.close()
+
+
+async def half_sent(
+    stack: contextlib.AsyncExitStack, port: int, context: ssl.SSLContext, path: str
+) -> asyncio.StreamReader:
+    """Announce a body of 4 MiB, send half of it, and return the reader of the answer."""
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", port, ssl=context, server_hostname=peer_dns_name(POD, JOB)
+    )
+    stack.callback(lambda: writer.transport.abort())  # A writer without a reference closes.
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {4 << 20}\r\n\r\n".encode())
+    writer.write(bytes(4 << 19))
+    return reader
+
+
+@pytest.mark.parametrize("path", ["/v1/prepared", "/v1/relay"])
+async def test_half_sent_bodies_of_a_member_stop_neither_the_operator_nor_other_members(
+    certificates: Files, path: str
+) -> None:
+    """No body times out here. Together they announce 128 MiB."""
+    handler = Handler(accepted(round_message(NOW, workers=3, coordinator=Worker(0))))
+    async with (
+        control(certificates, handler, bodies=BodyLimits(body_seconds=HOUR, piece_seconds=HOUR)) as (
+            _,
+            port,
+            _,
+        ),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        attacker = client_context(certificates(peer_dns_name("gpt-1-r0", JOB)))
+        for _ in range(32):
+            await half_sent(stack, port, attacker, path)
+        operator = client_context(certificates(operator_dns_name(JOB)))
+        seal = Seal(RestartRound(NOW + 1))
+        assert (await ask(port, operator, "/v1/seal", body=encode(seal)))[0] == 200
+        suspect = Suspect(JOB, Step(1), NOW, Rank(0), digest_of(b""))
+        member = client_context(certificates(peer_dns_name("gpt-2-r0", JOB)))
+        assert (await ask(port, member, "/v1/suspect", body=encode(suspect)))[0] == 200
+        assert handler.dispatched == [seal, suspect]
+
+
+async def test_a_body_that_stops_is_given_up(certificates: Files) -> None:
+    handler = Handler(accepted(round_message(NOW, workers=3, coordinator=Worker(0))))
+    limits = BodyLimits(body_seconds=HOUR, piece_seconds=0.2)
+    async with (
+        control(certificates, handler, bodies=limits) as (_, port, _),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        member = client_context(certificates(peer_dns_name("gpt-1-r0", JOB)))
+        reader = await half_sent(stack, port, member, "/v1/prepared")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 503")
 
 
 async def test_a_body_of_unknown_length_is_refused(certificates: Files) -> None:

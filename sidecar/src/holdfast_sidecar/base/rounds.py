@@ -144,6 +144,7 @@ class From(StrEnum):
     MEMBER = "member"
     COORDINATOR = "coordinator"
     OPERATOR_OR_COORDINATOR = "operator or coordinator"
+    OTHER_END = "to the coordinator a relay, to a relay the coordinator"
 
 
 class To(StrEnum):
@@ -183,7 +184,7 @@ RULES: dict[type[Any], Rule] = {
     BufferNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
     PersistRequest: Rule(From.COORDINATOR, To.ANY, fenced=True),
     Suspect: Rule(From.MEMBER, To.ANY, fenced=False),
-    Relay: Rule(From.MEMBER, To.ANY, fenced=True),
+    Relay: Rule(From.OTHER_END, To.ANY, fenced=True),
 }
 
 
@@ -221,7 +222,7 @@ def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
         or fence(state, message.round)
         or _sender(state, caller, rule.sender)
         or _receiver(state, caller, rule.receiver)
-        or _relays(state, caller, message)
+        or _letters(state, caller, message)
         or _check_sender(state, caller, message)
         or (_not_assigned(state, caller, message) if isinstance(message, CopyRequest) else None)
     )
@@ -245,9 +246,11 @@ def refuse_caller(
         return _not_operator(state, caller)
     if rule.fenced and round_ is not None and (refused := fence(state, round_)) is not None:
         return refused
-    if caller.operator:
-        return _sender(state, caller, rule.sender)
-    return _sealed(state) or _sender(state, caller, rule.sender)
+    return (
+        _sealed(state)
+        or _sender(state, caller, rule.sender)
+        or _receiver(state, caller, rule.receiver)
+    )
 
 
 def refuse_reader(state: RoundState, caller: Caller) -> Refused | None:
@@ -415,17 +418,30 @@ def _is_relay_of(state: RoundState, caller: Caller) -> bool:
     )
 
 
-def _relays(state: RoundState, caller: Caller, message: Any) -> Refused | None:
-    """Return why a Relay is refused: it passes a relay's own group and the coordinator only."""
+def _not_other_end(state: RoundState, caller: Caller) -> Refused | None:
+    """Return why a Relay is refused: it passes between the coordinator and the relay of another group only."""
     member, accepted = state.member_of_pod(caller.pod), state.accepted
-    if not isinstance(message, Relay) or member is None or accepted is None:
-        return None
+    if member is None or accepted is None:
+        return _not_member(state, caller)
     if state.is_coordinator:
         relay = member.worker
     elif member.worker == accepted.coordinator:
         relay = state.worker
     else:
         return _not_coordinator(state)
+    if relay_of(accepted, relay) == relay:
+        return None
+    return state.refused(
+        Refusal.NOT_MEMBER, f"worker {relay} is not a relay in round {state.round}"
+    )
+
+
+def _letters(state: RoundState, caller: Caller, message: Any) -> Refused | None:
+    """Return why a Relay is refused that has passed `_not_other_end`: its letters are of the relay's group."""
+    member, accepted = state.member_of_pod(caller.pod), state.accepted
+    if not isinstance(message, Relay) or member is None or accepted is None:
+        return None
+    relay = member.worker if state.is_coordinator else state.worker
     for letter in message.letters:
         if state.is_coordinator and len(letter.workers) != 1:
             return state.refused(Refusal.BAD_REQUEST, "a letter has one sender")
@@ -453,6 +469,8 @@ def _sender(state: RoundState, caller: Caller, sender: From) -> Refused | None:
             if caller.operator or _sends_for_coordinator(state, caller):
                 return None
             return _not_member(state, caller)
+        case From.OTHER_END:
+            return _not_other_end(state, caller)
 
 
 def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None:

@@ -8,17 +8,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
 from holdfast_core.errors import FormatError, UnavailableError
+from holdfast_core.messages.codec import MAX_CONTROL_BYTES
+from holdfast_sidecar.base.rounds import Caller
 from holdfast_sidecar.wire.budget import ByteBudget
 
-_BODY_SECONDS = 30.0
-"""Seconds from the head of a request to the end of its body, including the wait for memory."""
 _PIECE_BYTES = 256 << 10
-"""Bytes that are sent at once. TLS encrypts what it is given on the event loop and buffers it for a slow
-receiver, and the manifest of thousands of ranks goes to a hundred of them at the same time."""
+"""Bytes that are sent or received at once. TLS encrypts what it is given on the event loop and buffers it for a
+slow receiver, and the manifest of thousands of ranks goes to a hundred of them at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits on the request bodies that are being read and parsed. A sidecar has a memory limit."""
+
+    operator_bytes: int = MAX_CONTROL_BYTES
+    """All bodies of the operator. Members cannot take them: the operator could not end a round otherwise."""
+    members_bytes: int = 2 * MAX_CONTROL_BYTES
+    """All bodies of members together. A gang has many members."""
+    member_bytes: int = MAX_CONTROL_BYTES
+    """The bodies of one member. The largest body must fit."""
+    body_seconds: float = 30.0
+    """Seconds from the head of a request to the end of its body, including the wait for memory."""
+    piece_seconds: float = 5.0
+    """Seconds for each 256 KiB of a body, the minimum rate. Memory is not kept for a caller that is silent."""
 
 
 def in_pieces(body: bytes) -> Iterator[memoryview]:
@@ -28,14 +46,20 @@ def in_pieces(body: bytes) -> Iterator[memoryview]:
 
 
 class Bodies:
-    """Reader of request bodies whose size is bounded for each one and for all together."""
+    """Reader of request bodies whose size is bounded for each one, for each caller and for all together."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._budget = ByteBudget(limit_bytes)
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._operator = ByteBudget(limits.operator_bytes)
+        self._members = ByteBudget(limits.members_bytes)
+        self._shares: WeakValueDictionary[str, ByteBudget] = WeakValueDictionary()
+        """The budget of each member that has a body here."""
 
     @asynccontextmanager
-    async def read(self, request: web.Request, limit_bytes: int) -> AsyncIterator[bytes]:
-        """Read the whole body. Its bytes count against the common limit until the context ends.
+    async def read(
+        self, request: web.Request, caller: Caller, limit_bytes: int
+    ) -> AsyncIterator[bytes]:
+        """Read the whole body. Its bytes count against the caller's limits until the context ends.
 
         Raises:
             FormatError: The body is too large, cut short, or of unknown length.
@@ -43,21 +67,50 @@ class Bodies:
         """
         length = _announced(request, limit_bytes)
         try:
-            async with asyncio.timeout(_BODY_SECONDS) as deadline, self._budget.take(length):
-                body = await request.content.readexactly(length)
-                deadline.reschedule(None)
-                yield body
-        except asyncio.IncompleteReadError as error:
-            raise FormatError(
-                f"{request.path}: the body ended after {len(error.partial)} of {length} bytes"
-            ) from error
+            async with asyncio.timeout(self._limits.body_seconds) as deadline:
+                async with self._room(caller, length):
+                    body = await self._received(request, length)
+                    deadline.reschedule(None)
+                    yield body
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise UnavailableError(
                 f"{request.path}: {length} bytes were announced, but were not received within "
-                f"{_BODY_SECONDS:.0f} s: the caller is slow, or too many requests arrived together"
+                f"{self._limits.body_seconds:.0f} s: the caller is slow, or too many requests arrived "
+                "together"
             ) from error
+
+    @asynccontextmanager
+    async def _room(self, caller: Caller, length: int) -> AsyncIterator[None]:
+        if caller.operator:
+            async with self._operator.take(length):
+                yield
+            return
+        share = self._shares.setdefault(caller.pod, ByteBudget(self._limits.member_bytes))
+        async with share.take(length), self._members.take(length):
+            yield
+
+    async def _received(self, request: web.Request, length: int) -> bytes:
+        pieces: list[bytes] = []
+        for start in range(0, length, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, length - start)
+            try:
+                async with asyncio.timeout(self._limits.piece_seconds) as deadline:
+                    pieces.append(await request.content.readexactly(size))
+            except asyncio.IncompleteReadError as error:
+                raise FormatError(
+                    f"{request.path}: the body ended after {start + len(error.partial)} of {length} "
+                    "bytes"
+                ) from error
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise
+                raise UnavailableError(
+                    f"{request.path}: bytes {start} to {start + size} of {length} were not received "
+                    f"within {self._limits.piece_seconds:.0f} s: the caller is slow"
+                ) from error
+        return b"".join(pieces)
 
 
 def _announced(request: web.Request, limit_bytes: int) -> int:

@@ -24,7 +24,6 @@ from holdfast_core.errors import (
 from holdfast_core.format.digest import PREFIX, parse_digest
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
 from holdfast_core.messages.bounds import body_limit_bytes
-from holdfast_core.messages.codec import MAX_CONTROL_BYTES
 from holdfast_core.messages.refusals import refusal_of
 from holdfast_core.messages.relay import decode, encode
 from holdfast_core.messages.schema import (
@@ -39,14 +38,12 @@ from holdfast_core.net.listener import ListenerLimits
 from holdfast_core.net.port import Port
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
-from holdfast_sidecar.wire.bodies import Bodies, in_pieces
+from holdfast_sidecar.wire.bodies import Bodies, BodyLimits, in_pieces
 from holdfast_sidecar.wire.client import raise_refused
 from holdfast_sidecar.wire.closed import ClosedConnections
 from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Endpoint
 
 MAX_POLL_SECONDS = 60.0
-_BODIES_BYTES = 2 * MAX_CONTROL_BYTES
-"""Limit on the bodies of all requests together. A sidecar has a memory limit, and a gang has many members."""
 _LAYOUTS_AT_ONCE = 4
 """Number of layouts, of up to 64 MiB each, that are read and sent at the same time."""
 _LAYOUT_SECONDS = 60.0
@@ -126,19 +123,21 @@ class ControlServer:
         context: ssl.SSLContext,
         *,
         limits: ListenerLimits | None = None,
+        bodies: BodyLimits | None = None,
         expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
     ) -> None:
         """Create the server; `start` begins to serve.
 
         Args:
+            limits, bodies: Limits other than the usual ones.
             expected: Returns the addresses of members, whose connections other callers cannot displace.
             dropped: Called with the port's name and the reason for each connection that the server closes
                 before its end.
         """
         self._handler = handler
         self._job_uid = job_uid
-        self._bodies = Bodies(_BODIES_BYTES)
+        self._bodies = Bodies(bodies or BodyLimits())
         self._layouts = asyncio.Semaphore(_LAYOUTS_AT_ONCE)
         self._port = Port(
             context=context,
@@ -177,7 +176,8 @@ class ControlServer:
             )
             if refused is not None:
                 raise_refused(refused)
-            async with self._bodies.read(request, body_limit_bytes(endpoint.request)) as body:
+            limit = body_limit_bytes(endpoint.request)
+            async with self._bodies.read(request, caller, limit) as body:
                 if len(body) < _OFF_LOOP_BYTES:
                     message = decode(endpoint.request, body)
                 else:
