@@ -24,6 +24,11 @@ def mounted(path: str, name: str = "data") -> dict[str, Any]:
     return trainer(volumeMounts=[{"name": name, "mountPath": path}])
 
 
+def _claim_from(field: str) -> dict[str, Any]:
+    source = {"kind": "PersistentVolumeClaim", "name": "gpt-abc123-0-r0-holdfast-node"}
+    return {"volumeClaimTemplate": {"spec": {field: source}}}
+
+
 MOUNT = f"{SPEC}.containers[0].volumeMounts[0]"
 
 HOSTILE_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
@@ -133,4 +138,42 @@ HOSTILE_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
         trainer(envFrom=[{"secretRef": {"name": "a-certs-0-r1"}}]),
         f"{SPEC}.containers[0].envFrom[0].secretRef.name",
     ),
+    **{
+        f"certificates for {kind}": (
+            template(volumes=[{"name": "v", kind: {"secretRef": {"name": "a-certs-0-r0"}}}]),
+            f"{SPEC}.volumes[0].{kind}.secretRef.name",
+        )
+        for kind in ("rbd", "iscsi", "cephfs", "cinder", "scaleIO", "storageos")
+    },
+    "certificates of adopted pods": (
+        template(volumes=[{"name": "v", "secret": {"secretName": "gpt-holdfast-certs-0"}}]),
+        f"{SPEC}.volumes[0].secret.secretName",
+    ),
+    "a file of our volume as a variable": (
+        trainer(
+            env=[
+                {
+                    "name": "K",
+                    "valueFrom": {
+                        "fileKeyRef": {"volumeName": "holdfast-certs", "path": "a", "key": "K"}
+                    },
+                }
+            ]
+        ),
+        f"{SPEC}.containers[0].env[0].valueFrom.fileKeyRef.volumeName",
+    ),
+    **{
+        f"the node volume {name} of another pod": (
+            template(volumes=[{"name": "v", "persistentVolumeClaim": {"claimName": name}}]),
+            f"{SPEC}.volumes[0].persistentVolumeClaim.claimName",
+        )
+        for name in ("gpt-abc123-0-r0-holdfast-node", "gpt-abc123-0-r0-holdfast-node-1")
+    },
+    **{
+        f"a copy of another pod's node volume by {field}": (
+            template(volumes=[{"name": "v", "ephemeral": _claim_from(field)}]),
+            f"{SPEC}.volumes[0].ephemeral.volumeClaimTemplate.spec.{field}.name",
+        )
+        for field in ("dataSource", "dataSourceRef")
+    },
 }

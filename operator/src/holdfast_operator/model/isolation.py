@@ -20,8 +20,10 @@ RESERVED_PREFIX = "holdfast-"
 RESERVED_PATH = "/holdfast"
 """Directory below which the operator mounts all of its volumes."""
 
-_CERTIFICATES = re.compile(r"-certs-[0-9]+-r[0-9]+$")
-"""End of the names of Secrets that hold the certificates of a gang (holdfast_core.names)."""
+_CERTIFICATES = re.compile(r"(-certs-[0-9]+-r[0-9]+|-holdfast-certs-[0-9]+)$")
+"""End of the names of Secrets that hold the certificates of a gang (holdfast_core.names, model.pod_source)."""
+_NODE_CLAIM = re.compile(r"-holdfast-node(-[0-9]+)?$")
+"""End of the names of claims of node volumes. Kubernetes names them after the pod and its volume."""
 _CONTAINER_LISTS = ("containers", "initContainers", "ephemeralContainers")
 
 
@@ -80,6 +82,9 @@ def _of_container(path: str, container: Mapping[str, Any]) -> Iterator[Breach]:
         source = variable.get("valueFrom")
         if isinstance(source, Mapping):
             yield from _secret(f"{at}.valueFrom.secretKeyRef", source.get("secretKeyRef"), "name")
+            yield from _reserved_volume(
+                f"{at}.valueFrom.fileKeyRef", source.get("fileKeyRef"), "volumeName"
+            )
     for at, source in items_of(container, "envFrom", path):
         yield from _secret(f"{at}.secretRef", source.get("secretRef"), "name")
 
@@ -91,15 +96,25 @@ def _of_volume(path: str, volume: Mapping[str, Any]) -> Iterator[Breach]:
             yield from _secret(f"{path}.{kind}", source, "secretName")
             for reference in ("secretRef", "nodePublishSecretRef"):
                 yield from _secret(f"{path}.{kind}.{reference}", source.get(reference), "name")
+    yield from _claim(
+        f"{path}.persistentVolumeClaim", volume.get("persistentVolumeClaim"), "claimName"
+    )
+    claim: Any = volume
+    for key in ("ephemeral", "volumeClaimTemplate", "spec"):
+        claim = claim.get(key) if isinstance(claim, Mapping) else None
+    if isinstance(claim, Mapping):
+        for key in ("dataSource", "dataSourceRef"):
+            at = f"{path}.ephemeral.volumeClaimTemplate.spec.{key}"
+            yield from _claim(at, claim.get(key), "name")
     for at, source in items_of(volume.get("projected"), "sources", f"{path}.projected"):
         yield from _secret(f"{at}.secret", source.get("secret"), "name")
 
 
-def _reserved_volume(path: str, item: Mapping[str, Any]) -> Iterator[Breach]:
-    if str(item.get("name", "")).startswith(RESERVED_PREFIX):
+def _reserved_volume(path: str, item: Any, key: str = "name") -> Iterator[Breach]:
+    if isinstance(item, Mapping) and str(item.get(key, "")).startswith(RESERVED_PREFIX):
         yield Breach(
-            f"{path}.name",
-            f"is {item['name']!r}, but volumes whose names start with {RESERVED_PREFIX} belong to "
+            f"{path}.{key}",
+            f"is {item[key]!r}, but volumes whose names start with {RESERVED_PREFIX} belong to "
             "the operator, which mounts what the trainer needs: use a volume of another name",
         )
 
@@ -127,6 +142,15 @@ def _secret(path: str, source: Any, key: str) -> Iterator[Breach]:
             f"{path}.{key}",
             f"is {source[key]!r}, the name of a Secret with certificates of a gang, which only "
             "sidecars may read: use a Secret of another name",
+        )
+
+
+def _claim(path: str, source: Any, key: str) -> Iterator[Breach]:
+    if isinstance(source, Mapping) and _NODE_CLAIM.search(str(source.get(key, ""))):
+        yield Breach(
+            f"{path}.{key}",
+            f"is {source[key]!r}, the name of a claim with the checkpoints and the private key of a "
+            "sidecar, which only that sidecar may read: use a claim of another name",
         )
 
 
