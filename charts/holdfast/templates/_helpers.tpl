@@ -88,3 +88,36 @@ namespace of the operator is known to it. */}}
   resources: [events]
   verbs: [create]
 {{- end }}
+
+{{/*
+Rules of an admission policy that keep the volumes and containers in variables.volumes and variables.containers
+out of the Secrets and claims of sidecars. The operator has the same rules (model/isolation.py).
+Argument: the path of the pod's spec, for the messages.
+*/}}
+{{- define "holdfast.volumeRules" -}}
+{{- $certificates := "orValue('').matches('(-certs-[0-9]+-r[0-9]+|-holdfast-certs-[0-9]+)$')" }}
+{{- $claim := "orValue('').matches('-holdfast-node(-[0-9]+)?$')" }}
+- expression: >-
+    variables.volumes.all(v,
+    !v.?secret.?secretName.{{ $certificates }}
+    && !v.?azureFile.?secretName.{{ $certificates }}
+    && !v.?csi.?nodePublishSecretRef.?name.{{ $certificates }}
+    {{- range list "cephfs" "cinder" "flexVolume" "iscsi" "rbd" "scaleIO" "storageos" }}
+    && !v.?{{ . }}.?secretRef.?name.{{ $certificates }}
+    {{- end }}
+    && v.?projected.?sources.orValue([]).all(s, !s.?secret.?name.{{ $certificates }}))
+    && variables.containers.all(c,
+    c.?env.orValue([]).all(e, !e.?valueFrom.?secretKeyRef.?name.{{ $certificates }})
+    && c.?envFrom.orValue([]).all(e, !e.?secretRef.?name.{{ $certificates }}))
+  message: >-
+    {{ . }}: Secrets whose names end in -certs-N-rN or -holdfast-certs-N hold certificates of a
+    gang, which only sidecars may read: use a Secret of another name
+- expression: >-
+    variables.volumes.all(v,
+    !v.?persistentVolumeClaim.?claimName.{{ $claim }}
+    && !v.?ephemeral.?volumeClaimTemplate.?spec.?dataSource.?name.{{ $claim }}
+    && !v.?ephemeral.?volumeClaimTemplate.?spec.?dataSourceRef.?name.{{ $claim }})
+  message: >-
+    {{ . }}.volumes: claims whose names end in -holdfast-node or -holdfast-node-N hold the
+    checkpoints and the private key of a sidecar, which only that sidecar may read: use another claim
+{{- end }}

@@ -85,6 +85,53 @@ def adopting(empty_bed: OperatorBed, policies: None) -> OperatorBed:
     return bed
 
 
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "certificates mounted": (
+        {"volumeMounts": [{"name": "holdfast-certs", "mountPath": "/c"}]},
+        "name a volume that starts with holdfast-",
+    ),
+    "the node volume mounted": (
+        {"volumeMounts": [{"name": "holdfast-node", "mountPath": "/n"}]},
+        "name a volume that starts with holdfast-",
+    ),
+    "certificates as a variable": (
+        {
+            "env": [
+                {
+                    "name": "K",
+                    "valueFrom": {
+                        "secretKeyRef": {"name": "gpt-holdfast-certs-0", "key": "worker-1.key"}
+                    },
+                }
+            ]
+        },
+        "hold certificates of a gang",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("role", ["train", "helper", "init"])
+def test_a_pod_that_reaches_for_the_sidecar_is_refused(
+    adopting: OperatorBed, case: str, role: str
+) -> None:
+    """The trainer itself, another container and an init container try it. A pod without it is accepted."""
+    fields, expected = HOSTILE[case]
+    path = f"/api/v1/namespaces/{adopting.namespace}/pods?dryRun=All"
+    trainer, other = ({"name": n, "image": "example/trainer:1"} for n in ("train", role))
+    labels = {"holdfast.dev/adopt": "gpt", "batch.kubernetes.io/job-completion-index": "0"}
+
+    def pod(**more: Any) -> dict[str, Any]:
+        containers = [trainer] if role != "train" else []
+        lists = {"containers": [*containers, {**other, **more}]}
+        if role == "init":
+            lists = {"containers": [trainer], "initContainers": [{**other, **more}]}
+        return {"metadata": {"name": "probe", "labels": labels}, "spec": lists}
+
+    assert SIDECAR_CONTAINER in json.dumps(tried(adopting, path, pod()))
+    assert expected in json.dumps(tried(adopting, path, pod(**fields)))
+
+
 def adopt(bed: OperatorBed, body: dict[str, Any]) -> None:
     """Create a CheckpointAdoption and wait until its pods can be created."""
     name = body["metadata"]["name"]
