@@ -245,6 +245,89 @@ def test_a_template_with_volumes_and_secrets_of_its_own_is_accepted(cluster: Con
     )
 
 
+TRAINER = {"name": "trainer", "image": "a:1"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        pytest.param(
+            {
+                "template": {
+                    "spec": {
+                        "containers": [
+                            {**TRAINER, "livenessProbe": {"exec": {"command": ["true"]}}}
+                        ]
+                    }
+                }
+            },
+            "container trainer has a livenessProbe",
+            id="liveness probe",
+        ),
+        pytest.param(
+            {
+                "template": {
+                    "spec": {
+                        "containers": [
+                            {**TRAINER, "lifecycle": {"preStop": {"sleep": {"seconds": 600}}}}
+                        ]
+                    }
+                }
+            },
+            "container trainer has a preStop hook",
+            id="preStop",
+        ),
+        pytest.param(
+            {"template": {"spec": {"containers": [TRAINER], "nodeName": "gone"}}},
+            "spec.template.spec.nodeName is gone",
+            id="node name",
+        ),
+        pytest.param(
+            {
+                "template": {
+                    "metadata": {"labels": {"holdfast.dev/job": "other"}},
+                    "spec": {"containers": [TRAINER]},
+                }
+            },
+            "spec.template.metadata.labels: holdfast.dev/job: the operator sets",
+            id="our label",
+        ),
+        pytest.param(
+            {"checkpoint": {"memory": {"sizeLimit": "1Mi"}}},
+            "spec.checkpoint.memory.sizeLimit is 1Mi",
+            id="small memory",
+        ),
+        pytest.param(
+            {"checkpoint": {"node": {"volume": {"emptyDir": {"sizeLimit": "20M"}}}}},
+            "spec.checkpoint.node.volume.emptyDir.sizeLimit is 20M",
+            id="small node volume",
+        ),
+    ],
+)
+def test_a_value_that_is_nearly_always_a_mistake_is_accepted_with_a_warning(
+    cluster: ControlPlane, spec: dict[str, Any], expected: str
+) -> None:
+    job = merged(job_object("advised"), {"spec": spec})
+    text = cluster.kubectl(
+        "create", "--dry-run=server", "-f", "-", stdin=json.dumps(job), check=False
+    )
+    assert "created (server dry run)" in text
+    assert expected in text
+    assert text.count("Warning:") == 1
+
+
+def test_a_usual_job_causes_no_warning(cluster: ControlPlane) -> None:
+    text = cluster.kubectl(
+        "create",
+        "--dry-run=server",
+        "-f",
+        "-",
+        stdin=json.dumps(job_object("usual")),
+        check=False,
+    )
+    assert "Warning" not in text
+
+
 @pytest.mark.parametrize(
     ("role", "expected"),
     [

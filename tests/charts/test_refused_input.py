@@ -112,7 +112,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "node limit is zero": (
         ckpt(node={"volume": {"emptyDir": {"sizeLimit": "0"}}}),
-        ['emptyDir.sizeLimit is "0", expected a quantity of bytes above zero'],
+        ['emptyDir.sizeLimit is "0", expected a quantity of bytes of at least 1Mi'],
+    ),
+    "thousandths of a byte": (
+        ckpt(memory={"sizeLimit": "20m"}),
+        ['memory.sizeLimit is "20m", expected a quantity of bytes of at least 1Mi', "thousandth"],
     ),
     "node volume of a class without a size": (
         ckpt(node={"volume": {"ephemeral": [{"storageClassName": "nvme"}]}}),

@@ -78,8 +78,10 @@ def test_defaults_render_these_objects(render: Render) -> None:
         "ServiceAccount/holdfast",
         "ValidatingAdmissionPolicy/holdfast-operator",
         "ValidatingAdmissionPolicy/holdfast-trainingjobs",
+        "ValidatingAdmissionPolicy/holdfast-trainingjobs-advice",
         "ValidatingAdmissionPolicyBinding/holdfast-operator",
         "ValidatingAdmissionPolicyBinding/holdfast-trainingjobs",
+        "ValidatingAdmissionPolicyBinding/holdfast-trainingjobs-advice",
     ]
 
 

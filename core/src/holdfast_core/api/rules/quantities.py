@@ -1,6 +1,6 @@
 """Kubernetes quantities ("20Gi") and Go durations ("1h30m"): how to read and to refuse them.
 
-Pure. The rules of CEL take the same text, above zero.
+Pure. The rules of CEL take the same text, with bounds.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ DURATION = _checked(parse_duration)
 
 
 def quantity_rule(field: str, example: str) -> dict[str, Any]:
-    """CEL: the text is a quantity above zero."""
+    """CEL: the text is a quantity of at least 1Mi. "20m" is 20 thousandths of a byte."""
     return rule(
-        "isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))",
+        "isQuantity(self) && quantity(self).compareTo(quantity('1Mi')) >= 0",
         message_expression=(
-            f'\'{field} is "%s", expected a quantity of bytes above zero: write for example '
-            f"{example}'.format([self])"
+            f'\'{field} is "%s", expected a quantity of bytes of at least 1Mi (m stands for a '
+            f"thousandth): write for example {example}'.format([self])"
         ),
     )
 
