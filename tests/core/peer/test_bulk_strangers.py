@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 from tests.support.peer.bulk_pair import CLIENT, Handler, Pair, filled, started
@@ -15,11 +16,11 @@ from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import ShardRef
-from holdfast_core.messages.schema import Refusal
+from holdfast_core.messages.schema import PayloadSpan, ReadShard, Refusal
 from holdfast_core.net.admission import Places
-from holdfast_core.net.tls import TlsFiles
+from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.peer.copy import copy_shard
-from holdfast_core.peer.protocol import PIECE_BYTES
+from holdfast_core.peer.protocol import PIECE_BYTES, send_message
 from holdfast_core.peer.server import BulkLimits
 from holdfast_core.peer.shard import PeerShard
 
@@ -114,6 +115,30 @@ def test_silent_members_delay_no_request(
             for _ in range(3):
                 stack.enter_context(pair.peer().connected())
             assert copies(pair)
+
+
+def test_a_member_that_reads_nothing_delays_no_other_member(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    """It has as many requests as may run at a time, and no wait for the socket times out."""
+    reading = threading.Event()
+
+    class Reading(Handler):
+        def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
+            reading.set()
+
+    limits = BulkLimits(requests=2, io_seconds=HOUR, idle_seconds=HOUR)
+    for pair in started(certificates, MemoryTier(), limits, Reading()):
+        record = filled(pair.tier)
+        whole = PayloadSpan(0, record.header.payload_bytes)
+        with ExitStack() as stack:
+            for _ in range(2):
+                line = stack.enter_context(pair.peer().connected())
+                send_message(line.sock, ReadShard(record.ref, (whole,) * 16))
+            reading.wait()
+            # The server's own certificate stands for another member.
+            other = replace(pair, client=client_context(certificates[0]))
+            assert other.copy(MemoryTier(), record.ref).record == record
 
 
 def test_connections_of_a_member_are_bounded(certificates: tuple[TlsFiles, TlsFiles]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from holdfast_core.errors import (
     ConfigError,
@@ -74,7 +75,8 @@ class BulkLimits:
 
     places: Places = field(default_factory=lambda: Places(known=512))
     requests: int = 32
-    """Requests in progress at the same time. Others wait for at most `io_seconds` and are then refused."""
+    """Requests in progress at the same time, at most half of them of one member. Others wait for at most
+    `io_seconds` and are then refused."""
     handshake_seconds: float = 10.0
     """Time-out of the first TLS handshake of a connection."""
     io_seconds: float = 30.0
@@ -112,6 +114,8 @@ class BulkServer:
         self._context = context
         self._limits = limits or BulkLimits()
         self._turns = threading.BoundedSemaphore(self._limits.requests)
+        self._turns_of: WeakValueDictionary[str, threading.BoundedSemaphore] = WeakValueDictionary()
+        """The share of each member that has requests. Without it one that reads nothing blocks all others."""
         self._admission: Admission[Line] = Admission(
             self._limits.places, self._displace, expected=expected
         )
@@ -239,16 +243,25 @@ class BulkServer:
                 plain = self._answer(line, peer, request, kept)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        if not self._turns.acquire(timeout=self._limits.io_seconds):
+    def _turn(self, peer: str) -> Iterator[None]:
+        most = max(1, self._limits.requests // 2)
+        with self._lock:
+            share = self._turns_of.setdefault(peer, threading.BoundedSemaphore(most))
+        with self._acquired(share, f"{most} requests of {peer}"):
+            with self._acquired(self._turns, f"{self._limits.requests} requests"):
+                yield
+
+    @contextmanager
+    def _acquired(self, turns: threading.BoundedSemaphore, what: str) -> Iterator[None]:
+        if not turns.acquire(timeout=self._limits.io_seconds):
             raise UnavailableError(
-                f"bulk: {self._limits.requests} requests are in progress, and none ended within "
+                f"bulk: {what} are in progress, and none ended within "
                 f"{self._limits.io_seconds:.0f} s"
             )
         try:
             yield
         finally:
-            self._turns.release()
+            turns.release()
 
     def _answer(self, line: Line, peer: str, request: ReadShard, kept: KeptReader) -> bool:
         """Answer one request, and return whether the connection has left TLS.
@@ -258,7 +271,7 @@ class BulkServer:
         """
         replied = False
         try:
-            with self._turn():
+            with self._turn(peer):
                 self._handler.authorize(peer, request.shard)
                 reader = kept.of(request.shard)
                 ranges = _ranges(reader.record, request.spans)
