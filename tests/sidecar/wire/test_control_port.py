@@ -333,42 +333,45 @@ async def test_the_round_is_checked_before_the_body(
 async def test_few_layouts_are_in_memory_while_callers_do_not_receive_them(
     certificates: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each of these callers reads nothing. The fifth layout is read from the disk after one of them left.
+    """No caller reads anything. A member gets half of the four, and the fifth is read after one of them left.
 
     That a caller leaves is no error of the server.
     """
     layout = bytes(32 << 20)  # more than the buffers of a connection take
     requested = asyncio.Semaphore(0)
     has_left = False
-    seen: list[bool] = []
+    seen: list[tuple[str, bool]] = []
 
     class Layouts(Handler):
         async def layout(self, caller: Caller, digest: Digest) -> bytes:
-            seen.append(has_left)
+            seen.append((caller.pod, has_left))
             requested.release()
             return layout
 
     async with control(certificates, Layouts()) as (_, port, _):
         member = client_context(certificates(operator_dns_name(JOB)))
+        other = client_context(certificates(peer_dns_name("gpt-1-r0", JOB)))
         path = f"/v1/layout?digest={'0' * 64}"
         head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
         name = peer_dns_name(POD, JOB)
         async with contextlib.AsyncExitStack() as stack:
             callers = []
-            for _ in range(6):
-                _, writer = await asyncio.open_connection(
-                    "127.0.0.1", port, ssl=member, server_hostname=name
-                )
-                stack.callback(writer.transport.abort)
-                writer.write(head)
-                callers.append(writer)
-            for _ in range(4):
-                await requested.acquire()
-            # The two others have been waiting for as long as it takes to answer another request.
+            for context in (member, other):
+                for _ in range(4):
+                    _, writer = await asyncio.open_connection(
+                        "127.0.0.1", port, ssl=context, server_hostname=name
+                    )
+                    stack.callback(writer.transport.abort)
+                    writer.write(head)
+                    callers.append(writer)
+                for _ in range(2):
+                    await requested.acquire()
+            # The four others have been waiting for as long as it takes to answer another request.
             assert (await ask(port, member))[0] == 200
             has_left = True
             for writer in callers:
                 writer.transport.abort()
             await requested.acquire()
-        assert seen[:5] == [False] * 4 + [True]
+        assert seen[:4] == [("operator", False)] * 2 + [("gpt-1-r0", False)] * 2
+        assert seen[4][1]
     assert [record for record in caplog.records if record.name == "aiohttp.server"] == []

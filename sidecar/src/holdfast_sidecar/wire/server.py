@@ -11,6 +11,7 @@ import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Container
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
@@ -45,7 +46,8 @@ from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Endpoint
 
 MAX_POLL_SECONDS = 60.0
 _LAYOUTS_AT_ONCE = 4
-"""Number of layouts, of up to 64 MiB each, that are read and sent at the same time."""
+"""Number of layouts, of up to 64 MiB each, that are read and sent at the same time, at most half of them to one
+caller."""
 _LAYOUT_SECONDS = 60.0
 """Time-out for a caller to receive a layout."""
 _OFF_LOOP_BYTES = 256 << 10
@@ -139,6 +141,7 @@ class ControlServer:
         self._job_uid = job_uid
         self._bodies = Bodies(bodies or BodyLimits())
         self._layouts = asyncio.Semaphore(_LAYOUTS_AT_ONCE)
+        self._layouts_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._port = Port(
             context=context,
             limits=limits or ListenerLimits(),
@@ -249,7 +252,8 @@ class ControlServer:
     async def _layout(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         """Send a layout as it is stored. As a part of a message it would be twice as long."""
         digest = parse_digest(f"{PREFIX}{request.query.get('digest', '')}", request.path)
-        async with self._layouts:
+        share = self._layouts_of.setdefault(caller.pod, asyncio.Semaphore(_LAYOUTS_AT_ONCE // 2))
+        async with share, self._layouts:
             document = await self._handler.layout(caller, digest)
             response = web.StreamResponse()
             response.content_length = len(document)
