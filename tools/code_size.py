@@ -20,9 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14870,
-    "operator": 12711,
-    "sidecar": 9809,
+    "core": 14908,
+    "operator": 12732,
+    "sidecar": 9865,
     "trainer_sdk": 17802,
     "cli": 620,
 }

@@ -99,9 +99,7 @@ def test_half_requests_from_many_addresses_blind_no_caller(port: str, path: str)
 
     async def scenario(bed: Bed) -> None:
         number = bed.ports.metrics_port if port == "metrics" else bed.ports.health_port
-        with flood(
-            number, b"GET /metrics HTTP/1.1\r\n", [f"127.0.0.{n}" for n in range(2, 42)]
-        ):
+        with flood(number, b"GET /metrics HTTP/1.1\r\n", [f"127.0.0.{n}" for n in range(2, 42)]):
             for _ in range(100):
                 assert (await bed.get(port, path))[0] == 200
 

@@ -333,7 +333,9 @@ CASES = [
     Case("relay: newer round", in_groups(1), GROUPED[2], relayed(NEW), Refusal.FUTURE_ROUND),
     Case("relay: sealed", sealed(1), MEMBER[0], relayed(), Refusal.SEALED),
     Case("relay: in a single group", COORDINATOR, MEMBER[0], relayed(), Refusal.NOT_MEMBER),
-    Case("relay: up, empty, from no relay", in_groups(1), GROUPED[3], relayed(), Refusal.NOT_MEMBER),
+    Case(
+        "relay: up, empty, from no relay", in_groups(1), GROUPED[3], relayed(), Refusal.NOT_MEMBER
+    ),
     Case("relay: from a stranger", COORDINATOR, STRANGER, relayed(), Refusal.NOT_MEMBER),
     Case("relay: up", in_groups(1), GROUPED[2], relayed(NOW, 2, 3), None),
     Case("relay: up, another group", in_groups(1), GROUPED[2], relayed(NOW, 5), Refusal.NOT_MEMBER),

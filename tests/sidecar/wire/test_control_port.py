@@ -267,7 +267,9 @@ async def test_half_sent_bodies_of_a_member_stop_neither_the_operator_nor_other_
     """No body times out here. Together they announce 128 MiB."""
     handler = Handler(accepted(round_message(NOW, workers=3, coordinator=Worker(0))))
     async with (
-        control(certificates, handler, bodies=BodyLimits(body_seconds=HOUR, piece_seconds=HOUR)) as (
+        control(
+            certificates, handler, bodies=BodyLimits(body_seconds=HOUR, piece_seconds=HOUR)
+        ) as (
             _,
             port,
             _,

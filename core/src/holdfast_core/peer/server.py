@@ -247,9 +247,11 @@ class BulkServer:
         most = max(1, self._limits.requests // 2)
         with self._lock:
             share = self._turns_of.setdefault(peer, threading.BoundedSemaphore(most))
-        with self._acquired(share, f"{most} requests of {peer}"):
-            with self._acquired(self._turns, f"{self._limits.requests} requests"):
-                yield
+        with (
+            self._acquired(share, f"{most} requests of {peer}"),
+            self._acquired(self._turns, f"{self._limits.requests} requests"),
+        ):
+            yield
 
     @contextmanager
     def _acquired(self, turns: threading.BoundedSemaphore, what: str) -> Iterator[None]:

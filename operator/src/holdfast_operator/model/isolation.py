@@ -21,7 +21,7 @@ RESERVED_PATH = "/holdfast"
 """Directory below which the operator mounts all of its volumes."""
 
 _CERTIFICATES = re.compile(r"(-certs-[0-9]+-r[0-9]+|-holdfast-certs-[0-9]+)$")
-"""End of the names of Secrets that hold the certificates of a gang (holdfast_core.names, model.pod_source)."""
+"""End of the names of Secrets that hold a gang's certificates (holdfast_core.names, model.pod_source)."""
 _NODE_CLAIM = re.compile(r"-holdfast-node(-[0-9]+)?$")
 """End of the names of claims of node volumes. Kubernetes names them after the pod and its volume."""
 _CONTAINER_LISTS = ("containers", "initContainers", "ephemeralContainers")

@@ -419,7 +419,7 @@ def _is_relay_of(state: RoundState, caller: Caller) -> bool:
 
 
 def _not_other_end(state: RoundState, caller: Caller) -> Refused | None:
-    """Return why a Relay is refused: it passes between the coordinator and the relay of another group only."""
+    """Return why a Relay is refused: it passes between the coordinator and another group's relay only."""
     member, accepted = state.member_of_pod(caller.pod), state.accepted
     if member is None or accepted is None:
         return _not_member(state, caller)
@@ -437,7 +437,7 @@ def _not_other_end(state: RoundState, caller: Caller) -> Refused | None:
 
 
 def _letters(state: RoundState, caller: Caller, message: Any) -> Refused | None:
-    """Return why a Relay is refused that has passed `_not_other_end`: its letters are of the relay's group."""
+    """Return why a Relay is refused that has passed `_not_other_end`: a letter is not of the group."""
     member, accepted = state.member_of_pod(caller.pod), state.accepted
     if not isinstance(message, Relay) or member is None or accepted is None:
         return None

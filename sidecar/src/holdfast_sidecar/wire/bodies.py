@@ -19,8 +19,8 @@ from holdfast_sidecar.base.rounds import Caller
 from holdfast_sidecar.wire.budget import ByteBudget
 
 _PIECE_BYTES = 256 << 10
-"""Bytes that are sent or received at once. TLS encrypts what it is given on the event loop and buffers it for a
-slow receiver, and the manifest of thousands of ranks goes to a hundred of them at the same time."""
+"""Bytes that are sent or received at once. TLS encrypts what it is given on the event loop and buffers it for
+a slow receiver, and the manifest of thousands of ranks goes to a hundred of them at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BodyLimits:
     body_seconds: float = 30.0
     """Seconds from the head of a request to the end of its body, including the wait for memory."""
     piece_seconds: float = 5.0
-    """Seconds for each 256 KiB of a body, the minimum rate. Memory is not kept for a caller that is silent."""
+    """Seconds for each 256 KiB of a body, the minimum rate. A silent caller loses its memory."""
 
 
 def in_pieces(body: bytes) -> Iterator[memoryview]:

@@ -46,8 +46,8 @@ from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Endpoint
 
 MAX_POLL_SECONDS = 60.0
 _LAYOUTS_AT_ONCE = 4
-"""Number of layouts, of up to 64 MiB each, that are read and sent at the same time, at most half of them to one
-caller."""
+"""Number of layouts, of up to 64 MiB each, that are read and sent at the same time, at most half of them to
+one caller."""
 _LAYOUT_SECONDS = 60.0
 """Time-out for a caller to receive a layout."""
 _OFF_LOOP_BYTES = 256 << 10

@@ -30,9 +30,9 @@ MAX_TAGS = 200_000
 """Limit of "<" in XML: a few megabytes of tags could otherwise take hundreds of megabytes of memory. A list
 of 10,000 parts, which some servers send as one page, has 120,000."""
 MAX_EQUAL_SIGNS = 50_000
-"""Limit of "=" in XML, one of which each attribute has. The parser would hold the interpreter for seconds over
-an element with as many attributes as a reply has room for. S3 sends one or two attributes, but two signs in
-the checksum of each part of a list."""
+"""Limit of "=" in XML, one of which each attribute has. The parser would hold the interpreter for seconds
+over an element with as many attributes as a reply has room for. S3 sends one or two attributes, but up to
+two such signs in the checksum of each part of a list."""
 _BAD_BYTES_CODES = frozenset(
     {
         "BadDigest",
