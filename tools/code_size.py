@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14908,
+    "core": 15091,
     "operator": 12732,
-    "sidecar": 9865,
-    "trainer_sdk": 17802,
+    "sidecar": 9879,
+    "trainer_sdk": 17934,
     "cli": 620,
 }
 """Most lines of code of each package."""
