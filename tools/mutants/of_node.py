@@ -63,11 +63,23 @@ OF_NODE = (
     Mutant(
         name="node/damaged-document",
         kind=Kind.MISSING_DIGEST,
-        file=f"{_NODE}documents.py",
-        original='mark[:1] + mark[-1:] != b"\\n\\n" or digest_of(document) != stored',
-        replacement='mark[:1] + mark[-1:] != b"\\n\\n"',
+        file="core/src/holdfast_core/format/sealed.py",
+        original='seal[:1] + seal[-1:] != b"\\n\\n" or digest_of(document) != stored',
+        replacement='seal[:1] + seal[-1:] != b"\\n\\n"',
         loses="A manifest that the disk has damaged is used, and names other shards.",
         tests=_FILES,
+    ),
+    Mutant(
+        name="node/layout-that-only-exists",
+        kind=Kind.MISSING_DIGEST,
+        file=f"{_NODE}tier.py",
+        original="            self.get_layout(digest)\n        except (NotFoundError, CorruptionError):\n",
+        replacement="            path.lstat()\n        except FileNotFoundError:\n",
+        loses="A damaged layout is trusted by all later saves, of which none can be opened.",
+        tests=(
+            "tests/trainer_sdk/directory/test_damaged_layouts.py::"
+            "test_the_next_save_repairs_a_damaged_layout",
+        ),
     ),
     Mutant(
         name="node/older-version-of-a-round",

@@ -161,8 +161,8 @@ OF_STORE = (
         name="store/no-read-back",
         kind=Kind.MISSING_DIGEST,
         file=f"{_STORE}directory.py",
-        original="if _info(temp) != written:",
-        replacement="if _info(temp).size_bytes != written.size_bytes:",
+        original="if _read_back(temp) != written:",
+        replacement="if _read_back(temp).size_bytes != written.size_bytes:",
         loses="A file system that stores wrong bytes is trusted with the only copy.",
         tests=(
             f"{_TESTS}test_store_directory.py::test_a_damaged_upload_is_refused_and_a_good_one_accepted_afterwards",
