@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, in_every_python
@@ -340,3 +340,43 @@ def test_files_that_are_not_whole_are_refused(
         write_index(tmp_path, {"a": first.name})
     with pytest.raises(error, match=text):
         read_model(tmp_path)
+
+
+def header_of(entries: str, data_bytes: int) -> bytes:
+    text = entries.encode()
+    return len(text).to_bytes(8, "little") + text + bytes(data_bytes)
+
+
+A_BYTE = '"dtype":"U8","shape":[4],"data_offsets"'
+
+
+@pytest.mark.parametrize(
+    ("header", "data_bytes", "text"),
+    [
+        (f'{{"a":{{{A_BYTE}:[0,4]}},"b":{{{A_BYTE}:[0,4]}}}}', 4, "'b' begins at byte 0"),
+        (f'{{"a":{{{A_BYTE}:[0,4]}},"b":{{{A_BYTE}:[2,6]}}}}', 6, "'b' begins at byte 2"),
+        (f'{{"a":{{{A_BYTE}:[0,4]}},"b":{{{A_BYTE}:[5,9]}}}}', 9, "'b' begins at byte 5"),
+        (f'{{"a":{{{A_BYTE}:[1,5]}}}}', 5, "'a' begins at byte 1"),
+        (f'{{"a":{{{A_BYTE}:[0,4]}}}}', 9, "9 bytes of data"),
+        (f'{{"__metadata__":[],"a":{{{A_BYTE}:[0,4]}}}}', 4, "__metadata__"),
+        (f'{{"__metadata__":{{"x":1}},"a":{{{A_BYTE}:[0,4]}}}}', 4, "__metadata__: 'x'"),
+    ],
+    ids=["same", "overlap", "gap", "first-gap", "rest", "no-map", "no-text"],
+)
+def test_what_safetensors_forbids_is_refused(
+    tmp_path: Path, header: str, data_bytes: int, text: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header_of(header, data_bytes))
+    with pytest.raises(FormatError, match=re.escape(text)):
+        read_model(path)
+    with pytest.raises(SafetensorError):
+        load_file(path)
+
+
+def test_a_header_with_a_repeated_key_is_refused(tmp_path: Path) -> None:
+    """The library takes the last one."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header_of(f'{{"a":{{{A_BYTE}:[0,4]}},"a":{{{A_BYTE}:[0,4]}}}}', 4))
+    with pytest.raises(CorruptionError, match="duplicate key 'a'"):
+        read_model(path)

@@ -21,6 +21,7 @@ from holdfast_core.node.files import (
     TempFile,
     disk_errors,
     fsync_directory,
+    open_to_read,
     remove_dead_temp,
     write_at,
 )
@@ -69,7 +70,7 @@ def kept_run_id(root: Path, *, read_only: bool) -> str | None:
 
 def _read(path: Path) -> str | None:
     try:
-        with path.open("rb") as file:
+        with open(open_to_read(path), "rb") as file:
             data = file.read(_MAX_BYTES)
     except FileNotFoundError:
         return None

@@ -214,12 +214,11 @@ class Session:
             if self._loss_logged:
                 return
             self._loss_logged = True
-        logger.warning(
-            "no connection to %s (%s): training continues, and saves fail until the connection is "
-            "back",
-            self.peer,
-            reason,
+        # Before the first connection nothing trains: the start waits, and says why it fails.
+        what = (
+            "" if self.policy is None else ": training continues, and saves fail until it is back"
         )
+        logger.warning("no connection to %s (%s)%s", self.peer, reason, what)
 
     def refused(self, error: HoldfastError) -> None:
         was_connected, logged_before = self.policy is not None, str(self.hello_error)

@@ -19,6 +19,7 @@ from holdfast.convert.selection import CASTS, Exported
 from holdfast.state.tensors import own_name, view_stored
 from holdfast_core.errors import ConfigError, CorruptionError, FormatError, UnsupportedStateError
 from holdfast_core.failpoint import failpoint
+from holdfast_core.format.canonical import unique_keys
 from holdfast_core.format.checks import (
     expect_ints,
     expect_map,
@@ -28,6 +29,7 @@ from holdfast_core.format.checks import (
 )
 from holdfast_core.format.dtypes import element_bytes, tensor_bytes
 from holdfast_core.format.payload import MAX_HEADER_BYTES, METADATA_NAME
+from holdfast_core.ids import ByteRange
 from holdfast_core.node.files import disk_errors
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -168,16 +170,18 @@ def _read_file(path: Path) -> dict[str, Any]:
                 )
             text = file.read(length)
     try:
-        root = json.loads(text)
+        root = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{path}: expected a JSON header: {error}") from error
+    metadata = expect_map(root, str(path)).pop(METADATA_NAME, {})
+    for key, value in expect_map(metadata, f"{path}: {METADATA_NAME}").items():
+        expect_text(value, f"{path}: {METADATA_NAME}: {key[:200]!r}", limit=MAX_HEADER_BYTES)
     start = _LENGTH.size + length
     # Copy-on-write, so that torch gets memory that it may write. The file is never changed.
     memory = np.memmap(path, np.uint8, mode="c") if size > start else np.empty(0, np.uint8)
     tensors: dict[str, Any] = {}
-    for name, value in expect_map(root, str(path)).items():
-        if name == METADATA_NAME:
-            continue
+    places: list[tuple[ByteRange, str]] = []
+    for name, value in root.items():
         what = f"{path}: tensor {name[:200]!r}"
         entry = expect_object(value, what, _FIELDS)
         dtype = expect_text(entry["dtype"], what, limit=40)
@@ -189,6 +193,28 @@ def _read_file(path: Path) -> dict[str, Any]:
                 f"{what}: bytes {list(place)} of {size - start} for {dtype} {list(shape)}: the file is cut "
                 "off or damaged"
             )
+        places.append((place, name))
         stored = np.asarray(memory[start + place.start : start + place.stop])
         tensors[name] = view_stored(stored, own_name(dtype), shape, array=False)
+    _expect_no_gaps(path, places, size - start)
     return tensors
+
+
+def _expect_no_gaps(path: Path, places: list[tuple[ByteRange, str]], size: int) -> None:
+    """Raise CorruptionError unless the tensors follow each other, as safetensors requires.
+
+    Where tensors may overlap, a small file becomes a checkpoint of any size.
+    """
+    position = 0
+    for place, name in sorted(places, key=lambda one: (one[0].start, one[0].stop)):
+        if place.start != position:
+            raise CorruptionError(
+                f"{path}: tensor {name[:200]!r} begins at byte {place.start} of the data, expected "
+                f"{position}: safetensors allows neither gaps nor overlaps"
+            )
+        position = place.stop
+    if position != size:
+        raise CorruptionError(
+            f"{path}: {size} bytes of data, of which the tensors have {position}: safetensors allows no "
+            "other bytes"
+        )

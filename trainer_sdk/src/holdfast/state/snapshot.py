@@ -19,7 +19,7 @@ from holdfast.state.decoder import Decoder
 from holdfast.state.kinds import NO_CLASSES, Classes
 from holdfast.state.template import Template, make_template
 from holdfast.state.tensors import RAW, Leaf, own_name, view_stored
-from holdfast.state.tree import STATE, Encoder, StateDictCache, StateText
+from holdfast.state.tree import STATE, Encoder, StateDictCache, StateText, is_text
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.payload import (
@@ -156,9 +156,10 @@ def _encode(state: Mapping[str, Any], encoder: Encoder) -> tuple[Snapshot, State
             f"state: expected a dict from names to parts, found {type(state).__name__}"
         )
     for key in state:
-        if not isinstance(key, str) or not key:
+        if not isinstance(key, str) or not key or key.startswith("$") or not is_text(key):
             raise UnsupportedStateError(
-                f"state: {key!r} is not a valid name: expected a non-empty str"
+                f"state: {key!r} is not a valid name: expected a non-empty str that UTF-8 can encode and "
+                "that does not begin with '$'"
             )
     try:
         text = encoder.encode_state(state)

@@ -52,9 +52,13 @@ from holdfast_core.errors import (
     UnsupportedStateError,
 )
 from holdfast_core.format.canonical import dumps_canonical
+from holdfast_core.format.payload import METADATA_NAME, OBJECTS_NAME
+from holdfast_core.format.rank_layout import MAX_FQN, owner_of
 
 STATE = "state"
 """Key of the state in the objects of a payload."""
+_MAX_PATH = MAX_FQN - 64
+"""Characters of a path. The rest of a name is for what is appended to make it unique."""
 _CUT = "$cut"
 _CUTS = re.compile(rb'\{"\$cut":(\d+)\}')
 """A mark of `Encoder.encode_state`. Text of a state cannot look like it: within JSON text its quotation marks
@@ -154,7 +158,21 @@ class StateText:
         return b"".join(pieces)
 
 
-def _is_text(value: str) -> bool:
+def _expect_name(path: str) -> None:
+    """Raise UnsupportedStateError if a tensor at this path would have a name that the format reserves."""
+    if not is_text(path) or "\0" in path or len(path) > _MAX_PATH:
+        raise UnsupportedStateError(
+            f"{path[:200]!r}: the keys down to a tensor become its name: expected at most {_MAX_PATH} "
+            "characters that UTF-8 can encode, without NUL"
+        )
+    if path in (OBJECTS_NAME, METADATA_NAME) or owner_of(path) is not None:
+        raise UnsupportedStateError(
+            f"{path}: a tensor cannot have this name: {OBJECTS_NAME}, {METADATA_NAME} and names that end "
+            "in '@rank<number>' are reserved; use another key"
+        )
+
+
+def is_text(value: str) -> bool:
     """Return whether UTF-8 can encode `value`."""
     if value.isascii():
         return True
@@ -254,7 +272,7 @@ class Encoder:
         if kind is int:
             return value if value.bit_length() <= _MAX_INT_BITS else {"$int": hex(value)}
         if kind is str:
-            return value if _is_text(value) else {"$str": _surrogates(value)}
+            return value if is_text(value) else {"$str": _surrogates(value)}
         if kind is float:
             if math.isfinite(value):
                 return value
@@ -344,7 +362,7 @@ class Encoder:
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         keys = list(value)
-        plain = all(type(k) is str and not k.startswith("$") and _is_text(k) for k in keys)
+        plain = all(type(k) is str and not k.startswith("$") and is_text(k) for k in keys)
         if plain and keys == sorted(keys):
             return {k: self.encode(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
         return {"$map": self._pairs(value, path, depth)}
@@ -365,7 +383,7 @@ class Encoder:
         known: set[Any] = set()
         for key, item in value.items():
             encoded = plain = key
-            if type(key) is not str or not _is_text(key):  # nearly all keys are text
+            if type(key) is not str or not is_text(key):  # nearly all keys are text
                 if is_tensor(key) or isinstance(key, np.ndarray) or is_stateful(key):
                     raise UnsupportedStateError(f"{path}: a tensor as a key cannot be saved")
                 encoded = self._uncut(key, f"{path}.<key>", depth + 1)
@@ -385,6 +403,7 @@ class Encoder:
         return {"$numpy": [value.dtype.name, value.tobytes().hex()]}
 
     def _reference(self, value: Any, path: str) -> Any:
+        _expect_name(path)
         base = f"{path}@rank{self.rank}" if self._owner.is_rank else path
         name = base
         serial = 1
