@@ -91,11 +91,16 @@ def test_a_save_that_streams_is_not_skipped_for_slots_that_an_interrupted_one_ha
     assert [step for step in range(1, 9) if training.saves(step)] == [2, 4, 6, 8]
 
 
-def test_this_rank_skips_a_save_for_which_another_rank_has_no_slot(tmp_path: Path) -> None:
+def test_this_rank_skips_a_save_for_which_another_rank_has_no_slot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     training = Training(tmp_path, Policy(interval_steps=2), rank=1)
     training.store.set("full/0/0", "4")
     assert [step for step in range(1, 7) if training.saves(step)] == [2, 6]
     assert training.status.skipped == 1
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "save of step 4 is skipped" in warning
+    assert "no save of this run is durable yet" in warning
 
 
 @pytest.mark.parametrize(

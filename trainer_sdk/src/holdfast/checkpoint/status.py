@@ -55,13 +55,13 @@ class SaveStatus:
     def left_out(self, step: Step) -> None:
         """Count a save that all ranks left out."""
         self._count_skipped(
-            step, "a rank's slots are still being written, so that all ranks skip it"
+            step, "a rank still writes the saves before, so that all ranks leave this one out"
         )
         self._watch_commits()
 
     def no_slot(self, handle: SaveHandle) -> None:
         """Count a save that this rank skipped, and fail its handle."""
-        reason = "every slot is still being written"
+        reason = "this rank still writes the saves before"
         self._count_skipped(handle.step, reason)
         handle.fail(Level.LOCAL, f"skipped: {reason}")
 
@@ -119,16 +119,23 @@ class SaveStatus:
         return error
 
     def _count_skipped(self, step: Step, reason: str) -> None:
-        """Count a skipped save, and log its reason unless that of the skip before was the same."""
+        """Count a skipped save, and warn of it unless that of the skip before had the same reason."""
         self.skipped += 1
         self.progress.skipped()
         if reason != self._logged_skip:
             self._logged_skip = reason
-            logger.info(
-                "save of step %d skipped: %s; later saves that are skipped for this reason are counted "
-                "in saves_skipped",
+            last = self.last_committed
+            at_risk = (
+                "no save of this run is durable yet"
+                if last is None
+                else f"a failure now costs {step - last} steps"
+            )
+            logger.warning(
+                'save of step %d is skipped: %s; %s. Save less often, or pass when_busy="wait". Later saves '
+                "that are skipped for this reason are only counted in saves_skipped",
                 step,
                 reason,
+                at_risk,
             )
 
     def _watch_commits(self) -> None:

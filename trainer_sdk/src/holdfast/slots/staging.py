@@ -297,12 +297,11 @@ class SlotRing:
                     size = len(missing) * (HEADER_BYTES + capacity_bytes)
                     left = require_room(self.directory, size, self._count, self._advice)
                     logger.info(
-                        "rank %d: %d slots of %d bytes each in %s take %d bytes of memory; %s",
-                        self._rank,
+                        "%d slots of %.1f MiB each in %s take %.1f MiB of memory; %s",
                         self._count,
-                        capacity_bytes,
+                        capacity_bytes / 2**20,
                         self.directory,
-                        self._count * (HEADER_BYTES + capacity_bytes),
+                        self._count * (HEADER_BYTES + capacity_bytes) / 2**20,
                         left,
                     )
                 descriptors = {i: _create(self._path(i), capacity_bytes) for i in missing}
