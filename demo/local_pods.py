@@ -109,7 +109,7 @@ class LocalPod:
                 environment = (entry / "environ").read_bytes()
             except OSError:
                 continue
-            if name == "holdfast-rank" and str(self.shared).encode() in environment:
+            if name.startswith("holdfast-rank") and str(self.shared).encode() in environment:
                 found.append(int(entry.name))
         return found
 

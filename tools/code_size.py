@@ -23,8 +23,8 @@ LIMITS = {
     "core": 15091,
     "operator": 12732,
     "sidecar": 9879,
-    "trainer_sdk": 17979,
-    "cli": 620,
+    "trainer_sdk": 17989,
+    "cli": 633,
 }
 """Most lines of code of each package."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -216,9 +217,9 @@ def test_a_cluster_without_the_custom_resources(server: ApiServer, config: Path)
 
 def test_a_checkpoint_that_exists_already(server: ApiServer, config: Path) -> None:
     server.answer({"metadata": {"name": "gpt", "uid": "u"}, "status": {"step": 5}})
-    server.refuse(409, 'checkpoints.holdfast.dev "gpt-manual-5" already exists', "POST")
-    line = complaint(config, "save", "gpt")
-    assert "checkpoints/gpt-manual-5 exists already" in line and "--name" in line
+    server.refuse(409, 'checkpoints.holdfast.dev "mine" already exists', "POST")
+    line = complaint(config, "save", "gpt", "--name", "mine")
+    assert "checkpoints/mine exists already" in line and "--name" in line
 
 
 def test_a_save_that_expires_says_why(server: ApiServer, config: Path) -> None:
@@ -230,10 +231,28 @@ def test_a_save_that_expires_says_why(server: ApiServer, config: Path) -> None:
     server.answers["POST"] = 201, json.dumps({"kind": "Checkpoint"})
     committed = {"type": "Committed", "message": "the job ended before this was saved"}
     status = {"phase": "Expired", "conditions": [committed]}
-    server.answers["/checkpoints/gpt-manual-0"] = 200, json.dumps({"status": status})
-    ended = run(config, "save", "gpt", "--wait")
+    server.answers["/checkpoints/mine"] = 200, json.dumps({"status": status})
+    ended = run(config, "save", "gpt", "--wait", "--name", "mine")
     assert ended.returncode == 1
-    assert "gpt-manual-0 expired: the job ended before this was saved" in ended.stderr
+    assert "mine expired: the job ended before this was saved" in ended.stderr
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_save_of_a_suspended_job_says_when_it_happens_and_what_keeps_it(
+    server: ApiServer, config: Path, *, pin: bool
+) -> None:
+    server.answer(
+        {"kind": "TrainingJob", "metadata": {}, "status": {"step": 5, "phase": "Suspended"}}
+    )
+    server.answers["POST"] = 201, json.dumps({"kind": "Checkpoint"})
+    ended = run(config, "save", "gpt", *(["--pin"] if pin else []))
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert re.fullmatch(
+        r"checkpoint gpt-manual-[a-z0-9]{5} requested; gpt is Suspended, it saves when it trains",
+        lines[0],
+    )
+    assert ("--pin keeps it" in ended.stdout) != pin
 
 
 def test_json_is_not_watched(config: Path) -> None:

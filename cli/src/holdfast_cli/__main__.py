@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 import time
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from holdfast_cli.gangs import KINDS, Member
 from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
 from holdfast_core.names import GROUP
 
+_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the names of pods
 _DESCRIPTION = "Show training jobs and their checkpoints, and request saves."
 _EXIT_CODES = (
     "Exit codes: 0 success; 1 the cluster cannot be reached, it refused the request, or the save failed "
@@ -72,7 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     save = verbs.add_parser("save", help="request a save now, by creating a Checkpoint object")
     save.add_argument("job", help="a TrainingJob or a CheckpointAdoption that trains")
     save.add_argument(
-        "--name", default=None, help="name of the Checkpoint (default: <job>-manual-<step>)"
+        "--name", default=None, help="name of the Checkpoint (default: <job>-manual-<5 letters>)"
+    )
+    save.add_argument(
+        "--pin", action="store_true", help="keep it: no retention policy removes it later"
     )
     save.add_argument("--wait", action="store_true", help="wait until it is committed")
     save.set_defaults(run=_save)
@@ -171,18 +176,27 @@ def _checkpoints(cluster: Cluster, arguments: argparse.Namespace) -> None:
 
 def _save(cluster: Cluster, arguments: argparse.Namespace) -> None:
     job = cluster.gang(arguments.job)
-    step = (job.get("status") or {}).get("step", 0)
-    name = arguments.name or f"{arguments.job}-manual-{step}"
+    # No step in the name: the step that the request reaches is a later one than that of now.
+    letters = "".join(secrets.choice(_LETTERS) for _ in range(5))
+    name = arguments.name or f"{arguments.job}-manual-{letters}"
     cluster.create(
         "checkpoints",
         {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": "Checkpoint",
             "metadata": {"name": name},
-            "spec": {"jobRef": {"name": arguments.job}},
+            "spec": {"jobRef": {"name": arguments.job}, "pin": arguments.pin},
         },
     )
-    print(f"checkpoint {name} requested")
+    phase = (job.get("status") or {}).get("phase")
+    when = (
+        ""
+        if phase in (None, "Running")
+        else f"; {arguments.job} is {phase}, it saves when it trains"
+    )
+    print(f"checkpoint {name} requested{when}")
+    if not arguments.pin:
+        print("keepLast removes it later, as any other checkpoint; --pin keeps it")
     while arguments.wait:
         status = cluster.get("checkpoints", name).get("status") or {}
         phase = status.get("phase")

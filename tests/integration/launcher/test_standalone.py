@@ -45,14 +45,15 @@ def test_ranks_receive_their_rank_and_world_size(tmp_path: Path) -> None:
         tmp_path,
         "import os, sys, threading\n"
         "print(__name__, sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'],\n"
-        "      os.environ['LOCAL_RANK'], os.environ['HOLDFAST_ROUND'], threading.active_count())\n"
+        "      os.environ['LOCAL_RANK'], os.environ['HOLDFAST_ROUND'], threading.active_count(),\n"
+        "      open('/proc/self/comm').read().strip())\n"
         "assert 'torch' in sys.modules, 'nothing was preloaded'\n",
     )
     done = run(tmp_path, ["--nproc-per-node", "2"], ["python", str(program), "--lr", "1"])
     assert done.process.returncode == 0, done.err()
     assert sorted(done.out().splitlines()) == [
-        "[rank 0] __main__ ['--lr', '1'] 0 2 0 0 1",
-        "[rank 1] __main__ ['--lr', '1'] 1 2 1 0 1",
+        "[rank 0] __main__ ['--lr', '1'] 0 2 0 0 1 holdfast-rank0",
+        "[rank 1] __main__ ['--lr', '1'] 1 2 1 0 1 holdfast-rank1",
     ]
 
 

@@ -31,12 +31,19 @@ EXIT_NOT_EXECUTABLE = 126
 
 
 RANK_PROCESS_NAME = b"holdfast-rank"
-"""Process name in `ps -o comm` and `top`, to distinguish ranks from the launcher and the fork server."""
+"""Begin of the name of a rank's process in `ps -o comm` and `top`. The number of the rank follows it."""
+_MAX_PROCESS_NAME = 15
 _PR_SET_NAME = 15
 
 
 def _name_process(name: bytes) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
+
+
+def _process_name(rank: str) -> bytes:
+    """Return the name of a rank's process. The kernel would cut a long number, and name another rank."""
+    name = RANK_PROCESS_NAME + rank.encode()
+    return name if len(name) <= _MAX_PROCESS_NAME else RANK_PROCESS_NAME
 
 
 def become_rank(request: wire.ForkRank, stdout: int, stderr: int, stacks: int) -> int:
@@ -45,8 +52,8 @@ def become_rank(request: wire.ForkRank, stdout: int, stderr: int, stacks: int) -
     With EXEC this returns only if the command cannot be executed.
     """
     _wire_streams(stdout, stderr)
-    _name_process(RANK_PROCESS_NAME)
     apply_environment(request.env)
+    _name_process(_process_name(request.env.get("RANK", "")))
     _reset_inherited_state()
     kind = CommandKind(request.kind)
     if kind is CommandKind.EXEC:
