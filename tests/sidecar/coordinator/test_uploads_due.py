@@ -70,12 +70,19 @@ def test_the_first_local_step_at_or_after_each_multiple_is_uploaded() -> None:
     """Steps between them may have been skipped, dropped from memory or not saved at all."""
     ledger = new_ledger()
     asked = uploads(ledger, every=10)
-    assert queued(ledger, asked, 7, 13, 14, 19, 20, 29, 47, 50) == [13, 20, 47, 50]
+    assert queued(ledger, asked, 7, 13, 14, 19, 20, 29, 47, 50) == [7, 13, 20, 47, 50]
+
+
+@pytest.mark.parametrize("interval", [{"every": 1000}, {"seconds": 3600}], ids=["steps", "time"])
+def test_the_first_committed_step_is_uploaded_at_once(interval: dict[str, int]) -> None:
+    """Until then, pods that are lost together can take all steps with them."""
+    ledger = new_ledger()
+    assert queued(ledger, uploads(ledger, **interval), 5, 6, 7) == [5]
 
 
 def test_an_upload_that_was_requested_takes_no_multiple_away() -> None:
     ledger = new_ledger()
-    asked = uploads(ledger, every=10)
+    asked = uploads(ledger, every=10, restored=5, last=RestorePoint(Step(5), RestartRound(0)))
     asked.ask_after(Step(13))
     assert queued(ledger, asked, 10, 17, 18, 20) == [10, 17, 20]
 
@@ -89,9 +96,9 @@ ROUND_0 = RestorePoint(Step(20), RestartRound(0))
         pytest.param(25, ROUND_0, [30], id="the store has the multiple"),
         pytest.param(35, ROUND_0, [36], id="the upload of step 30 was lost"),
         pytest.param(15, ROUND_0, [20], id="restored before the newest step in the store"),
-        pytest.param(5, None, [10], id="no multiple is over"),
-        pytest.param(15, None, [16], id="the first upload was lost"),
-        pytest.param(None, None, [10], id="nothing was restored"),
+        pytest.param(5, None, [6, 10], id="the store has nothing"),
+        pytest.param(15, None, [16, 20], id="the first upload was lost"),
+        pytest.param(None, None, [1, 10], id="nothing was restored"),
     ],
 )
 def test_the_first_upload_after_a_restart(

@@ -220,6 +220,17 @@ class ObjectTier:
         """Return the manifest as stored. The caller compares its digest. Raises NotFoundError."""
         return self._store.get(self._key(namespace, job_uid, keys.manifest_key(checkpoint)))
 
+    def missing_manifest(
+        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId
+    ) -> str | None:
+        """Return key and store of a manifest that the store does not have, or None if it has it.
+
+        The manifest is not read. The store has looked repeatedly.
+        """
+        key = self._key(namespace, job_uid, keys.manifest_key(checkpoint))
+        found = self._store.size(key, sure=True) is not None
+        return None if found else f"{key} in {self._store.name}"
+
     def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]:
         """Return the checkpoints that have a manifest, by step and round. The manifests are not read."""
         listed = self._list(namespace, job_uid, f"{keys.MANIFESTS}/")

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from holdfast_core.errors import FormatError, HoldfastError, RefusedError
+from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import (
     CheckpointId,
     Digest,
@@ -71,6 +72,7 @@ from holdfast_sidecar.coordinator.uploads import Uploads
 from holdfast_sidecar.upkeep.leftovers import Leftovers
 from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
 from holdfast_sidecar.wire.client import Peers
+from holdfast_sidecar.wire.verbs import END, STOP
 from holdfast_sidecar.wire.versioned import Versioned
 
 _SHOWN_STEPS = 16
@@ -129,6 +131,8 @@ class Coordinator:
         self._left_version: int | None = None
         """Version that reports the last step of a gang with a leaving pod as persisted."""
         self._gave_up = False
+        self._is_over = False
+        """Whether the operator has ended the job. Its pods stay until the newest step is persisted."""
         self._pressed = asyncio.Event()
         """Set when a report contains a failure for lack of room on a node."""
         self._versioned = Versioned()
@@ -186,6 +190,7 @@ class Coordinator:
         )
         self._tasks.spawn(self._tasks.spawn_all(rebuilds), "rebuild from all workers")
         self._tasks.spawn(self._uploads.run(), "uploads")
+        self._tasks.spawn(self._uploads.compare(), "comparison with the store")
         self._tasks.spawn(self._leftovers.run(), "leftovers")
         self._tasks.spawn(self._make_room(), "room")
         self._tasks.spawn(self._finish_loop(), "finish")
@@ -312,11 +317,15 @@ class Coordinator:
         return Ok(message.round, self.instance, self._hangs.token, self._waits_for_store)
 
     def request(self, path: str, message: GangRequest) -> Ok:
-        """Queue a save-now or stop request for worker 0, which runs rank 0.
+        """Queue a save-now or stop request for worker 0, which runs rank 0, or end the job: stop and persist.
 
         The same request with the same token has an effect only once. The first step that is committed above
         the ranks' present progress is persisted.
         """
+        if path == END:
+            self._is_over = True
+            self._versioned.tick()
+            path = STOP
         if self._outbox.request(path, message):
             progress, base = self._gathered.progress, self._message.restore_point.step
             known = (base, None if progress is None else progress.last)
@@ -658,7 +667,9 @@ class Coordinator:
         """
         while self._finished_version is None:
             await self._versioned.wait_tick(at_most_seconds=5.0)
-            if self._only_store_stays:
+            if self._is_over:
+                await self._adopt_restore_point()
+            if self._is_over or self._only_store_stays:
                 self._persist_last_step()
             if not self._gathered.done:
                 continue
@@ -666,7 +677,9 @@ class Coordinator:
                 self._done_at = self._clock.monotonic()
             self._uploads.finish(self._newest_that_stays())
             waited = self._clock.monotonic() - self._done_at
-            if waited > self._settings.finish_give_up_seconds and not self._gave_up:
+            if waited > self._settings.finish_give_up_seconds and not (
+                self._gave_up or self._is_over
+            ):
                 self._gave_up = True
                 self._uploads.give_up(waited)
             if self._settled():
@@ -708,6 +721,28 @@ class Coordinator:
         if self._left_version is None and self.idle:
             self._left_version = self._versioned.bump(urgent=True)
             logs.info("the last step is persisted: a pod leaves", round=self._message.round)
+
+    async def _adopt_restore_point(self) -> None:
+        """Enter the restore point as a local step, if this round has none and the store lacks it.
+
+        The members have its shards, from which the ranks were to restore.
+        """
+        point = self._message.restore_point.own_checkpoint
+        newest = self._ledger.newest(Level.MEMORY) or self._ledger.newest(Level.LOCAL)
+        if point is None or newest is not None or self._uploads.has(point):
+            return
+        try:
+            found = await self._pools.read.run(
+                self._node.get_manifest, self._contract.job_uid, point
+            )
+            shards = await self._pools.read.run(shard_infos, found, self._contract.job_uid, point)
+        except HoldfastError as error:
+            self._failures.note(
+                "manifest of the restore point", TierName.NODE, error, step=point.step
+            )
+            return
+        if len(shards) == self._ledger.world_size:  # else the store has it: other ranks saved it
+            self._ledger.adopt(point, found, digest_of(found), shards)
 
     def _newest_that_stays(self) -> StepEntry | None:
         """Return the newest local step, which the end of the job uploads.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import RankBuffered, RestorePoint, ShardInfo, StepState
 from holdfast_core.store.stored_as import StoredAs
 from holdfast_sidecar.coordinator.forgotten import Forgotten
@@ -220,6 +220,17 @@ class Ledger:
         entry.manifest, entry.manifest_digest = manifest, digest
         entry.shards = {s.rank: s for s in shards}
         return entry
+
+    def adopt(
+        self, id_: CheckpointId, manifest: bytes, digest: Digest, shards: tuple[ShardInfo, ...]
+    ) -> None:
+        """Record a step of an older round that all members of this round have."""
+        entry = StepEntry(id_.step, id_.round, self.world_size)
+        entry.manifest, entry.manifest_digest = manifest, digest
+        entry.shards = {s.rank: s for s in shards}
+        entry.acknowledged, entry.durable = set(self.workers), set(entry.shards)
+        entry.memory = entry.local = entry.copied = True
+        self.steps[id_.step] = entry
 
     def acknowledged(self, step: Step, worker: Worker) -> Level | None:
         """Record that a worker of this round has the manifest on its disk. Return what `rise` returns."""

@@ -3,6 +3,10 @@
 One step is uploaded at a time. Members upload their shards when the coordinator requests it. When all have,
 the coordinator puts the references (if shards refer to earlier checkpoints) and the manifest, each only if
 absent. At most `ledger.MAX_WAITING_UPLOADS` steps wait.
+
+The first committed step is uploaded at once, whatever the interval says: until then, the loss of two pods can
+cost all steps. The coordinator also compares the newest persisted step with the store. While the store does
+not have it, for example because the bucket was emptied, the next committed step is uploaded at once, too.
 """
 
 from __future__ import annotations
@@ -25,6 +29,12 @@ from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.wire.versioned import Versioned
+
+CHECKPOINT_MISSING = "CheckpointMissing"
+"""Reason of the failure that the store does not have the newest persisted step. The operator knows it."""
+COMPARE_SECONDS = 60.0
+"""Interval in which the newest persisted step is compared with the store: one request without a body."""
+_NEWEST = "newest checkpoint in the store"
 
 
 class Uploads:
@@ -66,6 +76,8 @@ class Uploads:
         self.last = message.last_persisted
         """Newest persisted step of the job, as far as this coordinator has a record of it."""
         self.last_bytes = 0
+        self._is_missing = False
+        """Whether the store does not have `last`."""
 
     # ------------------------------------------------------------------ which steps
 
@@ -88,6 +100,11 @@ class Uploads:
         if newest.step not in self._ledger.on_way_to_store:
             self._request(newest.step)
             self._versioned.tick()
+
+    def has(self, checkpoint: CheckpointId) -> bool:
+        """Return whether the store has this checkpoint or a newer one, as far as is known."""
+        last = None if self.last is None or self._is_missing else self.last.own_checkpoint
+        return last is not None and last.step >= checkpoint.step
 
     def give_up(self, waited_seconds: float) -> None:
         """Stop waiting for the store, and report the steps that were not persisted as a failure."""
@@ -115,12 +132,14 @@ class Uploads:
             self._after = None
             return True
         every, seconds = self._policy.object_every_steps, self._policy.object_every_seconds
+        if (every, seconds) == (None, None):
+            return False
+        if (last is None or self._is_missing) and not self._ledger.on_way_to_store:
+            return True
         if every is not None:
             return step // every > self._since // every
-        if seconds is None:
-            return False
         at = self._requested_at
-        return at is None or self._clock.monotonic() - at >= seconds
+        return seconds is not None and (at is None or self._clock.monotonic() - at >= seconds)
 
     def _request(self, step: Step) -> None:
         self._since, self._requested_at = step, self._clock.monotonic()
@@ -133,6 +152,46 @@ class Uploads:
                 f"step {dropped} waited for the store and was replaced by step {step}",
                 step=dropped,
             )
+
+    # ------------------------------------------------------------------ what the store has
+
+    async def compare(self) -> None:
+        """Compare the newest persisted step with the store every COMPARE_SECONDS until cancelled.
+
+        Without this, a bucket that was emptied would be noticed when all pods are lost. Return immediately if
+        the job has no object store.
+        """
+        while self._store is not None:
+            last = self.last
+            checkpoint = None if last is None else last.own_checkpoint
+            if checkpoint is not None:
+                await self._look_for(self._store, checkpoint)
+            await self._clock.sleep(COMPARE_SECONDS)
+
+    async def _look_for(self, store: ObjectTier, checkpoint: CheckpointId) -> None:
+        contract = self._contract
+        try:
+            missing = await self._pools.store.run(
+                store.missing_manifest, contract.namespace, contract.job_uid, checkpoint
+            )
+        except Exception as error:  # noqa: BLE001 - otherwise the comparisons stop silently
+            self._failures.note(_NEWEST, TierName.OBJECT, error, step=checkpoint.step)
+            return
+        if self.last is None or self.last.own_checkpoint != checkpoint:
+            return  # a newer step was persisted meanwhile
+        self._is_missing = missing is not None
+        if missing is None:
+            self._failures.healthy(_NEWEST)
+            return
+        self._failures.note_text(
+            _NEWEST,
+            TierName.OBJECT,
+            CHECKPOINT_MISSING,
+            f"by the job's status, step {checkpoint.step} of round {checkpoint.round} is persisted, but "
+            f"there is no {missing}: restore the objects of the job, or correct bucket and prefix of the "
+            "store",
+            step=checkpoint.step,
+        )
 
     # ------------------------------------------------------------------ the loop
 
@@ -183,7 +242,8 @@ class Uploads:
         """
         request = self._persist_request
         if request is None or (request.step, request.whole) != (entry.step, entry.whole):
-            base = None if entry.whole or self.last is None else self.last.own_checkpoint
+            lacks_base = entry.whole or self.last is None or self._is_missing
+            base = None if lacks_base or self.last is None else self.last.own_checkpoint
             if base == CheckpointId(entry.step, entry.round):
                 base = None  # An earlier coordinator has put this step's manifest already.
             older: tuple[Reference, ...] = ()
@@ -226,6 +286,9 @@ class Uploads:
         if self.last is None or self.last.step is None or self.last.step < entry.step:
             self.last = RestorePoint(entry.step, entry.round, entry.manifest_digest)
             self.last_bytes = entry.payload_bytes
+        if self.last.step == entry.step:
+            self._is_missing = False
+            self._failures.healthy(_NEWEST)
         logs.info("persisted", step=entry.step, round=entry.round)
 
 

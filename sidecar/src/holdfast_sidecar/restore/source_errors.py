@@ -6,7 +6,11 @@ from holdfast_core.errors import FormatError, NotFoundError
 
 
 class SourceErrors:
-    """Errors of one attempt. `str()` joins them into one message."""
+    """Errors of one attempt. `str()` joins them into one message, which begins with the last one.
+
+    The object store is asked last and has the last word. The operator shows the first error in Events, and
+    leaves the others to the log.
+    """
 
     def __init__(self) -> None:
         self._text: list[str] = []
@@ -23,4 +27,4 @@ class SourceErrors:
         self._text.append(text)
 
     def __str__(self) -> str:
-        return "; ".join(self._text)
+        return "; ".join(reversed(self._text))

@@ -35,6 +35,7 @@ from holdfast_core.messages.schema import (
 
 SAVE_NOW = "/v1/save-now"
 STOP = "/v1/stop"
+END = "/v1/end"
 
 
 ROUND_HEADER = "Holdfast-Round"
@@ -56,6 +57,7 @@ POSTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/finish-commit", FinishCommit, Inventory),
     Endpoint(SAVE_NOW, GangRequest, Ok),
     Endpoint(STOP, GangRequest, Ok),
+    Endpoint(END, GangRequest, Ok),
     Endpoint("/v1/certificate", Certificate, Ok),
     Endpoint("/v1/prepared", Prepared, PreparedReply),
     Endpoint("/v1/buffered", Buffered, BufferedReply),
