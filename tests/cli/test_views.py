@@ -9,12 +9,13 @@ from rich.console import Console
 
 from holdfast_cli.gangs import members
 from holdfast_cli.views import (
+    RECOVERY_PHASES,
+    SHOWN_RECOVERIES,
     Screen,
     checkpoints_view,
     gangs_view,
     goodput_bar,
-    recoveries_lines,
-    size_text,
+    phases_line,
     status_view,
 )
 from holdfast_core.ids import JobUid, RestartRound, Worker
@@ -87,14 +88,6 @@ def test_status_of_a_job_that_the_operator_has_not_handled_yet():
     assert "Pending" in text and "0/3" in text
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(None, "-"), (0, "0.0 B"), (1023, "1023.0 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")],
-)
-def test_sizes(size, text):
-    assert size_text(size) == text
-
-
 def test_goodput_bar_is_bounded():
     assert goodput_bar(None) == "-"
     assert goodput_bar(1.4).startswith("█" * 24)
@@ -116,12 +109,44 @@ def test_stragglers_are_listed_if_there_are_any():
     assert "stragglers" not in shown(status_view(Screen(JOB)))
 
 
-def test_recoveries_are_listed_with_phases_and_lost_steps():
-    assert recoveries_lines(JOB["status"]["recoveries"]) == (
-        "round 2: PodLost (worker 3, node-3): seal 0.3 s; restored step 20; 7 steps lost\n"
-        "round 1: RankFailed (worker 1): 2.0 s: "
-    )
-    assert recoveries_lines([]) == "none"
+def test_recoveries_have_a_row_each_and_the_newest_its_phases():
+    lines = shown(status_view(Screen(JOB))).splitlines()
+    [head] = [n for n, line in enumerate(lines) if "RECOVERY" in line]
+    rows = [line.split() for line in lines[head + 1 : head + 3]]
+    assert rows == [
+        ["round", "2", "PodLost", "3", "-", "20", "7"],
+        ["round", "1", "RankFailed", "1", "2.0", "s", "-", "-"],
+    ]
+    assert "round 2 (node-3): seal 0.3 s" in lines[head + 3]
+    none = {**JOB, "status": {**JOB["status"], "recoveries": []}}
+    assert "RECOVERY" not in shown(status_view(Screen(none)))
+
+
+def test_ten_recoveries_fit_into_80_columns():
+    """Each is one line. Many lines that wrap cannot be read."""
+    many = [
+        {
+            "round": n,
+            "reason": "SidecarUnreachable",
+            "workers": list(range(8)),
+            "nodes": [f"node-{i}.example.internal" for i in range(8)],
+            "totalSeconds": 123.4,
+            "restoredStep": 123456,
+            "lostSteps": 12345,
+            **dict.fromkeys(RECOVERY_PHASES, 12.3),
+        }
+        for n in range(1, 11)
+    ]
+    job = {**JOB, "status": {**JOB["status"], "recoveries": many}}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(status_view(Screen(job)))
+    text = console.export_text()
+    assert sum("SidecarUnreachable" in line for line in text.splitlines()) == SHOWN_RECOVERIES
+    assert "5 earlier ones" in text
+    assert len(text.splitlines()) < 30
+
+
+def test_the_phases_of_a_recovery_are_named_in_their_order():
     closed = {
         "round": 5,
         "reason": "NodeLost",
@@ -132,15 +157,19 @@ def test_recoveries_are_listed_with_phases_and_lost_steps():
         "sealSeconds": 2.5,
         "backOffSeconds": 0.0,
     }
-    assert recoveries_lines([closed]) == (
-        "round 5: NodeLost: 23.1 s: detect 20.2 s, back off 0.0 s, seal 2.5 s, first step 0.4 s"
+    assert phases_line(closed) == (
+        "round 5: detect 20.2 s, back off 0.0 s, seal 2.5 s, first step 0.4 s"
     )
 
 
 def test_checkpoints_are_listed_by_step():
     items = [
         {"metadata": {"name": "b"}, "spec": {"step": 20, "jobRef": {"name": "gpt"}}},
-        {"metadata": {"name": "a"}, "spec": {"step": 10, "pin": True}, "status": {"bytes": 2048}},
+        {
+            "metadata": {"name": "a"},
+            "spec": {"step": 10, "pin": True},
+            "status": {"size": "2.0 KiB"},
+        },
     ]
     text = shown(checkpoints_view(items))
     assert text.index("a ") < text.index("b ") and "2.0 KiB" in text and "yes" in text

@@ -29,6 +29,8 @@ _TROUBLE = frozenset(
         ("Readable", "False"),
         ("RemoteTierHealthy", "False"),
         ("SidecarsUnreachable", "True"),
+        ("CheckpointMissing", "True"),
+        ("PodsKept", "True"),
         ("Adopted", "False"),
         ("Failed", "True"),
     }
@@ -53,6 +55,7 @@ _WORDS = frozenset(
 )
 """Conditions that the screen shows although they are no trouble."""
 SHOWN_CHECKPOINTS = 3
+SHOWN_RECOVERIES = 5
 _GANG_COLUMNS = (
     "NAME",
     "PHASE",
@@ -98,7 +101,6 @@ def status_view(screen: Screen) -> RenderableType:
         *spares_row(job),
         ("restarts", status.get("restarts", 0)),
         ("goodput", goodput_bar((status.get("goodput") or {}).get("ratio"))),
-        ("recoveries", recoveries_lines(status.get("recoveries") or [])),
     )
     stragglers = status.get("stragglers") or []
     for name, value in rows:
@@ -107,6 +109,12 @@ def status_view(screen: Screen) -> RenderableType:
         head.add_row(Text("stragglers", style="dim"), "\n".join(map(straggler_line, stragglers)))
     title = f"{job['kind']} {job['metadata']['name']}"
     parts: list[RenderableType] = [Text(title, style="bold"), head]
+    recoveries = status.get("recoveries") or []
+    if recoveries:
+        parts += [recoveries_view(recoveries), Text(phases_line(recoveries[-1]), style="dim")]
+        earlier = len(recoveries) - SHOWN_RECOVERIES
+        if earlier > 0:
+            parts.append(Text(f"{earlier} earlier ones are in status.recoveries", style="dim"))
     if screen.members:
         parts.append(members_view(screen.members))
     if screen.tiers:
@@ -234,27 +242,34 @@ def straggler_line(straggler: dict[str, Any]) -> str:
     )
 
 
-def recoveries_lines(recoveries: list[dict[str, Any]]) -> str:
-    """Return one line for each recovery, the newest first."""
-    return "\n".join(recovery_line(r) for r in reversed(recoveries)) or "none"
+def recoveries_view(recoveries: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of the newest recoveries, the newest first. Each is one line of 80 columns."""
+    table = Table(box=None, padding=(0, 1))
+    for column in ("RECOVERY", "REASON", "WORKERS", "TOTAL", "RESTORED", "LOST"):
+        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    for recovery in reversed(recoveries[-SHOWN_RECOVERIES:]):
+        total = recovery.get("totalSeconds")
+        table.add_row(
+            f"round {recovery.get('round', '-')}",
+            recovery.get("reason", ""),
+            ",".join(map(str, recovery.get("workers") or ["-"])),
+            "-" if total is None else f"{total:.1f} s",
+            str(recovery.get("restoredStep", "-")),
+            str(recovery.get("lostSteps", "-")),
+        )
+    return table
 
 
-def recovery_line(recovery: dict[str, Any]) -> str:
-    """Return round, reason, what was lost, total and phases of a recovery, in the order of the phases."""
+def phases_line(recovery: dict[str, Any]) -> str:
+    """Return the nodes and the phases of a recovery, in the order of the phases."""
     phases = [
         f"{text} {recovery[field]:.1f} s"
         for field, text in RECOVERY_PHASES.items()
         if recovery.get(field) is not None
     ]
-    total, lost = recovery.get("totalSeconds"), recovery.get("lostSteps")
-    workers, step = recovery.get("workers") or [], recovery.get("restoredStep")
-    named = [f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"]
-    names = ", ".join([*(named if workers else []), *(recovery.get("nodes") or [])])
-    line = f"round {recovery.get('round', '-')}: {recovery.get('reason', '')}"
-    line += f" ({names}): " if names else ": "
-    line += ("" if total is None else f"{total:.1f} s: ") + ", ".join(phases)
-    line += "" if step is None else f"; restored step {step}"
-    return line + ("" if lost is None else f"; {lost} steps lost")
+    nodes = recovery.get("nodes") or []
+    where = f" ({', '.join(nodes)})" if nodes else ""
+    return f"round {recovery.get('round', '-')}{where}: {', '.join(phases) or 'not measured'}"
 
 
 def checkpoints_view(items: Sequence[dict[str, Any]], *, everywhere: bool = False) -> Table:
@@ -272,16 +287,7 @@ def checkpoints_view(items: Sequence[dict[str, Any]], *, everywhere: bool = Fals
             item["spec"].get("jobRef", {}).get("name", "-"),
             str(item["spec"].get("step", "-")),
             status.get("phase", "-"),
-            size_text(status.get("bytes")),
+            status.get("size", "-"),
             "yes" if item["spec"].get("pin") else "",
         )
     return table
-
-
-def size_text(size_bytes: int | None) -> str:
-    if size_bytes is None:
-        return "-"
-    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.1f} {units[0]}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_core.api import parse_duration, parse_quantity_bytes
+from holdfast_core.api import CheckpointStatus, parse_duration, parse_quantity_bytes
 from holdfast_core.errors import ConfigError
 
 
@@ -90,3 +90,18 @@ def test_any_text_is_read_or_refused_by_name(text: str) -> None:
             parse(text)
         except ConfigError as error:
             assert repr(text) in str(error) or "too long" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (None, "-"),
+        (0, "0.0 B"),
+        (1023, "1023.0 B"),
+        (1536, "1.5 KiB"),
+        (6_729_440, "6.4 MiB"),
+        (3 << 40, "3.0 TiB"),
+    ],
+)
+def test_the_size_of_a_checkpoint_has_a_unit(size_bytes: int | None, text: str) -> None:
+    assert CheckpointStatus(bytes=size_bytes).to_dict()["size"] == text

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, field_serializer, field_validator
 from holdfast_core.api.base import ApiModel, Timestamp
 from holdfast_core.api.meta import ApiObject, Conditions, NameRef, WithConditions
 from holdfast_core.api.rules.cel import cel_rules, remedy, rule
+from holdfast_core.api.rules.quantities import size_text
 from holdfast_core.api.training_job_status import DigestField, RoundField
 from holdfast_core.ids import CheckpointId, JobUid, Step
 
@@ -133,6 +134,10 @@ class CheckpointStatus(WithConditions):
         str | None, Field(max_length=63, description="Namespace of that job, as in object keys.")
     ] = None
     bytes: Annotated[int | None, Field(ge=0, description="Size of all shards, bytes.")] = None
+    size: Annotated[
+        str,
+        Field(max_length=16, description="The same with a unit, computed, for the SIZE column."),
+    ] = ""
     shards: Annotated[
         ShardCounts | None, Field(description="How many shards can be read from each tier.")
     ] = None
@@ -153,6 +158,15 @@ class CheckpointStatus(WithConditions):
     observed_generation: Annotated[
         int | None, Field(ge=0, description="metadata.generation that this status describes.")
     ] = None
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _never_read_back(cls, _: Any) -> str:
+        return ""
+
+    @field_serializer("size")
+    def _size(self, _: str) -> str:
+        return size_text(self.bytes)
 
 
 class Checkpoint(ApiObject):

@@ -57,7 +57,7 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         _column("Step", "integer", ".spec.step", "Optimizer step."),
         _column("Phase", "string", ".status.phase", "Summary of the conditions."),
         _column("Tiers", "string", ".status.shards.summary", "Shards: memory/node/peer/object."),
-        _column("Size", "integer", ".status.bytes", "Bytes of all shards."),
+        _column("Size", "string", ".status.size", "Size of all shards."),
         _column(
             "Pinned",
             "boolean",

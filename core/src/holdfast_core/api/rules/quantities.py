@@ -37,6 +37,16 @@ _UNIT_SECONDS = {
 }
 
 
+def size_text(size_bytes: int | None) -> str:
+    """Return a size for people, with one decimal and a binary unit: 6729440 is "6.4 MiB". None is "-"."""
+    if size_bytes is None:
+        return "-"
+    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.1f} {units[0]}"
+
+
 def parse_quantity_bytes(text: str) -> int:
     """Bytes of a quantity ("20Gi", "500M", "1e9", "1024"), rounded up. Raises ConfigError."""
     match = _QUANTITY.fullmatch(text)

@@ -23,7 +23,7 @@ from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, RestorePoint
 from holdfast_operator.decide.facts.interval import with_reported_interval
 from holdfast_operator.decide.facts.resize import wanted_workers
-from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.facts.world import World, has_no_gang
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.adoption import with_adoption
 from holdfast_operator.decide.report.leaving_nodes import with_leaving_nodes
@@ -103,7 +103,8 @@ def refresh(
     status = with_adoption(status, world, now)
     status = with_spares_ready(with_spares(status, world), world, now)
     ready = sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
-    begun = status.restart_round is not None
+    # Pods end after the last write of a job that has no gang any more, and would be shown as ready for good.
+    begun = status.restart_round is not None and not has_no_gang(status)
     missing = wanted_workers(job, status) < job.spec.workers
     return changed(
         status,

@@ -1,0 +1,24 @@
+"""What the status shows of a job that has no gang any more."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.operator.life import Life
+
+
+@pytest.mark.parametrize("end", ["success", "failure", "suspension"])
+def test_no_worker_is_ready_once_the_job_has_no_gang(end: str) -> None:
+    """Pods end one after another, and nothing writes the status for that."""
+    life = Life(store=True, every=5, total_steps=40 if end == "success" else 1000)
+    life.run(30)
+    assert life.status.workers is not None
+    assert life.status.workers.ready == 4
+    if end == "failure":
+        life.change_spec(failurePolicy={"maxRestarts": 0})
+        life.rank_dies()
+    if end == "suspension":
+        life.change_spec(suspend=True)
+    life.run(120)
+    assert life.status.phase in ("Succeeded", "Failed", "Suspended")
+    assert life.status.workers is not None
+    assert (life.status.workers.ready, life.status.workers.total) == (0, 4)
