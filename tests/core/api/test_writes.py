@@ -58,6 +58,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
             {"round": 3, "at": "2026-01-01T12:30:15Z", "reason": "PodLost", "ignored": False}
         ],
         "quarantined": [],
+        "missing": [],
         "nodeFailures": [],
         "step": None,
         "lastCommittedStep": None,

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 from tests.support.operator.builders import START, job, metadata, now, pod, sidecar, status
+from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import FailureAction, FailureRule, RestartRecord, RestorePointStatus, changed
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
@@ -21,12 +22,14 @@ ROUND = RestartRound(6)
 BASE = RestorePointStatus(step=Step(10), round=RestartRound(1), manifest=Digest("b3:m"))
 
 
-def failing(futile: int, *, committed: int | None = 10, **spec: object) -> Observed:
+def failing(
+    futile: int, *, committed: int | None = 10, trained: int | None = 12, **spec: object
+) -> Observed:
     """Return a world in which rank 1 is dead in round 6, after `futile` counted restarts since the base's
-    round."""
+    round. The ranks have finished step `trained`, or none."""
     records = tuple(
         RestartRecord(
-            round=RestartRound(ROUND - i),
+            round=RestartRound(2 + i),
             at=START + timedelta(seconds=900),
             reason=Reason.RANK_FAILED,
         )
@@ -46,7 +49,12 @@ def failing(futile: int, *, committed: int | None = 10, **spec: object) -> Obser
         pods=pods,
         sidecars=tuple(sidecar(p, ROUND, version=1) for p in pods),
         nodes={f"node-{i}": NodeView(f"node-{i}") for i in range(2)},
-        coordinator=CoordinatorState(5, ROUND, dead=(DeadRank(Rank(1), Worker(1), 1, "boom"),)),
+        coordinator=CoordinatorState(
+            5,
+            ROUND,
+            dead=(DeadRank(Rank(1), Worker(1), 1, "boom"),),
+            progress=None if trained is None else progress_of(trained, trained),
+        ),
         services=frozenset({"job-l2msg4-gang"}),
         memory=JobMemory(round=ROUND, round_seen_at=900.0, failure_seen_at=1000.0),
     )
@@ -72,6 +80,26 @@ def test_each_futile_restart_waits_longer(futile: int, waits_seconds: float) -> 
     if waits_seconds:
         assert not begins(observed, waits_seconds - 0.002)
     assert begins(observed, waits_seconds + 0.002)
+
+
+@pytest.mark.parametrize(
+    ("futile", "waits_seconds"),
+    [
+        pytest.param(1, 0.0, id="the second"),
+        pytest.param(2, 14.68, id="the third waits up to a quarter of a minute"),
+        pytest.param(3, 29.37, id="then up to twice as long each time"),
+        pytest.param(6, 234.98, id="up to minutes"),
+        pytest.param(9, 587.46, id="at most ten minutes"),
+    ],
+)
+def test_a_gang_that_never_reaches_its_first_step_waits_for_minutes(
+    futile: int, waits_seconds: float
+) -> None:
+    """Something outside of it is away. A budget of ten restarts must not be spent within three minutes."""
+    observed = failing(futile, trained=None)
+    if waits_seconds:
+        assert not begins(observed, waits_seconds - 0.1)
+    assert begins(observed, waits_seconds + 0.1)
 
 
 def test_the_wait_is_bounded() -> None:

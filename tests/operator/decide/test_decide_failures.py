@@ -28,7 +28,7 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.failure import COORDINATOR_ANSWER_SECONDS, KUBELET_SECONDS
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.gang import round_message
-from holdfast_operator.model.actions import BeginRound, Decision, DeletePod, WriteStatus
+from holdfast_operator.model.actions import BeginRound, Decision, DeletePod, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView
 from holdfast_operator.model.reasons import Reason
 
@@ -188,10 +188,10 @@ def test_pod_without_an_address_is_lost_with_its_node() -> None:
             id="trainer restarted three times",
         ),
         pytest.param(
-            {"coordinator": state(cannot_restore="rank 1: no source")},
+            {"coordinator": state(cannot_restore="rank 1: no source", restore_may_succeed=True)},
             Reason.RESTORE_FAILED,
             (0, 0),
-            1,
+            0,
             id="cannot restore",
         ),
         pytest.param(
@@ -224,6 +224,22 @@ def test_failures(
     assert new.phase == "Restarting"
     assert new.last_committed_step == 40
     assert new.step == 42
+
+
+def test_the_event_of_a_restore_that_fails_is_one_line() -> None:
+    """Each of many workers names each place that it has asked. The logs of the sidecars have all of that."""
+    places = "; ".join(f"rank 0 at worker {w}: 404 /v1/shards/{'0' * 80}" for w in range(40))
+    lines = (
+        f"worker {w}: rank {w} in the object store: connection refused; {places}" for w in range(8)
+    )
+    changes: dict[str, Any] = {
+        "coordinator": state(cannot_restore="\n".join(lines), restore_may_succeed=True)
+    }
+    decision = decide(world(**changes), now())
+    [text] = [a.message for a in decision.actions if isinstance(a, EmitEvent)]
+    assert "worker 0: rank 0 in the object store: connection refused" in text
+    assert "\n" not in text
+    assert len(text) < 250
 
 
 @pytest.mark.parametrize(

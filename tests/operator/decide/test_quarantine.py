@@ -110,8 +110,8 @@ def test_an_operator_that_restarts_counts_the_same() -> None:
     life = Life()
     life.run(40)
     bad = poisoned(life)
-    for _ in range(12):
-        life.run(10)
+    for _ in range(5):
+        life.run(40)
         life.restart()
     assert restored_steps(life)[:4] == [bad.step, bad.step, bad.step, bad.step - 5]
 
@@ -129,15 +129,17 @@ def test_an_operator_that_dies_between_two_writes_quarantines_the_same(writes: i
     assert restored_steps(life) == [bad.step, bad.step - 5]
 
 
-def test_the_job_fails_after_its_last_checkpoint() -> None:
+def test_the_last_checkpoint_is_tried_until_the_budget_ends() -> None:
+    """A quarantine would leave nothing to restore, and something else may be the cause."""
     life = Life()
     life.run(30, until=lambda s: s.last_committed_step == 5)
+    policy(life, maxRestarts=5)
     bad = poisoned(life)
-    life.run(120)
+    life.run(300)
     condition = life.status.condition(JobCondition.FAILED)
     assert condition is not None
-    assert condition.reason == Reason.NO_PROGRESS
-    assert f"step {bad.step} of round {bad.round} is quarantined, and no other" in condition.message
+    assert condition.reason == Reason.BACKOFF_LIMIT_EXCEEDED
+    assert life.status.quarantined == ()
     assert set(restored_steps(life)) == {bad.step}, "never from nothing"
 
 
@@ -146,7 +148,7 @@ def test_a_released_checkpoint_is_tried_until_the_budget_ends() -> None:
     life.run(30, until=lambda s: s.last_committed_step == 5)
     policy(life, maxRestarts=5, releasedSteps=[5])
     poisoned(life)
-    life.run(120)
+    life.run(300)
     condition = life.status.condition(JobCondition.FAILED)
     assert condition is not None
     assert condition.reason == Reason.BACKOFF_LIMIT_EXCEEDED
@@ -258,16 +260,17 @@ def test_uploads_after_it_are_recorded_although_their_steps_are_lower() -> None:
     life = Life(store=True, every=5)
     life.run(30, until=lambda s: s.last_persisted is not None and s.last_persisted.step >= 25)
     life.run(3)
-    bad = poisoned(life)
-    before = life.status.last_persisted
-    assert before is not None
-    gang = life.cluster.gang
-    gang.poisoned |= {i for i in gang.manifests_made if i.step >= before.step - 5}
+    bad = poisoned(life, is_stored=True)
+    life.run(60, until=lambda s: bool(s.quarantined))
+    life.run(60, until=lambda s: s.is_true("Running"))
+    run = life.cluster.gang.run
+    assert run is not None
+    run.interval = 2
     life.run(400, until=lambda s: s.last_persisted is not None and s.last_persisted.round > 1)
     after = life.status.last_persisted
     assert after is not None
     assert after.round > bad.round
-    assert after.step < before.step
+    assert after.step < bad.step
     for pod_name in list(life.cluster.pods):
         life.cluster.lose_pod(pod_name)
     life.run(60)
@@ -336,7 +339,10 @@ def test_the_job_does_not_fail_while_a_silent_worker_may_have_an_older_checkpoin
 
 
 def failing(*records: RestartRecord, **changes: Any) -> Observed:
-    """Return a gang whose ranks fail in round 5 before they have finished a step after step 10."""
+    """Return a gang whose ranks fail in round 5 before they have finished a step after step 10.
+
+    It also has step 5.
+    """
     point = RestorePointStatus(step=Step(10), round=RestartRound(1))
     spec = changes.pop("spec", {})
     begun = status(
@@ -352,7 +358,10 @@ def failing(*records: RestartRecord, **changes: Any) -> Observed:
     return Observed(
         job=job(2, begun, **spec),
         pods=pods,
-        sidecars=tuple(sidecar(p, 5, version=1) for p in pods),
+        sidecars=tuple(
+            sidecar(p, 5, version=1, manifests=[manifest(5, 1)], shards=[held(5, 1, p.worker)])
+            for p in pods
+        ),
         coordinator=CoordinatorState(
             5,
             RestartRound(5),
@@ -393,22 +402,31 @@ def test_records_of_another_checkpoint_outside_of_the_window_are_dropped() -> No
 
 def test_a_store_that_is_away_is_no_evidence_against_the_checkpoint() -> None:
     """Otherwise an outage of some minutes would quarantine one checkpoint after the other."""
-    records = (record(4, 1.0), record(5, 2.0))
-    for may_succeed in (True, False):
-        seen = failing(*records)
+    seen = failing(record(4, 1.0), record(5, 2.0))
+    for may_succeed, reason in ((True, Reason.RESTORE_FAILED), (False, Reason.CHECKPOINT_MISSING)):
         state = CoordinatorState(
             5,
             RestartRound(5),
             cannot_restore="worker 1: object store: connection refused",
             restore_may_succeed=may_succeed,
         )
-        [begun] = [
-            a
-            for a in decide(replace(seen, coordinator=state), now()).actions
-            if isinstance(a, BeginRound)
-        ]
-        assert begun.status.recent_restarts[-1].reason == Reason.RESTORE_FAILED
-        assert bool(begun.status.quarantined) is not may_succeed
+        decision = decide(replace(seen, coordinator=state), now())
+        [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
+        newest = begun.status.recent_restarts[-1]
+        assert (newest.reason, newest.ignored, newest.failed_from) == (reason, True, None)
+        assert begun.status.quarantined == ()
+
+
+def test_ranks_that_end_for_want_of_their_checkpoint_are_no_evidence_against_it() -> None:
+    """They ran, but not from this checkpoint: their restore failed."""
+    seen = failing(record(4, 1.0), record(5, 2.0))
+    assert seen.coordinator is not None
+    state = replace(seen.coordinator, cannot_restore="worker 1: rank 1: no place has a good copy")
+    decision = decide(replace(seen, coordinator=state), now())
+    [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
+    assert begun.status.quarantined == ()
+    assert [m.step for m in begun.status.missing] == [10]
+    assert begun.status.restarts_count_towards_max == 2
 
 
 @pytest.mark.parametrize(
@@ -443,7 +461,7 @@ def test_a_pod_with_the_checkpoint_below_the_restore_point_is_not_replaced(
     )
     decision = decide(replace(seen, sidecars=sidecars), now())
     [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
-    assert [q.step for q in begun.status.quarantined] == [10]
+    assert [q.step for q in begun.status.quarantined] == ([10] if has_older else [])
     assert begun.status.members == ((0, 0) if has_older else (0, 6))
 
 

@@ -158,6 +158,8 @@ class FakeCluster:
     """Number of this cluster's pods that fit on a node."""
     hold_starts: bool = False
     """Whether every pod stays Pending (images are pulled, or a mounted Secret is missing)."""
+    stuck_nodes: set[str] = field(default_factory=set)
+    """Names of nodes on which pods stay Pending (a volume or the network cannot be set up there)."""
     all_silent: bool = False
     """Whether no sidecar answers the operator while the gang's own traffic continues (a default-deny
     policy)."""
@@ -570,7 +572,11 @@ class FakeCluster:
             if pod.deleted_for >= self.delete_seconds:
                 self.lose_pod(name)
                 return
-        if self.hold_starts or not self._mounts(name) <= self.secrets:
+        if (
+            self.hold_starts
+            or view.node in self.stuck_nodes
+            or not self._mounts(name) <= self.secrets
+        ):
             return
         if view.phase is PodPhase.PENDING and pod.age >= START_SECONDS:
             self._uids += 1

@@ -28,6 +28,7 @@ from holdfast_core.ids import (
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
+    Failure,
     FinishCommit,
     ListedShard,
     RestorePoint,
@@ -135,7 +136,12 @@ class ToyStore:
 
     checkpoints: dict[CheckpointId, ManifestView] = field(default_factory=dict)
     away: bool = False
-    """Whether the store refuses uploads. The gang then gives up an upload immediately."""
+    """Whether the store does not answer. The gang then gives up an upload immediately."""
+
+    def lacks(self, point: RestorePoint | None) -> bool:
+        """Return whether the store answers and does not have this checkpoint."""
+        id_ = None if point is None else point.own_checkpoint
+        return id_ is not None and not self.away and id_ not in self.checkpoints
 
 
 @dataclass(slots=True)
@@ -152,15 +158,28 @@ class ToyRun:
     last: dict[Level, CheckpointId] = field(default_factory=dict)
     dead: tuple[DeadRank, ...] = ()
     cannot_restore: str = ""
+    restore_may_succeed: bool = False
+    """Whether a place that may have what `cannot_restore` lacks did not answer."""
+    persisted: RestorePoint | None = None
+    """The newest persisted checkpoint as ROUND has named it."""
     version: int = 1
+    restored: CheckpointId | None = None
+    """The restore point of the round."""
+    is_over: bool = False
+    """Whether the operator has ended the job, and asked for the upload of its newest committed step."""
     stop_asked: bool = False
     stopped: bool = False
     finished: bool = False
     released: bool = False
     """Whether the operator has recorded the end, so that launchers may exit."""
 
-    def state(self, world_size: int) -> CoordinatorState:
+    def state(self, world_size: int, store: ToyStore) -> CoordinatorState:
         steps = [self.step] * world_size if self.started else []
+        persisted = self._point(Level.PERSISTED) or self.persisted
+        failures: tuple[Failure, ...] = ()
+        if persisted is not None and store.lacks(persisted):
+            text = f"step {persisted.step} is persisted by the status, and the store has no manifest of it"
+            failures = (Failure(persisted.step, TierName.OBJECT, "CheckpointMissing", text),)
         return CoordinatorState(
             version=self.version,
             round=self.round,
@@ -171,6 +190,8 @@ class ToyRun:
             progress=progress_of(*steps),
             running=self.started and not self.dead,
             cannot_restore=self.cannot_restore,
+            restore_may_succeed=self.restore_may_succeed,
+            failures=failures,
             finished=self.finished,
         )
 
@@ -197,6 +218,8 @@ class ToyGang:
     """Numbers of workers on which the ranks refuse a checkpoint of another number."""
     restored: dict[RestartRound, CheckpointId | None] = field(default_factory=dict)
     """The checkpoint from which each round's training started."""
+    data_is_away: bool = False
+    """Whether ranks fail before their first step, because something else than the checkpoint is away."""
     peers_hang: bool = False
     """Whether ranks wait for a lost peer without an error, because a machine without power closes no
     connection."""
@@ -247,6 +270,8 @@ class ToyGang:
             step=step,
             interval=message.policy.interval_steps,
             persist_every=message.policy.object_every_steps,
+            persisted=message.last_persisted,
+            restored=point.own_checkpoint,
             total=self.total,
         )
 
@@ -254,7 +279,9 @@ class ToyGang:
         self, message: Round, present: list[ToySidecar], sidecars: dict[str, ToySidecar]
     ) -> None:
         run = self.run
-        if run is None or run.dead or run.finished or run.cannot_restore:
+        if run is not None and run.is_over and (run.dead or run.saving is None):
+            self._persist_last(run, message, present)
+        if run is None or run.dead or run.finished:
             return
         if not run.started:
             self._restore(run, message, present)
@@ -273,8 +300,23 @@ class ToyGang:
             run.saving = (CheckpointId(run.step, run.round), 0)
             run.stopped = run.stop_asked
 
+    def _persist_last(self, run: ToyRun, message: Round, present: list[ToySidecar]) -> None:
+        """Persist the newest committed step, or the restore point if the round has committed none."""
+        id_ = run.last.get(Level.LOCAL) or run.restored
+        if id_ is None or id_ in self.store.checkpoints or self.store.away:
+            return
+        if run.persist_every is None or not all(id_ in s.manifests for s in present):
+            return
+        self.store.checkpoints[id_] = manifest(id_.step, id_.round, message.workers)
+        self._promise(run, id_, Level.PERSISTED, present)
+        run.version += 1
+
     def _restore(self, run: ToyRun, message: Round, present: list[ToySidecar]) -> None:
+        """Restore the ranks. A restore that fails is tried again with the next tick, as sidecars do."""
         point = message.restore_point
+        if run.cannot_restore:
+            run.cannot_restore, run.restore_may_succeed = "", False
+            run.version += 1
         if point.step is None or point.round is None:
             self.restored[run.round] = None
             run.started = True
@@ -282,16 +324,19 @@ class ToyGang:
             return
         id_ = CheckpointId(point.step, point.round)
         info = next((s.manifests[id_] for s in present if id_ in s.manifests), None)
-        info = info or self.store.checkpoints.get(id_)
+        stored = {} if self.store.away else self.store.checkpoints
+        info = info or stored.get(id_)
         if info is None or info.manifest != point.manifest:
-            run.cannot_restore = f"no manifest of {id_}"
+            run.cannot_restore = f"worker 0: manifest in the object store: no manifest of {id_}"
+            run.restore_may_succeed = self.store.away
             run.version += 1
             return
         for worker, sidecar in enumerate(present):
             rank = Rank(worker)
-            has = any((id_, rank) in s.shards for s in present) or id_ in self.store.checkpoints
+            has = any((id_, rank) in s.shards for s in present) or id_ in stored
             if not has:
-                run.cannot_restore = f"no shard of {id_} for rank {rank}"
+                run.cannot_restore = f"worker {worker}: no shard of {id_} for rank {rank}"
+                run.restore_may_succeed = self.store.away
                 run.version += 1
                 return
             if info.world_size == len(present):  # a resharded restore keeps nothing on the nodes
@@ -303,6 +348,11 @@ class ToyGang:
             run.version += 1
             return
         self.restored[run.round] = id_
+        if self.data_is_away:
+            error = "FileNotFoundError: /data/train.bin"
+            run.dead = (DeadRank(Rank(0), Worker(0), 1, error),)
+            run.version += 1
+            return
         if id_ in self.poisoned:
             run.dead = (DeadRank(Rank(0), Worker(0), 1, "ValueError: NaN in the optimizer"),)
             run.version += 1
@@ -344,6 +394,8 @@ class ToyGang:
     def _persists(self, run: ToyRun, id_: CheckpointId) -> bool:
         if run.persist_every is None or self.store.away:
             return False
+        if run.persisted is None and Level.PERSISTED not in run.last:
+            return True  # the first committed step
         return id_.step % run.persist_every == 0 or id_.step >= run.total or run.stopped
 
     def _promise(

@@ -148,7 +148,7 @@ class ToyLink(Sidecars):
         if sidecar.round != round_ or sidecar.message.coordinator != pod.worker:
             return
         if run is not None and run.round == sidecar.round:
-            job.state = run.state(ranks)
+            job.state = run.state(ranks, self._cluster.store)
         else:  # it coordinates, but the gang is not complete yet
             job.state = CoordinatorState(version=0, round=sidecar.round)
 
@@ -203,8 +203,10 @@ class ToyLink(Sidecars):
         run = self._cluster.gang.run
         if self._named(uid, pod) is None or run is None or run.round != message.round:
             return
-        if path == "/v1/stop":
+        if path in ("/v1/stop", "/v1/end"):
             run.stop_asked = True
+        if path == "/v1/end":
+            run.is_over = True
 
     def prune(self, uid: JobUid, pod: str, name: str, message: Prune) -> PruneReply:
         if self._named(uid, pod) is None:

@@ -72,6 +72,7 @@ from holdfast_core.api.rules.quantities import parse_duration, parse_quantity_by
 from holdfast_core.api.training_job import ElasticSpec, TrainingJob, TrainingJobSpec
 from holdfast_core.api.training_job_status import (
     MAX_LINEAGE,
+    MAX_MISSING,
     MAX_NODE_FAILURES,
     MAX_QUARANTINED,
     MAX_RECENT_RESTARTS,
@@ -81,6 +82,7 @@ from holdfast_core.api.training_job_status import (
     JobCondition,
     JobPhase,
     LineageEntry,
+    MissingCheckpoint,
     NodeFailure,
     PersistedStep,
     PromotedSpare,
@@ -103,6 +105,7 @@ __all__ = [
     "GANGS",
     "GROUP",
     "MAX_LINEAGE",
+    "MAX_MISSING",
     "MAX_NODE_FAILURES",
     "MAX_QUARANTINED",
     "MAX_RECENT_RESTARTS",
@@ -142,6 +145,7 @@ __all__ = [
     "JobCondition",
     "JobPhase",
     "LineageEntry",
+    "MissingCheckpoint",
     "NameRef",
     "NodeFailure",
     "ObjectMeta",

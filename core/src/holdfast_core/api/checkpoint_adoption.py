@@ -103,6 +103,11 @@ class CheckpointAdoptionSpec(GangSpec):
         return 0
 
     @property
+    def start_timeout_seconds(self) -> int:
+        """Another controller creates the pods, so the operator never replaces one that has not started."""
+        return 0
+
+    @property
     def elastic(self) -> None:
         """Another controller decides how many pods there are."""
         return None

@@ -317,6 +317,28 @@ class TrainingJobSpec(GangSpec):
             },
         ),
     ] = 900
+    start_timeout_seconds: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=604_800,
+            description="Seconds after which a pod that has a node and has not started is created again on "
+            "another node, for example because a volume cannot be mounted. An image must be pulled within "
+            "this time. 0: never.",
+            json_schema_extra={
+                **remedy("0 lets pods wait for their start without a limit"),
+                **cel_rules(
+                    rule(
+                        "self == 0 || self >= 60",
+                        message_expression=(
+                            "'startTimeoutSeconds is %d, expected 0 or at least 60: a pod has to pull "
+                            "its image in this time; 0 lets pods wait without a limit'.format([self])"
+                        ),
+                    )
+                ),
+            },
+        ),
+    ] = 1800
     active_deadline_seconds: Annotated[
         int | None,
         Field(

@@ -31,6 +31,8 @@ MAX_RECOVERIES = 10
 MAX_STRAGGLERS = 16
 MAX_QUARANTINED = 16
 """Each of them takes room on the nodes. A job that would need more fails."""
+MAX_MISSING = 64
+"""More than a retention keeps. The oldest entries are dropped."""
 MAX_NAMED_WORKERS = 8
 """Largest number of workers that the record of a recovery names. Records must stay small."""
 
@@ -63,6 +65,9 @@ class JobCondition(StrEnum):
     SIDECARS_UNREACHABLE = "SidecarsUnreachable"
     QUARANTINED = "Quarantined"
     """True while a checkpoint of the job is quarantined; absent before that happens."""
+    CHECKPOINT_MISSING = "CheckpointMissing"
+    """True while a checkpoint that the status names cannot be read anywhere, for example because the bucket
+    was emptied; absent before that happens."""
     NODES_AVOIDED = "NodesAvoided"
     """True while new pods avoid nodes on which workers failed; absent before that happens."""
     NODES_LEAVING = "NodesLeaving"
@@ -82,6 +87,9 @@ class JobCondition(StrEnum):
     WORKERS_MISSING = "WorkersMissing"
     """True while an elastic gang has nodes for fewer workers than spec.workers; absent before that
     happens."""
+    PODS_KEPT = "PodsKept"
+    """True while the pods of a job that has failed stay, because they have the only copy of its newest
+    committed step; absent before that happens."""
     FAILURE_RULES_APPLY = "FailureRulesApply"
     """False while a rule of failurePolicy.rules can never match; absent before that happens."""
 
@@ -516,6 +524,18 @@ class QuarantinedCheckpoint(ApiModel):
         return CheckpointId(self.step, self.round)
 
 
+class MissingCheckpoint(ApiModel):
+    """A checkpoint that the status names, and of which no place has a good copy."""
+
+    step: Annotated[StepField, Field(description="Optimizer step.")]
+    round: Annotated[RoundField, Field(description="Restart round that saved it.")]
+    at: Annotated[Timestamp, Field(description="When it was found to be missing (UTC).")]
+
+    @property
+    def id(self) -> CheckpointId:
+        return CheckpointId(self.step, self.round)
+
+
 class NodeFailure(ApiModel):
     """A failure of a worker that may be the fault of its node."""
 
@@ -525,7 +545,10 @@ class NodeFailure(ApiModel):
     reason: Annotated[str, Field(max_length=128, description="What failed, as one CamelCase word.")]
     by_rule: Annotated[
         bool,
-        Field(description="true: a rule with action AvoidNode applied, so it alone suffices."),
+        Field(
+            description="true: it alone suffices, because a rule with action AvoidNode applied, or a pod did "
+            "not start within startTimeoutSeconds."
+        ),
     ] = False
 
 
@@ -586,6 +609,14 @@ class TrainingJobStatus(WithConditions):
         Field(
             max_length=MAX_QUARANTINED,
             description="Checkpoints that are kept and not restored, oldest quarantine first.",
+        ),
+    ] = ()
+    missing: Annotated[
+        tuple[MissingCheckpoint, ...],
+        Field(
+            max_length=MAX_MISSING,
+            description="Checkpoints that could not be read anywhere since the gang last trained. An older "
+            "one is restored, or the newest of them is waited for.",
         ),
     ] = ()
     node_failures: Annotated[

@@ -292,9 +292,9 @@ class JobEffects:
         self._sidecars.request(job.uid, action.pod, "/v1/save-now", request)
 
     async def request_stop(self, job: Gang, action: RequestStop) -> None:
-        self._sidecars.request(
-            job.uid, action.pod, "/v1/stop", GangRequest(action.round, action.token)
-        )
+        path = "/v1/end" if action.job_is_over else "/v1/stop"
+        request = GangRequest(action.round, action.token)
+        self._sidecars.request(job.uid, action.pod, path, request)
 
     async def prune(self, job: Gang, action: PruneObject) -> PruneReply:
         """Start the delete in the object store, or return the reply of a delete that has ended.

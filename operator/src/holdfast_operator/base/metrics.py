@@ -69,6 +69,13 @@ class Metrics:
             _JOB,
             registry=self.registry,
         )
+        self._missing = Gauge(
+            "holdfast_job_checkpoint_missing",
+            "1 while condition CheckpointMissing of the job is true, else 0. A job that never missed a "
+            "checkpoint has no series.",
+            _JOB,
+            registry=self.registry,
+        )
         self._queued = Gauge(
             "holdfast_job_queued",
             "1 while condition Queued of the job is true, else 0. A job that was in no queue has no series.",
@@ -226,6 +233,9 @@ class Metrics:
 
         silent = new.is_true(JobCondition.SIDECARS_UNREACHABLE)
         self._silent.labels(job.namespace, job.name).set(1 if silent else 0)
+        missing = new.condition(JobCondition.CHECKPOINT_MISSING)
+        if missing is not None:
+            self._missing.labels(job.namespace, job.name).set(1 if missing.is_true else 0)
         queued = new.condition(JobCondition.QUEUED)
         if queued is not None:
             self._queued.labels(job.namespace, job.name).set(1 if queued.is_true else 0)
@@ -249,6 +259,7 @@ class Metrics:
             self._lost_steps,
             self._quarantined,
             self._silent,
+            self._missing,
             self._queued,
             self._timeouts,
             self._spares,

@@ -2,12 +2,14 @@
 
 The scheduler places pods on a dead node until Kubernetes taints it, after 40 seconds or more. A pod that is
 created in this time excludes the node by its node affinity, which cannot be changed later. So a pod that has
-not started is deleted, and created again in the same round under the same name, in two cases (ADR 0049,
-ADR 0059):
+not started is deleted, and created again in the same round under the same name, in three cases (ADR 0049,
+ADR 0059, ADR 0127):
 1. It is bound to a lost node that it does not exclude, because it was created before the loss was noticed.
 2. No node has taken it, and it excludes a node that is back, repaired, tainted, deleted or no longer
    avoided because of failures. A node that is back may be the only one that fits, and Karpenter adds no node
    for a pod that excludes nodes by name.
+3. It is bound to a node that is avoided because of failures. One of them is that a pod has not started there
+   within startTimeoutSeconds (facts/scheduling.py).
 This costs no round, because no container of the pod has run (World.awaits_start).
 """
 
@@ -96,7 +98,8 @@ def _is_misplaced(world: World, member: MemberState, pod: PodView) -> bool:
         )
         return not pod.terminating and not needed
     if not member.node_lost:
-        return False
+        avoided = pod.node in avoided_for_failures(world) and pod.node not in pod.failed_nodes
+        return avoided and not pod.terminating
     if pod.terminating:
         return True  # no kubelet will confirm the delete
     if pod.node in pod.avoided_nodes | pod.failed_nodes or world.nodes_are_fixed:

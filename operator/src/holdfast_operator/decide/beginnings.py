@@ -25,7 +25,14 @@ from holdfast_operator.decide.writes import (
     with_status_write,
     written,
 )
-from holdfast_operator.model.actions import Action, Decision, EmitEvent, EventKind
+from holdfast_operator.model.actions import (
+    Action,
+    CommitPersisted,
+    Decision,
+    EmitEvent,
+    EventKind,
+    WriteStatus,
+)
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
@@ -35,13 +42,28 @@ save and a restart."""
 
 
 def over(world: World, memory: JobMemory, now: Now) -> Decision:
-    state = world.coordinator
+    job, state = world.observed.job, world.coordinator
+    commit = checkpoints.committable(world)
+    if (
+        commit is not None
+    ):  # the last step of a job that has failed, whose pods stay until it is recorded
+        status = changed(job.status, last_persisted=commit)
+        text = f"step {commit.step} of round {commit.round} is persisted"
+        event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)
+        write = CommitPersisted(job.resource_version, status)
+        return Decision((write, event), 0.0, text, memory)
+    status = lifecycle.with_pods_kept(job.status, world, now)
+    writes = [WriteStatus(job.resource_version, status)] if status != job.status else []
     actions = [
+        *writes,
+        *checkpoints.records(world, now),
         *(checkpoints.expire_requests(world, now) or checkpoints.quarantine_marks(world, now)),
         *releases.release_all(world, "the job is over"),
         *lifecycle.after_the_end(world, now),
     ]
-    acted = None if state is None else state.version
+    # Launchers leave when the version is acknowledged, and their pods end.
+    kept = lifecycle.lost_by_the_end(world) is not None
+    acted = None if state is None or kept else state.version
     return Decision(tuple(actions), WAITING_SECONDS, "the job is over", memory, acted)
 
 
@@ -154,6 +176,19 @@ def grow_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
     status = changed(world.status, elastic=record)
     status = resizing.with_missing_workers(status, world, memory, now)
     return written(world, memory, now, status, [], f"the gang grows to {workers} workers")
+
+
+def replace_late_pods(world: World, memory: JobMemory, now: Now) -> Decision | None:
+    """Return the decision to avoid the nodes on which pods have not started in time, or None if all have.
+
+    The next pass creates the pods again (avoidance.py).
+    """
+    status = scheduling.with_late_nodes(world, memory, now)
+    if status is world.status:
+        return None
+    text = scheduling.describe_late(world, memory, now) or ""
+    event = EmitEvent(EventKind.WARNING, Reason.POD_NOT_STARTED, f"{text}; it is created again")
+    return written(world, memory, now, status, [event], text)
 
 
 def schedule(world: World, memory: JobMemory, now: Now) -> Decision | None:

@@ -19,6 +19,7 @@ from holdfast_core.api import (
     CheckpointPhase,
     CheckpointStatus,
     DeletionPolicy,
+    JobCondition,
     PersistedStep,
     ShardCounts,
     changed,
@@ -27,7 +28,7 @@ from holdfast_core.format.manifest import FORMAT_VERSION
 from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.names import checkpoint_name
-from holdfast_operator.decide.facts.quarantine import quarantined
+from holdfast_operator.decide.facts.apart import quarantined
 from holdfast_operator.decide.facts.world import World, on_lineage
 from holdfast_operator.decide.report.checkpoint_status import marks, with_phase
 from holdfast_operator.model.actions import (
@@ -119,6 +120,11 @@ def expire_requests(world: World, now: Now) -> tuple[Action, ...]:
 
 
 # --------------------------------------------------------------------------- projection
+
+
+def records(world: World, now: Now) -> list[Action]:
+    """Return the create of the Checkpoint object that records the newest commit, if it is missing."""
+    return _projection(world, now, [])
 
 
 def _projection(world: World, now: Now, requests: list[Action]) -> list[Action]:
@@ -359,7 +365,8 @@ def _deletes(world: World) -> list[Action]:
 
 
 def _retention(world: World, now: Now) -> list[Action]:
-    if not may_prune(world):
+    # A missing checkpoint would count as one of those that are kept, and the others would be deleted.
+    if not may_prune(world) or world.status.is_true(JobCondition.CHECKPOINT_MISSING):
         return []
     status = world.status
     protected = _protected(world)

@@ -13,9 +13,10 @@ The rules apply in this order, and the first that fits decides the pass:
 10. An elastic gang is resized when there are nodes for missing workers, and begins a round (CAS 1) without
     the workers for which there are none.
 11. The pods cannot all be scheduled in time: a new round (CAS 1) creates them again after a back-off.
-12. Adopted pods that have started are recorded in the status.
-13. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
-14. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
+12. Pods have not started on their nodes in time: the nodes are avoided, and the pods created again.
+13. Adopted pods that have started are recorded in the status.
+14. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
+15. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
 Each pass but those of rule 2 and those that begin a round also deletes placeholders that are not needed.
 Pods that are being deleted lose Kueue's finalizer, whichever rule decides (queue/releases.py).
 A pass that begins a round or chooses its restore point only emits Events besides. No pass writes the status
@@ -122,6 +123,9 @@ def _decide(observed: Observed, now: Now) -> Decision:
     later = beginnings.schedule(world, memory, now)
     if later is not None:
         return later
+    late = beginnings.replace_late_pods(world, memory, now)
+    if late is not None:
+        return late
     births = rounds.record_births(world, memory, now)
     if births is not None:
         return births

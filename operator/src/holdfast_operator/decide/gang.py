@@ -16,9 +16,9 @@ from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
 from holdfast_core.names import service_name
 from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
+from holdfast_operator.decide.facts.apart import with_released
 from holdfast_operator.decide.facts.interval import timing
 from holdfast_operator.decide.facts.placement import domain_of, place_copies
-from holdfast_operator.decide.facts.quarantine import with_released
 from holdfast_operator.decide.facts.resize import elastic_of
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World

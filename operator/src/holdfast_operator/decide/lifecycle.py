@@ -18,10 +18,10 @@ from holdfast_core.api import (
 from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.checkpoints import has_object, pending_commit
 from holdfast_operator.decide.facts import readable, resize
-from holdfast_operator.decide.facts.evidence import failed_from_restore_point
+from holdfast_operator.decide.facts.apart import is_full, stored
+from holdfast_operator.decide.facts.evidence import failed_from_restore_point, is_due
 from holdfast_operator.decide.facts.failure import Failure
-from holdfast_operator.decide.facts.quarantine import is_due, is_full
-from holdfast_operator.decide.facts.restarts import budget_spent, kept_restarts
+from holdfast_operator.decide.facts.restarts import budget_spent, is_ignored, kept_restarts
 from holdfast_operator.decide.facts.rules import Ruling
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note, set_condition
@@ -81,7 +81,7 @@ def failure_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
     """Return why the job fails instead of restarting, or None if it restarts."""
     if ruling.action is FailureAction.FAIL_JOB and ruling.matched is not None:
         return Note(Reason.FAILURE_RULE, f"{ruling.note}: {ruling.matched.message}")
-    ignored = ruling.action is FailureAction.IGNORE
+    ignored = is_ignored(ruling)
     failed_from = None if ignored else failed_from_restore_point(world, ruling.failures)
     due = failed_from is not None and is_due(world, kept_restarts(world, now), failed_from)
     if due and is_full(world.status):
@@ -150,14 +150,41 @@ def everything_recorded(world: World) -> bool:
     return pending_commit(world) is None and (last is None or has_object(world, last.id))
 
 
+def lost_by_the_end(world: World) -> str | None:
+    """Describe the committed work that would be lost with the pods of a job that has failed, or return None.
+
+    The job is ended by the operator, not by a person, so its pods stay until the step is in the store.
+    """
+    return readable.lost_with_all_pods(world) if world.status.is_true(JobCondition.FAILED) else None
+
+
+def with_pods_kept(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+    """Return the status of a job that is over with condition PodsKept, if its pods stay or have stayed."""
+    kind, generation = JobCondition.PODS_KEPT, world.observed.job.generation
+    lost = lost_by_the_end(world)
+    if lost is None:
+        if not status.is_true(kind):
+            return status
+        text = "no committed step would be lost with the pods any more, so they are deleted"
+        note = Note(Reason.LAST_STEP_PERSISTED, text)
+        return set_condition(status, kind, False, note, now, generation)
+    until = "until it is uploaded, which has been requested, or until"
+    if world.observed.job.spec.store is None:
+        until = "until"
+    text = f"{lost}. The pods stay with it {until} a person deletes this job"
+    return set_condition(status, kind, True, Note(Reason.NOT_PERSISTED, text), now, generation)
+
+
 def after_the_end(world: World, now: Now) -> list[Action]:
     """Return deletes of the pods that a job does not need after its end, and of the job after its TTL.
 
     Pods of members that have ended stay for their logs. Pods that still run are deleted immediately after a
     failure, and after EXIT_GRACE if the job is complete. Pods on lost nodes, and pods that are not members,
-    are deleted immediately.
+    are deleted immediately. While a committed step would be lost with them, the pods of the members stay, and
+    so does the job: the coordinator is requested to persist the step.
     """
     status = world.status
+    kept = lost_by_the_end(world) is not None
     ended = status.completion_time or now.utc
     failed_ = status.is_true(JobCondition.FAILED)
     overdue = failed_ or now.utc - ended >= EXIT_GRACE
@@ -166,11 +193,16 @@ def after_the_end(world: World, now: Now) -> list[Action]:
     for pod in world.observed.pods:
         if world.is_ahead(pod):
             continue
+        if kept and pod.uid in members:
+            continue
         lost = world.observed.node_lost(pod)
         running = pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
         unwanted = pod.uid not in members or (running and overdue) or lost
         if unwanted and (lost or not pod.terminating):
             actions.append(DeletePod(pod.name, pod.uid, force=lost))
+    if kept:
+        actions.extend(request_stop(world, job_is_over=True))
+        return actions
     ttl_seconds = world.observed.job.spec.ttl_seconds_after_finished
     if ttl_seconds is not None and (now.utc - ended).total_seconds() >= ttl_seconds:
         actions.append(DeleteJob(world.observed.job.uid))
@@ -356,7 +388,7 @@ def _unsaved(world: World) -> bool:
 
     For a gang that has stopped, this means that its uploads were abandoned.
     """
-    state, persisted = world.coordinator, world.last_persisted
+    state, persisted = world.coordinator, stored(world)
     local = None if state is None or state.last_local is None else state.last_local.step
     known = [s for s in (local, readable.recorded_commit(world)) if s is not None]
     return bool(known) and (persisted is None or persisted.step < max(known))
@@ -369,7 +401,7 @@ def must_stop(world: World) -> bool:
     return wanted and trains(world)
 
 
-def request_stop(world: World) -> list[Action]:
+def request_stop(world: World, *, job_is_over: bool = False) -> list[Action]:
     """Return the request to save and stop for the coordinator, if its pod has an address."""
     coordinator = world.coordinator_member()
     if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
@@ -380,7 +412,8 @@ def request_stop(world: World) -> list[Action]:
             coordinator.pod.peer_name,
             coordinator.pod.ip,
             world.round,
-            token=f"suspend-{world.observed.job.generation}",
+            token="end" if job_is_over else f"suspend-{world.observed.job.generation}",
+            job_is_over=job_is_over,
         )
     ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from holdfast_core.api import (
-    FailureAction,
     JobCondition,
     RecoveryStatus,
     ResizeStatus,
@@ -21,14 +20,15 @@ from holdfast_core.api.base import stamp
 from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.facts import resize
-from holdfast_operator.decide.facts.evidence import failed_from_restore_point
+from holdfast_operator.decide.facts.apart import with_missing_restore_point
+from holdfast_operator.decide.facts.evidence import failed_from_restore_point, with_evidence
 from holdfast_operator.decide.facts.failure import Failure, is_disruption, severity
 from holdfast_operator.decide.facts.interval import with_expected_failures
 from holdfast_operator.decide.facts.node_failures import with_node_failures, workers_to_move
-from holdfast_operator.decide.facts.quarantine import with_failed_restore_point
 from holdfast_operator.decide.facts.restarts import (
     counted,
     in_window,
+    is_ignored,
     kept_restarts,
     with_restart,
 )
@@ -71,7 +71,7 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
     cause = failures[0]
     recent = kept_restarts(world, now)
     if not is_disruption(failures):
-        ignored = ruling.action is FailureAction.IGNORE
+        ignored = is_ignored(ruling)
         # A failure that the user expects is no evidence against the checkpoint.
         failed_from = None if ignored else failed_from_restore_point(world, failures)
         record = RestartRecord(
@@ -83,7 +83,9 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
             failed_round=None if failed_from is None else failed_from.round,
         )
         recent = with_restart(recent, record)
-        status = with_failed_restore_point(status, world, recent, now)
+        status = with_evidence(status, world, recent, now)
+    if cause.reason is Reason.CHECKPOINT_MISSING:
+        status = with_missing_restore_point(status, world, now)
     note = Note(cause.reason, f"round {round_}: {cause_of(ruling)}")
     status = _not_asked(status, note, now, job.generation)
     status = changed(

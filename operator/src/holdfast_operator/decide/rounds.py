@@ -26,6 +26,7 @@ from holdfast_operator.decide.facts.failure import CANNOT_START
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.queue import groups
 from holdfast_operator.decide.report import adoption
+from holdfast_operator.decide.report.policy import describe_wait
 from holdfast_operator.decide.report.status import Note, after_write, refresh, with_ratio
 from holdfast_operator.decide.restore import restore_point
 from holdfast_operator.decide.writes import (
@@ -83,7 +84,7 @@ def choose(world: World, memory: JobMemory, now: Now) -> Decision:
         actions = [*gang.member_actions(world), *_finishes(world, choice)]
         return with_status_write(world, memory, now, actions, choice.note, STARTING_SECONDS)
     if isinstance(choice, restore_point.Wait):
-        note = _refused(world) or _pod_trouble(world) or choice.note
+        note = _refused(world) or _pod_trouble(world, memory, now) or choice.note
         actions = gang.member_actions(world)
         pause = times.again_after(memory.round_seen_at, STARTING_SECONDS, now)
         return with_status_write(world, memory, now, actions, note, pause)
@@ -191,7 +192,9 @@ def run(world: World, memory: JobMemory, now: Now) -> Decision:
     else:
         requeue = RUNNING_SECONDS
     requeue = min(requeue, lifecycle.seconds_to_deadline(world, now))
-    note = None if running else _refused(world) or _pod_trouble(world)
+    note = None
+    if not running:
+        note = _refused(world) or _missing(world) or _pod_trouble(world, memory, now)
     if note is None and not running and not job.status.is_true(JobCondition.RUNNING):
         note = Note(Reason.STARTING, f"round {world.round}: ranks restore and rendezvous")
     if commit is None:
@@ -224,7 +227,12 @@ def _refused(world: World) -> Note | None:
     return Note(Reason.CREATE_REFUSED, text) if text else None
 
 
-def _pod_trouble(world: World) -> Note | None:
+def _missing(world: World) -> Note | None:
+    text = describe_wait(world)
+    return None if text is None else Note(Reason.CHECKPOINT_MISSING, text)
+
+
+def _pod_trouble(world: World, memory: JobMemory, now: Now) -> Note | None:
     """Return why a pod is not created or does not start, or None.
 
     The note contains the problem of the spec, or the message of the kubelet or the scheduler.
@@ -242,6 +250,9 @@ def _pod_trouble(world: World) -> Note | None:
     waiting = avoidance.waiting_note(world)
     if waiting is not None:
         return waiting
+    late = scheduling.describe_late(world, memory, now)
+    if late is not None:
+        return Note(Reason.POD_NOT_STARTED, late)
     for member in world.members:
         pod = member.pod
         if pod is not None and pod.phase is PodPhase.PENDING and pod.node is None:

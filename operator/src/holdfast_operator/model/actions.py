@@ -177,6 +177,8 @@ class RequestSave:
 
 @dataclass(frozen=True, slots=True)
 class RequestStop:
+    """Request to save and stop."""
+
     worker: Worker
     """Worker whose sidecar is the coordinator."""
     pod: str
@@ -184,6 +186,8 @@ class RequestStop:
     round: RestartRound
     token: str
     """Identifies the request if it is repeated."""
+    job_is_over: bool = False
+    """Whether the newest committed step is persisted besides, before the pods of the job are deleted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -414,10 +414,14 @@ class JobMemory:
     """Longest time for which a step was seen to be copied in `round`."""
     leaving_since: tuple[tuple[str, float], ...] = ()
     """Pairs (pod uid, time at which the pod was first seen leaving)."""
+    bound_since: tuple[tuple[str, float], ...] = ()
+    """Pairs (uid of a pod that has a node and has not started, time at which it was first seen so)."""
     announced: tuple[tuple[str, str], ...] = ()
     """Pairs (name, `PodView.disruption`) of the pods that were seen disrupted in `round`, gone ones too."""
     ending_since: float | None = None
     """Time since which some members' pods have succeeded while others have not. None: none or all have."""
+    missing_since: float | None = None
+    """Time since which no place has a good copy of the restore point of `round`. None: one has."""
     avoiding_since: float | None = None
     """Time since which a pod that excludes failed nodes waits for a node. None: no pod does."""
     unscheduled_since: float | None = None

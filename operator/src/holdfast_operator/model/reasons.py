@@ -59,6 +59,11 @@ class Reason(StrEnum):
     """The gang finished no step for failurePolicy.hangs, and no rank was at work."""
     RESTORE_FAILED = "RestoreFailed"
     """A worker could not fetch its shards of the restore point."""
+    CHECKPOINT_MISSING = "CheckpointMissing"
+    """No place has a good copy of a checkpoint that the status names. Also the reason of the condition
+    CheckpointMissing, and of Running=False while the gang waits for this checkpoint."""
+    CHECKPOINTS_FOUND = "CheckpointsFound"
+    """The checkpoints that the status names are where they should be."""
     SIDECAR_UNREACHABLE = "SidecarUnreachable"
     """The sidecar of a member does not answer, so the round cannot start and the pod is replaced."""
     POD_SUCCEEDED_EARLY = "PodSucceededEarly"
@@ -85,6 +90,9 @@ class Reason(StrEnum):
     """The round starts: pods are created, survivors are sealed, or ranks restore and rendezvous."""
     WAITING_FOR_PODS = "WaitingForPods"
     """A pod is not scheduled or has not started. The message contains the scheduler's message."""
+    POD_NOT_STARTED = "PodNotStarted"
+    """A pod has a node and has not started on it for 30 s, for example because a volume cannot be mounted.
+    After startTimeoutSeconds it is created again on another node."""
     CREATE_REFUSED = "CreateRefused"
     """A pod, Secret, Service or Checkpoint of the job could not be created (quota, admission, LimitRange).
     The message contains the error. The operator retries the create."""
@@ -125,6 +133,8 @@ class Reason(StrEnum):
     NOT_PERSISTED = "NotPersisted"
     """A suspension or a resize would lose a step that is not in the store, or the newest upload is not
     recorded yet."""
+    LAST_STEP_PERSISTED = "LastStepPersisted"
+    """The newest committed step of a job that is over is in the object store, so its pods are deleted."""
     NOT_SUSPENDED = "NotSuspended"
     COMPLETED = "Completed"
     """Every rank returned 0, and every commit in the store is recorded."""

@@ -1,22 +1,44 @@
-"""Failures that count against the checkpoint that the round restored. Pure."""
+"""Failures that count against the checkpoint that the round restored. Pure.
+
+1. A restart counts against the checkpoint that its round had restored if ranks failed by themselves before
+   one had finished a step. It counts for as long as the job restores or quarantines this checkpoint, also
+   outside of failurePolicy.window.
+2. After failurePolicy.quarantineAfter of them, CAS 1 of the next round quarantines the checkpoint, if an
+   older one can be restored instead. Otherwise the gang tries again until its budget is spent.
+3. If the older one fails as often, the cause is not the checkpoint: a data set or a licence server may be
+   away. CAS 1 of the next round releases what was quarantined for it, and the newest is restored again.
+   Nothing is quarantined until the gang has trained.
+"""
 
 from __future__ import annotations
 
 import signal
+from collections import Counter
+from collections.abc import Iterable
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import (
+    JobCondition,
+    QuarantinedCheckpoint,
+    RestartRecord,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_core.ids import CheckpointId
+from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.failure import Failure
-from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.facts.world import World, back_to
+from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
+
+_OTHER_CAUSES = frozenset({Reason.OOM_KILLED, Reason.RESTORE_FAILED, Reason.CHECKPOINT_MISSING})
 
 
 def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> CheckpointId | None:
     """Return the restore point if ranks failed by themselves before one had finished a step, else None.
 
     Ranks that were killed from outside or ran out of memory do not count, because such an end is no evidence
-    against the checkpoint that they restored. Nor does a store or a member that is away while the checkpoint
-    is read: the same would happen to an older checkpoint.
+    against the checkpoint that they restored. Nor does a checkpoint that could not be read: ranks did not run
+    from it (apart.py).
     """
     point = world.status.restore_point
     if point is None or point.step is None or point.round is None or point.job_uid is not None:
@@ -26,12 +48,88 @@ def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> Ch
         return None  # the ranks may be unable to reshard it (facts/resize.py)
     if trained_since_restored(world):
         return None
-    killed = (-signal.SIGKILL, -signal.SIGTERM)
-    if any(f.reason is Reason.OOM_KILLED or f.exit_code in killed for f in failures):
-        return None  # the ranks that failed beside it lost their peer
-    own = own_failures(world)
-    failed = any(f.reason in own for f in failures)
+    failed = ranks_failed_by_themselves(failures)
     return CheckpointId(point.step, point.round) if failed else None
+
+
+def ranks_failed_by_themselves(failures: tuple[Failure, ...]) -> Failure | None:
+    """Return the first rank that failed, or None if the cause lies outside of the ranks.
+
+    Ranks that fail beside one that was killed, or that ran out of memory, lost their peer. Ranks that cannot
+    read the restore point fail for want of it.
+    """
+    killed = (-signal.SIGKILL, -signal.SIGTERM)
+    if any(f.reason in _OTHER_CAUSES or f.exit_code in killed for f in failures):
+        return None
+    return next((f for f in failures if f.reason is Reason.RANK_FAILED), None)
+
+
+def with_evidence(
+    status: TrainingJobStatus, world: World, records: tuple[RestartRecord, ...], now: Now
+) -> TrainingJobStatus:
+    """Return the status in which the restore point is quarantined, or the checkpoints above it are released.
+
+    Args:
+        status: The status of the next round.
+        records: The restarts, with the one that begins this round.
+    """
+    point = world.status.restore_point
+    id_ = None if point is None else point.id
+    if id_ is None or point is None or records[-1].failed_from != id_:
+        return status
+    counts = _counts(world, records)
+    if _is_elsewhere(world, counts):
+        return _released(status, counts)
+    if not is_due(world, records[:-1], id_):
+        return status
+    new = QuarantinedCheckpoint(
+        step=id_.step, round=id_.round, manifest=point.manifest, at=now.utc, restarts=counts[id_]
+    )
+    return changed(status, quarantined=(*status.quarantined, new))
+
+
+def is_due(world: World, earlier: tuple[RestartRecord, ...], failed_from: CheckpointId) -> bool:
+    """Return whether one more failure than the `earlier` ones quarantines this checkpoint."""
+    policy = world.observed.job.spec.failure_policy
+    counts = _counts(world, earlier)
+    counts[failed_from] += 1
+    if counts[failed_from] < policy.quarantine_after or _is_elsewhere(world, counts):
+        return False
+    known = {q.id for q in world.status.quarantined}
+    if failed_from.step in policy.released_steps or failed_from in known:
+        return False
+    return readable.has_older(world, failed_from)
+
+
+def _counts(world: World, records: Iterable[RestartRecord]) -> Counter[CheckpointId]:
+    """Count the failures from each checkpoint since the restore point was saved."""
+    point = world.status.restore_point
+    saved = -1 if point is None or point.round is None else point.round
+    found = (r.failed_from for r in records if r.round > saved)
+    return Counter(id_ for id_ in found if id_ is not None)
+
+
+def _is_elsewhere(world: World, counts: Counter[CheckpointId]) -> bool:
+    """Return whether gangs failed so often from several checkpoints that none of them is the cause."""
+    after = world.observed.job.spec.failure_policy.quarantine_after
+    return sum(n >= after for n in counts.values()) > 1
+
+
+def _released(status: TrainingJobStatus, counts: Counter[CheckpointId]) -> TrainingJobStatus:
+    """Return the status in which the newest of these checkpoints can be restored again.
+
+    No rank has trained since they were quarantined.
+    """
+    newest = max(id_.step for id_ in counts)
+    kept = tuple(q for q in status.quarantined if q.id not in counts)
+    if kept == status.quarantined:
+        return status
+    return changed(
+        status,
+        quarantined=kept,
+        lineage=back_to(newest, status.lineage),
+        last_committed_step=newest,
+    )
 
 
 def trained_since_restored(world: World) -> bool:
@@ -40,12 +138,3 @@ def trained_since_restored(world: World) -> bool:
     if point is None or state is None or world.status.is_true(JobCondition.RUNNING):
         return True
     return state.progress is not None and state.progress.last > (point.step or 0)
-
-
-def own_failures(world: World) -> frozenset[Reason]:
-    """Return the reasons of failures that the gang itself causes, and no store or member that is away."""
-    state = world.coordinator
-    own = {Reason.RANK_FAILED}
-    if state is not None and not state.restore_may_succeed:
-        own.add(Reason.RESTORE_FAILED)
-    return frozenset(own)

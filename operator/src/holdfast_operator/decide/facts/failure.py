@@ -20,12 +20,14 @@ from holdfast_core.api import JobCondition
 from holdfast_core.ids import Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.apart import restore_point_is_missing
 from holdfast_operator.decide.facts.departures import leaving_taint
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView
 from holdfast_operator.model.rank_ends import how_it_ended
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_cause
 
 KUBELET_SECONDS = 10.0
 """Time after the grace period of a leaving pod in which its kubelet reports that it is gone."""
@@ -70,9 +72,10 @@ _SEVERITY = (
     Reason.OOM_KILLED,
     Reason.TRAINER_RESTARTING,
     Reason.POD_FAILED,
+    Reason.CHECKPOINT_MISSING,
+    Reason.RESTORE_FAILED,
     Reason.RANK_FAILED,
     Reason.HUNG,
-    Reason.RESTORE_FAILED,
     Reason.SIDECAR_UNREACHABLE,
     Reason.POD_SUCCEEDED_EARLY,
 )
@@ -123,9 +126,7 @@ def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, .
             found.append(failure)
     found.extend(_of_ranks(world))
     found.extend(_of_hang(world))
-    state = world.coordinator
-    if state is not None and state.cannot_restore:
-        found.append(Failure(Reason.RESTORE_FAILED, state.cannot_restore))
+    found.extend(_of_restore(world, memory, now))
     return tuple(sorted(found, key=lambda f: _SEVERITY.index(f.reason)))
 
 
@@ -366,6 +367,23 @@ def _of_ranks(world: World) -> list[Failure]:
             )
         )
     return found
+
+
+def _of_restore(world: World, memory: JobMemory, now: Now) -> list[Failure]:
+    """Return a failure if the restore point cannot be read and a new round may help.
+
+    A round that waits for a missing restore point goes on by itself when the restore point is there again
+    (apart.py). It ends if ranks have ended for want of it, or if there is another checkpoint.
+    """
+    state = world.coordinator
+    if state is None or not state.cannot_restore:
+        return []
+    cause = first_cause(state.cannot_restore)
+    if not restore_point_is_missing(world):
+        return [Failure(Reason.RESTORE_FAILED, cause)]
+    if not state.dead and not readable.leaves_missing_restore_point(world, memory, now):
+        return []
+    return [Failure(Reason.CHECKPOINT_MISSING, cause)]
 
 
 def _of_hang(world: World) -> list[Failure]:

@@ -11,14 +11,24 @@ rule that replaces a pod checks here first, because deleting the last holder of 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from holdfast_core.api import Checkpoint, CheckpointPhase
+from holdfast_core.api import Checkpoint, CheckpointPhase, with_status
 from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint
-from holdfast_operator.decide.facts.quarantine import quarantined
+from holdfast_operator.decide.facts.apart import (
+    missing_ids,
+    quarantined,
+    restore_point_is_missing,
+    stored,
+    with_missing_restore_point,
+)
+from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
-from holdfast_operator.model.job import ManifestView, PodView
+from holdfast_operator.model.job import JobMemory, ManifestView, Now, PodView
+
+STORE_SECONDS = 30.0
+"""Time for which a store must be known not to have a checkpoint before an older one is restored."""
 
 Holders = Mapping[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]]
 """Workers that hold a shard, each with the tier, by checkpoint, rank and digest of the shard."""
@@ -134,6 +144,31 @@ def is_complete(candidate: Candidate, known: Holders) -> bool:
     return len(named) == info.world_size and all(
         (candidate.id, s.rank, s.blake3) in known for s in info.shards
     )
+
+
+def best(world: World, found: list[Candidate], known: Holders) -> Candidate | None:
+    """Return the newest complete checkpoint. One that was missing is returned only if there is no other."""
+    complete = [c for c in found if is_complete(c, known)]
+    there = (c for c in complete if c.id not in missing_ids(world))
+    return next(there, next(iter(complete), None))
+
+
+def leaves_missing_restore_point(world: World, memory: JobMemory, now: Now) -> bool:
+    """Return whether the next round is to start from another checkpoint than the one that is missing.
+
+    A store is given time, because that costs steps: some miss an object for a moment after it was written.
+    """
+    point = world.status.restore_point
+    if not restore_point_is_missing(world) or point is None or point.job_uid is not None:
+        return False
+    is_stored = point.id in {id_ for id_, _ in _persisted(world)}
+    if is_stored and seconds_since(memory.missing_since, now) < STORE_SECONDS:
+        return False
+    status = with_missing_restore_point(world.status, world, now)
+    later = World(replace(world.observed, job=with_status(world.observed.job, status)))
+    answered = _answered(later, ())
+    found = best(later, candidates(later, answered), holders(answered))
+    return found is not None and found.id != point.id
 
 
 def _manifests(member: MemberState) -> tuple[ManifestView, ...]:
@@ -255,9 +290,9 @@ def lost_can_be_given_up(world: World, without: Collection[Worker]) -> bool:
     must stay: several nodes also look lost when the control plane is cut off from them, and then their data
     is readable again when the connection returns.
     """
-    persisted = world.last_persisted
-    stored = persisted is not None and persisted.id not in quarantined(world)
-    if stored or _store_nothing(world, without):
+    persisted = stored(world)
+    can_restore = persisted is not None and persisted.id not in quarantined(world)
+    if can_restore or _store_nothing(world, without):
         return True
     answered = _answered(world, without)
     if world.status.restore_point is None:
@@ -278,11 +313,16 @@ def answering_can_be_replaced(world: World, workers: Collection[Worker]) -> bool
     if state is None or state.last_local is None or state.last_local.step is None:
         return False
     newest, copied = state.last_local.step, state.last_replicated
-    persisted = world.last_persisted
+    persisted = stored(world)
     if persisted is not None and persisted.step >= newest:
         return True
     copied_step = None if copied is None else copied.step
     return copied_step is not None and copied_step >= newest and _survives_by_copies(world, workers)
+
+
+def has_older(world: World, failed_from: CheckpointId) -> bool:
+    """Return whether another checkpoint can be restored if this one, the restore point, is not."""
+    return _best(world, _answered(world, ()), but=failed_from) is not None
 
 
 def older_is_kept(
@@ -323,11 +363,11 @@ def lost_with_all_pods(world: World) -> str | None:
             newest = point.step if newest is None else max(newest, point.step)
     if not known:
         return "the sidecars that have a record of the newest committed step do not answer"
-    persisted = world.last_persisted
+    persisted = stored(world)
     if newest is None or (persisted is not None and persisted.step >= newest):
         return None
-    stored = "none is" if persisted is None else f"step {persisted.step} is"
-    return f"step {newest} is committed on the nodes only ({stored} in an object store)"
+    there = "none is" if persisted is None else f"step {persisted.step} is"
+    return f"step {newest} is committed on the nodes only ({there} in an object store)"
 
 
 def _answered(world: World, without: Collection[Worker]) -> list[MemberState]:
@@ -339,7 +379,8 @@ def _best(
 ) -> CheckpointId | None:
     """Return the newest complete candidate of these members, other than `but`."""
     known, found = holders(answered), candidates(world, answered)
-    return next((c.id for c in found if c.id != but and is_complete(c, known)), None)
+    there = (c for c in found if c.id != but and c.id not in missing_ids(world))
+    return next((c.id for c in there if is_complete(c, known)), None)
 
 
 def _store_nothing(world: World, without: Collection[Worker]) -> bool:

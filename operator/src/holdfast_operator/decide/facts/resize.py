@@ -8,8 +8,6 @@ An elastic gang then tries lower numbers only, so that it never alternates betwe
 
 from __future__ import annotations
 
-import signal
-
 from holdfast_core.api import (
     ElasticSpec,
     ElasticStatus,
@@ -20,7 +18,10 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.evidence import own_failures, trained_since_restored
+from holdfast_operator.decide.facts.evidence import (
+    ranks_failed_by_themselves,
+    trained_since_restored,
+)
 from holdfast_operator.decide.facts.failure import Failure, is_disruption
 from holdfast_operator.decide.facts.scheduling import waits_for_nodes
 from holdfast_operator.decide.facts.times import seconds_since
@@ -122,11 +123,7 @@ def failed_first_start(world: World, failures: tuple[Failure, ...]) -> Failure |
     oom = next((f for f in failures if f.reason is Reason.OOM_KILLED), None)
     if oom is not None:
         return oom
-    killed = (-signal.SIGKILL, -signal.SIGTERM)
-    if any(f.exit_code in killed for f in failures):
-        return None  # the ranks that failed beside it lost their peer
-    own = own_failures(world)
-    return next((f for f in failures if f.reason in own), None)
+    return ranks_failed_by_themselves(failures)
 
 
 # --------------------------------------------------------------------------- missing nodes

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from blake3 import blake3
 
 from holdfast_core.api import MAX_RECENT_RESTARTS, FailureAction, RestartRecord
+from holdfast_operator.decide.facts.evidence import trained_since_restored
 from holdfast_operator.decide.facts.failure import Failure, drains, is_disruption
 from holdfast_operator.decide.facts.rules import Ruling
 from holdfast_operator.decide.facts.times import seconds_since
@@ -21,6 +22,10 @@ from holdfast_operator.model.reasons import Reason
 FREE_RESTARTS = 2
 """Restarts from the same step that begin without a delay."""
 MAX_DELAY_SECONDS = 60.0
+FIRST_START_SECONDS = 15.0
+MAX_START_SECONDS = 600.0
+"""Shortest and longest back-off, before it is shortened at random, of a gang that ends before its first
+step."""
 GATHER_SECONDS = 0.3
 """Time from the first lost pod until the next round begins. Pods that are lost together are seen one after
 another. Without this wait, each pod that was seen after the round had begun would cost a round of its own."""
@@ -45,19 +50,17 @@ def recent_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
 
 
 def kept_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
-    """Return the restarts of the window, and older ones that failed from the present restore point.
+    """Return the restarts of the window, and older ones that are evidence about checkpoints.
 
-    A script that takes half an hour until it fails would otherwise never fail often enough from one
-    checkpoint.
+    These failed from the present restore point or from a quarantined checkpoint. A script that takes half an
+    hour until it fails would otherwise never fail often enough from one checkpoint.
     """
     point = world.status.restore_point
-    base = None if point is None else point.id
+    bases = {q.id for q in world.status.quarantined}
+    if point is not None and point.id is not None:
+        bases.add(point.id)
     start = now.utc - world.observed.job.spec.failure_policy.window_length
-    return tuple(
-        r
-        for r in world.status.recent_restarts
-        if r.at > start or (base is not None and r.failed_from == base)
-    )
+    return tuple(r for r in world.status.recent_restarts if r.at > start or r.failed_from in bases)
 
 
 def counted(records: Iterable[RestartRecord]) -> tuple[RestartRecord, ...]:
@@ -79,9 +82,19 @@ def with_restart(
     return tuple(found)
 
 
+def is_ignored(ruling: Ruling) -> bool:
+    """Return whether the restart for these failures does not count towards failurePolicy.maxRestarts.
+
+    A rule ignores them, or the restore point could not be read: no rank ran, and an outage of the store would
+    otherwise fail the job.
+    """
+    unread = ruling.failures[0].reason in (Reason.RESTORE_FAILED, Reason.CHECKPOINT_MISSING)
+    return ruling.action is FailureAction.IGNORE or unread
+
+
 def budget_spent(world: World, ruling: Ruling, now: Now) -> bool:
     """Return whether a restart for these failures would exceed failurePolicy.maxRestarts."""
-    if is_disruption(ruling.failures) or ruling.action is FailureAction.IGNORE:
+    if is_disruption(ruling.failures) or is_ignored(ruling):
         return False
     restarts = len(counted(recent_restarts(world, now)))
     return restarts >= world.observed.job.spec.failure_policy.max_restarts
@@ -132,7 +145,9 @@ def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now)
 
     It is 0 for disruptions, and if a step was committed since the restore point. Without the back-off, a gang
     that fails repeatedly from the same step would spend its restart budget within seconds, before a user can
-    look at it. The wait is between a half and the whole of 1, 2, 4 and so on seconds (ADR 0003).
+    look at it. The wait is between a half and the whole of 1, 2, 4 and so on seconds (ADR 0003). A gang that
+    ends before its first step mostly lacks something outside of it, which takes minutes to come back. Its
+    wait begins with FIRST_START_SECONDS, so that the default budget lasts for a quarter of an hour at least.
     """
     if is_disruption(failures):
         return 0.0
@@ -146,7 +161,10 @@ def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now)
     futile = sum(1 for r in recent_restarts(world, now) if r.round > base_round)
     if futile < FREE_RESTARTS:
         return 0.0
-    whole = min(2.0 ** min(futile - FREE_RESTARTS, 10), MAX_DELAY_SECONDS)
+    doubled = 2.0 ** min(futile - FREE_RESTARTS, 10)
+    whole = min(doubled, MAX_DELAY_SECONDS)
+    if not trained_since_restored(world):
+        whole = min(FIRST_START_SECONDS * doubled, MAX_START_SECONDS)
     return whole * (1 + share_of(world)) / 2
 
 

@@ -1,27 +1,45 @@
-"""Find gangs whose pods cannot all be scheduled, and say when their pods are deleted and created again. Pure.
+"""Find pods without a node, and pods that do not start on theirs, and say when they are created again. Pure.
 
 Two gangs that each hold half of the nodes would wait for each other without an end. So a gang that is not
 scheduled within scheduleTimeoutSeconds gives all of its nodes back, and tries again after a back-off
 (ADR 0100). The back-offs of two jobs differ, so that one of them finds all nodes free.
+
+A kubelet repeats a start that fails without an end, and only its Events name the cause, which the operator
+does not read. So the status says what the pod mounts. A cause that lies in the node ends on another one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime, timedelta
+from typing import Any
 
-from holdfast_core.api import Gang
+from holdfast_core.api import MAX_NODE_FAILURES, Gang, NodeFailure, TrainingJobStatus, changed
 from holdfast_core.contract import NODE_VOLUME, numbered
 from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.apart import stored
 from holdfast_operator.decide.facts.restarts import share_of
 from holdfast_operator.decide.facts.times import seconds_since
-from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.model.job import JobMemory, Now, PodView
+from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
 
 FIRST_BACK_OFF_SECONDS = 60.0
 MAX_BACK_OFF_SECONDS = 900.0
 NAMED_PODS = 4
 """Number of pods whose names a message contains."""
+NAMED_AFTER_SECONDS = 30.0
+"""Time after which a pod that has not started on its node is named."""
+_SOURCES = {
+    "secret": ("Secret", "secretName"),
+    "configMap": ("ConfigMap", "name"),
+    "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName"),
+    "nfs": ("NFS server", "server"),
+    "csi": ("CSI driver", "driver"),
+    "hostPath": ("path of the node", "path"),
+}
+"""Sources of volumes that may be missing, each with its name in messages and the field that names it."""
 
 
 def timed_out(world: World, memory: JobMemory, now: Now) -> bool:
@@ -52,7 +70,7 @@ def lost_if_deleted(world: World) -> str | None:
         return readable.lost_with_all_pods(world)
     if point.step is None or point.job_uid is not None:
         return None
-    persisted = world.last_persisted
+    persisted = stored(world)
     if persisted is not None and persisted.step >= point.step:
         return None
     return f"step {point.step} is committed on the nodes only"
@@ -111,3 +129,77 @@ def seconds_until_next_try(world: World, now: Now) -> float | None:
         return None
     left = (scheduling.retry_at - now.utc).total_seconds()
     return left if 0 < left <= MAX_BACK_OFF_SECONDS else 0.0
+
+
+# --------------------------------------------------------------------------- pods that do not start
+
+
+def describe_late(world: World, memory: JobMemory, now: Now) -> str | None:
+    """Return which pods have not started on their nodes for NAMED_AFTER_SECONDS, or None."""
+    late = _late(world, memory, now, NAMED_AFTER_SECONDS)
+    if not late:
+        return None
+    named = first_of([f"{pod.name} on node {pod.node}" for _, pod in late])
+    pod = late[0][1]
+    waits = pod.waiting_reason or "ContainerCreating"
+    text = f"pods have not started for more than {NAMED_AFTER_SECONDS:.0f} s: {named}. {waits}"
+    if pod.waiting_message:
+        text += f": {pod.waiting_message}"
+    if ("PodReadyToStartContainers", "False") in pod.conditions:
+        text += " (a volume is not mounted, or the network of the pod is not set up)"
+    mounts = _mounts(world)
+    text += f". They mount {first_of(mounts)}" if mounts else ""
+    return f"{text}. `kubectl describe pod {pod.name}` shows what the kubelet says"
+
+
+def with_late_nodes(world: World, memory: JobMemory, now: Now) -> TrainingJobStatus:
+    """Return the status in which the nodes are avoided on which pods have not started in time.
+
+    It is the same status if there are none, or if no affinity can keep pods off a node.
+    """
+    limit = world.observed.job.spec.start_timeout_seconds
+    status = world.status
+    if not limit or world.nodes_are_fixed or not world.may_create_pods:
+        return status
+    avoided = {f.node for f in status.node_failures if f.by_rule}
+    late = {pod.node for _, pod in _late(world, memory, now, limit)} - {None}
+    new = [
+        NodeFailure(
+            node=str(node),
+            round=world.round,
+            at=now.utc,
+            reason=Reason.POD_NOT_STARTED,
+            by_rule=True,
+        )
+        for node in sorted(late - avoided, key=str)
+    ]
+    if not new:
+        return status
+    return changed(status, node_failures=(*status.node_failures, *new)[-MAX_NODE_FAILURES:])
+
+
+def _late(
+    world: World, memory: JobMemory, now: Now, seconds: float
+) -> list[tuple[MemberState, PodView]]:
+    since = dict(memory.bound_since)
+    return [
+        (m, m.pod)
+        for m in world.members
+        if m.pod is not None
+        and m.pod.uid in since
+        and not m.node_lost
+        and world.awaits_start(m)
+        and seconds_since(since[m.pod.uid], now) >= seconds
+    ]
+
+
+def _mounts(world: World) -> list[str]:
+    """Return what the volumes of the template refer to."""
+    spec: Mapping[str, Any] = (world.observed.job.spec.template or {}).get("spec") or {}
+    found = []
+    for volume in spec.get("volumes") or []:
+        for key, (kind, name) in _SOURCES.items():
+            source = volume.get(key) if isinstance(volume, Mapping) else None
+            if isinstance(source, Mapping) and source.get(name):
+                found.append(f"{kind} {source[name]}")
+    return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from holdfast_operator.decide.facts.apart import restore_point_is_missing
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import JobMemory, Now, PodPhase
 
@@ -33,6 +34,7 @@ def advance(world: World, now: Now) -> JobMemory:
             save_requests=old.save_requests,
             answering_since=old.answering_since,
             unscheduled_since=old.unscheduled_since,
+            bound_since=old.bound_since,
             checkpoints_deleting=old.checkpoints_deleting,
         )
     began = None if status.restart_round is None else at
@@ -45,9 +47,11 @@ def advance(world: World, now: Now) -> JobMemory:
         counted_at=began if memory.counted_at is None else memory.counted_at,
         answering_since=_since(memory.answering_since, any(m.reachable for m in members), at),
         leaving_since=_leaving(world, memory, at),
+        bound_since=_bound(world, memory, at),
         announced=_announced(world, memory),
         ending_since=_since(memory.ending_since, len(succeeded) == 2, at),
         avoiding_since=_since(memory.avoiding_since, avoiding, at),
+        missing_since=_since(memory.missing_since, restore_point_is_missing(world), at),
         unscheduled_since=_since(memory.unscheduled_since, waiting, at),
         lacking_since=_since(memory.lacking_since, waiting and not world.nodes_become_free, at),
         room_since=_since(memory.room_since, bool(world.placeholders_with_nodes), at),
@@ -76,6 +80,13 @@ def advance(world: World, now: Now) -> JobMemory:
 def _leaving(world: World, memory: JobMemory, at: float) -> tuple[tuple[str, float], ...]:
     known = dict(memory.leaving_since)
     return tuple((pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.leaving)
+
+
+def _bound(world: World, memory: JobMemory, at: float) -> tuple[tuple[str, float], ...]:
+    known = dict(memory.bound_since)
+    pods = world.observed.pods
+    waiting = (p for p in pods if p.node is not None and p.alive and not p.started)
+    return tuple((pod.uid, known.get(pod.uid, at)) for pod in waiting)
 
 
 def _announced(world: World, memory: JobMemory) -> tuple[tuple[str, str], ...]:

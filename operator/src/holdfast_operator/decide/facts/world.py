@@ -13,7 +13,7 @@ from holdfast_core.api import (
     PersistedStep,
     TrainingJobStatus,
 )
-from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Worker, is_spare
+from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Step, Worker, is_spare
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.model.job import (
     Observed,
@@ -368,3 +368,14 @@ def on_lineage(checkpoint: CheckpointId, lineage: tuple[LineageEntry, ...]) -> b
         if entry.base_step is None or checkpoint.step > entry.base_step:
             return False
     return True
+
+
+def back_to(step: Step, lineage: tuple[LineageEntry, ...]) -> tuple[LineageEntry, ...]:
+    """Return the lineage without its last rounds that started below a step, so that the step is on it again.
+
+    No rank may have trained in these rounds.
+    """
+    kept = list(lineage)
+    while kept and kept[-1].base_step is not None and kept[-1].base_step < step:
+        kept.pop()
+    return tuple(kept)

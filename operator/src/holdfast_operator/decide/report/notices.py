@@ -29,9 +29,11 @@ _HEALTH = (
 )
 _BAD_IF_TRUE = (
     JobCondition.SIDECARS_UNREACHABLE,
+    JobCondition.CHECKPOINT_MISSING,
     JobCondition.NODES_AVOIDED,
     JobCondition.NODES_LEAVING,
     JobCondition.UNSCHEDULABLE,
+    JobCondition.PODS_KEPT,
 )
 """Conditions that are bad while they are true."""
 _ENDS = {

@@ -1,19 +1,20 @@
-"""Report what spec.failurePolicy led to, and parts of it that have no effect. Pure."""
+"""Report what spec.failurePolicy led to, parts of it without effect, and missing checkpoints. Pure."""
 
 from __future__ import annotations
 
 from holdfast_core.api import JobCondition, TrainingJobStatus, changed
+from holdfast_operator.decide.facts import apart
+from holdfast_operator.decide.facts.apart import with_released
 from holdfast_operator.decide.facts.node_failures import (
     failed_nodes,
     no_node_is_left,
     with_failures_of_window,
 )
-from holdfast_operator.decide.facts.quarantine import with_released
 from holdfast_operator.decide.facts.rules import never_applies
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.wording import first_of
+from holdfast_operator.model.wording import first_cause, first_of
 
 NAMED_CHECKPOINTS = 8
 
@@ -21,9 +22,10 @@ NAMED_CHECKPOINTS = 8
 def with_policy(
     status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
 ) -> TrainingJobStatus:
-    """Return the status with the conditions about failurePolicy brought up to date."""
+    """Return the status with the conditions about failurePolicy and missing checkpoints up to date."""
     status = _with_avoided_nodes(status, world, memory, now)
-    return _with_rules(with_quarantine(status, world, now), world, now)
+    status = with_missing(with_quarantine(status, world, now), world, now)
+    return _with_rules(status, world, now)
 
 
 def _with_avoided_nodes(
@@ -82,6 +84,49 @@ def with_quarantine(status: TrainingJobStatus, world: World, now: Now) -> Traini
         return status
     found = bool(status.quarantined)
     return status.with_condition(kind, found, reason, text, now.utc, world.observed.job.generation)
+
+
+def describe_wait(world: World) -> str | None:
+    """Return why the gang waits for its restore point, if no place has a good copy of it."""
+    point, state = world.status.restore_point, world.coordinator
+    if state is None or point is None or not apart.restore_point_is_missing(world):
+        return None
+    return (
+        f"no place has a good copy of step {point.step} of round {point.round}, from which the gang is to "
+        f"continue: {first_cause(state.cannot_restore)}. The gang waits, and continues by itself when the "
+        "checkpoint is there again: restore the objects, or correct bucket and prefix of the store. Nothing "
+        "else is deleted meanwhile"
+    )
+
+
+def with_missing(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+    """Return the status with condition CheckpointMissing, which a job gets when it first misses one.
+
+    status.missing ends when the gang trains: it descends from another checkpoint then.
+    """
+    kind, generation = JobCondition.CHECKPOINT_MISSING, world.observed.job.generation
+    present = status.restart_round == world.status.restart_round
+    if present and status.missing and status.is_true(JobCondition.RUNNING):
+        status = changed(status, missing=())
+    text = describe_wait(world) if present else None
+    if text is None and status.missing:
+        names = ", ".join(f"step {m.step} of round {m.round}" for m in status.missing)
+        text = f"no place has a good copy of {names}"
+    text = text or apart.newest_is_missing(world)
+    if text is not None:
+        reason = Reason.CHECKPOINT_MISSING
+        return status.with_condition(kind, True, reason, text[:1024], now.utc, generation)
+    # A coordinator without a persisted step, or before the first step, has not compared anything yet.
+    state = world.coordinator
+    compared = world.observed.job.spec.store is None or (
+        state is not None and state.last_persisted is not None
+    )
+    known = state is not None and compared and status.is_true(JobCondition.RUNNING)
+    if not status.is_true(kind) or not known:
+        return status
+    text = "the checkpoints that the status names are there"
+    reason = Reason.CHECKPOINTS_FOUND
+    return status.with_condition(kind, False, reason, text, now.utc, generation)
 
 
 def _with_rules(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:

@@ -9,7 +9,7 @@
    newest committed one is chosen, however long that takes: a lower choice would discard a step that this pod
    may still hold. A user who gives the step up deletes the pods that do not answer. For a newer step that
    was not committed everywhere, the choice waits for HOLDERS_SECONDS at most.
-4. A quarantined checkpoint is no candidate (facts/quarantine.py). The message names the number of steps that
+4. A quarantined checkpoint is no candidate (facts/apart.py). The message names the number of steps that
    this gives up. If no other checkpoint is left, the job fails.
 5. While new pods start, the choice waits for TAKE_IN_SECONDS after the newest loss: the round can replace
    further pods only until its restore point is chosen.
@@ -18,6 +18,8 @@
    HOLDERS_SECONDS at most.
 7. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
    over without a checkpoint by itself.
+8. A checkpoint that could not be read anywhere is chosen only if no other one is complete (facts/apart.py).
+   Sidecars then look for it until they find it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from holdfast_core.api import LineageEntry, RestorePointStatus, TierCounts, changed
 from holdfast_core.ids import CheckpointId, Step, TierName, worker_of
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.quarantine import quarantined
+from holdfast_operator.decide.facts.apart import missing_ids, quarantined
 from holdfast_operator.decide.facts.readable import Candidate, Holders
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
@@ -95,10 +97,11 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
     unknown = [m for m in world.members if readable.may_store_shards(m, world)]
     found = readable.candidates(world, answered)
     holders = readable.holders(answered)
-    best = next((c for c in found if readable.is_complete(c, holders)), None)
+    best = readable.best(world, found, holders)
     newest = _newest_known(world, found)
     if unknown:
-        reason = _reason_to_await_silent(world, answered, best)
+        sure = None if best is None or best.id in missing_ids(world) else best
+        reason = _reason_to_await_silent(world, answered, sure)
         below = newest is not None and (best is None or best.id.step < newest)
         if reason is not None or (below and not _timed_out(memory, now)):
             text = f"workers {first_of([m.worker for m in unknown])} have not answered yet"
@@ -221,7 +224,10 @@ def _chosen(
         )
         return Chosen(point, Reason.QUARANTINED, text)
     lower = f"{text}, not from {newest}:"
-    if unknown:
+    if any(m.step > best.id.step for m in world.status.missing):
+        reason = Reason.CHECKPOINT_MISSING
+        text = f"{lower} no place has a good copy of step {newest}"
+    elif unknown:
         reason = Reason.HOLDER_UNREACHABLE
         text = (
             f"{lower} a worker that may have its shards did not answer for {HOLDERS_SECONDS:.0f} s"
@@ -321,18 +327,28 @@ def extend_lineage(
     """Return the lineage with the entry of a new round, compacted.
 
     Compaction never puts a step back on the lineage. It drops entries that a later one implies, because its
-    base is not above theirs. Above MAX_LINEAGE entries it merges the two oldest into one that is at least as
-    strict as both.
+    base is not above theirs. An entry with a higher base stays until the later round is known to have
+    trained, which it has if the new round starts from a step that it saved: otherwise the gang may go back to
+    the higher step (world.back_to). Above MAX_LINEAGE entries it merges the two oldest into one that is at
+    least as strict as both.
     """
-    kept = [e for e in lineage if not _implied(e, entry)]
-    kept.append(entry)
+    trained = -1 if entry.base_round is None else entry.base_round
+    kept: list[LineageEntry] = []
+    for new in (*lineage, entry):
+        kept = [e for e in kept if not _implied(e, new, trained)]
+        kept.append(new)
     while len(kept) > MAX_LINEAGE:
         first, second = kept[0], kept[1]
-        kept[:2] = [changed(first, round=second.round)]
+        lower = first if _base(first) <= _base(second) else second
+        kept[:2] = [changed(lower, round=second.round)]
     return tuple(kept)
 
 
-def _implied(old: LineageEntry, new: LineageEntry) -> bool:
+def _implied(old: LineageEntry, new: LineageEntry, trained: int) -> bool:
     if new.base_step is None:
         return True
-    return old.base_step is not None and old.base_step >= new.base_step
+    return _base(old) == new.base_step or (_base(old) > new.base_step and new.round <= trained)
+
+
+def _base(entry: LineageEntry) -> int:
+    return -1 if entry.base_step is None else entry.base_step

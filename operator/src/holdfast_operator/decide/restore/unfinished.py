@@ -14,7 +14,7 @@ from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.ids import CheckpointId, Step, ranks_of
 from holdfast_core.messages.manifests import manifest_document
 from holdfast_core.messages.schema import UncommittedShard
-from holdfast_operator.decide.facts.quarantine import quarantined
+from holdfast_operator.decide.facts.apart import quarantined
 from holdfast_operator.decide.facts.readable import has_answered, may_store_shards
 from holdfast_operator.decide.facts.world import MemberState, World
 

@@ -1,0 +1,154 @@
+"""Checkpoints that the status names and the object store does not have: they are waited for."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.operator.life import Life
+
+from holdfast_core.ids import CheckpointId
+from holdfast_operator.model.job import ManifestView
+
+MISSING = "CheckpointMissing"
+
+
+def stored_life() -> Life:
+    """Return a life that trains, and has at least two checkpoints in the store."""
+    life = Life(store=True, every=5)
+    life.run(60, until=lambda s: s.last_persisted is not None and s.last_persisted.step >= 20)
+    life.run_until_committed(is_stored=True)
+    life.run(3)
+    assert len(life.cluster.store.checkpoints) >= 2
+    return life
+
+
+def empty_the_bucket(life: Life) -> dict[CheckpointId, ManifestView]:
+    """Remove everything from the store, and return what it had."""
+    had = dict(life.cluster.store.checkpoints)
+    life.cluster.store.checkpoints.clear()
+    return had
+
+
+def lose_all_pods(life: Life) -> None:
+    for name in list(life.cluster.pods):
+        life.cluster.lose_pod(name)
+
+
+def restored_steps(life: Life) -> list[int | None]:
+    """Return the steps of all restore points but that of the first round."""
+    return [c.status["restorePoint"].get("step") for c in life.cluster.choices[1:]]
+
+
+def persisted(life: Life) -> CheckpointId | None:
+    found = life.status.last_persisted
+    return None if found is None else found.id
+
+
+def conditions(life: Life) -> dict[str, str]:
+    return {c.type: c.status for c in life.status.conditions}
+
+
+def test_an_emptied_bucket_is_waited_for_and_the_job_goes_on_when_it_is_restored() -> None:
+    life = stored_life()
+    had = empty_the_bucket(life)
+    lose_all_pods(life)
+    life.run(300)
+    events = len(life.operator.events)
+    life.run(600)
+    assert len(life.operator.events) == events, "it is said once"
+    newest = life.status.last_persisted
+    assert newest is not None
+    assert "Failed" not in conditions(life)
+    assert life.status.quarantined == ()
+    assert life.status.restarts_count_towards_max == 0
+    assert conditions(life)[MISSING] == "True"
+    assert conditions(life)["RemoteTierHealthy"] == "False"
+    running = life.status.condition("Running")
+    assert running is not None
+    assert (running.status, running.reason) == ("False", MISSING)
+    missing = life.status.condition(MISSING)
+    assert missing is not None
+    assert f"step {newest.step} of round {newest.round}" in missing.message
+    assert MISSING in {e.reason for e in life.operator.events}
+    rounds = life.status.restart_round
+    life.cluster.store.checkpoints.update(had)
+    life.run(60, until=lambda s: s.is_true("Running"))
+    assert life.status.is_true("Running")
+    assert life.status.restart_round == rounds, "the sidecars find it by themselves"
+    assert restored_steps(life)[-1] == newest.step
+    life.run(30)
+    assert conditions(life)[MISSING] == "False"
+    assert conditions(life)["RemoteTierHealthy"] == "True"
+
+
+def test_an_older_checkpoint_that_the_store_has_is_restored_and_the_status_says_so() -> None:
+    life = stored_life()
+    newest = life.status.last_persisted
+    assert newest is not None
+    del life.cluster.store.checkpoints[newest.id]
+    older = max(i.step for i in life.cluster.store.checkpoints)
+    lose_all_pods(life)
+    life.run(120, until=lambda s: s.is_true("Running"))
+    assert life.status.is_true("Running")
+    assert restored_steps(life) == [newest.step, older]
+    assert life.status.quarantined == ()
+    assert life.status.restarts_count_towards_max == 0
+    texts = [e.message for e in life.operator.events if e.reason == MISSING]
+    assert any(f"step {newest.step}" in t and f"from step {older}" in t for t in texts)
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["one operator", "a new operator"])
+def test_if_all_of_them_are_missing_the_newest_is_waited_for(restarts: bool) -> None:
+    life = stored_life()
+    newest = life.status.last_persisted
+    assert newest is not None
+    empty_the_bucket(life)
+    lose_all_pods(life)
+    life.run(300)
+    if restarts:
+        life.restart()
+        life.run(60)
+    assert restored_steps(life)[-1] == newest.step
+    rounds = life.status.restart_round
+    life.run(600)
+    assert life.status.restart_round == rounds, "no round begins while there is nothing else"
+
+
+def test_a_bucket_that_is_emptied_while_the_gang_trains_shows_in_the_health_of_the_store() -> None:
+    life = stored_life()
+    life.cluster.gang.run.persist_every = None  # type: ignore[union-attr]
+    empty_the_bucket(life)
+    life.run(60)
+    assert life.status.is_true("Running")
+    assert conditions(life)["RemoteTierHealthy"] == "False"
+    assert conditions(life)[MISSING] == "True"
+
+
+def test_pods_with_the_only_copies_are_not_deleted_for_a_checkpoint_that_is_missing() -> None:
+    """A suspension deletes all pods once the newest step is in the store, which it is not."""
+    life = stored_life()
+    life.run(20, until=lambda _: persisted(life) == life.cluster.newest_commit())
+    newest = life.cluster.newest_commit()
+    assert newest is not None
+    assert persisted(life) == newest
+    empty_the_bucket(life)
+    life.run(20, until=lambda s: s.is_true(MISSING))
+    assert life.cluster.newest_commit() == newest
+    life.cluster.gang.data_is_away = True
+    life.rank_dies()
+    life.change_spec(suspend=True)
+    life.run(120)
+    assert life.cluster.newest_commit() == newest
+    assert not life.status.is_true("Suspended")
+
+
+def test_a_store_that_is_away_during_the_restore_spends_no_restarts() -> None:
+    life = stored_life()
+    life.cluster.store.away = True
+    lose_all_pods(life)
+    life.run(1800)
+    assert "Failed" not in conditions(life)
+    assert life.status.quarantined == ()
+    assert life.status.restarts_count_towards_max == 0
+    life.cluster.store.away = False
+    life.run(400, until=lambda s: s.is_true("Running"))
+    assert life.status.is_true("Running")

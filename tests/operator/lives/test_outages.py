@@ -1,0 +1,149 @@
+"""Something else than the gang is away: ranks end before their first step, and nothing is given up for it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.operator.life import Life
+
+from holdfast_core.ids import CheckpointId
+
+
+def trained_life(*, store: bool = True, every: int = 1000, copies: int = 1) -> Life:
+    """Return a life with the default failure policy that has committed some steps."""
+    life = Life(store=store, every=every, copies=copies)
+    life.change_spec(failurePolicy={})
+    life.run(60, until=lambda s: s.last_committed_step == 25)
+    life.run_until_committed()
+    return life
+
+
+def data_goes_away(life: Life) -> CheckpointId:
+    """Let the data set go away, and a rank die of it. Return the newest commit."""
+    newest = life.cluster.newest_commit()
+    assert newest is not None
+    life.cluster.gang.data_is_away = True
+    life.rank_dies()
+    return newest
+
+
+def restored_steps(life: Life) -> list[int | None]:
+    """Return the steps of all restore points but that of the first round."""
+    return [c.status["restorePoint"].get("step") for c in life.cluster.choices[1:]]
+
+
+def conditions(life: Life) -> dict[str, str]:
+    return {c.type: c.status for c in life.status.conditions}
+
+
+@pytest.mark.parametrize("minutes", [4, 10])
+def test_an_outage_of_minutes_neither_fails_the_job_nor_costs_a_step(minutes: int) -> None:
+    life = trained_life()
+    newest = data_goes_away(life)
+    life.run(60 * minutes)
+    assert "Failed" not in conditions(life)
+    life.cluster.gang.data_is_away = False
+    life.run(900, until=lambda s: s.is_true("Running"))
+    assert life.status.is_true("Running")
+    assert life.status.quarantined == ()
+    assert restored_steps(life)[-1] == newest.step
+
+
+def test_a_checkpoint_is_released_if_the_older_one_fails_in_the_same_way() -> None:
+    life = trained_life()
+    newest = data_goes_away(life)
+    life.run(1200, until=lambda s: bool(s.quarantined))
+    assert [q.id for q in life.status.quarantined] == [newest], "the first cause that is tried"
+    life.run(1200, until=lambda s: not s.quarantined)
+    life.run(900, until=lambda s: s.restore_point is not None)
+    assert life.status.quarantined == ()
+    tried = restored_steps(life)
+    assert tried == [newest.step] * 3 + [newest.step - 5] * 3 + [newest.step]
+    assert life.status.last_committed_step == newest.step
+
+
+def test_the_only_checkpoint_is_not_quarantined() -> None:
+    life = Life()
+    life.change_spec(failurePolicy={})
+    life.run(30, until=lambda s: s.last_committed_step == 5)
+    life.run_until_committed()
+    data_goes_away(life)
+    life.run(240)
+    assert life.status.quarantined == ()
+    assert "Failed" not in conditions(life)
+
+
+def fail(life: Life) -> CheckpointId:
+    """Let a rank die, and run until the job has failed. Return the newest commit."""
+    newest = life.cluster.newest_commit()
+    assert newest is not None
+    life.rank_dies()
+    life.run(30, until=lambda s: s.is_true("Failed"))
+    assert conditions(life)["Failed"] == "True"
+    return newest
+
+
+def failing_life(*, store: bool, copies: int = 1) -> Life:
+    life = trained_life(store=store, copies=copies)
+    life.change_spec(failurePolicy={"maxRestarts": 0}, ttlSecondsAfterFinished=60)
+    return life
+
+
+def test_a_job_that_fails_persists_its_newest_step_before_its_pods_are_deleted() -> None:
+    life = failing_life(store=True)
+    newest = fail(life)
+    life.run(120)
+    assert newest in life.cluster.store.checkpoints
+    assert life.status.last_persisted is not None
+    assert life.status.last_persisted.id == newest
+    assert newest.step in {c.spec.step for c in life.cluster.checkpoints.values()}
+    assert not life.cluster.pods, "the pods are not needed any more"
+
+
+def test_pods_of_a_failed_job_stay_while_the_store_is_away() -> None:
+    life = failing_life(store=True)
+    life.cluster.store.away = True
+    newest = fail(life)
+    life.run(3600)
+    assert len(life.cluster.pods) == 4
+    assert life.cluster.newest_commit() == newest
+    condition = life.status.condition("PodsKept")
+    assert condition is not None
+    assert condition.is_true
+    assert f"step {newest.step} is committed on the nodes only" in condition.message
+    life.cluster.store.away = False
+    life.run(60)
+    assert newest in life.cluster.store.checkpoints
+    assert not life.cluster.pods
+    assert conditions(life)["PodsKept"] == "False"
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_pods_of_a_failed_job_without_a_store_stay(copies: int) -> None:
+    life = failing_life(store=False, copies=copies)
+    newest = fail(life)
+    life.run(3600)
+    assert life.cluster.newest_commit() == newest
+    assert conditions(life)["PodsKept"] == "True"
+    assert ("trainingjobs", "job") in {(k[0], k[2]) for k in life.cluster.api.objects}
+
+
+def test_a_deadline_stops_the_gang_and_persists_what_it_saves() -> None:
+    life = trained_life()
+    life.change_spec(activeDeadlineSeconds=40)
+    life.run(120)
+    assert conditions(life)["Failed"] == "True"
+    stored = max(i.step for i in life.cluster.store.checkpoints)
+    assert stored >= 25
+    assert life.status.last_persisted is not None
+    assert life.status.last_persisted.step == stored
+    assert not [p for p in life.cluster.pods.values() if p.view.alive]
+
+
+def test_a_job_that_fails_without_a_commit_deletes_its_pods() -> None:
+    life = Life(store=True, every=1000)
+    life.run(30, until=lambda s: s.is_true("Running"))
+    life.change_spec(failurePolicy={"maxRestarts": 0})
+    life.rank_dies()
+    life.run(60)
+    assert conditions(life)["Failed"] == "True"
+    assert not life.cluster.pods
