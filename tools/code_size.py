@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15091,
-    "operator": 12732,
-    "sidecar": 9879,
+    "core": 15166,
+    "operator": 13062,
+    "sidecar": 9963,
     "trainer_sdk": 17989,
-    "cli": 633,
+    "cli": 641,
 }
 """Most lines of code of each package."""
 
