@@ -23,7 +23,7 @@ from tests.support.operator.builders import (
 
 from holdfast_core.api import LineageEntry, PersistedStep, TierCounts, TrainingJobStatus, changed
 from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
-from holdfast_operator.decide.facts.world import World, on_lineage
+from holdfast_operator.decide.facts.world import World, back_to, on_lineage
 from holdfast_operator.decide.restore.restore_point import (
     MAX_LINEAGE,
     Choice,
@@ -380,6 +380,32 @@ def test_the_merge_of_the_oldest_rounds_lets_no_step_back_in() -> None:
         for more in (-5, 0, 5)
     ]
     assert [c for c in saved if on_lineage(c, compact) and not on_lineage(c, full)] == []
+
+
+def based(round_: int, step: int, saved_in: int) -> LineageEntry:
+    return changed(entry(round_, step), base_round=RestartRound(saved_in))
+
+
+def test_a_step_that_a_lower_base_takes_off_the_lineage_stays_off() -> None:
+    """Also after the rounds above it have trained."""
+    compact: tuple[LineageEntry, ...] = ()
+    for new in (based(2, 50, 0), based(5, 60, 2), based(7, 70, 5)):
+        compact = extend_lineage(compact, new)
+    assert not on_lineage(CheckpointId(Step(55), RestartRound(0)), compact)
+
+
+def test_the_gang_can_go_back_to_a_higher_step_until_the_lower_round_has_trained() -> None:
+    """It restored step 50 because 60 was missing or quarantined. No step comes back besides."""
+    before = extend_lineage((based(2, 55, 0),), based(4, 60, 2))
+    lower = extend_lineage(before, based(6, 50, 0))
+    sixty, others = CheckpointId(Step(60), RestartRound(2)), CheckpointId(Step(58), RestartRound(0))
+    assert not on_lineage(sixty, lower)
+    for untrained in (lower, extend_lineage(lower, based(7, 50, 0))):
+        again = back_to(Step(60), untrained)
+        assert on_lineage(sixty, again)
+        assert not on_lineage(others, again)
+    trained = extend_lineage(lower, based(8, 53, 6))
+    assert [e.round for e in trained] == [6, 8], "what round 6 implies is dropped now"
 
 
 def test_compaction_keeps_what_the_newest_round_restored_from() -> None:
