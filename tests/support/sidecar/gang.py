@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 import urllib.request
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -36,6 +37,9 @@ from holdfast_sidecar.base.settings import PORTS_FILE
 
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
 NAMESPACE = "team-a"
+
+_REUSED_SECONDS = 0.25
+"""A little longer than a sidecar reuses one rendering of its metrics."""
 
 
 class Gang:
@@ -260,7 +264,8 @@ class Gang:
         assert reply.deleted == points
 
     def metrics(self, worker: int) -> str:
-        """Return the page of the sidecar's metrics. Blocks."""
+        """Return the page of the sidecar's metrics, as they are now. Blocks."""
+        time.sleep(_REUSED_SECONDS)  # an older rendering would not count what was just done
         with urllib.request.urlopen(self.metrics_url(worker)) as reply:
             page: str = reply.read().decode()
         return page
