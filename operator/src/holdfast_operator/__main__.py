@@ -17,6 +17,7 @@ from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.access import KubeAccess, load_access
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.leadership import Leadership, LeaseName, LeaseTimes
+from holdfast_operator.kube.lease_thread import LeaseThread
 from holdfast_operator.loop.controller import Controller
 from holdfast_operator.loop.handlers import HandlerInputs, run_kopf
 from holdfast_operator.loop.plain_ports import PlainPorts
@@ -74,9 +75,8 @@ async def run(settings: Settings, access: KubeAccess) -> int:
     times = LeaseTimes(settings.lease_seconds)
     leadership = Leadership(lease_api, lease, settings.pod_name, clock, times)
     api = KubeApi(access, leadership.check)
-    await lease_api.start()
     await api.start()
-    controller = Controller(settings, api, leadership, clock, metrics)
+    controller = Controller(settings, api, LeaseThread(leadership, lease_api), clock, metrics)
     ports = PlainPorts(metrics, controller.watch_age_seconds, controller.stalled_watches, clock)
     await ports.start("0.0.0.0", settings.metrics_port, settings.health_port)
     logs.info("operator starts", server=access.server, namespaces=settings.watch_namespaces)
@@ -99,7 +99,6 @@ async def run(settings: Settings, access: KubeAccess) -> int:
             task.cancel()
         await asyncio.gather(work, kopf, signalled, return_exceptions=True)
         await api.close()
-        await lease_api.close()
         await ports.close()
         logs.info("operator ends")
 

@@ -157,7 +157,7 @@ NEW = replace(
     round_seen_at=20.0,
     levels_written_at=20.0,
     counted_at=20.0,
-    save_requests=(RequestedSave("before-lunch", RestartRound(1), None),),
+    save_requests=(RequestedSave("before-lunch", RestartRound(1), None, "before-lunch"),),
 )
 
 

@@ -129,7 +129,13 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
     )
     if written:
         lost = {f.action.token for f in applied.failed if isinstance(f.action, RequestSave)}
-        return replace(new, save_requests=tuple(a for a in new.save_requests if a.name not in lost))
+        unmarked = {f.action.name for f in applied.failed if isinstance(f.action, UpdateCheckpoint)}
+        requests = (
+            replace(r, marked=r.marked and r.name not in unmarked)
+            for r in new.save_requests
+            if r.token not in lost
+        )
+        return replace(new, save_requests=tuple(requests))
     same_round = old.round == new.round
     return replace(
         new,

@@ -4,7 +4,8 @@
    Checkpoint object of the previous one exists (committable).
 2. A Checkpoint object records a commit. It is created after the commit, and created again if it is missing.
 3. A request to save is a Checkpoint without a step. It is sent to the coordinator, and becomes the record of
-   the first commit above the steps that were finished when it was sent.
+   the first commit above the steps that were finished when it was sent. Requests between which no step was
+   finished share one save. At most MAX_OPEN_REQUESTS of a job are open, and further ones expire.
 4. Retention sets phase Deleting, then orders the delete in the store, then deletes the object. It never
    deletes the restore point, the newest commit or a pinned checkpoint, and it waits for the first replicated
    commit of the round.
@@ -40,8 +41,14 @@ from holdfast_operator.model.actions import (
     UpdateCheckpoint,
 )
 from holdfast_operator.model.job import JobMemory, Now, RequestedSave
+from holdfast_operator.model.reasons import Reason
 
 PRUNES_PER_PASS = 4
+WRITES_PER_PASS = 32
+"""Largest number of Checkpoints that one rule writes or deletes in a pass. A user may create thousands, and
+the passes of other jobs must not wait until all are written. Each write causes another pass."""
+MAX_OPEN_REQUESTS = 16
+"""Largest number of requests to save of one job that are open at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,7 @@ def expire_requests(world: World, now: Now) -> tuple[Action, ...]:
             c.resource_version,
             with_phase(c.status, CheckpointPhase.EXPIRED, now, pinned=c.spec.pin, message=message),
         )
-        for c in _open_requests(world)
+        for c in _open_requests(world)[:WRITES_PER_PASS]
     )
 
 
@@ -196,64 +203,112 @@ def _ranks_of(world: World, commit: PersistedStep) -> int | None:
 
 
 def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], JobMemory]:
-    coordinator = world.coordinator_member()
-    state = world.coordinator
     open_ = _open_requests(world)
-    save_requests = {
-        a.name: a
-        for a in memory.save_requests
-        if a.round == world.round and any(c.name == a.name for c in open_)
-    }
+    excess = open_[MAX_OPEN_REQUESTS:]
+    known = {a.name: a for a in memory.save_requests if a.round == world.round}
+    save_requests = {c.name: known[c.name] for c in open_ if c.name in known}
     actions: list[Action] = []
-    for checkpoint in open_:
-        known = save_requests.get(checkpoint.name)
-        done = _fulfilling_commit(world, checkpoint, known)
+    unsent: list[Checkpoint] = []
+    for checkpoint in open_[:MAX_OPEN_REQUESTS]:
+        sent = save_requests.get(checkpoint.name)
+        done = _fulfilling_commit(world, checkpoint, sent)
         if done is not None:
-            status = _with_commit(
-                checkpoint.status,
-                world,
-                done,
-                now,
-                persisted=world.observed.job.spec.store is not None,
-                pinned=checkpoint.spec.pin,
-            )
-            actions.append(
-                UpdateCheckpoint(
-                    checkpoint.name, checkpoint.resource_version, status, step=done.step
-                )
-            )
-            continue
-        if known is not None or checkpoint.spec.step is not None:
-            continue
-        if state is None or not state.running or state.finished:
-            continue
-        if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
-            continue
-        trained = None if state.progress is None else state.progress.last
-        save_requests[checkpoint.name] = RequestedSave(checkpoint.name, world.round, trained)
-        actions.append(
-            RequestSave(
-                coordinator.worker,
-                coordinator.pod.peer_name,
-                coordinator.pod.ip,
-                world.round,
-                token=checkpoint.name,
-            )
+            actions.append(_record(world, checkpoint, done, now))
+        elif sent is None and checkpoint.spec.step is None:
+            unsent.append(checkpoint)
+        elif sent is not None and not sent.marked:
+            actions.extend(_in_progress(checkpoint, now))
+            save_requests[checkpoint.name] = replace(sent, marked=True)
+    save, served = _request_save(world, unsent, tuple(save_requests.values()))
+    actions.extend(save)
+    if served is not None:
+        for checkpoint in unsent:
+            save_requests[checkpoint.name] = replace(served, name=checkpoint.name, marked=True)
+            actions.extend(_in_progress(checkpoint, now))
+    message = (
+        f"not saved: {MAX_OPEN_REQUESTS} older requests of the job are still open. One save serves all "
+        "requests of a moment; delete this object and request again when they are saved"
+    )
+    for checkpoint in excess[:WRITES_PER_PASS]:
+        status = with_phase(
+            checkpoint.status,
+            CheckpointPhase.EXPIRED,
+            now,
+            pinned=checkpoint.spec.pin,
+            reason=Reason.TOO_MANY_REQUESTS,
+            message=message,
         )
-        if checkpoint.status.phase is not CheckpointPhase.IN_PROGRESS:
-            status = with_phase(
-                changed(checkpoint.status, started_at=now.utc),
-                CheckpointPhase.IN_PROGRESS,
-                now,
-                pinned=checkpoint.spec.pin,
-            )
-            actions.append(UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status))
+        actions.append(UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status))
     return actions, replace(memory, save_requests=tuple(save_requests.values()))
 
 
+def _record(
+    world: World, checkpoint: Checkpoint, commit: PersistedStep, now: Now
+) -> UpdateCheckpoint:
+    """Return the write that makes a request the record of the commit that fulfils it."""
+    status = _with_commit(
+        checkpoint.status,
+        world,
+        commit,
+        now,
+        persisted=world.observed.job.spec.store is not None,
+        pinned=checkpoint.spec.pin,
+    )
+    return UpdateCheckpoint(
+        checkpoint.name, checkpoint.resource_version, status, step=commit.step
+    )
+
+
+def _request_save(
+    world: World, unsent: list[Checkpoint], sent: tuple[RequestedSave, ...]
+) -> tuple[list[Action], RequestedSave | None]:
+    """Return the request for one save that serves all these Checkpoints, and what is remembered of it.
+
+    There is no action if an earlier request serves them as well, because no step has been finished since it
+    was sent. The second value is None if nothing can be requested now.
+    """
+    coordinator, state = world.coordinator_member(), world.coordinator
+    if not unsent or state is None or not state.running or state.finished:
+        return [], None
+    if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
+        return [], None
+    trained = None if state.progress is None else state.progress.last
+    shared = next((r for r in sent if r.after_step == trained), None)
+    if shared is not None:
+        return [], shared
+    # The newest name is the token. A coordinator ignores a token that it knows, and after a restart of the
+    # operator older requests may be sent a second time together with a new one.
+    token = unsent[-1].name
+    save = RequestSave(
+        coordinator.worker,
+        coordinator.pod.peer_name,
+        coordinator.pod.ip,
+        world.round,
+        token=token,
+    )
+    return [save], RequestedSave(token, world.round, trained, token)
+
+
+def _in_progress(checkpoint: Checkpoint, now: Now) -> list[Action]:
+    if checkpoint.status.phase is CheckpointPhase.IN_PROGRESS:
+        return []
+    status = with_phase(
+        changed(checkpoint.status, started_at=now.utc),
+        CheckpointPhase.IN_PROGRESS,
+        now,
+        pinned=checkpoint.spec.pin,
+    )
+    return [UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status)]
+
+
 def _open_requests(world: World) -> list[Checkpoint]:
-    """Return the requests to save that are not the record of a commit yet."""
-    return [c for c in world.own_checkpoints if not c.deleting and _is_open(c)]
+    """Return the requests to save that are not the record of a commit yet.
+
+    Those that are in progress come first, then the older ones.
+    """
+    found = [c for c in world.own_checkpoints if not c.deleting and _is_open(c)]
+    progress = CheckpointPhase.IN_PROGRESS
+    return sorted(found, key=lambda c: (c.status.phase is not progress, c.created_at, c.name))
 
 
 def _is_open(checkpoint: Checkpoint) -> bool:
@@ -291,6 +346,15 @@ def _fulfilling_commit(
 
 def _finalizers(world: World, now: Now) -> list[Action]:
     """Return actions that add our finalizer to committed Checkpoints with deletionPolicy DeleteData."""
+    bare = [
+        c
+        for c in world.own_checkpoints
+        if c.spec.deletion_policy is DeletionPolicy.DELETE_DATA
+        and c.status.phase is CheckpointPhase.COMMITTED
+        and c.persisted
+        and not c.has_finalizer
+        and not c.deleting
+    ]
     return [
         UpdateCheckpoint(
             c.name,
@@ -298,12 +362,7 @@ def _finalizers(world: World, now: Now) -> list[Action]:
             _with_phase_of_record(c, CheckpointPhase.COMMITTED, now),
             finalizers=(*c.metadata.finalizers, Checkpoint.FINALIZER),
         )
-        for c in world.own_checkpoints
-        if c.spec.deletion_policy is DeletionPolicy.DELETE_DATA
-        and c.status.phase is CheckpointPhase.COMMITTED
-        and c.persisted
-        and not c.has_finalizer
-        and not c.deleting
+        for c in bare[:WRITES_PER_PASS]
     ]
 
 
@@ -354,12 +413,15 @@ def _deletes(world: World) -> list[Action]:
     protected Checkpoint with such data waits.
     """
     actions: list[Action] = []
+    protected = _protected(world)
     for checkpoint in world.own_checkpoints:
+        if len(actions) >= WRITES_PER_PASS:
+            break
         if not checkpoint.deleting or not checkpoint.has_finalizer:
             continue
         if not checkpoint.deletes_data or checkpoint.id is None or not checkpoint.persisted:
             actions.append(DeleteCheckpoint(checkpoint.name, checkpoint.uid))
-        elif checkpoint.id not in _protected(world):
+        elif checkpoint.id not in protected:
             actions.extend(_prune(world, checkpoint))
     return actions
 

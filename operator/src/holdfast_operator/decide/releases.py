@@ -21,6 +21,9 @@ RELEASE_SECONDS = 600.0
 """Longest wait for the delete in the store. A store that is unavailable for longer must not prevent the
 deletion of a namespace."""
 
+RELEASES_PER_PASS = 32
+"""Largest number of Checkpoints of one kind that a pass releases. Each release causes another pass."""
+
 
 def hanging(checkpoints: Iterable[Checkpoint]) -> tuple[Checkpoint, ...]:
     """Return the Checkpoints that a user has deleted and that our finalizer keeps."""
@@ -79,7 +82,7 @@ def _of_name(world: World) -> list[Checkpoint]:
 
 def _released(checkpoints: tuple[Checkpoint, ...], why: str) -> list[Action]:
     actions: list[Action] = []
-    for checkpoint in checkpoints:
+    for checkpoint in checkpoints[:RELEASES_PER_PASS]:
         actions.append(DeleteCheckpoint(checkpoint.name, checkpoint.uid))
         text = kept_data(checkpoint, why)
         if text is not None:

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, assert_never
 
 from holdfast_core.api import (
@@ -35,8 +36,9 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
-from holdfast_operator.kube.leadership import Leadership
+from holdfast_operator.kube.lease_thread import LeaseThread
 from holdfast_operator.loop.former_jobs import release_pods
+from holdfast_operator.loop.long_passes import LongPasses
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.owners import Owners
 from holdfast_operator.loop.silence_checks import SilenceChecks
@@ -90,7 +92,7 @@ class Controller:
         self,
         settings: Settings,
         api: KubeApi,
-        leadership: Leadership,
+        leadership: LeaseThread,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
@@ -153,6 +155,7 @@ class Controller:
             self.enqueue,
         )
         self._stores = Stores(self._cluster, self._cache, events, self._sidecar, clock)
+        self._long_passes = LongPasses(clock)
         self._memory: dict[JobUid, JobMemory] = {}
         self._log_changes = logs.Changed()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -265,7 +268,8 @@ class Controller:
         memory = self._memory.get(job.uid, JobMemory())
         begun = self._clock.monotonic()
         observed = self._observer.observe(job, memory, refusal, owner)
-        decision = decide(observed, Now(self._clock.monotonic(), self._clock.utc_now()))
+        moment = Now(self._clock.monotonic(), self._clock.utc_now())
+        decision = await self._long_passes.decide(key, partial(decide, observed, moment))
         taken = self._clock.monotonic() - begun
         if taken >= LONG_PASS_SECONDS:
             self._queue.rest(key, RESTS_PER_PASS * taken)
@@ -381,6 +385,7 @@ class Controller:
         self._sidecars.forget(uid)
         self._reports.forget(uid)
         self._owners.forget(uid)
+        self._long_passes.forget(gang_key(job))
         self._metrics.forget(job.namespace, job.name)
         self._log_changes.forget(str(gang_key(job)))
         self._log_changes.forget(f"{gang_key(job)} pods")

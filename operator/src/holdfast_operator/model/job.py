@@ -364,6 +364,10 @@ class RequestedSave:
     after_step: Step | None
     """Newest step that a rank had finished when the request was sent. Only a later step fulfils the request.
     None: any step of the round does."""
+    token: str = ""
+    """Token of the request that the coordinator has. Several Checkpoints may share it."""
+    marked: bool = True
+    """Whether the Checkpoint was written as in progress. False: that write failed, and is repeated."""
 
 
 @dataclass(frozen=True, slots=True)

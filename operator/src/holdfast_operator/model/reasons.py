@@ -234,6 +234,8 @@ class Reason(StrEnum):
     COMMITTED = "Committed"
     PERSISTED = "Persisted"
     SAVE_REQUESTED = "SaveRequested"
+    TOO_MANY_REQUESTS = "TooManyRequests"
+    """The job has as many open requests to save as it may have."""
     PINNED = "Pinned"
     NOT_PINNED = "NotPinned"
     PRUNING = "Pruning"

@@ -26,16 +26,18 @@ def with_phase(
     pinned: bool,
     persisted: bool = False,
     replicated: bool = False,
+    reason: Reason | None = None,
     message: str = "",
 ) -> CheckpointStatus:
     """Return the status in that phase. Conditions of other types stay as they are.
 
     Args:
         pinned: Whether a user has pinned the checkpoint.
+        reason: Reason of the conditions. None stands for the usual one of the phase.
         message: Message of the conditions Committed and Restorable. "" stands for the usual one.
     """
     done = phase in (CheckpointPhase.COMMITTED, CheckpointPhase.DELETING)
-    why = Reason.COMMITTED if done else Reason.SAVE_REQUESTED
+    why = reason or (Reason.COMMITTED if done else Reason.SAVE_REQUESTED)
     durable = "every shard and the manifest are durable"
     committed = message or (durable if done else "the save is in progress")
     pruning = Reason.PRUNING if phase is CheckpointPhase.DELETING else why
@@ -54,8 +56,8 @@ def with_phase(
         (CheckpointCondition.PINNED, pinned, Reason.PINNED if pinned else Reason.NOT_PINNED, ""),
     )
     status = changed(status, phase=phase)
-    for kind, value, reason, text in conditions:
-        status = status.with_condition(kind, value, reason, text, now.utc)
+    for kind, value, given, text in conditions:
+        status = status.with_condition(kind, value, given, text, now.utc)
     return status
 
 
