@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from tests.support.api_objects import checkpoint_object, job_object, store_object
 from tests.support.clock import ManualClock
+from tests.support.operations import operations
 from tests.support.operator.builders import job as built_job
 from tests.support.operator.builders import metadata
 from tests.support.operator.fake_api import FakeApi
@@ -86,6 +88,33 @@ async def test_a_checkpoint_queues_its_job_and_those_that_restore_from_it() -> N
     for reflector in cache.reflectors:
         await reflector.relist()
     assert queued == {job_key("team-a", "owner"), job_key("team-a", "copy")}
+
+
+@pytest.mark.parametrize("plural", ["checkpoints", "checkpointstores"])
+async def test_an_event_costs_the_same_beside_any_number_of_jobs_that_name_other_objects(
+    plural: str,
+) -> None:
+    make = {"checkpoints": checkpoint_object, "checkpointstores": store_object}[plural]
+    costs = []
+    for number in (1, 40):
+        api = FakeApi()
+        for n in range(number):
+            job = job_object(f"job-{n}", restoreFrom={"checkpointRef": {"name": f"source-{n}"}})
+            job["spec"]["checkpoint"]["object"] = {
+                "storeRef": {"name": f"store-{n}"},
+                "every": {"steps": 50},
+            }
+            api.put("trainingjobs", job)
+        item = api.put(plural, make("subject"))
+        cache = ClusterCache(
+            api, ManualClock(), (), Expectations(), lambda key: None, lambda job: None
+        )
+        for reflector in cache.reflectors:
+            await reflector.relist()
+        newer = {**item, "metadata": {**item["metadata"], "resourceVersion": "1000000"}}
+        [watch] = [r for r in cache.reflectors if item["metadata"]["uid"] in r.items]
+        costs.append(operations(lambda: watch.take(newer)))  # noqa: B023 - called in this turn
+    assert costs[0] == costs[1]
 
 
 async def test_the_pods_of_a_missing_job_queue_its_key_and_have_no_pass() -> None:

@@ -74,8 +74,8 @@ class ClusterCache:
         self._enqueue = enqueue
         self._on_job_gone = on_job_gone
         self._jobs: dict[Key, Gang] = {}
-        self._restoring = set[Key]()
-        """Jobs whose spec names a Checkpoint."""
+        self._naming: dict[tuple[str, str, str], dict[Key, None]] = {}
+        """Jobs by kind, namespace and name of the store and the Checkpoint that their spec names."""
         self._pods = PodCache()
         self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
         """Objects of our own kinds that cannot be parsed, by kind, namespace and name."""
@@ -264,9 +264,8 @@ class ClusterCache:
         return tuple(self._stores.values())
 
     def jobs_of_store(self, namespace: str, store: str) -> tuple[Gang, ...]:
-        return tuple(
-            j for j in self._jobs.values() if j.namespace == namespace and j.spec.store == store
-        )
+        found = self._naming.get((CheckpointStore.KIND, namespace, store), {})
+        return tuple(self._jobs[key] for key in found)
 
     def probe_pods(self, store: CheckpointStore) -> tuple[ProbePod, ...]:
         """Return the probe pods whose controller is this store by uid."""
@@ -331,17 +330,25 @@ class ClusterCache:
         key = gang_key(job)
         known = self._jobs.get(key)
         if known is not None and not isinstance(old, Unreadable | None) and known.uid == old.uid:
-            del self._jobs[key]
-            self._restoring.discard(key)
+            self._drop_job(key)
         self._note_unreadable(old, new)
         if isinstance(new, TrainingJob | CheckpointAdoption):
+            self._drop_job(key)
             self._jobs[key] = new
-            if new.spec.source_checkpoint is not None:
-                self._restoring.add(key)
+            for named in _named(new):
+                self._naming.setdefault(named, {})[key] = None
         if new is None:
             self._on_job_gone(job)
         self._enqueue(key)
         self._enqueue_stores_of(old, new)
+
+    def _drop_job(self, key: Key) -> None:
+        job = self._jobs.pop(key, None)
+        for named in () if job is None else _named(job):
+            of = self._naming[named]
+            of.pop(key, None)
+            if not of:
+                del self._naming[named]
 
     def _enqueue_stores_of(
         self, old: Gang | Unreadable | None, new: Gang | Unreadable | None
@@ -387,10 +394,8 @@ class ClusterCache:
         if subject is None:
             return
         jobs = {item.job for item in (old, new) if item is not None and item.job is not None}
-        for key in self._restoring:
-            job = self._jobs[key]
-            if (job.namespace, job.spec.source_checkpoint) == (subject.namespace, subject.name):
-                self._enqueue(key)
+        for key in self._naming.get((Checkpoint.KIND, subject.namespace, subject.name), {}):
+            self._enqueue(key)
         for name in jobs:
             for key in (job_key(subject.namespace, name), adoption_key(subject.namespace, name)):
                 if key in self._jobs:
@@ -464,3 +469,11 @@ class ClusterCache:
         """Return whether the index holds this object, and not a newer one of the same name."""
         known = index.get((item.namespace, item.name))
         return known is not None and known.uid == item.uid
+
+
+def _named(job: Gang) -> Iterable[tuple[str, str, str]]:
+    """Yield kind, namespace and name of the objects that the job's spec names."""
+    if job.spec.store is not None:
+        yield CheckpointStore.KIND, job.namespace, job.spec.store
+    if job.spec.source_checkpoint is not None:
+        yield Checkpoint.KIND, job.namespace, job.spec.source_checkpoint
