@@ -46,6 +46,29 @@ def test_a_template_that_the_server_refuses_is_reported(empty_bed: OperatorBed) 
     assert empty_bed.pod_names() == []
 
 
+def test_a_template_with_a_value_or_a_field_that_pods_do_not_have_is_reported(
+    empty_bed: OperatorBed,
+) -> None:
+    empty_bed.start_operator()
+    faults = {
+        "quantity": ({"resources": {"limits": {"memory": "4GB"}}}, {}, "limits.memory: is '4GB'"),
+        "map": ({"env": {"A": "b"}}, {}, "env: is an object, expected a list"),
+        "port": ({"ports": "http"}, {}, "ports"),
+        "typo": ({}, {"tolerationz": []}, 'unknown field "spec.tolerationz"'),
+        "typo-in-a-container": ({"comand": ["x"]}, {}, 'unknown field "spec.containers[0].comand"'),
+    }
+    for name, (container, spec, _) in faults.items():
+        job = training_job()
+        job["metadata"]["name"] = name
+        job["spec"]["template"]["spec"] |= spec
+        job["spec"]["template"]["spec"]["containers"][0] |= container
+        empty_bed.plane.request("POST", empty_bed.path("trainingjobs"), job)
+    for name, (_, _, message) in faults.items():
+        found = empty_bed.until(name, lambda name=name: empty_bed.condition("Accepted", name))
+        assert (found["status"], found["reason"]) == ("False", "InvalidTemplate")
+        assert message in found["message"]
+
+
 def refuses_privileges(bed: OperatorBed) -> bool:
     """Return whether the API server refuses a privileged pod that an administrator creates."""
     pod = {

@@ -62,6 +62,9 @@ class JobCondition(StrEnum):
     REMOTE_TIER_HEALTHY = "RemoteTierHealthy"
     READABLE = "Readable"
     """False while the operator cannot read the job or one of its pods; absent before that happens."""
+    RECONCILED = "Reconciled"
+    """False while passes of the operator over the job end with an exception, whose text is the message;
+    absent before that happens."""
     SIDECARS_UNREACHABLE = "SidecarsUnreachable"
     QUARANTINED = "Quarantined"
     """True while a checkpoint of the job is quarantined; absent before that happens."""

@@ -6,12 +6,10 @@ conditions, and writes all other entries back as they were read, with the resour
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from holdfast_core.api import API_VERSION, GANGS, JobCondition
-from holdfast_core.clock import Clock, stamp
+from holdfast_core.api import API_VERSION, GANGS, ConditionStatus, JobCondition
+from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
+from holdfast_operator.apply.raw_conditions import NewCondition, write_condition
 from holdfast_operator.base import logs
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
@@ -65,52 +63,12 @@ class UnreadableReports:
         self._reported[found.uid] = found.problem
 
     async def _write_condition(self, job: Unreadable, text: str) -> None:
-        plural = _GANG_KINDS[job.kind]
-        raw = await self._cluster.get_job(plural, job.namespace, job.name)
-        if raw["metadata"]["uid"] != job.uid:
-            return
-        status = raw.get("status") or {}
-        conditions = with_condition(status.get("conditions") or [], text, self._now(), raw)
-        if conditions is None:
-            return
-        await self._cluster.patch_status(
-            plural,
+        await write_condition(
+            self._cluster,
+            _GANG_KINDS[job.kind],
             job.namespace,
             job.name,
-            str(raw["metadata"]["resourceVersion"]),
-            {"conditions": conditions},
+            job.uid,
+            NewCondition(JobCondition.READABLE, ConditionStatus.FALSE, Reason.CANNOT_READ, text),
+            self._clock.utc_now(),
         )
-
-    def _now(self) -> str:
-        return stamp(self._clock.utc_now())
-
-
-def with_condition(
-    conditions: Any, message: str, now: str, raw: Mapping[str, Any]
-) -> list[Any] | None:
-    """Return the list with Readable=False in it, or None if there is nothing to write.
-
-    That is so if the list contains the condition with this message already, or is not a list of conditions.
-
-    Args:
-        conditions: status.conditions as it was read. It may have any type.
-        message: Message of the condition.
-        now: UTC stamp for its transition time.
-        raw: The whole object, for its generation.
-    """
-    if not isinstance(conditions, list) or not all(isinstance(c, Mapping) for c in conditions):
-        return None
-    kind = JobCondition.READABLE.value
-    old: Mapping[str, Any] = next((c for c in conditions if c.get("type") == kind), {})
-    if (old.get("status"), old.get("message")) == ("False", message):
-        return None
-    same = old.get("status") == "False"
-    new = {
-        "type": kind,
-        "status": "False",
-        "reason": Reason.CANNOT_READ.value,
-        "message": message,
-        "lastTransitionTime": old["lastTransitionTime"] if same else now,
-        "observedGeneration": raw["metadata"].get("generation") or 0,
-    }
-    return [*(c for c in conditions if c.get("type") != kind), new]

@@ -14,6 +14,7 @@ from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note
 from holdfast_operator.model.isolation import find_breach, items_of
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.template_shape import find_misfit
 
 
 def find_problem(world: World) -> Note | None:
@@ -23,6 +24,7 @@ def find_problem(world: World) -> Note | None:
     """
     return (
         template_problem(world.observed.job.spec.template)
+        or _unknown_field(world.observed.job.spec.template)
         or _refused_template(world)
         or _name_problem(world)
         or _store_problem(world)
@@ -37,6 +39,9 @@ def template_problem(template: Mapping[str, Any] | None) -> Note | None:
     """
     if template is None:
         return None
+    misfit = find_misfit(template)
+    if misfit is not None:
+        return _invalid(str(misfit))
     containers = [c for _, c in items_of(template.get("spec"), "containers", "spec.template.spec")]
     trainers = [c for c in containers if c.get("name") == TRAINER_CONTAINER]
     if len(trainers) != 1:
@@ -56,6 +61,17 @@ def template_problem(template: Mapping[str, Any] | None) -> Note | None:
             "`holdfast run --` before it"
         )
     return None
+
+
+def _unknown_field(template: Mapping[str, Any] | None) -> Note | None:
+    """Return the first field beside metadata and spec. No pod would get it, and no server would refuse it."""
+    unknown = sorted((template or {}).keys() - {"metadata", "spec"})
+    if not unknown:
+        return None
+    return _invalid(
+        f"spec.template.{unknown[0]}: unknown field, expected metadata and spec: fields of a pod, such as "
+        "tolerations, belong below spec.template.spec"
+    )
 
 
 def uses_launcher(text: Sequence[str]) -> bool:

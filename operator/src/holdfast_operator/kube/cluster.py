@@ -76,11 +76,14 @@ class Cluster:
     async def refusal_of_pod(self, namespace: str, body: Mapping[str, Any]) -> str | None:
         """Return the server's message if it would refuse this pod, else None. Nothing is created.
 
+        The server also refuses fields that it does not know. In a create it would drop them without a word.
         An exceeded quota does not count as a refusal, because the pod itself is valid. Raises ApiError.
         """
         try:
             await self._api.post(
-                f"/api/v1/namespaces/{namespace}/pods", body, {**_MANAGER, "dryRun": "All"}
+                f"/api/v1/namespaces/{namespace}/pods",
+                body,
+                {**_MANAGER, "dryRun": "All", "fieldValidation": "Strict"},
             )
         except ApiError as error:
             if error.status == CONFLICT:

@@ -26,6 +26,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
 from holdfast_operator.apply.apply import Applied, apply, memory_after
+from holdfast_operator.apply.failed_passes import FailedPasses
 from holdfast_operator.apply.job_effects import JobEffects
 from holdfast_operator.apply.unreadable_reports import UnreadableReports
 from holdfast_operator.base import logs
@@ -136,6 +137,7 @@ class Controller:
         )
         self._owners = Owners(self._cluster)
         self._reports = UnreadableReports(self._cluster, events, clock)
+        self._failed_passes = FailedPasses(self._cluster, events, clock)
         self._observer = Observer(
             self._cache,
             self._sidecars,
@@ -263,6 +265,13 @@ class Controller:
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
+        async with self._failed_passes.reported(job):
+            applied = await self._pass(key, job)
+        if not applied.complete:
+            raise self._incomplete(key, job, applied)
+
+    async def _pass(self, key: Key, job: Gang) -> Applied:
+        """Observe, decide and apply once. Return what was carried out."""
         refusal = await self._templates.refusal(key, job)
         owner = await self._owners.of(job, self._observer.pods(job))
         memory = self._memory.get(job.uid, JobMemory())
@@ -281,8 +290,7 @@ class Controller:
             self._sidecars.acted_on(job.uid, decision.acted_version)
             if decision.requeue_after_seconds is not None:
                 self._queue.add_after(key, decision.requeue_after_seconds)
-            return
-        raise self._incomplete(key, job, applied)
+        return applied
 
     async def _release_checkpoints(self, key: Key) -> None:
         """Remove our finalizer from those Checkpoints of this missing job that are being deleted.
@@ -384,6 +392,7 @@ class Controller:
         self._effects.forget(uid)
         self._sidecars.forget(uid)
         self._reports.forget(uid)
+        self._failed_passes.forget(uid)
         self._owners.forget(uid)
         self._long_passes.forget(gang_key(job))
         self._metrics.forget(job.namespace, job.name)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from holdfast_core.api import Gang
+from holdfast_operator.model.template_shape import pod_spec
 
 STOP_SECONDS = 30
 """Shortest time for the ranks to reach the step at which they stop, save it and exit."""
@@ -38,7 +39,7 @@ def grace_of(job: Gang) -> Grace:
     Half of a grace period that the user has chosen is for the ranks. Adopted pods have the grace period of
     their controller's template, which the admission policy divides in the same way.
     """
-    chosen = ((job.spec.template or {}).get("spec") or {}).get("terminationGracePeriodSeconds")
+    chosen = pod_spec(job).get("terminationGracePeriodSeconds")
     if isinstance(chosen, int):
         return Grace(chosen // 2, chosen)
     status = job.status

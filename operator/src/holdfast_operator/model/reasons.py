@@ -225,6 +225,11 @@ class Reason(StrEnum):
     ALL_WORKERS = "AllWorkers"
     """The gang has as many workers as spec.workers."""
 
+    # --- Reconciled
+    PASS_FAILED = "PassFailed"
+    """A pass of the operator over the job ended with an exception."""
+    PASS_SUCCEEDED = "PassSucceeded"
+
     # --- FailureRulesApply
     RULE_NEVER_MATCHES = "RuleNeverMatches"
     """The rules before a rule of failurePolicy.rules match all of its values, so that it has no effect."""

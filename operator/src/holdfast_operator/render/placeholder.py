@@ -37,6 +37,6 @@ def render_placeholder(
     metadata["name"] = name
     del spec["hostname"], spec["subdomain"]
     spec["terminationGracePeriodSeconds"] = 1
-    [certificates] = (v for v in spec["volumes"] if v["name"] == CERTS_VOLUME)
+    [certificates] = (v for v in spec["volumes"] if v.get("name") == CERTS_VOLUME)
     certificates["secret"] = {"secretName": name}
     return body

@@ -203,7 +203,7 @@ def _complete_trainer(
         *(trainer.get("volumeMounts") or []),
         {"name": SHARED_VOLUME, "mountPath": SHARED_DIR},
     ]
-    if "securityContext" not in trainer:
+    if trainer.get("securityContext") is None:
         trainer["securityContext"] = {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -356,7 +356,8 @@ def _store_sources(store: StoreView | None) -> list[dict[str, Any]]:
 
 def _memory_limit_bytes(trainer: Mapping[str, Any]) -> int | None:
     limits = (trainer.get("resources") or {}).get("limits") or {}
-    return parse_quantity_bytes(str(limits["memory"])) if "memory" in limits else None
+    memory = limits.get("memory")
+    return None if memory is None else parse_quantity_bytes(str(memory))
 
 
 # --------------------------------------------------------------------------- placement, security

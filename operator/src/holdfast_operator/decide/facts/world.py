@@ -23,6 +23,7 @@ from holdfast_operator.model.job import (
     queue_of,
 )
 from holdfast_operator.model.pod_source import PodSource, pod_source
+from holdfast_operator.model.template_shape import pod_spec
 
 ENDS_OF_GANG = (JobCondition.SUSPENDED, JobCondition.COMPLETE, JobCondition.FAILED)
 """Conditions of a job that has no gang: it is suspended or over."""
@@ -170,7 +171,7 @@ class World:
                     found[worker] = (inventory.round, pod)
         return {worker: pod for worker, (_, pod) in found.items()}
 
-    @property
+    @cached_property
     def nodes_are_fixed(self) -> bool:
         """Return whether no affinity of the operator can keep the pods off a node.
 
@@ -179,8 +180,7 @@ class World:
         """
         if self.observed.job.spec.template is None:
             return True
-        spec = self.observed.job.spec.template.get("spec") or {}
-        return bool(spec.get("nodeName"))
+        return bool(pod_spec(self.observed.job).get("nodeName"))
 
     @property
     def may_create_pods(self) -> bool:

@@ -1,0 +1,96 @@
+"""An exception that ends a pass is visible on the job, over an in-memory API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.clock import ManualClock
+from tests.support.operator.builders import raw_job
+from tests.support.operator.fake_api import FakeApi
+
+from holdfast_core.api import TrainingJob
+from holdfast_core.errors import UnavailableError
+from holdfast_operator.apply.failed_passes import FailedPasses
+from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.events import Events
+
+OTHER = {"type": "Running", "status": "True", "reason": "Training", "lastTransitionTime": "x"}
+
+
+class Bed:
+    def __init__(self) -> None:
+        self.api = FakeApi()
+        self.raw = self.api.put("trainingjobs", raw_job())
+        self.raw["status"] = {"conditions": [OTHER], "step": 7}
+        clock, cluster = ManualClock(), Cluster(self.api)
+        self.passes = FailedPasses(cluster, Events(cluster, clock), clock)
+
+    async def fail(self, error: Exception) -> None:
+        with pytest.raises(type(error)):
+            async with self.passes.reported(self.job):
+                raise error
+
+    async def succeed(self) -> None:
+        async with self.passes.reported(self.job):
+            pass
+
+    @property
+    def job(self) -> TrainingJob:
+        return TrainingJob.from_dict(self.raw | {"status": {"conditions": self.conditions[1:]}})
+
+    @property
+    def conditions(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.raw["status"]["conditions"]
+        return found
+
+    @property
+    def reconciled(self) -> tuple[str, str] | None:
+        found = [c for c in self.conditions if c["type"] == "Reconciled"]
+        return (found[0]["status"], found[0]["message"]) if found else None
+
+    def writes(self) -> int:
+        return sum(1 for method, _ in self.api.requests if method == "PATCH")
+
+
+async def test_an_unexpected_exception_becomes_a_condition_with_its_text_once() -> None:
+    bed = Bed()
+    for _ in range(3):
+        await bed.fail(TypeError("'str' object has no attribute 'get'"))
+    assert bed.reconciled is not None
+    value, message = bed.reconciled
+    assert value == "False"
+    assert message.startswith("TypeError: 'str' object has no attribute 'get'. ")
+    assert (bed.writes(), len(bed.api.all("events"))) == (1, 1)
+    assert (bed.conditions[0], bed.raw["status"]["step"]) == (OTHER, 7)
+
+    await bed.fail(KeyError("spec"))
+    assert bed.reconciled[1].startswith("KeyError: 'spec'. ")
+    await bed.succeed()
+    assert bed.reconciled[0] == "True"
+    writes = bed.writes()
+    await bed.succeed()
+    assert bed.writes() == writes
+
+
+async def test_an_error_of_a_call_is_reported_when_it_does_not_pass() -> None:
+    bed = Bed()
+    await bed.fail(UnavailableError("no answer"))
+    await bed.succeed()
+    for _ in range(2):
+        await bed.fail(UnavailableError("no answer"))
+        assert bed.reconciled is None
+    await bed.fail(UnavailableError("no answer"))
+    assert bed.reconciled is not None
+    assert "no answer" in bed.reconciled[1]
+
+
+async def test_a_condition_that_could_not_be_written_is_written_later() -> None:
+    bed = Bed()
+    bed.api.refuse = {("PATCH", "trainingjobs"): ApiError(None, "", "away")}
+    await bed.fail(TypeError("x"))
+    assert bed.reconciled is None
+    bed.api.refuse = {}
+    await bed.fail(TypeError("x"))
+    assert bed.reconciled is not None
