@@ -30,6 +30,9 @@ NODE_DIR = "/holdfast/node"
 NODE_VOLUME = "holdfast-node"
 """Name of that volume in the pod. Further ones have numbered names."""
 
+CERTS_VOLUME = "holdfast-certs"
+"""Name of the volume with the pod's certificate."""
+
 CERTS_DIR = "/holdfast/certs"
 """ca.crt, tls.crt and tls.key of this pod, mounted as single items from the Secret of its birth round."""
 

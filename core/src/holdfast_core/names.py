@@ -133,6 +133,15 @@ def certificates_secret_name(job: str, uid: JobUid, worker: int, birth_round: in
     return f"{job_prefix(job, uid)}-certs-{worker // CERTIFICATES_IN_SECRET}-r{birth_round}"
 
 
+def another_secret_name(first: str, attempt: int) -> str:
+    """Return another name for a Secret of `certificates_secret_name`, because the first one is taken.
+
+    It ends like the first one: templates may not name Secrets with this end.
+    """
+    head, _, end = first.rpartition("-certs-")
+    return f"{head}-{attempt}-certs-{end}"
+
+
 def checkpoint_name(job: str, uid: JobUid, checkpoint: CheckpointId) -> str:
     """Return the name of the Checkpoint object that records a commit to the object tier."""
     return f"{job_prefix(job, uid)}-{checkpoint}"

@@ -59,6 +59,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         ],
         "quarantined": [],
         "missing": [],
+        "hangs": None,
         "nodeFailures": [],
         "step": None,
         "lastCommittedStep": None,

@@ -268,6 +268,7 @@ def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: FakeSi
         stopped = stacks(sidecar, "b")
         assert stopped[0].is_known
         assert (stopped[1].is_known, stopped[1].moves) == (False, False)
+        assert stopped[1].stopped
         assert stopped[1].stack == "its process is stopped, in state T (stopped)"
         sidecar.end(1)
         assert sidecar.wait_for(Ended).round == 1, "a stopped process is ended, too"
@@ -284,5 +285,7 @@ def test_a_program_that_is_no_python_script_survives_the_request(
         found = stacks(sidecar, "a")
         while len(found) < RANKS:  # not all ranks were forked yet
             found = stacks(sidecar, "a")
-        assert [(s.is_known, s.moves) for s in found.values()] == [(False, True)] * RANKS
+        while any(s.moves for s in found.values()):  # one is still being started
+            found = stacks(sidecar, "a")
+        assert [(s.is_known, s.stopped) for s in found.values()] == [(False, False)] * RANKS
         assert sidecar.messages(Exited) == []

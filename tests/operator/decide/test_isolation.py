@@ -12,8 +12,8 @@ from tests.support.operator.hostile_templates import HOSTILE_TEMPLATES, mounted,
 from holdfast_operator.decide.acceptance import template_problem
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import CreatePod
-from holdfast_operator.model.isolation import find_breach
 from holdfast_operator.model.job import Observed
+from holdfast_operator.model.template.isolation import find_breach
 
 
 @pytest.mark.parametrize("case", HOSTILE_TEMPLATES)

@@ -1,4 +1,4 @@
-"""A gang hangs if it finishes no step and no rank is at work, and the report names the late ranks."""
+"""When a gang that finishes no step counts as hung, and which ranks the report names."""
 
 from __future__ import annotations
 
@@ -102,13 +102,18 @@ def sleeping(rank: int, *, moves: bool = False) -> RankStack:
 
 
 def unknown(rank: int) -> RankStack:
-    return RankStack(Rank(rank), "its process is stopped, in state T", is_known=False)
+    return RankStack(Rank(rank), "its process is stopped, in state T", is_known=False, stopped=True)
+
+
+def elsewhere(rank: int) -> RankStack:
+    """Return the stack of a rank that waits in another collective than the others."""
+    return replace(waiting(rank), stack="barrier (distributed_c10d.py:2)")
 
 
 def trained(policy: Policy = AUTO, step_seconds: float | None = 2.0) -> Training:
-    """Return a gang that has trained, and whose rank 1 sleeps while the others wait for it."""
+    """Return a gang that has trained, and whose rank 1 waits in another collective than the others."""
     training = Training(policy, step_seconds)
-    training.answers(waiting(0), sleeping(1), waiting(2))
+    training.answers(waiting(0), elsewhere(1), waiting(2))
     for _ in range(4):
         training.step()
     return training
@@ -132,7 +137,7 @@ def test_a_gang_hangs_after_the_limit_and_names_the_late_rank(
     hang = training.watch.hang
     assert hang is not None
     assert hang.late == (1,)
-    assert f"the limit is {limit} s; rank 1 did not arrive: {SLEEPS}" in hang.message
+    assert f"the limit is {limit} s; rank 1 did not arrive: barrier (distrib" in hang.message
     assert f"the others are in: {WAITS} (2 ranks)" in hang.message
     training.run(20)
     assert training.changed == 1, "the report of a hang stays as it is"
@@ -198,24 +203,51 @@ def test_a_pause_that_ends_begins_the_time_again() -> None:
     assert training.watch.token == ""
 
 
-def test_ranks_at_work_hang_only_after_ten_limits() -> None:
+@pytest.mark.parametrize(
+    ("policy", "stack", "limit"),
+    [
+        pytest.param(AUTO, elsewhere(1), 60, id="all wait"),
+        pytest.param(AUTO, unknown(1), 60, id="all wait but one, which is stopped"),
+        pytest.param(AUTO, sleeping(1), 600, id="one is elsewhere, and not at work"),
+        pytest.param(AUTO, replace(unknown(1), stopped=False), 600, id="one has no stack"),
+        pytest.param(AUTO, sleeping(1, moves=True), 1800, id="one is at work"),
+        pytest.param(FIXED, sleeping(1), 30, id="a fixed time, one is elsewhere"),
+        pytest.param(FIXED, sleeping(1, moves=True), 300, id="a fixed time, one is at work"),
+    ],
+)
+@pytest.mark.parametrize("factor", [1, 2])
+def test_only_a_gang_whose_ranks_all_wait_hangs_early(
+    policy: Policy, stack: RankStack, limit: int, factor: int
+) -> None:
+    training = trained(replace(policy, hang_factor=float(factor)))
+    training.answers(waiting(0), stack, waiting(2))
+    training.run(factor * limit - 1)
+    assert training.watch.hang is None
+    if limit >= 600:
+        assert f"rank 1: {stack.stack}" in training.watch.at_work
+        assert "Checkpointer.paused" in training.watch.at_work
+    training.run(30)
+    hang = training.watch.hang
+    assert hang is not None
+    assert hang.late == (1,)
+
+
+def test_a_rank_that_ends_its_work_and_waits_for_ever_hangs_with_the_next_look() -> None:
     training = trained()
     training.answers(waiting(0), sleeping(1, moves=True), waiting(2))
-    training.run(70)
+    training.run(100)
     assert training.watch.hang is None
-    assert "rank 1: sleep (train.py:5); announce an evaluation" in training.watch.at_work
-    training.run(520)
-    assert training.watch.hang is None
-    training.run(80)
+    training.answers(waiting(0), elsewhere(1), waiting(2))
+    training.run(30)
     assert training.watch.hang is not None
 
 
 def test_a_launcher_that_sends_no_stacks_delays_the_report_for_a_time() -> None:
     training = trained()
     training.answers(waiting(0), waiting(2))
-    training.run(75)
+    training.run(600)
     assert training.watch.hang is None
-    training.run(10)
+    training.run(25)
     hang = training.watch.hang
     assert hang is not None
     assert hang.late == (1,)
@@ -261,7 +293,7 @@ def stacks_of(*stacks: RankStack) -> dict[Rank, RankStack]:
         ),
         pytest.param(
             (5, 5, 5),
-            stacks_of(waiting(0), replace(waiting(1), stack="barrier"), waiting(2)),
+            stacks_of(waiting(0), elsewhere(1), waiting(2)),
             (1,),
             id="another collective",
         ),

@@ -186,6 +186,8 @@ class FakeApi(KubeApi):
         if version != raw["metadata"]["resourceVersion"]:
             raise _error(409, "Conflict", f"{where.name}: the object has been modified")
         before = dict(raw)  # `merge` changes nothing in place
+        if (params or {}).get("dryRun"):
+            return copied(raw)
         if where.status:
             raw["status"] = merge(raw.get("status") or {}, patch.get("status") or {})
         else:

@@ -199,7 +199,9 @@ class FakeCluster:
 
     @property
     def secrets(self) -> set[str]:
-        return self.api.names("secrets", NAMESPACE)
+        """Secrets with data. A pod that mounts the keys of an empty one waits for ever."""
+        found = self.api.all("secrets", NAMESPACE)
+        return {raw["metadata"]["name"] for raw in found if raw.get("data")}
 
     # ------------------------------------------------------------------ the API
 

@@ -62,6 +62,9 @@ class JobCondition(StrEnum):
     REMOTE_TIER_HEALTHY = "RemoteTierHealthy"
     READABLE = "Readable"
     """False while the operator cannot read the job or one of its pods; absent before that happens."""
+    HANGS_REPEAT = "HangsRepeat"
+    """True after the gang was restarted because it hung, until it has passed the step; absent before that
+    happens. The message says how to announce a pause."""
     RECONCILED = "Reconciled"
     """False while passes of the operator over the job end with an exception, whose text is the message;
     absent before that happens."""
@@ -509,6 +512,17 @@ class RestartRecord(ApiModel):
         return CheckpointId(self.failed_step, self.failed_round)
 
 
+class HangsStatus(ApiModel):
+    """Restarts because no step followed the same step."""
+
+    step: Annotated[
+        StepField, Field(description="Newest step that a rank had finished when the gang hung.")
+    ]
+    restarts: Annotated[
+        int, Field(ge=1, description="Restarts in a row with reason Hung, none of which passed it.")
+    ]
+
+
 class QuarantinedCheckpoint(ApiModel):
     """A checkpoint that the gang does not restore, because no gang trained from it."""
 
@@ -622,6 +636,13 @@ class TrainingJobStatus(WithConditions):
             "one is restored, or the newest of them is waited for.",
         ),
     ] = ()
+    hangs: Annotated[
+        HangsStatus | None,
+        Field(
+            description="Restarts because the gang hung at one step. Each doubles the limits of the search "
+            "for hangs. Absent: the gang has passed the step at which it last hung."
+        ),
+    ] = None
     node_failures: Annotated[
         tuple[NodeFailure, ...],
         Field(

@@ -125,6 +125,8 @@ class Policy:
     hang_seconds: Seconds = 0.0
     """The gang counts as hung after this time without a step, instead of `hang_steps`. 0: not by this
     rule."""
+    hang_factor: Factor = 1.0
+    """Multiplies all limits of the search for hangs. It is above 1 after hangs at the same step."""
     straggler_factor: Factor = 0.0
     """A rank that takes this many times as long as the median for the same work is slow. 0: there are no
     stragglers."""
@@ -185,7 +187,10 @@ class RankStack:
     waits: bool = False
     """The main thread waits in torch for other ranks."""
     moves: bool = False
-    """The main thread was found in different places within a few seconds, so that the rank is at work."""
+    """The rank is at work: within a few seconds its main thread was in different places, or its process or a
+    child used a processor, read or wrote."""
+    stopped: bool = False
+    """The process is stopped, by a signal or a debugger."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,6 +288,7 @@ class _Interpreter:
                     action.avoided_nodes,
                     action.failed_nodes,
                     action.group,
+                    action.certificates,
                 )
                 await effects.create_pod(job, body)
             case CreatePlaceholder():

@@ -66,9 +66,7 @@ class FailedPasses:
         subject = Subject(API_VERSION, job.KIND, job.namespace, job.name, job.uid)
         await self._events.emit(subject, "Warning", Reason.PASS_FAILED, message)
 
-    async def _write(
-        self, job: Gang, value: ConditionStatus, reason: Reason, message: str
-    ) -> None:
+    async def _write(self, job: Gang, value: ConditionStatus, reason: Reason, message: str) -> None:
         condition = NewCondition(JobCondition.RECONCILED, value, reason, message)
         try:
             await write_condition(

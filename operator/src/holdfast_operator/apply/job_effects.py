@@ -85,6 +85,7 @@ class JobEffects:
         self._services: dict[JobUid, dict[str, float]] = {}
         self._budgets: dict[JobUid, tuple[int, float]] = {}
         self._secrets: dict[JobUid, dict[str, float]] = {}
+        self._taken: dict[JobUid, set[str]] = {}
 
     # ------------------------------------------------------------------ what is known to exist
 
@@ -122,11 +123,16 @@ class JobEffects:
         oldest = self._clock.monotonic() - SECRET_SURE_SECONDS
         return frozenset(n for n, at in self._secrets.get(uid, {}).items() if at <= oldest)
 
+    def taken_secrets(self, uid: JobUid) -> frozenset[str]:
+        """Return the names for Secrets of the job that this process found in use for something else."""
+        return frozenset(self._taken.get(uid, ()))
+
     def forget(self, uid: JobUid) -> None:
         """Drop the records of a job that is gone."""
         self._services.pop(uid, None)
         self._budgets.pop(uid, None)
         self._secrets.pop(uid, None)
+        self._taken.pop(uid, None)
 
     # ------------------------------------------------------------------ the job
 
@@ -162,6 +168,8 @@ class JobEffects:
     async def set_disruption_budget(self, job: Gang, body: Mapping[str, Any], workers: int) -> None:
         try:
             await self._cluster.set_disruption_budget(job.namespace, body)
+        except NameTakenError as error:  # the job can run without it
+            await self._warn(job, Reason.NAME_TAKEN, str(error))
         except HoldfastError:
             if self._budgets.get(job.uid, (None, 0.0))[0] == workers:
                 self._budgets[job.uid] = (workers, self._found_earlier(job))
@@ -200,9 +208,27 @@ class JobEffects:
         return self._clock.monotonic() - zlib.crc32(job.uid.encode()) / 2**32 * SURE_SECONDS
 
     async def create_certificates(self, job: Gang, action: CreateCertificates) -> None:
+        """Create the Secret. If one exists that no pod of the job mounts, its name is taken.
+
+        The operator may not read it. It may be the user's, or of an operator that ended before it created
+        the pods.
+
+        Raises:
+            NameTakenError: The name is taken. The next decision takes another one.
+        """
         data = await self._certificates.round_data(job, action.pods)
         metadata = {"labels": job_labels(job), "ownerReferences": [owner_reference(job)]}
-        await self._cluster.create_secret(job.namespace, action.secret, data, metadata)
+        created = await self._cluster.create_secret(job.namespace, action.secret, data, metadata)
+        known = self._secrets.get(job.uid, {})
+        if created.existed and not action.in_use and action.secret not in known:
+            self._taken.setdefault(job.uid, set()).add(action.secret)
+            text = (
+                f"Secret {job.namespace}/{action.secret} exists, and no pod of this job mounts it. The "
+                "operator may not read it, so the certificates go to a Secret of another name. Delete this "
+                "one if nothing else needs it"
+            )
+            await self._warn(job, Reason.NAME_TAKEN, text)
+            raise NameTakenError(text)
         self._secrets.setdefault(job.uid, {})[action.secret] = self._clock.monotonic()
 
     async def delete_certificates(self, job: Gang, secret: str) -> None:

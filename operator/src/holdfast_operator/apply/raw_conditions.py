@@ -1,7 +1,7 @@
 """Write one condition of a gang and leave the rest of its status as it is.
 
-Decisions write a status as a whole. This is for the two cases in which there is no decision: the job cannot be
-parsed, or the pass over it failed.
+Decisions write a status as a whole. This is for the two cases in which there is no decision: the job cannot
+be parsed, or the pass over it failed.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from holdfast_core.api import Checkpoint, CheckpointPhase, CheckpointStore
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note
-from holdfast_operator.model.isolation import find_breach, items_of
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.template_shape import find_misfit
+from holdfast_operator.model.template.isolation import find_breach, items_of
+from holdfast_operator.model.template.shape import find_misfit
 
 
 def find_problem(world: World) -> Note | None:

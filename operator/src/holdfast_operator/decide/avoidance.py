@@ -21,7 +21,7 @@ from holdfast_operator.decide.report.status import Note
 from holdfast_operator.model.actions import Action, DeletePod
 from holdfast_operator.model.job import PodView, tolerated_taints
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.template_shape import pod_spec
+from holdfast_operator.model.template.shape import pod_spec
 from holdfast_operator.model.wording import first_of
 
 MAX_AVOIDED = 64
@@ -117,5 +117,7 @@ def _open_nodes(world: World) -> list[str]:
     These are the nodes without a taint for lost nodes, and those whose taints the template or a pod of the
     job tolerates. An admission plug-in may add tolerations that the template does not have.
     """
-    tolerated = tolerated_taints(pod_spec(world.observed.job)).union(*(pod.tolerated for pod in world.observed.pods))
+    tolerated = tolerated_taints(pod_spec(world.observed.job)).union(
+        *(pod.tolerated for pod in world.observed.pods)
+    )
     return [node.name for node in world.observed.lost_nodes if node.taints <= tolerated]

@@ -254,9 +254,7 @@ def _record(
         persisted=world.observed.job.spec.store is not None,
         pinned=checkpoint.spec.pin,
     )
-    return UpdateCheckpoint(
-        checkpoint.name, checkpoint.resource_version, status, step=commit.step
-    )
+    return UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status, step=commit.step)
 
 
 def _request_save(

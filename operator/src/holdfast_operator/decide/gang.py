@@ -23,6 +23,7 @@ from holdfast_operator.decide.facts.resize import elastic_of
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.queue import groups
+from holdfast_operator.decide.report.hangs import factor as hang_factor
 from holdfast_operator.decide.spares.pods import (
     create_spares,
     delete_lost_spares,
@@ -120,6 +121,7 @@ def _births(world: World) -> list[Action]:
             avoided,
             failed,
             group,
+            world.certificates(m.worker, world.round),
         )
         for m in _born(world)
         if m.pod is None and world.awaits_start(m) and m.worker not in occupied
@@ -140,16 +142,19 @@ def _leaves(world: World, births: list[Action]) -> list[Action]:
         if member.birth_round != world.round or member.was_spare:
             continue
         waits = member.alive and member.pod is not None and not member.pod.sidecar_started
-        secret = world.source.certificates(member.worker, world.round)
+        secret = world.certificates(member.worker, world.round)
         if secret not in known and (waits or member.worker in creating):
             needed.setdefault(secret, [])
     if not needed:
         return []
     for member in world.members:
-        secret = world.source.certificates(member.worker, world.round)
+        secret = world.certificates(member.worker, world.round)
         if secret in needed:
             needed[secret].append(world.source.identity(member.worker, world.round))
-    return [CreateCertificates(s, world.round, tuple(pods)) for s, pods in needed.items()]
+    return [
+        CreateCertificates(s, world.round, tuple(pods), world.is_mounted(s))
+        for s, pods in needed.items()
+    ]
 
 
 def _born(world: World) -> list[MemberState]:
@@ -172,7 +177,8 @@ def delete_old_certificates(world: World) -> list[Action]:
     Secrets of an earlier operator process are not known to this one. They are deleted with the job.
     """
     present = (*world.members, *world.spares)
-    wanted = {world.source.certificates(m.worker, m.birth_round) for m in present}
+    wanted = {world.certificates(m.worker, m.birth_round) for m in present}
+    wanted.update(m.pod.certificates for m in present if m.pod is not None)
     return [DeleteCertificates(s) for s in sorted(world.observed.secrets - wanted)]
 
 
@@ -364,6 +370,7 @@ def _policy(world: World) -> Policy:
         object_compression=(Compression.NONE if object_ is None else object_.compression).value,
         hang_steps=hangs.effective_step_times,
         hang_seconds=hangs.effective_seconds,
+        hang_factor=hang_factor(world.status),
         straggler_factor=stragglers.effective_factor,
         straggler_steps=stragglers.effective_steps,
         shrinks=elastic_of(world.observed.job) is not None,

@@ -36,6 +36,7 @@ from holdfast_operator.decide.facts.rules import Ruling
 from holdfast_operator.decide.facts.scheduling import describe, next_try, timeouts
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.lifecycle import asked_for
+from holdfast_operator.decide.report.hangs import with_hang
 from holdfast_operator.decide.report.status import Note, set_condition, with_levels
 from holdfast_operator.decide.spares.births import with_new_spares, with_promotions
 from holdfast_operator.model.job import Now
@@ -98,6 +99,8 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
         recent_restarts=recent,
         restarts_count_towards_max=len(counted(in_window(recent, world, now))),
     )
+    if cause.reason is Reason.HUNG:
+        status = with_hang(status, world, cause.message, now)
     status = with_promotions(with_expected_failures(status, world), world)
     status = status.with_recovery(_recovery(world, round_, failures))
     status = set_condition(status, JobCondition.RESTARTING, True, note, now, job.generation)

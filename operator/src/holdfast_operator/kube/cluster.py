@@ -65,13 +65,16 @@ class Cluster:
     async def set_disruption_budget(self, namespace: str, body: Mapping[str, Any]) -> None:
         """Create a PodDisruptionBudget, or give the one that exists this minAvailable. Raises ApiError.
 
-        Raises ConflictError if it was deleted in between.
+        Raises ConflictError if it was deleted in between, and NameTakenError if it is not the job's.
         """
         path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
         created = await self._create(path, body)
         if created.existed:
             patch = {"spec": {"minAvailable": body["spec"]["minAvailable"]}}
-            await self._patch(f"{path}/{body['metadata']['name']}", patch)
+            name = f"{path}/{body['metadata']['name']}"
+            # The operator may not read it. The reply to a dry run shows whose it is.
+            _require_own(body, await self._patch(name, patch, {"dryRun": "All"}))
+            await self._patch(name, patch)
 
     async def refusal_of_pod(self, namespace: str, body: Mapping[str, Any]) -> str | None:
         """Return the server's message if it would refuse this pod, else None. Nothing is created.
@@ -235,7 +238,7 @@ class Cluster:
         """Create an immutable Secret with these texts. Raises ApiError.
 
         A Secret that exists is not read, because the operator may not read Secrets in tenants' namespaces.
-        The caller must choose a name that no other object uses.
+        The caller decides whether it is the wanted one.
         """
         body = {
             "apiVersion": "v1",
@@ -303,18 +306,9 @@ class Cluster:
         created = await self._create(path, body)
         if not created.existed:
             return created
-        meta, ours = body["metadata"], controller_of(body)
-        found = await self._api.get(f"{path}/{meta['name']}")
-        theirs = controller_of(found)
-        if ours is not None and theirs is not None and theirs.uid == ours.uid:
-            return Created(str(found["metadata"]["uid"]), existed=True)
-        state = "is being deleted" if found["metadata"].get("deletionTimestamp") else "exists"
-        wanted = "the operator" if ours is None else f"{ours.kind} {ours.name} (uid {ours.uid})"
-        raise NameTakenError(
-            f"{body['kind']} {meta['namespace']}/{meta['name']} cannot be created for {wanted}: an "
-            f"object of that name {state}, and {whose(found)}. Holdfast does not change it; delete "
-            "it if it is not needed"
-        )
+        found = await self._api.get(f"{path}/{body['metadata']['name']}")
+        _require_own(body, found)
+        return Created(str(found["metadata"]["uid"]), existed=True)
 
     async def _create(self, path: str, body: Mapping[str, Any]) -> Created:
         try:
@@ -350,14 +344,30 @@ class Cluster:
             body["metadata"] = {"resourceVersion": resource_version}
         return await self._patch(f"{path}/status", body)
 
-    async def _patch(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def _patch(
+        self, path: str, body: Mapping[str, Any], options: Mapping[str, str] | None = None
+    ) -> Any:
         """Return the object as it is then. Raises ConflictError and ApiError."""
         try:
-            return await self._api.patch(path, body, _MANAGER)
+            return await self._api.patch(path, body, {**_MANAGER, **(options or {})})
         except ApiError as error:
             if error.status in (CONFLICT, NOT_FOUND):
                 raise ConflictError(str(error)) from error
             raise
+
+
+def _require_own(body: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise NameTakenError unless the object that exists has the controller of the one to create."""
+    meta, ours, theirs = body["metadata"], controller_of(body), controller_of(found)
+    if ours is not None and theirs is not None and theirs.uid == ours.uid:
+        return
+    state = "is being deleted" if found["metadata"].get("deletionTimestamp") else "exists"
+    wanted = "the operator" if ours is None else f"{ours.kind} {ours.name} (uid {ours.uid})"
+    raise NameTakenError(
+        f"{body['kind']} {meta['namespace']}/{meta['name']} cannot be created for {wanted}: an "
+        f"object of that name {state}, and {whose(found)}. Holdfast does not change it; delete "
+        "it if it is not needed"
+    )
 
 
 def _ours(namespace: str, plural: str, name: str | None = None) -> str:

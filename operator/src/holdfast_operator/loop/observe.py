@@ -87,6 +87,7 @@ class Observer:
             disruption_budget=self._effects.disruption_budget(job.uid),
             secrets=self._effects.secrets(job.uid),
             doubtful_secrets=self._effects.doubtful_secrets(job.uid),
+            taken_secrets=self._effects.taken_secrets(job.uid),
             memory=memory,
             routine_seconds=routine_seconds(self._cache.job_count),
             unreadable=self._unreadable(job),

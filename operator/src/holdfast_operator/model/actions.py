@@ -74,6 +74,9 @@ class CreateCertificates:
     secret: str
     round: RestartRound
     pods: tuple[str, ...]
+    in_use: bool = False
+    """Whether a pod names this Secret. One that exists is then taken for it, else for one of another owner:
+    the operator may not read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class CreatePod:
     """Names of nodes that it excludes because workers of the job failed there."""
     group: PodGroup | None = None
     """The pod group in Kueue that it joins. None: it is in no queue."""
+    certificates: str = ""
+    """Secret with its certificate. "" means the first name for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,6 +200,8 @@ class PodView:
     """The object of another controller that created it. None: there is none, or the operator created it."""
     placeholder: bool = False
     """Whether it only looks for a node for a missing worker of an elastic gang, and runs no container."""
+    certificates: str = ""
+    """Secret from which it mounts its certificate. "" if it mounts none."""
     created: str = ""
     """Its creationTimestamp. It decides only between pods of other controllers that claim one worker."""
     group: PodGroup | None = None
@@ -494,6 +496,8 @@ class Observed:
     """Names of certificate Secrets that this process created or found. The operator may not read them."""
     doubtful_secrets: frozenset[str] = frozenset()
     """Members of `secrets` that may have been deleted since they were created or found."""
+    taken_secrets: frozenset[str] = frozenset()
+    """Names for Secrets with certificates that this process found in use for something else."""
     memory: JobMemory = JobMemory()
     routine_seconds: float = 0.0
     """Shortest time between two passes without a reason, and between two writes of routine news."""

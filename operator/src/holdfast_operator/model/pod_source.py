@@ -24,6 +24,7 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import (
     CERTIFICATES_IN_SECRET,
     certificates_secret_name,
+    job_prefix,
     parse_pod_name,
     pod_name,
     worker_name,
@@ -83,9 +84,10 @@ class PodSource(Protocol):
 def certificates_prefix(job: CheckpointAdoption) -> str:
     """Return the prefix of the names of Secrets with certificates of adopted pods.
 
-    The number of the block of workers follows it. The admission policy makes the same name.
+    The number of the block of workers follows it. The admission policy makes the same name. The uid keeps
+    apart adoptions of one name: an orphaning delete leaves the Secrets of the former one.
     """
-    return f"{job.name}-holdfast-certs-"
+    return f"{job_prefix(job.name, job.uid)}-holdfast-certs-"
 
 
 def pod_source(gang: Gang) -> PodSource:

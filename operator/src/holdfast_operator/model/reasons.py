@@ -56,7 +56,7 @@ class Reason(StrEnum):
     TRAINER_RESTARTING = "TrainerRestarting"
     """The trainer container restarted too often in its pod, so the pod is replaced."""
     HUNG = "Hung"
-    """The gang finished no step for failurePolicy.hangs, and no rank was at work."""
+    """The gang finished no step for failurePolicy.hangs. Also the reason of HangsRepeat."""
     RESTORE_FAILED = "RestoreFailed"
     """A worker could not fetch its shards of the restore point."""
     CHECKPOINT_MISSING = "CheckpointMissing"

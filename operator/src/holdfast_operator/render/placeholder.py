@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast_core.api import Gang
+from holdfast_core.contract import CERTS_VOLUME
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import placeholder_name
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import StoreView
-from holdfast_operator.render.pod import CERTS_VOLUME, SidecarSettings, render_pod
+from holdfast_operator.render.pod import SidecarSettings, render_pod
 
 
 def render_placeholder(

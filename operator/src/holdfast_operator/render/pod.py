@@ -17,6 +17,7 @@ from typing import Any
 from holdfast_core.api import EphemeralVolumeSpec, Gang, parse_quantity_bytes
 from holdfast_core.contract import (
     CERTS_DIR,
+    CERTS_VOLUME,
     CONTROL_PORT,
     METRICS_PORT,
     NODE_DIR,
@@ -33,8 +34,8 @@ from holdfast_core.contract import (
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_operator.model import labels
-from holdfast_operator.model.grace import grace_of
 from holdfast_operator.model.job import PodGroup, StoreView
+from holdfast_operator.model.template.grace import grace_of
 from holdfast_operator.render.metadata import (
     group_annotations,
     group_labels,
@@ -51,7 +52,6 @@ EXIT_SECONDS = 5
 adopted pods leaves the same."""
 
 SHARED_VOLUME = "holdfast-shared"
-CERTS_VOLUME = "holdfast-certs"
 STORE_VOLUME = "holdfast-store"
 POD_IP_VARIABLE = "HOLDFAST_POD_IP"
 
@@ -87,6 +87,7 @@ def render_pod(
     avoided_nodes: Sequence[str] = (),
     failed_nodes: Sequence[str] = (),
     group: PodGroup | None = None,
+    certificates: str = "",
 ) -> dict[str, Any]:
     """Return the body of a worker's pod. The template must have passed `acceptance.template_problem`.
 
@@ -99,6 +100,7 @@ def render_pod(
         avoided_nodes: Names of lost nodes that the pod's node affinity excludes.
         failed_nodes: Names of nodes that it excludes because workers failed there.
         group: The pod group in Kueue that it joins, or None.
+        certificates: Secret with its certificate. "" means the first name for it.
     """
     template = copy.deepcopy(dict(job.spec.template or {}))
     user_meta = template.get("metadata") or {}
@@ -114,7 +116,7 @@ def render_pod(
     ]
     spec["volumes"] = [
         *(spec.get("volumes") or []),
-        *_volumes(job, worker, birth_round, store, trainer),
+        *_volumes(job, worker, birth_round, store, trainer, certificates),
     ]
     spec["restartPolicy"] = "OnFailure"
     spec["terminationGracePeriodSeconds"] = grace_of(job).total_seconds
@@ -296,6 +298,7 @@ def _volumes(
     birth_round: RestartRound,
     store: StoreView | None,
     trainer: Mapping[str, Any],
+    certificates: str,
 ) -> list[dict[str, Any]]:
     shared: dict[str, Any] = {"medium": "Memory"}
     limit = job.spec.checkpoint.memory.size_limit_bytes or _memory_limit_bytes(trainer)
@@ -309,7 +312,8 @@ def _volumes(
         {
             "name": CERTS_VOLUME,
             "secret": {
-                "secretName": certificates_secret_name(job.name, job.uid, worker, birth_round),
+                "secretName": certificates
+                or certificates_secret_name(job.name, job.uid, worker, birth_round),
                 "defaultMode": 0o440,
                 "items": items,
             },

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from holdfast_core.clock import parse_stamp
-from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
+from holdfast_core.contract import CERTS_VOLUME, SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import (
     LOST_NODE_TAINTS,
@@ -104,6 +104,7 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
         identity=identity.identity,
         controller=other_controller(raw) if identity.identity else None,
         placeholder=identity.placeholder,
+        certificates=_certificates(raw.get("spec") or {}),
         created=str(meta.get("creationTimestamp") or ""),
         group=_group(meta),
         queued=any(
@@ -135,6 +136,12 @@ def _memory_limit(spec: Mapping[str, Any]) -> str | None:
     trainer = _container(spec.get("containers"), TRAINER_CONTAINER)
     limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
     return None if limit is None else str(limit)
+
+
+def _certificates(spec: Mapping[str, Any]) -> str:
+    volumes = spec.get("volumes") or []
+    found = next((v for v in volumes if v.get("name") == CERTS_VOLUME), {})
+    return str((found.get("secret") or {}).get("secretName") or "")
 
 
 def _nodes(meta: Mapping[str, Any], annotation: str) -> frozenset[str]:

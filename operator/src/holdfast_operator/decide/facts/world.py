@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, count
 
 from holdfast_core.api import (
     Checkpoint,
@@ -15,6 +16,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Step, Worker, is_spare
 from holdfast_core.messages.schema import CoordinatorState
+from holdfast_core.names import another_secret_name
 from holdfast_operator.model.job import (
     Observed,
     PodView,
@@ -23,7 +25,7 @@ from holdfast_operator.model.job import (
     queue_of,
 )
 from holdfast_operator.model.pod_source import PodSource, pod_source
-from holdfast_operator.model.template_shape import pod_spec
+from holdfast_operator.model.template.shape import pod_spec
 
 ENDS_OF_GANG = (JobCondition.SUSPENDED, JobCondition.COMPLETE, JobCondition.FAILED)
 """Conditions of a job that has no gang: it is suspended or over."""
@@ -113,6 +115,33 @@ class World:
     @cached_property
     def _sidecars(self) -> dict[str, SidecarView]:
         return {s.pod_uid: s for s in self.observed.sidecars}
+
+    @cached_property
+    def _used_secrets(self) -> dict[str, str]:
+        """Return the Secrets that pods mount, by the first name for each."""
+        found: dict[str, str] = {}
+        for pod in self.observed.pods:
+            if pod.certificates and not pod.ended:
+                first = self.source.certificates(pod.worker, pod.birth_round)
+                found.setdefault(first, pod.certificates)
+        return found
+
+    def certificates(self, worker: Worker, birth: RestartRound) -> str:
+        """Return the Secret with the certificate of the worker's pod of this birth round.
+
+        It is the one that pods of its block of workers mount. Before there are any, it is the first name for
+        it that is not taken.
+        """
+        first = self.source.certificates(worker, birth)
+        used = self._used_secrets.get(first)
+        if used is not None:
+            return used
+        names = chain((first,), (another_secret_name(first, n) for n in count(1)))
+        return next(n for n in names if n not in self.observed.taken_secrets)
+
+    def is_mounted(self, secret: str) -> bool:
+        """Return whether a pod of the job mounts this Secret."""
+        return secret in self._used_secrets.values()
 
     @cached_property
     def own_checkpoints(self) -> tuple[Checkpoint, ...]:

@@ -26,16 +26,16 @@ from holdfast_operator.decide.facts.resize import wanted_workers
 from holdfast_operator.decide.facts.world import World, has_no_gang
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.adoption import with_adoption
-from holdfast_operator.decide.report.leaving_nodes import with_leaving_nodes
+from holdfast_operator.decide.report.hangs import with_passed_hangs
+from holdfast_operator.decide.report.nodes import with_leaving_nodes, with_scheduling
 from holdfast_operator.decide.report.policy import with_policy
 from holdfast_operator.decide.report.queue import with_queue
-from holdfast_operator.decide.report.scheduling import with_scheduling
 from holdfast_operator.decide.report.spares import with_spares_ready
 from holdfast_operator.decide.report.stragglers import with_stragglers
 from holdfast_operator.decide.spares.births import with_spares
-from holdfast_operator.model.grace import grace_of
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.template.grace import grace_of
 
 LEVELS_EVERY_SECONDS = 10.0
 """Shortest interval between writes of levels. Otherwise each step of each job would cause a write in etcd."""
@@ -96,6 +96,7 @@ def refresh(
     status = _with_running(status, world, now, note)
     status = _with_tier_conditions(status, world, now)
     status = with_policy(status, world, memory, now)
+    status = with_passed_hangs(status, world, now)
     status = with_leaving_nodes(status, world, now)
     status = with_stragglers(status, world)
     status = with_scheduling(status, world, memory, now)

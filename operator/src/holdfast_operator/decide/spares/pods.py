@@ -7,7 +7,7 @@ room. A spare that is lost holds nothing, so it is created again under its name.
 from __future__ import annotations
 
 from holdfast_core.ids import FIRST_SPARE, MAX_SPARES
-from holdfast_core.names import certificates_secret_name, pod_name
+from holdfast_core.names import pod_name
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import Action, CreateCertificates, CreatePod, DeletePod
 
@@ -26,16 +26,26 @@ def create_spares(world: World, avoided: tuple[str, ...], failed: tuple[str, ...
     for spare in world.spares:
         pod, birth = spare.pod, spare.birth_round
         if pod is None or (not pod.sidecar_started and pod.alive):
-            secret = certificates_secret_name(job.name, job.uid, spare.worker, birth)
+            secret = world.certificates(spare.worker, birth)
             if secret not in known:
                 # A Secret cannot be changed, so it has the leaves of all spares that may be created later.
                 names = (
                     pod_name(job.name, job.uid, FIRST_SPARE + n, birth) for n in range(MAX_SPARES)
                 )
-                secrets[secret] = CreateCertificates(secret, birth, tuple(names))
+                mounted = world.is_mounted(secret)
+                secrets[secret] = CreateCertificates(secret, birth, tuple(names), mounted)
         if pod is None:
             name = pod_name(job.name, job.uid, spare.worker, birth)
-            actions.append(CreatePod(name, spare.worker, birth, avoided, failed))
+            actions.append(
+                CreatePod(
+                    name,
+                    spare.worker,
+                    birth,
+                    avoided,
+                    failed,
+                    certificates=world.certificates(spare.worker, birth),
+                )
+            )
     return [*secrets.values(), *actions]
 
 

@@ -1,19 +1,24 @@
-"""Detection of a gang that finishes no step (ADR 0094). It uses no I/O and no clock.
+"""Detection of a gang that finishes no step (ADR 0094, ADR 0129). It uses no I/O and no clock.
 
 1. The time without a step counts only while every rank has finished a step of this round, no rank has
    announced a pause, none has ended, and every worker reports. So it does not count during a start, a
    restore, the first step, a save or an outage of a sidecar.
 2. After the limit the coordinator requests the stacks of all ranks, in its replies to their reports.
-3. If no rank is at work, the gang hangs, and the coordinator's state says so until a rank finishes a step. If
-   one is, it may be in an evaluation that the script does not announce: the stacks are taken again after
-   another limit, and the gang counts as hung after PATIENCE limits.
+3. If every rank waits for others or is stopped, the gang hangs, and the coordinator's state says so until a
+   rank finishes a step.
+4. Otherwise a rank may do honest work that the script does not announce, for example an evaluation. The
+   stacks are taken again after another limit. The gang counts as hung after IDLE_SECONDS if no rank is at
+   work, and after WORKING_SECONDS if one is. If the user has set the limit in seconds, it counts as hung at
+   once if no rank is at work, and after PATIENCE limits if one is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 
-from holdfast_core.messages.common import Policy
+from holdfast_core.ids import Rank
+from holdfast_core.messages.common import Policy, RankStack
 from holdfast_core.messages.operator import Hang
 from holdfast_sidecar.coordinator.reports.gathered import Gathered
 from holdfast_sidecar.coordinator.reports.late import find_late
@@ -27,9 +32,13 @@ SILENT_SECONDS = 15.0
 LONGEST_GAP_SECONDS = 5.0
 """Longest time between two looks. After a longer one this sidecar itself was stopped, and may have reports
 to read that show a step."""
+IDLE_SECONDS = 600.0
+"""Time without a step after which a gang hangs of which a rank neither waits for others nor is at work. It
+may wait for a slow server."""
+WORKING_SECONDS = 1800.0
+"""Time after which a gang hangs although a rank is at work: it may repeat something for ever."""
 PATIENCE = 10
-"""Number of limits after which a gang hangs although ranks are at work: they may repeat something for
-ever."""
+"""The same, as a number of limits that the user has set in seconds."""
 
 
 class HangWatch:
@@ -100,22 +109,45 @@ class HangWatch:
         missing = len(stacks) < self._gathered.world_size
         if missing and now - self._requested_at < STACKS_SECONDS:
             return
-        at_work = [s for s in stacks.values() if s.moves]
-        if at_work and waited < PATIENCE * limit:
-            first = at_work[0]
-            self.at_work = (
-                f"no rank has finished a step for {waited:.0f} s, but {len(at_work)} ranks may be at work, "
-                f"such as rank {first.rank}: {first.stack}; announce an evaluation with Checkpointer.paused"
-            )
-            self.token, self._next_at = "", waited + limit
+        patience = _patience_seconds(policy, limit, stacks, self._gathered.world_size)
+        if waited < patience:
+            self.at_work = _described(stacks, waited, patience)
+            self.token, self._next_at = "", min(waited + limit, patience)
             return
-        self.hang = find_late(self._gathered.rank_steps, stacks, waited, limit)
+        self.hang = find_late(self._gathered.rank_steps, stacks, waited, patience)
 
     def _limit_seconds(self, policy: Policy) -> float | None:
         """Return the limit, or None while there is none: it is off, or too few steps were measured."""
         if policy.hang_seconds:
-            return policy.hang_seconds
+            return policy.hang_seconds * policy.hang_factor
         measured = self._gathered.step_seconds
         if not policy.hang_steps or not measured:
             return None
-        return max(MIN_SECONDS, policy.hang_steps * median(measured))
+        return max(MIN_SECONDS, policy.hang_steps * median(measured)) * policy.hang_factor
+
+
+def _patience_seconds(
+    policy: Policy, limit: float, stacks: Mapping[Rank, RankStack], world_size: int
+) -> float:
+    """Return the time without a step after which a gang whose ranks are in these places hangs."""
+    works = any(s.moves for s in stacks.values())
+    if policy.hang_seconds:
+        return PATIENCE * limit if works else limit
+    if works:
+        return max(limit, WORKING_SECONDS * policy.hang_factor)
+    waiting = sum(1 for s in stacks.values() if s.waits or s.stopped)
+    return limit if waiting == world_size else max(limit, IDLE_SECONDS * policy.hang_factor)
+
+
+def _described(stacks: Mapping[Rank, RankStack], waited: float, patience: float) -> str:
+    """Return why a gang without steps does not count as hung yet, for the log."""
+    others = [s for s in stacks.values() if not s.waits and not s.stopped]
+    working = [s for s in others if s.moves]
+    shown = (working or others)[:1]
+    where = f", such as rank {shown[0].rank}: {shown[0].stack}" if shown else ""
+    state = "are at work" if working else "neither wait for others nor are at work"
+    return (
+        f"no rank has finished a step for {waited:.0f} s, but {len(working or others)} ranks {state}{where}; "
+        f"the gang counts as hung after {patience:.0f} s; announce an evaluation or a download with "
+        "Checkpointer.paused"
+    )

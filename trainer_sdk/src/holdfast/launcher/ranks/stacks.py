@@ -3,9 +3,11 @@
  1. The fork server registers faulthandler for STACK_SIGNAL in each rank, with a file in memory that launcher
     and rank share. Its handler is C code: it runs although the main thread waits in a collective.
  2. The launcher sends the signal a few times and reads what the handler wrote.
+ 3. A rank is at work if its main thread was in different places, or if its process was at work by
+    activity.py. A rank that waits in torch for others is not.
 
 A rank that does not catch the signal, such as a program that is no Python script, does not get it: the signal
-would end it. It may be at work. One whose process is stopped could not answer, and is not at work.
+would end it. One whose process is stopped could not answer.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.launcher.ranks.activity import is_at_work, measure
 from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import RankStack
 
@@ -67,25 +70,33 @@ async def find(ranks: Sequence[Watched]) -> tuple[Found, ...]:
 
 async def _find_rank(watched: Watched) -> Found:
     texts: list[str] = []
+    before = measure(watched.pid)
+    process = _look_at(watched.pid)
     for sample in range(SAMPLES):
         if sample:
             await asyncio.sleep(PAUSE_SECONDS)
         process = _look_at(watched.pid)
-        if process.problem:
-            stack = RankStack(watched.rank, process.problem, False, moves=process.may_work)
-            return Found(stack, process.problem)
-        text = await _stack_of(watched)
-        if not text:
-            problem = (
-                f"it has written no stack within {ANSWER_SECONDS:g} s, in state {process.state}"
-            )
-            return Found(RankStack(watched.rank, problem, is_known=False), problem)
-        texts.append(text)
-    places = [main_thread(text) for text in texts]
+        if process.stopped or process.ended:
+            break
+        if not process.problem:
+            texts.append(await _stack_of(watched))
+    written = sum(len(text.encode()) for text in texts)
+    busy = is_at_work(before, measure(watched.pid), written)
+    if process.stopped or process.ended:
+        stack = RankStack(watched.rank, process.problem, False, stopped=process.stopped)
+        return Found(stack, process.problem)
+    known = [text for text in texts if text]
+    if not known:
+        problem = process.problem or (
+            f"it has written no stack within {ANSWER_SECONDS:g} s, in state {process.state}"
+        )
+        return Found(RankStack(watched.rank, problem, False, moves=busy), problem)
+    places = [main_thread(text) for text in known]
     last = places[-1]
     waits = any(part in frame for frame in last[:_WAITING_FRAMES] for part in _WAITING_FILES)
-    moves = any(place != last for place in places)
-    return Found(RankStack(watched.rank, shortened(last), True, waits, moves), texts[-1])
+    # A rank that waits for others may use a processor all the same: a wait for a device spins.
+    moves = any(place != last for place in places) or (busy and not waits)
+    return Found(RankStack(watched.rank, shortened(last), True, waits, moves), known[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +105,23 @@ class _Process:
 
     state: str
     problem: str = ""
-    may_work: bool = False
+    stopped: bool = False
+    ended: bool = False
 
 
 def _look_at(pid: int) -> _Process:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return _Process("", "its process has ended")
+        return _Process("", "its process has ended", ended=True)
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     state = fields.get("State", "?").strip()
     if state[0] in _STOPPED:
-        return _Process(state, f"its process is stopped, in state {state}")
+        return _Process(state, f"its process is stopped, in state {state}", stopped=True)
     caught = int(fields.get("SigCgt", "0").strip(), 16)
     if not caught & 1 << (STACK_SIGNAL - 1):
         text = f"it is no Python script of this launcher; its process is in state {state}"
-        return _Process(state, text, may_work=True)
+        return _Process(state, text)
     return _Process(state)
 
 

@@ -1,7 +1,7 @@
 """Check the types of those fields of a template that the operator reads. Pure.
 
-The CRD keeps the template as it is, so a user may write `env` as a map or `memory: 4GB`. The API server checks
-a whole pod when a job begins (loop/template_checks.py), but the template of a job that runs can be edited at
+The CRD keeps the template as it is, so a user may write `env` as a map or `memory: 4GB`. The API server
+checks a whole pod when a job begins (loop/template_checks.py), but the template of a job that runs can be edited at
 any time. Code that renders or reads a template relies on this check: it raises for no template that passes.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast_core.api import Gang, parse_quantity_bytes
 from holdfast_core.errors import ConfigError
-from holdfast_operator.model.isolation import Breach
+from holdfast_operator.model.template.isolation import Breach
 
 _Shape = Callable[[str, Any], Iterator[Breach]]
 """Yields the faults of the value at a path."""
@@ -73,8 +73,8 @@ def _quantity(path: str, value: Any) -> Iterator[Breach]:
         shown = repr(value)[:_MAX_SHOWN]
         yield Breach(
             path,
-            f"is {shown}, expected a number of bytes with an optional suffix (Ki, Mi, Gi, Ti, k, M, G, T), for "
-            "example 4Gi",
+            f"is {shown}, expected a number of bytes with an optional suffix (Ki, Mi, Gi, Ti, k, M, G, T), "
+            "for example 4Gi",
         )
 
 

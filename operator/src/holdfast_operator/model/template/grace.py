@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from holdfast_core.api import Gang
-from holdfast_operator.model.template_shape import pod_spec
+from holdfast_operator.model.template.shape import pod_spec
 
 STOP_SECONDS = 30
 """Shortest time for the ranks to reach the step at which they stop, save it and exit."""
