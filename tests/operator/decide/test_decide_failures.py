@@ -112,6 +112,10 @@ def test_pod_without_an_address_is_lost_with_its_node() -> None:
     )
 
 
+def evicted_for(message: str) -> PodView:
+    return pod(1, phase=PodPhase.FAILED, reason="Evicted", message=message)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "members", "counts"),
     [
@@ -129,6 +133,41 @@ def test_pod_without_an_address_is_lost_with_its_node() -> None:
             (0, 4),
             0,
             id="evicted by the kubelet",
+        ),
+        pytest.param(
+            {
+                "pods": (
+                    pod(0),
+                    evicted_for(
+                        'Usage of EmptyDir volume "holdfast-node" exceeds the limit "20Gi". '
+                    ),
+                )
+            },
+            Reason.POD_FAILED,
+            (0, 4),
+            1,
+            id="evicted because its volume exceeds its limit",
+        ),
+        pytest.param(
+            {
+                "pods": (
+                    pod(0),
+                    evicted_for(
+                        'Container trainer exceeded its local ephemeral storage limit "1Gi". '
+                    ),
+                )
+            },
+            Reason.POD_FAILED,
+            (0, 4),
+            1,
+            id="evicted because a container exceeds its limit",
+        ),
+        pytest.param(
+            {"pods": (pod(0), evicted_for("The node was low on resource: ephemeral-storage. "))},
+            Reason.POD_EVICTED,
+            (0, 4),
+            0,
+            id="evicted for a shortage of the node",
         ),
         pytest.param(
             {"pods": (pod(0), pod(1, phase=PodPhase.FAILED, disrupted=True))},

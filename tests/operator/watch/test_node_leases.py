@@ -240,3 +240,31 @@ def test_the_leases_of_a_small_cluster_are_evidence_if_all_are_late() -> None:
         leases.observe(name, "a", 1000.0)
     leases.compare(1030.0)
     assert leases.silent(20.0, 1030.0, 1030.0) == set(NODES[:10])
+
+
+def test_machines_that_are_off_for_good_put_no_other_lease_in_doubt() -> None:
+    clock = ManualClock()
+    off = [f"off-{n}" for n in range(22)]
+    on = [f"on-{n}" for n in range(18)]
+    leases = seen(clock, *off, *on)
+    began = clock.monotonic()
+
+    def renew(*nodes: str) -> None:
+        for node in nodes:
+            leases.observe(node, f"t{clock.monotonic()}", clock.monotonic())
+
+    clock.advance(30)
+    renew(*on)
+    leases.compare(clock.monotonic(), began)
+    assert leases.late_count == 22
+    clock.advance(900)
+    renew(*on)
+    leases.compare(clock.monotonic(), clock.monotonic() - 10)
+    assert leases.late_count == 22, "the watch was silent, so their age is not known"
+    clock.advance(30)
+    renew(*on[1:])
+    leases.compare(clock.monotonic(), began)
+    assert leases.late_count is None
+    now = clock.monotonic()
+    assert leases.is_silent(on[0], THRESHOLD, now, now), "a node that is lost now is found"
+    assert not leases.is_silent(on[1], THRESHOLD, now, now)

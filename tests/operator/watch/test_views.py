@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import START, UID, condition, raw_job
+from tests.support.operator.builders import START, UID, condition, job, raw_job
 from tests.support.operator.fake_cluster import FakeCluster
 
 from holdfast_core.api import (
@@ -26,6 +26,8 @@ from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import PodPhase, Taint
 from holdfast_operator.model.ownership import WorkerIdentity
+from holdfast_operator.model.template.parts import part_digests
+from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.watch.views import (
     node_view,
     pod_view,
@@ -240,3 +242,43 @@ def test_a_pod_shows_its_memory_limit_and_the_nodes_that_it_excludes() -> None:
     assert view.memory_limit == "64Gi"
     assert (view.avoided_nodes, view.failed_nodes) == ({"a", "b"}, {"c"})
     assert pod_view(raw_pod({}), IDENTITY).memory_limit is None
+
+
+def test_a_pod_shows_the_spec_from_which_it_was_created_and_the_secret_that_it_mounts() -> None:
+    known = job(2)
+    raw = render_pod(
+        known,
+        Worker(0),
+        RestartRound(0),
+        None,
+        SidecarSettings("i"),
+        certificates="other-certs-0-r0",
+    )
+    view = pod_view({**raw, "status": {}}, IDENTITY)
+    assert dict(view.rendered_from) == part_digests(known)
+    assert view.certificates == "other-certs-0-r0"
+    assert pod_view(raw_pod({}), IDENTITY).rendered_from == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("container", "ran"),
+    [
+        pytest.param(None, False, id="no status yet"),
+        pytest.param({"state": {"waiting": {"reason": "ImagePullBackOff"}}}, False, id="no image"),
+        pytest.param({"state": {"running": {"startedAt": "x"}}}, True, id="it runs"),
+        pytest.param({"state": {"terminated": {"reason": "Error"}}}, True, id="it ended"),
+        pytest.param(
+            {
+                "restartCount": 3,
+                "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+                "lastState": {"terminated": {"reason": "StartError"}},
+            },
+            False,
+            id="its command cannot be started",
+        ),
+        pytest.param({"restartCount": 1, "state": {"waiting": {}}}, True, id="it was restarted"),
+    ],
+)
+def test_whether_the_trainer_of_a_pod_ever_ran(container: dict[str, Any] | None, ran: bool) -> None:
+    statuses = [] if container is None else [{"name": "trainer", **container}]
+    assert pod_view(raw_pod({"containerStatuses": statuses}), IDENTITY).trainer_ran == ran

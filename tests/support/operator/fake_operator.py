@@ -176,7 +176,7 @@ class FakeOperator:
                 except HoldfastError:
                     pass  # a conflict; the next pass reports it
             return None
-        self.cache.leases.compare(self._clock.monotonic())
+        self.cache.leases.compare(self._clock.monotonic(), self.cache.lease_contact_since)
         for node in self._observer.unproven_nodes(job, self.cache.pods(job)):
             await confirm(node, self.cache.leases, self._kube, self._clock)
         return self._observer.observe(job, self.memory)

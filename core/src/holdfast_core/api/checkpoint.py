@@ -74,7 +74,8 @@ class CheckpointSpec(ApiModel):
         Field(
             ge=0,
             description=(
-                "Optimizer step. Absent: save now; the operator then sets it to the saved step."
+                "Optimizer step. Absent: save now; the operator then sets it to the saved step. "
+                "At most 16 such requests of a job are open, and further ones expire."
             ),
             json_schema_extra=remedy("omit it to save now"),
         ),

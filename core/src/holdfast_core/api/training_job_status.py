@@ -65,6 +65,9 @@ class JobCondition(StrEnum):
     HANGS_REPEAT = "HangsRepeat"
     """True after the gang was restarted because it hung, until it has passed the step; absent before that
     happens. The message says how to announce a pause."""
+    SPEC_APPLIED = "SpecApplied"
+    """False while pods of the gang have an earlier value of a field, or no pod can be created from the
+    template; absent before that happens."""
     RECONCILED = "Reconciled"
     """False while passes of the operator over the job end with an exception, whose text is the message;
     absent before that happens."""

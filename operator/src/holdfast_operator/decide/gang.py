@@ -16,6 +16,7 @@ from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
 from holdfast_core.names import service_name
 from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
+from holdfast_operator.decide.edits import outdated
 from holdfast_operator.decide.facts.apart import with_released
 from holdfast_operator.decide.facts.interval import timing
 from holdfast_operator.decide.facts.placement import domain_of, place_copies
@@ -73,6 +74,11 @@ def member_actions(world: World) -> list[Action]:
     if unstarted and world.may_create_pods and birth_problem(world) is None:
         births = _births(world)
         actions.extend(avoidance.replacements(world) or groups.strays(world))
+    if world.may_create_pods and birth_problem(world) is None:
+        known = {a.uid for a in actions if isinstance(a, DeletePod)}
+        actions.extend(
+            a for a in outdated.replacements(world) if getattr(a, "uid", None) not in known
+        )
     actions.extend(_leaves(world, births))
     actions.extend(births)
     for member in world.members:

@@ -115,7 +115,7 @@ def seconds_to_deadline(world: World, now: Now) -> float:
     seconds = world.observed.job.spec.active_deadline_seconds
     if seconds is None or start is None:
         return math.inf
-    return seconds - (now.utc - start).total_seconds()
+    return seconds - now.elapsed_seconds(start)
 
 
 def completed(world: World, now: Now) -> TrainingJobStatus | None:
@@ -187,7 +187,7 @@ def after_the_end(world: World, now: Now) -> list[Action]:
     kept = lost_by_the_end(world) is not None
     ended = status.completion_time or now.utc
     failed_ = status.is_true(JobCondition.FAILED)
-    overdue = failed_ or now.utc - ended >= EXIT_GRACE
+    overdue = failed_ or now.elapsed_seconds(ended) >= EXIT_GRACE.total_seconds()
     members = {m.pod.uid for m in world.members if m.pod is not None}
     actions: list[Action] = []
     for pod in world.observed.pods:
@@ -204,7 +204,7 @@ def after_the_end(world: World, now: Now) -> list[Action]:
         actions.extend(request_stop(world, job_is_over=True))
         return actions
     ttl_seconds = world.observed.job.spec.ttl_seconds_after_finished
-    if ttl_seconds is not None and (now.utc - ended).total_seconds() >= ttl_seconds:
+    if ttl_seconds is not None and now.elapsed_seconds(ended) >= ttl_seconds:
         actions.append(DeleteJob(world.observed.job.uid))
     return actions
 

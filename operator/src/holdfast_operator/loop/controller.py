@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Coroutine
+from datetime import timedelta
 from functools import partial
 from typing import Any, assert_never
 
@@ -101,6 +102,7 @@ class Controller:
         self._leadership = leadership
         self._clock = clock
         self._metrics = metrics
+        self._begun = clock.monotonic(), clock.utc_now()
         self._sidecar = SidecarSettings(
             image=settings.sidecar_image,
             pull_policy=settings.sidecar_image_pull_policy,
@@ -277,7 +279,7 @@ class Controller:
         memory = self._memory.get(job.uid, JobMemory())
         begun = self._clock.monotonic()
         observed = self._observer.observe(job, memory, refusal, owner)
-        moment = Now(self._clock.monotonic(), self._clock.utc_now())
+        moment = self._now()
         decision = await self._long_passes.decide(key, partial(decide, observed, moment))
         taken = self._clock.monotonic() - begun
         if taken >= LONG_PASS_SECONDS:
@@ -291,6 +293,12 @@ class Controller:
             if decision.requeue_after_seconds is not None:
                 self._queue.add_after(key, decision.requeue_after_seconds)
         return applied
+
+    def _now(self) -> Now:
+        monotonic, utc = self._clock.monotonic(), self._clock.utc_now()
+        begun_monotonic, begun_utc = self._begun
+        jumped = utc - begun_utc - timedelta(seconds=monotonic - begun_monotonic)
+        return Now(monotonic, utc, jumped)
 
     async def _release_checkpoints(self, key: Key) -> None:
         """Remove our finalizer from those Checkpoints of this missing job that are being deleted.

@@ -1,4 +1,4 @@
-"""Check before the first round whether the API server accepts the pods of a job."""
+"""Check whether the API server accepts the pods of a job: before the first round, and after edits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast_core.api import Gang
+from holdfast_core.api import Gang, JobCondition
 from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_operator.decide.acceptance import template_problem
 from holdfast_operator.decide.queue.groups import wanted_group
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model.keys import Key
+from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 
 REFUSAL_SECONDS = (1.0, 30.0)
@@ -40,7 +42,7 @@ class _Result:
 
 
 class TemplateChecks:
-    """Checks of jobs that have not begun their first round. The last result of each job is kept.
+    """Checks of jobs that have not begun their first round, or were edited. The last results are kept.
 
     Args:
         sidecar: Settings of the sidecar container in the pods that are checked.
@@ -64,11 +66,31 @@ class TemplateChecks:
         """Return why the API server would refuse the job's pod, or None.
 
         The server is asked once for each generation of the job, and again after a wait (REFUSAL_SECONDS)
-        while it refuses.
+        while it refuses. The pods of a job that runs were accepted, so its template is checked only after an
+        edit, and a check that fails delays nothing.
         """
-        if job.status.restart_round is not None or job.deleting or job.spec.template is None:
+        over = job.status.completion_time is not None
+        if job.deleting or over or job.spec.template is None:
             self._results.pop(job.uid, None)
             return None
+        if job.status.restart_round is None:
+            return await self._checked(key, job)
+        try:
+            return await self._checked(key, job) if self._may_be_refused(job) else None
+        except HoldfastError:
+            return None
+
+    def _may_be_refused(self, job: Gang) -> bool:
+        """Return whether the spec of a running job was edited, or was refused after an edit."""
+        known = job.status.condition(JobCondition.SPEC_APPLIED)
+        return (
+            job.uid in self._results
+            or job.generation != job.status.observed_generation
+            or (known is not None and known.reason == Reason.INVALID_TEMPLATE)
+        )
+
+    async def _checked(self, key: Key, job: Gang) -> str | None:
+        """Return the result of the last check, or check now if it is due."""
         now = self._clock.monotonic()
         known = self._results.get(job.uid)
         if known is not None and known.generation != job.generation:
@@ -77,7 +99,7 @@ class TemplateChecks:
             if known.text is not None:
                 self._add_after(key, known.valid_until - now)
             return known.text
-        if template_problem(job.spec.template) is not None:
+        if job.spec.template is None or template_problem(job.spec.template) is not None:
             return None  # the template cannot be rendered, and `decide` reports that itself
         group = wanted_group(job, job.spec.workers, RestartRound(0))
         body = render_pod(job, Worker(0), RestartRound(0), None, self._sidecar, group=group)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -22,6 +22,9 @@ from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, ListedShard, UncommittedShard
 from holdfast_operator.model import labels
 
+CLOCK_SKEW = timedelta(minutes=5)
+"""Largest difference between the wall clocks of two operator processes in a cluster whose clocks are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Now:
@@ -29,6 +32,25 @@ class Now:
 
     monotonic: float
     utc: datetime
+    jumped: timedelta = timedelta(0)
+    """By how much the wall clock has gained on the monotonic clock since this process began. It is negative
+    if the wall clock was set back."""
+
+    def elapsed_seconds(self, since: datetime) -> float:
+        """Return the seconds since a UTC stamp, without a jump of the wall clock during this process.
+
+        It is the shorter one of the times with and without the jump, because an end that comes too early
+        cannot be undone.
+        """
+        return min(self.utc - since, self.utc - self.jumped - since).total_seconds()
+
+    def is_within(self, length: timedelta, at: datetime) -> bool:
+        """Return whether a UTC stamp is at most this old.
+
+        A stamp of the future was made before a clock was set back. It is not: it would count until that time
+        has come.
+        """
+        return self.utc - length < at <= self.utc + CLOCK_SKEW
 
 
 # --------------------------------------------------------------------------- cluster
@@ -151,6 +173,15 @@ def queue_of(job: Gang) -> str | None:
     return marks.get(labels.QUEUE_NAME) or None if isinstance(job, TrainingJob) else None
 
 
+_OWN_LIMITS = (
+    "exceeds the limit",
+    "exceeded its local ephemeral storage limit",
+    "exceeds the total limit of containers",
+)
+"""Parts of the kubelet's messages about an emptyDir volume, a container and a pod that exceed a limit of the
+pod (pkg/kubelet/eviction/helpers.go of kubernetes)."""
+
+
 @dataclass(frozen=True, slots=True)
 class PodView:
     name: str
@@ -200,6 +231,10 @@ class PodView:
     """The object of another controller that created it. None: there is none, or the operator created it."""
     placeholder: bool = False
     """Whether it only looks for a node for a missing worker of an elastic gang, and runs no container."""
+    rendered_from: frozenset[tuple[str, str]] = frozenset()
+    """Path and digest of each part of the spec from which it was created. Empty: it has no record of them."""
+    trainer_ran: bool = True
+    """Whether its trainer container has ever run."""
     certificates: str = ""
     """Secret from which it mounts its certificate. "" if it mounts none."""
     created: str = ""
@@ -237,6 +272,18 @@ class PodView:
     @property
     def ended(self) -> bool:
         return self.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED)
+
+    @property
+    def exceeded_own_limit(self) -> bool:
+        """Return whether the kubelet evicted the pod because of a limit in its own spec.
+
+        For a shortage of the node, the kubelet sets condition DisruptionTarget as well.
+        """
+        return (
+            self.reason == "Evicted"
+            and not self.disrupted
+            and any(text in self.message for text in _OWN_LIMITS)
+        )
 
     @property
     def disruption(self) -> str:

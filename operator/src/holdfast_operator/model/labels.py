@@ -32,6 +32,9 @@ FAILED_NODES = f"{GROUP}/failed-nodes"
 """Annotation of a pod with the names, separated by commas, of the nodes that its node affinity excludes
 because workers of the job failed there."""
 
+RENDERED_FROM = f"{GROUP}/rendered-from"
+"""Annotation of a pod with a digest of each part of the spec from which it was created."""
+
 QUEUE_NAME = "kueue.x-k8s.io/queue-name"
 """Label with the name of a LocalQueue of Kueue. Users set it on a TrainingJob, and the operator on its pods.
 The names that follow are Kueue's as well: pkg/controller/jobs/pod/constants and pkg/controller/constants of

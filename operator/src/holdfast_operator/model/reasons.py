@@ -225,6 +225,15 @@ class Reason(StrEnum):
     ALL_WORKERS = "AllWorkers"
     """The gang has as many workers as spec.workers."""
 
+    # --- SpecApplied
+    SPEC_APPLIED = "SpecApplied"
+    APPLIES_LATER = "AppliesLater"
+    """The pods were created from an earlier value of a field."""
+    PODS_DIFFER = "PodsDiffer"
+    """Some pods have the present template, and others an earlier one."""
+    TEMPLATE_CHANGED = "TemplateChanged"
+    """Pods in which no rank ever ran are created again from the present template."""
+
     # --- Reconciled
     PASS_FAILED = "PassFailed"
     """A pass of the operator over the job ended with an exception."""

@@ -36,6 +36,7 @@ from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import PodGroup, StoreView
 from holdfast_operator.model.template.grace import grace_of
+from holdfast_operator.model.template.parts import part_digests, to_annotation
 from holdfast_operator.render.metadata import (
     group_annotations,
     group_labels,
@@ -145,8 +146,8 @@ def render_pod(
         },
         "ownerReferences": [owner_reference(job)],
     }
-    if annotations:
-        metadata["annotations"] = annotations
+    annotations[labels.RENDERED_FROM] = to_annotation(part_digests(job))
+    metadata["annotations"] = annotations
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 

@@ -29,6 +29,9 @@ DOUBT_SECONDS = 15.0
 node as lost after 20 s by default."""
 DOUBT_NODES = 10
 """Number of late leases up to which they are evidence. In a small cluster, most nodes may be lost at once."""
+OFF_SECONDS = 900.0
+"""Age, watched without a pause, from which on a lease no longer counts in the comparison: its machine is off.
+An API server that is slow after an outage is slow for minutes."""
 MAX_MISSING = 4096
 """Limit of the record of missing nodes, more than pods are bound to at a time. A full record is cleared."""
 
@@ -69,14 +72,23 @@ class NodeLeases:
         """Number of nodes that have a lease."""
         return len(self._seen)
 
-    def compare(self, now: float) -> None:
+    def compare(self, now: float, since: float = 0.0) -> None:
         """Find out whether so many leases are late at the same time that they are in doubt.
 
         The operator does this every second. The threshold is not that of a job, because a job with another
-        one must not change what the others see.
+        one must not change what the others see. Machines that are off for good do not count: otherwise they
+        would put the leases of all others in doubt for ever.
+
+        Args:
+            since: When the watch of leases first delivered something after its last silence.
         """
-        late = sum(now - s.changed_at >= DOUBT_SECONDS for s in self._seen.values())
-        in_doubt = late > DOUBT_NODES and late >= DOUBT_SHARE * len(self._seen)
+        ages = [
+            now - s.changed_at
+            for s in self._seen.values()
+            if now - max(s.changed_at, since) < OFF_SECONDS
+        ]
+        late = sum(age >= DOUBT_SECONDS for age in ages)
+        in_doubt = late > DOUBT_NODES and late >= DOUBT_SHARE * len(ages)
         self.late_count = late if in_doubt else None
 
     def miss(self, node: str, at: float) -> None:

@@ -24,6 +24,7 @@ from holdfast_operator.model.job import (
     tolerated_taints,
 )
 from holdfast_operator.model.ownership import WorkerIdentity, other_controller
+from holdfast_operator.model.template.parts import from_annotation
 
 _ANNOUNCED = ("DisruptionTarget", "TerminationTarget")
 """Conditions that announce the deletion of a pod: Kubernetes' own, and that of Kueue when it preempts."""
@@ -104,6 +105,8 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
         identity=identity.identity,
         controller=other_controller(raw) if identity.identity else None,
         placeholder=identity.placeholder,
+        rendered_from=_pairs(from_annotation(_note(meta, labels.RENDERED_FROM))),
+        trainer_ran=_ran(trainer),
         certificates=_certificates(raw.get("spec") or {}),
         created=str(meta.get("creationTimestamp") or ""),
         group=_group(meta),
@@ -140,13 +143,25 @@ def _memory_limit(spec: Mapping[str, Any]) -> str | None:
 
 def _certificates(spec: Mapping[str, Any]) -> str:
     volumes = spec.get("volumes") or []
-    found = next((v for v in volumes if v.get("name") == CERTS_VOLUME), {})
+    found: Mapping[str, Any] = next((v for v in volumes if v.get("name") == CERTS_VOLUME), {})
     return str((found.get("secret") or {}).get("secretName") or "")
 
 
 def _nodes(meta: Mapping[str, Any], annotation: str) -> frozenset[str]:
-    names = str((meta.get("annotations") or {}).get(annotation) or "")
-    return frozenset(filter(None, names.split(",")))
+    return frozenset(filter(None, _note(meta, annotation).split(",")))
+
+
+def _note(meta: Mapping[str, Any], annotation: str) -> str:
+    return str((meta.get("annotations") or {}).get(annotation) or "")
+
+
+def _ran(container: Mapping[str, Any]) -> bool:
+    """Return whether a process of the container was ever started."""
+    state, last = container.get("state") or {}, container.get("lastState") or {}
+    ended = [e for e in (state.get("terminated"), last.get("terminated")) if e]
+    if not ended and container.get("restartCount"):
+        return True  # the kubelet has forgotten how it ended
+    return bool(state.get("running")) or any(e.get("reason") != "StartError" for e in ended)
 
 
 def _container(statuses: Any, name: str) -> Mapping[str, Any]:

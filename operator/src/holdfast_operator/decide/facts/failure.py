@@ -1,6 +1,7 @@
 """Find the failures of the gang. Pure.
 
-1. Disruptions (lost node, deleted pod, eviction) are checked before exit codes and never count.
+1. Disruptions (lost node, deleted pod, eviction) are checked before exit codes and never count. An eviction
+   because of the pod's own limit is none: the next pod would exceed it, too.
 2. A container that the kubelet cannot start for want of its image or its configuration is not a failure.
    The job waits without a restart.
 3. The restart of a sidecar container alone is not a failure. ROUND is sent to the sidecar again.
@@ -150,7 +151,9 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
         return _of_lost_node(world, member, pod, now)
     if pod.leaving and _may_drain(world, pod, memory, now):
         return None
-    if pod.disrupted or (pod.phase is PodPhase.FAILED and pod.reason in _EVICTED):
+    if pod.disrupted or (
+        pod.phase is PodPhase.FAILED and pod.reason in _EVICTED and not pod.exceeded_own_limit
+    ):
         return Failure(
             Reason.POD_EVICTED, pod.disruption, member.worker, disruption=True, replace_pod=True
         )

@@ -135,8 +135,7 @@ def _in_window(
     failures: tuple[NodeFailure, ...], world: World, now: Now
 ) -> tuple[NodeFailure, ...]:
     policy = world.observed.job.spec.failure_policy.avoid_nodes or AvoidNodesSpec()
-    start = now.utc - policy.window_length
-    return tuple(f for f in failures if f.at > start)
+    return tuple(f for f in failures if now.is_within(policy.window_length, f.at))
 
 
 def _nodes_of(world: World) -> dict[Worker, str]:

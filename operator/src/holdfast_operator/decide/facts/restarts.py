@@ -40,8 +40,8 @@ def in_window(
     records: Iterable[RestartRecord], world: World, now: Now
 ) -> tuple[RestartRecord, ...]:
     """Return the records that are inside failurePolicy.window."""
-    start = now.utc - world.observed.job.spec.failure_policy.window_length
-    return tuple(r for r in records if r.at > start)
+    window = world.observed.job.spec.failure_policy.window_length
+    return tuple(r for r in records if now.is_within(window, r.at))
 
 
 def recent_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
@@ -59,8 +59,12 @@ def kept_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
     bases = {q.id for q in world.status.quarantined}
     if point is not None and point.id is not None:
         bases.add(point.id)
-    start = now.utc - world.observed.job.spec.failure_policy.window_length
-    return tuple(r for r in world.status.recent_restarts if r.at > start or r.failed_from in bases)
+    window = world.observed.job.spec.failure_policy.window_length
+    return tuple(
+        r
+        for r in world.status.recent_restarts
+        if now.is_within(window, r.at) or r.failed_from in bases
+    )
 
 
 def counted(records: Iterable[RestartRecord]) -> tuple[RestartRecord, ...]:

@@ -26,6 +26,7 @@ _HEALTH = (
     JobCondition.LAST_CHECKPOINT_SUCCEEDED,
     JobCondition.REMOTE_TIER_HEALTHY,
     JobCondition.FAILURE_RULES_APPLY,
+    JobCondition.SPEC_APPLIED,
 )
 _BAD_IF_TRUE = (
     JobCondition.SIDECARS_UNREACHABLE,
@@ -34,6 +35,7 @@ _BAD_IF_TRUE = (
     JobCondition.NODES_LEAVING,
     JobCondition.UNSCHEDULABLE,
     JobCondition.PODS_KEPT,
+    JobCondition.HANGS_REPEAT,
 )
 """Conditions that are bad while they are true."""
 _ENDS = {

@@ -21,6 +21,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, RestorePoint
+from holdfast_operator.decide.edits.report import with_spec_applied
 from holdfast_operator.decide.facts.interval import with_reported_interval
 from holdfast_operator.decide.facts.resize import wanted_workers
 from holdfast_operator.decide.facts.world import World, has_no_gang
@@ -97,6 +98,7 @@ def refresh(
     status = _with_tier_conditions(status, world, now)
     status = with_policy(status, world, memory, now)
     status = with_passed_hangs(status, world, now)
+    status = with_spec_applied(status, world, now)
     status = with_leaving_nodes(status, world, now)
     status = with_stragglers(status, world)
     status = with_scheduling(status, world, memory, now)

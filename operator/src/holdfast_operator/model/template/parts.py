@@ -1,0 +1,45 @@
+"""The parts of a job's spec that a pod gets when it is created, and digests of them. Pure.
+
+Each pod has the digests in an annotation. A later edit of the spec shows as a difference, after any number of
+restarts of the operator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from blake3 import blake3
+
+from holdfast_core.api import Gang
+
+TEMPLATE = "spec.template"
+RESTORE_FROM = "spec.restoreFrom"
+_DIGEST_BYTES = 6
+
+
+def part_digests(job: Gang) -> dict[str, str]:
+    """Return the digest of each part, by its path in the object."""
+    checkpoint, source = job.spec.checkpoint, job.spec.restore_from
+    parts = {
+        TEMPLATE: job.spec.template,
+        "spec.checkpoint.memory": checkpoint.memory.model_dump(mode="json"),
+        "spec.checkpoint.node": checkpoint.node.model_dump(mode="json"),
+        RESTORE_FROM: None if source is None else source.model_dump(mode="json"),
+    }
+    return {path: _digest(value) for path, value in parts.items()}
+
+
+def to_annotation(digests: Mapping[str, str]) -> str:
+    return ",".join(f"{path}={digest}" for path, digest in sorted(digests.items()))
+
+
+def from_annotation(text: str) -> tuple[tuple[str, str], ...]:
+    """Return pairs of path and digest. What is no such pair is left out."""
+    pairs = (item.partition("=") for item in text.split(","))
+    return tuple((path, digest) for path, found, digest in pairs if found)
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return blake3(text.encode()).hexdigest(_DIGEST_BYTES)
