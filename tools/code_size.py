@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15166,
-    "operator": 13062,
-    "sidecar": 9963,
-    "trainer_sdk": 17989,
+    "core": 15192,
+    "operator": 13746,
+    "sidecar": 9984,
+    "trainer_sdk": 18054,
     "cli": 641,
 }
 """Most lines of code of each package."""

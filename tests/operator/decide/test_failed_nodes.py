@@ -294,7 +294,8 @@ def test_an_operator_that_dies_between_two_writes_moves_the_worker_once(writes: 
     assert after is not None
     assert life.status.is_true("Running")
     raw = life.cluster.api.objects["pods", NAMESPACE, after.name]
-    assert raw["metadata"]["annotations"] == {labels.FAILED_NODES: before.node}
+    notes = raw["metadata"]["annotations"]
+    assert (notes.get(labels.FAILED_NODES), notes.get(labels.AVOIDED_NODES)) == (before.node, None)
     assert after.node != before.node
     assert life.status.restarts == 1
     assert broken_rules(life.cluster, copies=1) == []
