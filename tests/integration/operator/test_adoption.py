@@ -27,6 +27,7 @@ from tests.support.servers.control_plane import ControlPlaneError
 from holdfast_core.contract import SIDECAR_CONTAINER
 from holdfast_core.ids import JobUid, RestartRound, Step, TierName
 from holdfast_core.messages.schema import CoordinatorState, ListedShard
+from holdfast_core.names import job_prefix
 
 pytestmark = pytest.mark.integration
 
@@ -135,8 +136,9 @@ def test_a_pod_that_reaches_for_the_sidecar_is_refused(
 def adopt(bed: OperatorBed, body: dict[str, Any]) -> None:
     """Create a CheckpointAdoption and wait until its pods can be created."""
     name = body["metadata"]["name"]
-    bed.plane.request("POST", bed.path(ADOPTIONS), body)
-    secret = f"/api/v1/namespaces/{bed.namespace}/secrets/{name}-holdfast-certs-0"
+    uid = JobUid(bed.plane.request("POST", bed.path(ADOPTIONS), body)["metadata"]["uid"])
+    prefix = job_prefix(name, uid)
+    secret = f"/api/v1/namespaces/{bed.namespace}/secrets/{prefix}-holdfast-certs-0"
     bed.until("injection", lambda: status(bed, name).get("injection"))
     bed.until("certificates", lambda: not bed.is_gone(secret))  # a kubelet waits for them
 

@@ -15,8 +15,9 @@ from tests.support.operator.operator_bed import DIGEST, OperatorBed, training, t
 
 from holdfast_core.api import Checkpoint
 from holdfast_core.contract import SIDECAR_CONTAINER
-from holdfast_core.ids import RestartRound, Step
+from holdfast_core.ids import JobUid, RestartRound, Step
 from holdfast_core.messages.schema import RestorePoint
+from holdfast_core.names import job_prefix
 from holdfast_operator.model import labels
 
 pytestmark = pytest.mark.integration
@@ -89,7 +90,8 @@ def adopt_a_pod(bed: OperatorBed, name: str, owner: dict[str, Any]) -> None:
         },
         "spec": {"initContainers": [sidecar], "containers": CONTAINERS},
     }
-    secret = f"/api/v1/{namespace}/secrets/{name}-holdfast-certs-0"
+    prefix = job_prefix(name, JobUid(meta["uid"]))
+    secret = f"/api/v1/{namespace}/secrets/{prefix}-holdfast-certs-0"
     bed.until("certificates", lambda: not bed.is_gone(secret))
     bed.plane.request("POST", f"/api/v1/{namespace}/pods", pod)
 

@@ -23,7 +23,7 @@ from holdfast_operator.model.actions import (
     WriteStatus,
 )
 from holdfast_operator.model.job import Now, Observed, OwnerView, PodPhase, PodView
-from holdfast_operator.model.pod_source import AdoptedPods
+from holdfast_operator.model.pod_source import AdoptedPods, certificates_prefix
 
 NOW = Now(1000.0, datetime(2026, 1, 1, tzinfo=UTC))
 KIND = OwnerView("Job gpt creates a lost pod again", loses_all_copies=False)
@@ -99,7 +99,7 @@ def test_the_first_round_needs_no_pod_and_lets_pods_be_injected() -> None:
     [begun] = [a for a in actions(adoption(), owner=None) if isinstance(a, BeginRound)]
     status = begun.status
     assert status.members == (0, 0)
-    assert status.model_dump()["injection"]["certificates"] == "gpt-holdfast-certs-"
+    assert status.model_dump()["injection"]["certificates"] == "gpt-n3kysr-holdfast-certs-"
 
 
 def test_pods_are_recorded_before_a_round_names_them() -> None:
@@ -208,3 +208,10 @@ def test_the_wait_for_a_new_pod_of_the_other_controller_is_no_time_of_the_seal()
     memory = decide(observed, NOW).memory
     assert memory.sealed_at == NOW.monotonic
     assert memory.scheduled_at is None
+
+
+def test_the_secrets_of_two_adoptions_of_one_name_differ() -> None:
+    """An orphaning delete leaves those of the former adoption."""
+    first, second = adoption(), adoption()
+    second = changed(second, metadata=changed(second.metadata, uid="another"))
+    assert certificates_prefix(first) != certificates_prefix(second)

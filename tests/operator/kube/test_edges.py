@@ -30,6 +30,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.names import service_name
 from holdfast_operator.base.logs import Changed
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
@@ -38,6 +39,7 @@ from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.render.disruption_budget import render_disruption_budget
 from holdfast_operator.watch.expectations import Expectations
 from holdfast_operator.watch.versions import is_at_least
 
@@ -305,11 +307,12 @@ def test_metrics_count_what_a_status_write_adds() -> None:
 
 def test_a_disruption_budget_that_exists_gets_the_new_number() -> None:
     """It is created, changed, and created again after a user has deleted it."""
-    api, key = FakeApi(), ("poddisruptionbudgets", "team-a", "gang")
+    name = service_name("job", builders.UID)
+    api, key = FakeApi(), ("poddisruptionbudgets", "team-a", name)
     cluster = Cluster(api)
 
     def set_to(number: int) -> int:
-        body = {"metadata": {"name": "gang", "labels": {}}, "spec": {"minAvailable": number}}
+        body = render_disruption_budget(builders.job(number + 1), number + 1)
         asyncio.run(cluster.set_disruption_budget("team-a", body))
         return int(api.objects[key]["spec"]["minAvailable"])
 

@@ -33,6 +33,7 @@ class World:
     late_nodes: set[str] = field(default_factory=set)
     checked: Counter[str] = field(default_factory=Counter)
     leases: NodeLeases = field(default_factory=NodeLeases)
+    lease_contact_since: float = 0.0
 
     def __post_init__(self) -> None:
         self._jobs = tuple(metadata(job(), name=f"job-{n}", uid=str(n)) for n in range(JOBS))

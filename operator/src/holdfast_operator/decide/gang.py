@@ -157,8 +157,10 @@ def _leaves(world: World, births: list[Action]) -> list[Action]:
         secret = world.certificates(member.worker, world.round)
         if secret in needed:
             needed[secret].append(world.source.identity(member.worker, world.round))
+    # The names for adopted pods are fixed by the status, which the admission policy reads.
+    fixed = world.observed.job.spec.template is None
     return [
-        CreateCertificates(s, world.round, tuple(pods), world.is_mounted(s))
+        CreateCertificates(s, world.round, tuple(pods), fixed or world.is_mounted(s))
         for s, pods in needed.items()
     ]
 
