@@ -11,7 +11,7 @@ from typing import Any
 def operations(call: Callable[[], object]) -> int:
     """Return the number of byte codes that the interpreter executes during the call.
 
-    The number is the same in each run. Work inside functions that are written in C counts as one operation.
+    Work inside functions that are written in C counts as one operation.
     """
     found = 0
 
@@ -32,10 +32,14 @@ def operations(call: Callable[[], object]) -> int:
     return found
 
 
+NOISE = 500
+"""Operations that two equal calls may differ by: the interpreter may collect garbage during one of them."""
+
+
 def growth(cost: Callable[[int], int], number: int) -> float:
     """Return by what factor the cost of further objects grows when their number doubles.
 
-    It is 2 where the cost is linear in their number, and 4 where it is quadratic.
+    It is 2 where the cost is linear in their number, 4 where it is quadratic, and 0 where they cost nothing.
     """
     one, two, four = cost(number), cost(2 * number), cost(4 * number)
-    return (four - two) / max(1, two - one)
+    return (four - two) / max(1, two - one) if four - two > NOISE else 0.0

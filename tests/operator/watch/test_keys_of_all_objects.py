@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from tests.support.api_objects import checkpoint_object, job_object, store_object
 from tests.support.clock import ManualClock
-from tests.support.operations import operations
+from tests.support.operations import NOISE, operations
 from tests.support.operator.builders import job as built_job
 from tests.support.operator.builders import metadata
 from tests.support.operator.fake_api import FakeApi
@@ -96,7 +96,7 @@ async def test_an_event_costs_the_same_beside_any_number_of_jobs_that_name_other
 ) -> None:
     make = {"checkpoints": checkpoint_object, "checkpointstores": store_object}[plural]
     costs = []
-    for number in (1, 40):
+    for number in (1, 200):
         api = FakeApi()
         for n in range(number):
             job = job_object(f"job-{n}", restoreFrom={"checkpointRef": {"name": f"source-{n}"}})
@@ -114,7 +114,7 @@ async def test_an_event_costs_the_same_beside_any_number_of_jobs_that_name_other
         newer = {**item, "metadata": {**item["metadata"], "resourceVersion": "1000000"}}
         [watch] = [r for r in cache.reflectors if item["metadata"]["uid"] in r.items]
         costs.append(operations(lambda: watch.take(newer)))  # noqa: B023 - called in this turn
-    assert costs[0] == costs[1]
+    assert costs[1] - costs[0] < NOISE
 
 
 async def test_the_pods_of_a_missing_job_queue_its_key_and_have_no_pass() -> None:

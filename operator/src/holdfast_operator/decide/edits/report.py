@@ -49,9 +49,17 @@ def _moment(world: World, path: str, members: list[MemberState]) -> str:
         mixed = ", so the gang runs with different templates, images included"
     return (
         f"{path} has changed: the pods of {len(members)} of {total} workers ({workers}) have an earlier "
-        f"value{mixed}. A pod gets the present one when it is replaced. To replace all pods, set "
-        "spec.suspend to true, and to false when the job is suspended"
+        f"value{mixed}. A pod gets the present one when it is replaced. {_how_to_replace(world)}"
     )
+
+
+def _how_to_replace(world: World) -> str:
+    if world.observed.job.spec.store is None:
+        return (
+            "To replace all pods, delete one after the other, each when all ranks train again: without an "
+            "object store the job cannot be suspended"
+        )
+    return "To replace all pods, set spec.suspend to true, and to false when the job is suspended"
 
 
 def _template_problem(world: World) -> str | None:
