@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 15192,
-    "operator": 13746,
+    "operator": 13753,
     "sidecar": 9984,
     "trainer_sdk": 18054,
     "cli": 641,
