@@ -121,6 +121,29 @@ def test_an_excluded_part_keeps_its_value(tmp_path: Path) -> None:
     after.close()
 
 
+def test_moments_of_another_dtype_than_their_weights_are_loaded_as_saved(tmp_path: Path) -> None:
+    def widen(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for entries in optimizer.state.values():
+            entries["exp_avg"] = entries["exp_avg"].double() / 3
+
+    def titan(seed: int) -> Titan:
+        one = Titan(tmp_path, seed)
+        one.optimizers.optimizers[0].register_step_post_hook(widen)
+        return one
+
+    before = titan(0)
+    before.manager.load()
+    before.step(last=True)
+    before.close()
+    after = titan(1)
+    assert after.manager.load()
+    saved = before.optimizers.state_dict()["state.weight.exp_avg"]
+    found = after.optimizers.state_dict()["state.weight.exp_avg"]
+    assert found.dtype == torch.float64
+    assert torch.equal(found, saved)
+    after.close()
+
+
 def test_a_wrong_name_of_an_excluded_part_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="exclude_from_loading: 'data', expected some of optimizer"

@@ -33,6 +33,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.futures import future_of
 from holdfast.integrations.versions import warn_if_untested
+from holdfast.state.loading.load_optimizer import past_the_cast
 from holdfast.state.rng import RNG
 from holdfast_core.contract import PodContract
 from holdfast_core.errors import ConfigError
@@ -132,9 +133,13 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  #
         ckpt.restore(state)
         self._model.load_state_dict(state[MODEL])
         if OPTIMIZER not in self._config.exclude_from_loading:
-            self._optimizers.load_state_dict(state[OPTIMIZER])
+            self._load_optimizers(state[OPTIMIZER])
         self._load_rng_before_forward()
         return True
+
+    def _load_optimizers(self, state: dict[str, Any]) -> None:
+        with past_the_cast(self._optimizers):
+            self._optimizers.load_state_dict(state)
 
     def _load_rng_before_forward(self) -> None:
         """Load the random number generators again before the first forward pass.
@@ -197,7 +202,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  #
             else:
                 state = self._state()
                 found = source.restore(state) is not None
-                self._optimizers.load_state_dict(state[OPTIMIZER])
+                self._load_optimizers(state[OPTIMIZER])
                 model = state[MODEL]
         if not found:
             raise ConfigError(

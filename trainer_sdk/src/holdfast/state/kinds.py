@@ -8,7 +8,7 @@ such a class the value comes back as built-in values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -29,6 +29,12 @@ def is_named_tuple(kind: type[Any]) -> bool:
         and isinstance(getattr(kind, "_fields", None), tuple)
         and callable(getattr(kind, "_make", None))
     )
+
+
+def tuple_like(one: tuple[Any, ...], items: Iterable[Any]) -> Any:
+    """Return a tuple of the class of `one`, which may be a named tuple."""
+    kind: Any = type(one)
+    return kind._make(items) if is_named_tuple(kind) else tuple(items)
 
 
 def is_plain(value: Any) -> bool:

@@ -69,6 +69,8 @@ def _entries_misfit(
     optimizer: Any, parameter: Any, index: int, entries: dict[Any, Any]
 ) -> tuple[str, str] | None:
     have = optimizer.state.get(parameter, {})
+    # Other optimizers keep tensors of other shapes under these names, for example one number for each row.
+    is_of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
     for name, value in entries.items():
         if not is_tensor(value):
             continue
@@ -77,7 +79,7 @@ def _entries_misfit(
             local = local_part(now)
             if not is_alike(local, value):
                 return f"{name} of parameter {index} as {describe(local)}", describe(value)
-        elif name in _LIKE_PARAMETER and value.numel() > 1:
+        elif is_of_torch and name in _LIKE_PARAMETER and value.numel() > 1:
             shape = local_part(parameter).shape
             if shape != value.shape:
                 expected = f"{name} of parameter {index} as {list(shape)}"

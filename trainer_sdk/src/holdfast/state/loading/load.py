@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.kinds import is_named_tuple
+from holdfast.state.kinds import is_named_tuple, tuple_like
 from holdfast.state.loading.later_rng import Load
+from holdfast.state.loading.load_optimizer import Own, load_optimizer
 from holdfast.state.optimizers import misfit
 from holdfast.state.rng import RNG
 from holdfast.state.snapshot import paused_collector
@@ -41,9 +42,6 @@ from holdfast_core.errors import StateMismatchError
 _SHOWN = 10
 _EXTRA_STATE = "_extra_state"
 """Last part of the name of what a module's `get_extra_state` returns (torch.nn.modules.module)."""
-
-_Own = Callable[[Any], Any]
-"""Returns a saved value, or its copy, that may be kept after the load."""
 
 
 class _Order(IntEnum):
@@ -95,7 +93,7 @@ def load_state(
     if comparison.problems and strict:
         raise StateMismatchError(_sentence(comparison.problems))
     skip = comparison.problems.keys()
-    own: _Own = (lambda value: value) if is_ours else _copied
+    own: Own = (lambda value: value) if is_ours else _copied
     tasks: list[tuple[_Order, str, Any, Any]] = []
     with paused_collector():
         _merge(state, saved, "", skip, tasks, own)
@@ -258,7 +256,7 @@ def _compare_object(current: Any, saved: Any, path: str, out: _Comparison) -> No
 # ------------------------------------------------------------------------------- merge
 
 
-def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own: _Own) -> Any:
+def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own: Own) -> Any:
     """Load containers and tensors, and append objects to `tasks`. Return the value to keep."""
     if path in skip:
         return current
@@ -287,7 +285,7 @@ def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own
             for position, (one, other) in enumerate(zip(current, saved, strict=True))
         ]
         if isinstance(current, tuple):
-            return _tuple_like(current, items)
+            return tuple_like(current, items)
         current[:] = items
         return current
     kept = own(saved)
@@ -330,25 +328,19 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list):
         return [_copied(v) for v in value]
     if type(value) is tuple or is_named_tuple(type(value)):
-        return _tuple_like(value, map(_copied, value))
+        return tuple_like(value, map(_copied, value))
     return value
-
-
-def _tuple_like(one: tuple[Any, ...], items: Iterable[Any]) -> Any:
-    """Return a tuple of the class of `one`, which may be a named tuple."""
-    kind: Any = type(one)
-    return kind._make(items) if is_named_tuple(kind) else tuple(items)
 
 
 # ------------------------------------------------------------------------------- objects
 
 
-def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any, own: _Own) -> None:
+def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any, own: Own) -> None:
     try:
         if order is _Order.MODEL:
             _load_module(target, saved, path, skip, own)
         elif order is _Order.OPTIMIZER:
-            target.load_state_dict(_optimizer_state(target, saved, own))
+            load_optimizer(target, saved, own)
         else:
             target.load_state_dict(own(saved))
     except StateMismatchError:
@@ -359,7 +351,7 @@ def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any, o
         ) from error
 
 
-def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: _Own) -> None:
+def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: Own) -> None:
     fitting = {k: v for k, v in saved.items() if _join(path, k) not in skip}
     current = module.state_dict()
     # torch searches the whole dict once for each submodule: 25,000 submodules take a minute.
@@ -382,56 +374,3 @@ def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: 
 
 def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
-
-
-def _optimizer_state(optimizer: Any, saved: dict[str, Any], own: _Own) -> dict[str, Any]:
-    """Return `saved` with tensors that the optimizer may keep. Tensors that it has are reused if they fit."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state: dict[Any, Any] = {}
-    reused: list[tuple[Any, Any]] = []
-    for index, entries in saved["state"].items():
-        known = isinstance(index, int) and index < len(parameters)
-        parameter = parameters[index] if known else None
-        have = optimizer.state.get(parameter, {}) if parameter is not None else {}
-        state[index] = {
-            k: _keep(have.get(k), v, parameter, own, reused) for k, v in entries.items()
-        }
-    copy_all_in(reused)
-    rest = {k: own(v) for k, v in saved.items() if k != "state"}
-    from holdfast.state.loading.stock import is_stock_optimizer
-
-    if is_stock_optimizer(optimizer):
-        rest["param_groups"] = [_numbered(group) for group in rest["param_groups"]]
-    return {**rest, "state": state}
-
-
-def _numbered(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved group with its parameters' numbers as a range, if they are one.
-
-    torch searches the numbers once for each tensor: in a list of 25,000 numbers this takes ten seconds.
-    """
-    numbers = group["params"]
-    first = next(iter(numbers), 0)
-    known = range(first, first + len(numbers)) if type(first) is int else numbers
-    return {**group, "params": known if list(known) == numbers else numbers}
-
-
-def _keep(have: Any, saved: Any, parameter: Any, own: _Own, reused: list[tuple[Any, Any]]) -> Any:
-    """Return the tensor to load, and append it to `reused` if the optimizer has it already."""
-    if not is_tensor(saved):
-        return own(saved)
-    if is_tensor(have) and is_alike(local_part(have), saved):
-        reused.append((have, saved))
-        return have
-    if is_distributed(parameter) and saved.shape == parameter.to_local().shape:
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            own(saved).to(parameter.to_local().device),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return own(saved)
