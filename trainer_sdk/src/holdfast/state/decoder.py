@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.state.held import HeldState
 from holdfast.state.kinds import NO_CLASSES, Classes
 from holdfast.state.optimizers import SavedOptimizer
 from holdfast.state.tree import FACTORIES
@@ -31,6 +32,8 @@ class Decoder:
     resolve: Callable[[dict[str, Any]], Any]
     classes: Classes = NO_CLASSES
     """Classes that enum members and named tuples may have."""
+    keeps_held: bool = False
+    """Whether the state of a held object is returned as HeldState, and not as its content only."""
 
     def decode(self, value: Any) -> Any:
         """Return the Python value. Raises FormatError for invalid tags."""
@@ -73,6 +76,10 @@ class Decoder:
             saved = SavedOptimizer(self.decode(inner))
             saved.kind = str(kind)
             return saved
+        if tag == "$held":
+            kind, inner = body
+            content = self.decode(inner)
+            return HeldState(str(kind), content) if self.keeps_held else content
         if tag == "$bytes":
             return base64.b64decode(body, validate=True)
         if tag == "$bytearray":

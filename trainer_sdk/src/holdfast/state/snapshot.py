@@ -239,7 +239,7 @@ def build_state(
     make: Callable[[PayloadTensor, str | None, bool], Any],
     classes: Classes = NO_CLASSES,
 ) -> dict[str, Any]:
-    """Return the saved state, with the tensors that `make` returns.
+    """Return the saved state, with the tensors that `make` returns, and HeldState where an object was held.
 
     Args:
         plan: Parsed header of the payload.
@@ -266,7 +266,7 @@ def build_state(
     root = unpack_objects(objects)
     if not isinstance(root, dict) or not isinstance(root.get(STATE), dict):
         raise FormatError("payload: the objects contain no state")
-    decoded = Decoder(resolve, classes).decode(root[STATE])
+    decoded = Decoder(resolve, classes, keeps_held=True).decode(root[STATE])
     if not isinstance(decoded, dict):
         raise FormatError("payload: the state is not a dict")
     return decoded

@@ -10,6 +10,7 @@ bits.
   {"$odict": [[k, v], ...]} a collections.OrderedDict; "$counter": a collections.Counter
   {"$defaultdict": [factory, [[k, v], ...]]} with the name of a built-in type, or null
   {"$optimizer": [class, v]} the result of an optimizer's state_dict
+  {"$held": [class, v]}   the result of the state_dict of an object in another object's state_dict
   {"$size": [...]}        a torch.Size
   {"$enum": [class, v]}   a member of an enum, as its value
   {"$named": [class, [field, ...], [...]]} a named tuple
@@ -236,6 +237,8 @@ class Encoder:
     _owner: _Owner = _Owner(is_rank=False)
     _optimizer: Any | None = None
     _owned: str = ""
+    _is_held: bool = False
+    """Whether an object at this place is in the state_dict of another object."""
 
     def encode_state(self, state: Mapping[str, Any]) -> StateText:
         """Return the canonical JSON of a whole state, without its values, which are `cuts` then.
@@ -337,7 +340,7 @@ class Encoder:
         plain = unwrap(value)
         steps = torch is not None and isinstance(plain, torch.optim.Optimizer)
         is_module = torch is not None and isinstance(plain, torch.nn.Module)
-        before = self._owner, self._optimizer, self._owned
+        before = self._owner, self._optimizer, self._owned, self._is_held
         self._owner = self._owner.of_object(
             is_shared=isinstance(value, Shared), has_own_code=not (steps or is_module)
         )
@@ -347,15 +350,19 @@ class Encoder:
             self.optimizers.append(plain)
             # Its param_groups are not owned: a schedule writes a learning rate that is a tensor.
             self._optimizer, self._owned = plain, f"{path}.state."
+        self._is_held, is_held = True, self._is_held
         try:
             content = self.state_dicts.call(plain, path)
             if is_module and isinstance(content, dict):
                 # The type is OrderedDict, but a module can be loaded from any dict.
-                return self._dict(content, path, depth + 1)
-            encoded = self.encode(content, path, depth + 1)
-            return {"$optimizer": [kind_of(plain), encoded]} if steps else encoded
+                encoded = self._dict(content, path, depth + 1)
+            else:
+                encoded = self.encode(content, path, depth + 1)
+            if steps:
+                encoded = {"$optimizer": [kind_of(plain), encoded]}
+            return {"$held": [kind_of(plain), encoded]} if is_held else encoded
         finally:
-            self._owner, self._optimizer, self._owned = before
+            self._owner, self._optimizer, self._owned, self._is_held = before
 
     def _items(self, value: Iterable[Any], path: str, depth: int) -> list[Any]:
         return [self.encode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)]

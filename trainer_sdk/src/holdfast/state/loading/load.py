@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.state.held import HeldState, content_of, has_held
 from holdfast.state.kinds import is_named_tuple, tuple_like
 from holdfast.state.loading.later_rng import Load
 from holdfast.state.loading.load_optimizer import Own, load_optimizer
@@ -36,10 +37,11 @@ from holdfast.state.tensors import (
     local_part,
     torch_module,
 )
-from holdfast.state.tree import is_stateful, unwrap
+from holdfast.state.tree import StateDictCache, is_stateful, unwrap
 from holdfast_core.errors import StateMismatchError
 
 _SHOWN = 10
+_NOTHING = object()
 _EXTRA_STATE = "_extra_state"
 """Last part of the name of what a module's `get_extra_state` returns (torch.nn.modules.module)."""
 
@@ -104,7 +106,7 @@ def load_state(
 
     def load(task: tuple[_Order, str, Any, Any]) -> tuple[str, ...]:
         try:
-            _load_object(*task, skip, own)
+            _load_object(*task[1:], skip, own)
         except StateMismatchError as error:
             if strict:
                 raise StateMismatchError(
@@ -197,7 +199,7 @@ def _compare(current: Any, saved: Any, path: str, out: _Comparison, *, exact: bo
     With `exact` (the top level, and modules) a saved entry that the state does not have is a problem too.
     """
     if is_stateful(current):
-        _compare_object(unwrap(current), saved, path, out)
+        _compare_object(unwrap(current), content_of(saved), path, out)
     elif _is_array(current):
         _compare_array(current, saved, path, out)
     elif isinstance(current, dict | MutableMapping):
@@ -251,6 +253,39 @@ def _compare_object(current: Any, saved: Any, path: str, out: _Comparison) -> No
                 out.note(path, *reason)
         case _Order.SCHEDULER | _Order.LOADER | _Order.OTHER | _Order.RNG:
             pass  # their own load_state_dict decides what fits
+    if has_held(saved):
+        inner = _Comparison()
+        _compare_held(StateDictCache().call(current, path), saved, path, inner)
+        if inner.problems:  # with strict=False the object is skipped as a whole
+            out.problems[path] = "\n  ".join(inner.problems.values())
+
+
+def _compare_held(current: Any, saved: Any, path: str, out: _Comparison) -> None:
+    """Record the saved states of held objects for which the current object holds no object that fits."""
+    if isinstance(saved, HeldState):
+        if is_stateful(current):
+            _compare(current, saved, path, out, exact=False)
+        else:
+            out.note(
+                path,
+                "nothing" if current is _NOTHING else type(current).__name__,
+                f"the state of {saved.kind}, which only such an object can load",
+            )
+    elif isinstance(saved, dict | list | tuple):
+        for key, value in _items(saved):
+            _compare_held(_item(current, key), value, _join(path, key), out)
+
+
+def _items(saved: Any) -> Iterable[tuple[Any, Any]]:
+    return saved.items() if isinstance(saved, dict) else enumerate(saved)
+
+
+def _item(current: Any, key: Any) -> Any:
+    """Return the entry of a container, or _NOTHING if it has none."""
+    if isinstance(current, dict):
+        return current.get(key, _NOTHING)
+    is_there = isinstance(current, list | tuple) and type(key) is int and key < len(current)
+    return current[key] if is_there else _NOTHING
 
 
 # ------------------------------------------------------------------------------- merge
@@ -261,8 +296,7 @@ def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own
     if path in skip:
         return current
     if is_stateful(current):
-        target = unwrap(current)
-        tasks.append((_order_of(target), path, target, saved))
+        _add_object(current, saved, path, tasks)
         return current
     if _is_array(current):
         copy_in(current, saved)
@@ -275,7 +309,7 @@ def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own
             if key in current:
                 current[key] = _merge(current[key], value, inner, skip, tasks, own)
             elif inner not in skip:
-                current[key] = own(value)
+                current[key] = own(_without_marks(value))
         if path:
             _order_as(current, saved)
         return current
@@ -288,11 +322,66 @@ def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own
             return tuple_like(current, items)
         current[:] = items
         return current
-    kept = own(saved)
+    kept = own(_without_marks(saved))
     if isinstance(current, list) and isinstance(kept, list):
         current[:] = kept
         return current
     return kept
+
+
+def _add_object(
+    current: Any, saved: Any, path: str, tasks: list[Any], latest: _Order = _Order.OTHER
+) -> None:
+    """Append the loads of an object and of those that it holds, which come first.
+
+    Args:
+        current: The object.
+        saved: Its saved state.
+        path: Path in the state.
+        tasks: The loads.
+        latest: Order of the object that holds this one.
+    """
+    target, saved = unwrap(current), content_of(saved)
+    order = _order_of(target)
+    if order is not _Order.RNG:
+        order = min(order, latest)
+    if has_held(saved):
+        now = StateDictCache().call(target, path)
+        saved = _with_held(now, saved, path, tasks, order)
+    tasks.append((order, path, target, saved))
+
+
+def _with_held(current: Any, saved: Any, path: str, tasks: list[Any], order: _Order) -> Any:
+    """Return a saved state_dict with the current objects in the place of their saved states."""
+    if isinstance(saved, HeldState):
+        _add_object(current, saved, path, tasks, order)
+        return current
+    if not has_held(saved):
+        return saved
+    items = {
+        key: _with_held(_item(current, key), value, _join(path, key), tasks, order)
+        for key, value in _items(saved)
+    }
+    return _with_items(saved, items)
+
+
+def _without_marks(saved: Any) -> Any:
+    """Return a saved value with the contents of held objects, which it has no objects for."""
+    if isinstance(saved, HeldState):
+        return _without_marks(saved.content)
+    if not has_held(saved):
+        return saved
+    return _with_items(saved, {key: _without_marks(value) for key, value in _items(saved)})
+
+
+def _with_items(saved: Any, items: dict[Any, Any]) -> Any:
+    """Return a container like `saved` with other items."""
+    if isinstance(saved, dict):
+        like = copy.copy(saved)  # a Counter stays a Counter
+        for key, item in items.items():  # Counter.update would add
+            like[key] = item
+        return like
+    return list(items.values()) if isinstance(saved, list) else tuple_like(saved, items.values())
 
 
 def _is_data(current: Any, saved: dict[Any, Any]) -> bool:
@@ -320,6 +409,8 @@ def _copied(value: Any) -> Any:
     """Return a deep copy of a saved value, in new memory."""
     if _is_array(value):
         return clone(value)
+    if is_stateful(value):
+        return value  # the object that another object holds
     if isinstance(value, dict):
         kept = copy.copy(value)  # a Counter stays a Counter
         for key, item in value.items():
@@ -335,14 +426,15 @@ def _copied(value: Any) -> Any:
 # ------------------------------------------------------------------------------- objects
 
 
-def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any, own: Own) -> None:
+def _load_object(path: str, target: Any, saved: Any, skip: Any, own: Own) -> None:
     try:
-        if order is _Order.MODEL:
-            _load_module(target, saved, path, skip, own)
-        elif order is _Order.OPTIMIZER:
-            load_optimizer(target, saved, own)
-        else:
-            target.load_state_dict(own(saved))
+        match _order_of(target):
+            case _Order.MODEL:
+                _load_module(target, saved, path, skip, own)
+            case _Order.OPTIMIZER:
+                load_optimizer(target, saved, own)
+            case _Order.SCHEDULER | _Order.LOADER | _Order.OTHER | _Order.RNG:
+                target.load_state_dict(own(saved))
     except StateMismatchError:
         raise
     except Exception as error:
