@@ -20,6 +20,7 @@ from holdfast.state.kinds import NO_CLASSES, Classes
 from holdfast.state.template import Template, make_template
 from holdfast.state.tensors import RAW, Leaf, own_name, view_stored
 from holdfast.state.tree import STATE, Encoder, StateDictCache, StateText, is_text
+from holdfast.state.wrapped import plain_names
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.payload import (
@@ -208,12 +209,11 @@ def _frozen(snapshot: Snapshot) -> frozenset[str]:
     If a module uses other names in its state_dict, its parameters count as trained. That only makes saves
     transfer more bytes.
     """
-    return frozenset(
-        f"{path}.{name}"
-        for path, module in snapshot.modules
-        for name, parameter in module.named_parameters()
-        if not parameter.requires_grad
-    )
+    found: set[str] = set()
+    for path, module in snapshot.modules:
+        names = [name for name, one in module.named_parameters() if not one.requires_grad]
+        found.update(f"{path}.{name}" for name in plain_names(module, names).values())
+    return frozenset(found)
 
 
 @paused_collector()

@@ -47,6 +47,7 @@ from holdfast.state.kinds import (
 from holdfast.state.optimizers import kind_of
 from holdfast.state.shared import Shared
 from holdfast.state.tensors import Leaf, is_tensor, make_leaf, torch_module
+from holdfast.state.wrapped import attribute_of, plain_state
 from holdfast_core.errors import (
     HoldfastError,
     StateDictError,
@@ -90,19 +91,18 @@ def unwrap(value: Any) -> Any:
     torch = torch_module()
     if torch is None or not isinstance(value, torch.nn.Module):
         return value
-    while True:
-        if isinstance(value, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-            value = value.module
-        elif hasattr(value, "_orig_mod"):
-            value = value._orig_mod
-        else:
-            return value
+    while (attribute := attribute_of(value)) is not None:
+        value = getattr(value, attribute)
+    return value
 
 
 def _state_dict_of(value: Any, path: str) -> Any:
     """Call `value.state_dict()`. Raises StateDictError for any exception of the object's own code."""
     try:
-        return value.state_dict()
+        state = value.state_dict()
+        torch = torch_module()
+        is_module = torch is not None and isinstance(value, torch.nn.Module)
+        return plain_state(value, state) if is_module and isinstance(state, dict) else state
     except HoldfastError:
         raise
     except Exception as error:
@@ -121,7 +121,10 @@ class StateDictCache:
         return bool(self._found)
 
     def call(self, value: Any, path: str) -> Any:
-        """Return `value.state_dict()`. Raises StateDictError for any exception of the object's own code."""
+        """Return `value.state_dict()`, with plain names if it is a module (`state.wrapped`).
+
+        Raises StateDictError for any exception of the object's own code.
+        """
         found = self._found.get(path)
         if found is None or found[0] is not value:  # two objects may have the same path
             found = self._found[path] = value, _state_dict_of(value, path)

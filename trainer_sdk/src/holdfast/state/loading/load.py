@@ -38,6 +38,7 @@ from holdfast.state.tensors import (
     torch_module,
 )
 from holdfast.state.tree import StateDictCache, is_stateful, unwrap
+from holdfast.state.wrapped import plain_names, plain_state
 from holdfast_core.errors import StateMismatchError
 
 _SHOWN = 10
@@ -240,7 +241,7 @@ def _compare_array(current: Any, saved: Any, path: str, out: _Comparison) -> Non
 def _compare_object(current: Any, saved: Any, path: str, out: _Comparison) -> None:
     match _order_of(current):
         case _Order.MODEL:
-            expected = dict(current.state_dict())
+            expected = dict(plain_state(current, current.state_dict()))
             if isinstance(saved, dict):
                 # set_extra_state decides which tensors fit. Some of them grow in training.
                 for name in filter(_is_extra_state, expected.keys() & saved.keys()):
@@ -446,6 +447,8 @@ def _load_object(path: str, target: Any, saved: Any, skip: Any, own: Own) -> Non
 def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: Own) -> None:
     fitting = {k: v for k, v in saved.items() if _join(path, k) not in skip}
     current = module.state_dict()
+    own_names = {plain: name for name, plain in plain_names(module, current).items()}
+    fitting = {own_names.get(name, name): value for name, value in fitting.items()}
     # torch searches the whole dict once for each submodule: 25,000 submodules take a minute.
     from holdfast.state.loading.stock import only_copies
 
