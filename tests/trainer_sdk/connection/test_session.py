@@ -113,6 +113,14 @@ def test_an_overtaken_save_does_not_count_as_failed(slot: Slot) -> None:
     session.push(SaveFailed(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
     assert handle.level is Level.MEMORY
     assert handle.overtaken
+    assert handle.failure is None
+    with pytest.raises(SaveFailedError, match="by step 2"):
+        handle.wait("persisted", timeout=0)
+    reached = save(session, slot, 3)
+    session.push(LevelReached(Step(3), ROUND, Level.LOCAL))
+    session.push(SaveFailed(Step(3), ROUND, Level.MEMORY, OVERTAKEN, "by step 4"))
+    with pytest.raises(SaveTimeoutError):
+        reached.wait("persisted", timeout=0)
 
 
 def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
@@ -193,7 +201,10 @@ def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
     session.push(SaveFailed(Step(10), ROUND, Level.MEMORY, OVERTAKEN, "by step 20"))
     link.sent[1][1].set_result(Staged(Step(10)))
     assert again.settled and again.overtaken
-    assert again.failure == first.failure == "Overtaken: by step 20"
+    for handle in (first, again):
+        assert handle.failure is None
+        with pytest.raises(SaveFailedError, match="Overtaken: by step 20"):
+            handle.wait("memory", timeout=0)
 
 
 def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ class SaveHandle:
     def failure(self) -> str | None:
         """Why the lowest failed level was not reached, or None while no level failed.
 
-        A level that does not exist here, such as "persisted" without an object store, has not failed.
+        A level that does not exist here, such as "persisted" without an object store, has not failed. Nor has
+        a save that a newer one replaced.
         """
         with self._condition:
             return next((self._failures[lv] for lv in Level if lv in self._failures), None)
@@ -116,9 +117,12 @@ class SaveHandle:
         """For the connection: record that no report of `level` and the levels above it arrives.
 
         Waits for these levels end with SaveFailedError. This is no failure of the save: the levels do not
-        exist here, or it may still reach them. A report that arrives all the same counts.
+        exist here, a newer save has replaced it, or it may still reach them. A report that arrives all the
+        same counts. This has no effect if `level` was already reached.
         """
         with self._condition:
+            if self._reached(level):
+                return
             self._unreported.setdefault(level, why)
             self._condition.notify_all()
 

@@ -318,7 +318,7 @@ class Session:
             self._deferred_handle, self._deferred = None, None
         if handle is not None:
             handle.overtaken = True
-            handle.fail(Level.LOCAL, why)
+            handle.report_no_more(Level.LOCAL, why)
         if save is not None and save.slot is not None:
             save.slot.abandon()
 
@@ -516,10 +516,10 @@ class Session:
 
 def _note_failed(handle: SaveHandle, message: SaveFailed) -> None:
     why = f"{message.reason}: {message.message}"
-    if message.reason == NO_OBJECT_TIER:
+    handle.overtaken |= message.reason == OVERTAKEN
+    if message.reason in (NO_OBJECT_TIER, OVERTAKEN):
         handle.report_no_more(message.level, why)
     else:
-        handle.overtaken |= message.reason == OVERTAKEN
         handle.fail(message.level, why)
 
 
