@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import tracemalloc
 from pathlib import Path
@@ -108,6 +109,38 @@ def test_a_training_continues_from_a_dcp_checkpoint(folder: Path, tmp_path: Path
     assert_continues(model, optimizer)
 
 
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        pytest.param(
+            lambda path: torch.jit.script(torch.nn.Linear(1, 1)).save(path),
+            r"found an archive of TorchScript: .*torch\.jit\.load\(path\)\.state_dict\(\)",
+            id="TorchScript",
+        ),
+        pytest.param(
+            lambda path: torch.save(torch.nn.Linear(1, 1), path),
+            r"found an object of torch\.nn\.modules\.linear\.Linear, .*model\.state_dict\(\)",
+            id="a module",
+        ),
+        pytest.param(
+            lambda path: path.write_bytes(b"hello"),
+            r"found a file that torch\.load cannot",
+            id="text",
+        ),
+    ],
+)
+def test_another_file_than_one_of_tensors_is_refused_without_advice_that_does_not_apply(
+    write: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "model.pt")
+    words = ["import", str(tmp_path / "model.pt"), "--format", "torch", "--to", str(tmp_path / "o")]
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert "weights_only" not in error
+    assert "safe_globals" not in error
+
+
 def test_tensors_within_tuples_are_in_a_dcp_checkpoint(tmp_path: Path) -> None:
     """DCP pickles a tuple as one value. The states of numpy's generators are tuples with an array."""
     state = {"pair": (torch.arange(3.0), 2), "list": [(np.arange(2), {"deep": torch.ones(1)})]}
@@ -193,11 +226,11 @@ class Harmful:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("a pickle of code", "cannot read it, expected a state_dict"),
+        ("a pickle of code", "found an object of"),
         ("no file", "found no such file"),
         ("no tensors", "choose the key with --entry; found epoch, weights"),
         ("other tensors", "choose the key with --entry; found rng, weights"),
-        ("text", "cannot read it"),
+        ("text", "torch.load cannot read"),
     ],
 )
 def test_a_torch_file_without_weights_is_refused(

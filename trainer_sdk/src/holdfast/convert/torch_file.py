@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from holdfast.convert.torch_errors import torch_errors
 from holdfast.reading.tensor import LazyTensor
 from holdfast_core.errors import ConfigError, FormatError, HoldfastError, TierError
 from holdfast_core.node.files import disk_errors
+
+_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
 
 def write_torch(path: Path, state: Any, dtype: str | None) -> None:
@@ -52,8 +55,7 @@ def read_torch(source: Path, entry: str) -> dict[str, Any]:
         raise
     except Exception as error:  # the type depends on the bytes that torch finds
         raise FormatError(
-            f"{source}: torch.load(weights_only=True) cannot read it, expected a state_dict of tensors: "
-            f"{error}"
+            f"{source}: expected a file of torch.save with a dict of tensors, found {_found(error)}"
         ) from error
     found = root[entry] if isinstance(root, Mapping) and entry in root else root
     entries = found.items() if isinstance(found, Mapping) else ()
@@ -65,6 +67,23 @@ def read_torch(source: Path, entry: str) -> dict[str, Any]:
             f"--entry; found {keys[:300]}"
         )
     return tensors
+
+
+def _found(error: Exception) -> str:
+    """Return what a file contains that torch refused. Its own text advises options of `torch.load`."""
+    text = str(error)
+    if "TorchScript" in text:
+        return (
+            "an archive of TorchScript: write its tensors with "
+            "torch.save(torch.jit.load(path).state_dict(), other)"
+        )
+    if unpickled := _GLOBAL.search(text):
+        return (
+            f"an object of {unpickled[1]}, which is not unpickled because that could run any code: load the "
+            "file where you trust it, and write its tensors with torch.save(model.state_dict(), other)"
+        )
+    reason = text.partition("\n")[0]
+    return f"a file that torch.load cannot read ({type(error).__name__}: {reason})"
 
 
 def _count(torch: Any, value: Any) -> int:

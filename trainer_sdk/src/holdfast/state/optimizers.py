@@ -52,7 +52,10 @@ def misfit(optimizer: Any, saved: Any) -> tuple[str, str] | None:
         return "parameter groups with params", "groups without params"
     expected = [len(group["params"]) for group in optimizer.param_groups]
     if expected != found:
-        return f"{expected} parameters per group", str(found)
+        return (
+            f"{expected} parameters per group",
+            f"{found} (ckpt.peek().objects has the saved groups: add them before the restore)",
+        )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, entries in state.items():
         if not isinstance(index, int) or not isinstance(entries, dict):
