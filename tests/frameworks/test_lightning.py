@@ -9,7 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.demos.boring_classes import BoringModel
 from tests.support.frameworks.devices import train_page
 from tests.support.frameworks.forked import Training, train_forked
@@ -43,6 +50,23 @@ def test_a_killed_training_ends_in_the_same_bits(options: tuple[str, ...], tmp_p
     )
     assert killed.digest == whole.digest
     assert len(set(killed.starts)) == 3  # every start continued from a later step
+
+
+@pytest.mark.parametrize("name", ["finetune", "own-finetune", "average", "ema", "best"])
+def test_killed_trainings_with_a_callback_end_in_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Kills fall into the middle of epochs, before and after the callback changes what is trained."""
+    options = "every=3", "validate", name
+    done = train_forked(
+        SCRIPT,
+        [
+            Training(tmp_path / "whole", options),
+            Training(tmp_path / "killed", options, 3, 11, 9, 13),
+            Training(tmp_path / "behind", (*options, "behind"), 3, 12, 9, 13),
+        ],
+        preload=PRELOAD,
+    )
+    assert [one.digest for one in done] == [done[0].digest] * 3
+    assert all(len(set(one.starts)) >= 3 for one in done[1:])
 
 
 def test_accumulated_gradients_are_complete_when_a_step_is_saved(tmp_path: Path) -> None:
@@ -218,12 +242,65 @@ def test_a_second_fit_continues_with_what_is_in_memory(tmp_path: Path) -> None:
     assert net.layer.weight.abs().mean() > 100.0
 
 
-def test_a_callback_whose_state_cannot_be_saved_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (
+            lambda: ModelPruning("l1_unstructured", amount=0.3),
+            r"ModelPruning .*torch\.nn\.utils\.prune",
+        ),
+        (
+            lambda: StochasticWeightAveraging(0.1, 1),
+            r"StochasticWeightAveraging .*use WeightAveraging",
+        ),
+    ],
+    ids=["pruning", "swa"],
+)
+def test_a_callback_that_could_not_be_resumed_is_refused_before_the_first_step(
+    callback: Any, message: str, tmp_path: Path
 ) -> None:
-    class Average(Callback):
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-            checkpoint["average"] = 1
+    with pytest.raises(holdfast.ConfigError, match=message):
+        fit(tmp_path, BoringModel(), steps=1, callbacks=[callback()])
+    assert not list((tmp_path / "ckpt").glob("**/*.shard"))
 
-    fit(tmp_path, BoringModel(), steps=1, callbacks=[Average()])
-    assert any("trainer.callbacks.Average" in line for line in caplog.messages)
+
+class Adds(Callback):
+    """Adds entries, moves one, and changes the module's entry in place."""
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.full((2,), value)
+        self.loaded: dict[str, Any] = {}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["value"] = self.value
+        checkpoint["step_of_save"] = checkpoint["global_step"]
+        checkpoint["state_dict"]["value"] = self.value
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint
+
+
+@pytest.mark.parametrize("place", ["callbacks", "later"])
+def test_what_a_callback_adds_to_a_checkpoint_comes_back_to_it(place: str, tmp_path: Path) -> None:
+    first = fit(tmp_path, BoringModel(), steps=3, **{place: [Adds(7.0)]}).lightning_module
+    adds = Adds(0.0)
+    fit(tmp_path, BoringModel(), steps=3, **{place: [adds]})
+    assert adds.loaded["value"].tolist() == [7.0, 7.0]
+    assert adds.loaded["step_of_save"] == 3
+    assert adds.loaded["state_dict"]["value"].tolist() == [7.0, 7.0]
+    assert torch.equal(adds.loaded["state_dict"]["layer.weight"], first.layer.weight)
+
+
+@pytest.mark.parametrize("place", ["callbacks", "later"])
+def test_a_longer_training_continues_with_the_weights_and_not_with_their_average(
+    place: str, tmp_path: Path
+) -> None:
+    def weights(folder: str, *steps: int) -> Any:
+        for last in steps:
+            pl.seed_everything(3, verbose=False)
+            net = BoringModel()
+            options: dict[str, Any] = {place: [WeightAveraging()], "limit_train_batches": 4}
+            fit(tmp_path / folder, net, steps=last, **options)
+        return net.layer.weight
+
+    assert torch.equal(weights("parts", 4, 8), weights("whole", 8))

@@ -11,6 +11,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    EMAWeightAveraging,
+    WeightAveraging,
+)
 from tests.support.frameworks.digest import digest_of
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -80,7 +86,13 @@ class Net(pl.LightningModule):
         self.hook_calls = checkpoint["hook_calls"]
         assert self.hook_calls > 0
 
+    @property
+    def backbone(self) -> torch.nn.Module:
+        return self.first
+
     def configure_optimizers(self) -> Any:
+        if OPTIONS & {"finetune", "own-finetune"}:
+            return torch.optim.AdamW(self.last.parameters(), 1e-2)
         if "manual" in OPTIONS:
             return [torch.optim.AdamW(one.parameters(), 1e-2) for one in (self.first, self.last)]
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
@@ -90,6 +102,46 @@ class Net(pl.LightningModule):
             return {"optimizer": optimizer, "lr_scheduler": config}
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=50)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class OwnFinetuning(BaseFinetuning):
+    """Trains the backbone from the third epoch on, with a batch norm that is frozen before."""
+
+    def freeze_before_training(self, module: pl.LightningModule) -> None:
+        self.freeze(module.backbone, train_bn=False)
+
+    def finetune_function(self, module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=3e-3)
+
+
+class Best(pl.Callback):
+    """Keeps a copy of the weights in the checkpoints of Lightning, and changes the model by it."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step % 7 == 3:
+            self.kept = {name: one.detach().clone() for name, one in module.named_parameters()}
+        elif self.kept and trainer.global_step % 7 == 5:
+            for name, one in module.named_parameters():
+                one.data.lerp_(self.kept[name], 0.5)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = self.kept
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["kept"]
+
+
+CALLBACKS: dict[str, Any] = {
+    "finetune": lambda: BackboneFinetuning(2),
+    "own-finetune": OwnFinetuning,
+    "average": WeightAveraging,
+    "ema": lambda: EMAWeightAveraging(decay=0.8, update_every_n_steps=2),
+    "best": Best,
+}
 
 
 def main() -> None:
@@ -104,6 +156,10 @@ def main() -> None:
     train = StatefulDataLoader(Waves(), BATCH, generator=generator, num_workers=workers, **order)
     validate = DataLoader(Waves(), 8, shuffle=True) if "validate" in OPTIONS else None
     start = Path("start.ckpt") if "start" in OPTIONS else None
+    callbacks = [make() for name, make in CALLBACKS.items() if name in OPTIONS]
+    callbacks_behind: list[Any] = []
+    if "behind" in OPTIONS:
+        callbacks, callbacks_behind = [], callbacks
     with Durable("ckpt", interval_steps=EVERY, when_busy="wait", on_save_error="raise") as ckpt:
         trainer = pl.Trainer(
             max_epochs=EPOCHS,
@@ -116,7 +172,7 @@ def main() -> None:
             enable_model_summary=False,
             accumulate_grad_batches=3 if "accumulate" in OPTIONS else 1,
             val_check_interval=5 if validate is not None else None,
-            callbacks=[HoldfastCallback(ckpt)],
+            callbacks=[*callbacks, HoldfastCallback(ckpt), *callbacks_behind],
         )
         trainer.fit(net, train, validate, ckpt_path=start)
     if trainer.is_global_zero and not ckpt.stopping:

@@ -34,6 +34,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import holdfast
 from holdfast.base.settings import RankSettings
+from holdfast.integrations.lightning_callbacks import (
+    AddedEntries,
+    Finetuning,
+    require_resumable,
+)
 from holdfast.integrations.versions import warn_if_untested
 from holdfast.training.inexact_data import inexact_loader
 from holdfast_core.errors import ConfigError
@@ -61,6 +66,7 @@ class HoldfastCallback(pl.Callback):  # type: ignore[misc]  # the class is Any w
         self._ckpt = ckpt
         self._generators = tuple(generators)
         self._rest: _Rest | None = None
+        self._added: AddedEntries | None = None
         self._file: dict[str, Any] | None = None
         """What Lightning has read from `fit(ckpt_path=...)`."""
         self._on_sigterm: Any = None
@@ -88,7 +94,9 @@ class HoldfastCallback(pl.Callback):  # type: ignore[misc]  # the class is Any w
             return  # a second call of fit continues with what is in memory
         _require_supported(trainer)
         self._rest = _Rest(trainer, self, self._generators)
-        trainer.callbacks = [*trainer.callbacks, _BatchEnd(self)]
+        self._added = AddedEntries(trainer, self)
+        self._rest.finetuning.add_groups(self._ckpt)
+        trainer.callbacks = [_TrainEnd(self), *trainer.callbacks, _BatchEnd(self)]
         found = self._ckpt.restore(self._state(self._rest))
         self._step = self._saved = found or 0
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -175,8 +183,8 @@ class HoldfastCallback(pl.Callback):  # type: ignore[misc]  # the class is Any w
         if self._rest is not None and self._rest.is_held:
             self._rest.hold_generators()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the last step of the training."""
+    def training_ended(self) -> None:
+        """Save the last step. Called before other callbacks replace the weights by their averages."""
         if self._rest is not None and self._rest.is_held and self._step > self._saved:
             self._save(self._rest)
             self._rest.release()
@@ -205,8 +213,20 @@ class HoldfastCallback(pl.Callback):  # type: ignore[misc]  # the class is Any w
             "module": trainer.lightning_module,
             "optimizers": {str(i): one for i, one in enumerate(trainer.optimizers)},
             "schedulers": {str(i): one for i, one in enumerate(schedulers)},
+            # Lightning calls these hooks before it loads the states of callbacks, and keeps those of rank 0.
+            "added": holdfast.Shared(self._added),
             "trainer": rest,
         }
+
+
+class _TrainEnd(pl.Callback):  # type: ignore[misc]
+    """Calls the HoldfastCallback at the end of a training. It stands before all other callbacks."""
+
+    def __init__(self, owner: HoldfastCallback) -> None:
+        self._owner = owner
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._owner.training_ended()
 
 
 class _BatchEnd(pl.Callback):  # type: ignore[misc]
@@ -227,6 +247,7 @@ class _Rest:
     ) -> None:
         self.trainer = trainer
         self._callbacks = {one.state_key: one for one in trainer.callbacks if one is not own}
+        self.finetuning = Finetuning(trainer)
         self._generators = generators
         self._loops: dict[str, Any] | None = None
         """Progress of the loops after a step that is saved later."""
@@ -248,6 +269,7 @@ class _Rest:
             "callbacks": {key: one.state_dict() for key, one in self._callbacks.items()},
             "precision": trainer.precision_plugin.state_dict(),
             "datamodule": {} if datamodule is None else datamodule.state_dict(),
+            "finetuning": self.finetuning.state_dict(),
             "module": self._extra(),
             "generators": self._held_draws if self.is_held else self._draws(),
         }
@@ -259,6 +281,7 @@ class _Rest:
         for key, one in self._callbacks.items():
             if state["callbacks"].get(key):
                 one.load_state_dict(state["callbacks"][key])
+        self.finetuning.load_state_dict(state["finetuning"])
         trainer.precision_plugin.load_state_dict(state["precision"])
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(state["datamodule"])
@@ -430,9 +453,4 @@ def _require_supported(trainer: pl.Trainer) -> None:
                 "Trainer(enable_checkpointing=False). A ModelCheckpoint with monitor= is accepted, "
                 "because it keeps the best models and not the training"
             )
-        if is_overridden("on_save_checkpoint", one, parent=pl.Callback):
-            logger.warning(
-                "trainer.callbacks.%s: what its on_save_checkpoint adds to a checkpoint of Lightning is "
-                "not saved here: move it to state_dict and load_state_dict",
-                type(one).__name__,
-            )
+        require_resumable(one)
