@@ -113,7 +113,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(1, 1)
 optim = torch.optim.AdamW(model.parameters())
 sched = torch.optim.lr_scheduler.ConstantLR(optim)
-loader = StatefulDataLoader(TensorDataset(torch.arange(512.0)), batch_size=2, shuffle=True)
+loader = StatefulDataLoader(TensorDataset(torch.arange(32.0)), batch_size=2, shuffle=True)
 seen = open("seen", "a", buffering=1)
 steps = 0
 
@@ -133,15 +133,19 @@ def train_step(batch):
 """
 
 
-def test_the_readmes_script_repeats_the_order_of_data(tmp_path: Path) -> None:
-    """The script is the README's, except for the folder and the number of steps."""
+@pytest.mark.parametrize("interval", [7, 8], ids=["within an epoch", "at its end"])
+def test_the_readmes_script_repeats_the_order_of_data(interval: int, tmp_path: Path) -> None:
+    """The script is the README's, except for the folder and the number of steps.
+
+    It trains for two epochs and a half, and continues after step 14, or after the last step of the first one.
+    """
     text = README.read_text()
     code = text[text.index("```python\n") + 10 :]
     code = code[: code.index("```")]
     assert "10_000" in code
     code = code.replace("10_000", "40").replace(
         "holdfast.Checkpointer()",
-        'holdfast.Checkpointer(dir="ckpt", interval_steps=7, when_busy="wait")',
+        f'holdfast.Checkpointer(dir="ckpt", interval_steps={interval}, when_busy="wait")',
     )
     seen: dict[str, list[str]] = {}
     for name, kills in {"calm": ["0"], "killed": ["20", "0"]}.items():

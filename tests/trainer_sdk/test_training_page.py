@@ -1,4 +1,4 @@
-"""The code of docs/training.md and of the README runs, in a script that has the names it uses."""
+"""The code of docs/training.md runs, in a script that has the names it uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 
@@ -17,15 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = 'Checkpointer("ckpt", interval_steps=3, when_busy="wait", on_save_error="raise")'
 
 
-def blocks_of(page: str) -> list[str]:
-    """Return the Python code of a page, block by block."""
-    text = (ROOT / page).read_text()
+def blocks() -> list[str]:
+    """Return the Python code of the page, block by block."""
+    text = (ROOT / "docs/training.md").read_text()
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def block_with(page: str, text: str) -> str:
-    found = [block for block in blocks_of(page) if text in block]
-    assert len(found) == 1, f"{page}: expected one block with {text!r}, found {len(found)}"
+def block_with(text: str) -> str:
+    found = [block for block in blocks() if text in block]
+    assert len(found) == 1, f"expected one block with {text!r}, found {len(found)}"
     return found[0]
 
 
@@ -87,12 +86,12 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_block_of_the_training_page_has_a_test_here() -> None:
     tested = set(re.findall(r"^    # FRAGMENT: (.*)$", Path(__file__).read_text(), re.MULTILINE))
-    assert {block.splitlines()[0] for block in blocks_of("docs/training.md")} == tested
+    assert {block.splitlines()[0] for block in blocks()} == tested
 
 
 def test_the_loop() -> None:
     # FRAGMENT: import holdfast
-    code = block_with("docs/training.md", "for step in ckpt.steps(")
+    code = block_with("for step in ckpt.steps(")
     code = code.replace("Checkpointer()", _FOLDER)
     for total in (4, 9):
         resumed = run(code.replace("10_000", str(total)), script(total))
@@ -104,9 +103,9 @@ def test_the_loop() -> None:
 
 def test_a_loop_without_the_generator_and_a_look_at_its_restore_point() -> None:
     # FRAGMENT: start = ckpt.restore(state) or 0
-    code = block_with("docs/training.md", "ckpt.should_save(step)")
+    code = block_with("ckpt.should_save(step)")
     # FRAGMENT: point = ckpt.peek()
-    look = block_with("docs/training.md", "ckpt.peek()")
+    look = block_with("ckpt.peek()")
     for total in (4, 9):
         names = script(total)
         names["state"]["config"] = {"width": 512}
@@ -121,7 +120,7 @@ def test_a_loop_without_the_generator_and_a_look_at_its_restore_point() -> None:
 
 def test_generators_are_restored_later() -> None:
     # FRAGMENT: ckpt.restore(state, rng="later")  # or ckpt.steps(total, state, rng="later")
-    code = block_with("docs/training.md", "ckpt.restore_rng()")
+    code = block_with("ckpt.restore_rng()")
     for expected in (None, 1):
         names = script(1)
         with holdfast.Checkpointer("ckpt", interval_steps=1, when_busy="wait") as ckpt:
@@ -133,7 +132,7 @@ def test_generators_are_restored_later() -> None:
 
 def test_numbers_of_a_batch_depend_on_its_samples() -> None:
     # FRAGMENT: from holdfast.data import indexed, keyed
-    code = block_with("docs/training.md", "keyed(collate, seed=7)").replace("num_workers=4", "")
+    code = block_with("keyed(collate, seed=7)").replace("num_workers=4", "")
 
     def collate(samples: list[float]) -> torch.Tensor:
         return torch.tensor(samples) + torch.rand(len(samples))
@@ -145,9 +144,9 @@ def test_numbers_of_a_batch_depend_on_its_samples() -> None:
 
 def test_checkpointers_of_a_folder_and_of_a_store(tmp_path: Path) -> None:
     # FRAGMENT: holdfast.Checkpointer(dir="ckpt", interval_steps=50, keep_last=3)
-    folder = block_with("docs/training.md", 'dir="ckpt", interval_steps=50')
+    folder = block_with('dir="ckpt", interval_steps=50')
     # FRAGMENT: holdfast.Checkpointer(dir="ckpt", store="s3://bucket/my-training", store_keep_last=3)
-    store = block_with("docs/training.md", "store_keep_last=3")
+    store = block_with("store_keep_last=3")
     store = store.replace("s3://bucket/my-training", f"file://{tmp_path}/store")
     for level, code in (("local", folder), ("persisted", store)):
         with eval(code.strip(), {"holdfast": holdfast}) as ckpt:
@@ -157,7 +156,7 @@ def test_checkpointers_of_a_folder_and_of_a_store(tmp_path: Path) -> None:
 
 def test_a_part_of_a_tensor() -> None:
     # FRAGMENT: rows = torch.zeros(256, 64)  # rows 512 to 767 of a tensor of 1024 x 64
-    names = run(block_with("docs/training.md", "rows.global_shape"), script(1))
+    names = run(block_with("rows.global_shape"), script(1))
     with holdfast.Checkpointer("ckpt", on_save_error="raise") as ckpt:
         ckpt.save(1, names["state"]).wait("local", timeout=600)
         point = ckpt.peek()
@@ -167,7 +166,7 @@ def test_a_part_of_a_tensor() -> None:
 
 def test_a_fake_sidecar(tmp_path: Path) -> None:
     # FRAGMENT: from holdfast.testing import FakeSidecar
-    names = run(block_with("docs/training.md", "FakeSidecar"), {"tmp_path": tmp_path})
+    names = run(block_with("FakeSidecar"), {"tmp_path": tmp_path})
     assert names["env"]["HOLDFAST_ROUND"] == "0"
 
 
@@ -179,41 +178,8 @@ def test_reading_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
             model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(1200, 2, _weight=weight)})
             state = {"model": model, "data": {"epoch": step // 100}}
             ckpt.save(step, state).wait("local", timeout=600)
-    code = block_with("docs/training.md", 'with holdfast.open("ckpt") as folder:')
+    code = block_with('with holdfast.open("ckpt") as folder:')
     names = run(code, {"holdfast": holdfast})
     assert "(100, 200, 300)" in capsys.readouterr().out
     assert names["epoch"] == 2
     assert names["rows"].shape == (1000, 2)
-
-
-def readme_run(folder: str, total: int) -> torch.nn.Module:
-    """Run the README's loop over a data set of five batches."""
-    torch.manual_seed(7)
-    model = Summed(3, 3)
-    optim = torch.optim.AdamW(model.parameters())
-
-    def train_step(batch: torch.Tensor) -> torch.Tensor:
-        optim.zero_grad()
-        loss = model(torch.nn.functional.dropout(batch))
-        loss.backward()
-        optim.step()
-        return loss.detach()
-
-    names = {
-        "model": model,
-        "optim": optim,
-        "sched": torch.optim.lr_scheduler.LinearLR(optim),
-        "loader": StatefulDataLoader(list(torch.randn(10, 3)), batch_size=2, shuffle=True),
-        "train_step": train_step,
-    }
-    code = block_with("README.md", "ckpt.report(loss=float(loss))")
-    code = code.replace("Checkpointer()", _FOLDER.replace("ckpt", folder))
-    run(code.replace("10_000", str(total)), names)
-    return model
-
-
-@pytest.mark.parametrize("first", [3, 5, 7, 10])
-def test_the_loop_of_the_readme_trains_for_several_epochs_and_continues(first: int) -> None:
-    """It is left in the middle of an epoch, and after its last batch."""
-    readme_run("parts", first)
-    assert bits(readme_run("parts", 12)) == bits(readme_run("whole", 12))

@@ -131,8 +131,8 @@ def test_saved_files_have_the_plain_names_at_every_save(tmp_path: Path) -> None:
     with holdfast.Checkpointer(tmp_path, on_save_error="raise", when_busy="wait") as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, {"net": module}).wait("local", timeout=300)
-    with holdfast.open(tmp_path) as folder, folder.at(3) as step:
-        assert sorted(step.tensors()) == [f"net.{one}" for one in PLAIN]
+    with holdfast.open(tmp_path) as folder, folder.at(3) as saved:
+        assert sorted(saved.tensors()) == [f"net.{one}" for one in PLAIN]
     plain = Net(100, WRAPS["plain"])
     with holdfast.Checkpointer(tmp_path) as ckpt:
         assert ckpt.restore({"net": plain}) == 3

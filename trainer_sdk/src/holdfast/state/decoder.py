@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.held import HeldState
 from holdfast.state.kinds import NO_CLASSES, Classes
 from holdfast.state.optimizers import SavedOptimizer
 from holdfast.state.tree import FACTORIES
@@ -23,6 +22,34 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     # Not Counter(pairs), which would count the pairs.
     "$counter": lambda pairs: collections.Counter(dict(pairs)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """The saved state of an object that the `state_dict()` of another object held.
+
+    A script's class often returns its attributes, such as a schedule in a schedule, and expects the objects
+    among them in its `load_state_dict`. This mark lets a restore find them.
+    """
+
+    kind: str
+    """Name of the object's class."""
+    content: Any
+    """Result of its state_dict."""
+
+
+def content_of(saved: Any) -> Any:
+    """Return the state of an object, whether or not another object held it."""
+    return saved.content if isinstance(saved, HeldState) else saved
+
+
+def has_held(saved: Any) -> bool:
+    """Return whether a saved value contains the state of a held object."""
+    if isinstance(saved, dict):
+        return any(map(has_held, saved.values()))
+    if isinstance(saved, list | tuple):
+        return any(map(has_held, saved))
+    return isinstance(saved, HeldState)
 
 
 @dataclass(frozen=True, slots=True)

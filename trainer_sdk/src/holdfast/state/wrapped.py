@@ -20,8 +20,9 @@ def attribute_of(module: Any) -> str | None:
 
     if "_orig_mod" in module._modules:
         return "_orig_mod"
-    parallel = torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel
-    return "module" if isinstance(module, parallel) else None
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        return "module"
+    return None
 
 
 def plain_names(module: Any, names: Iterable[str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.held import HeldState, content_of, has_held
+from holdfast.state.decoder import HeldState, content_of, has_held
 from holdfast.state.kinds import is_named_tuple, tuple_like
 from holdfast.state.loading.later_rng import Load
 from holdfast.state.loading.load_optimizer import Own, load_optimizer
