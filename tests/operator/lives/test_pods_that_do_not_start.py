@@ -20,7 +20,7 @@ def stuck_life() -> Life:
     life.change_spec(startTimeoutSeconds=TIME_OUT)
     life.cluster.job["spec"]["template"]["spec"]["volumes"] = VOLUMES
     secret = {"name": "hub-token", "namespace": NAMESPACE, "uid": "secret"}
-    life.cluster.api.put("secrets", {"metadata": secret})
+    life.cluster.api.put("secrets", {"metadata": secret, "data": {"token": "eA=="}})
     life.cluster.stuck_nodes = {"node-1"}
     return life
 
