@@ -33,6 +33,12 @@ _AGE = _column("Age", "date", ".metadata.creationTimestamp", "Time since it was 
 
 _GANG_COLUMNS = (
     _column("Phase", "string", ".status.phase", "Summary of the conditions."),
+    _column(
+        "Reason",
+        "string",
+        '.status.conditions[?(@.type=="Running")].reason',
+        "Why the gang runs or does not. `kubectl describe` shows the whole sentence.",
+    ),
     _column("Step", "integer", ".status.step", "Newest step that was trained."),
     _column("Committed", "integer", ".status.lastCommittedStep", "Newest local commit."),
     _column("Persisted", "integer", ".status.lastPersisted.step", "Newest step in the store."),
