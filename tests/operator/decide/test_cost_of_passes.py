@@ -48,7 +48,7 @@ from holdfast_operator.model.actions import (
 from holdfast_operator.model.job import JobMemory, Observed
 
 NUMBER = 48
-"""Objects of the smallest of the three passes. A pass writes 32 of them, so that fewer would show that limit."""
+"""Objects of the smallest of the three passes. A pass writes 32: fewer would show that limit."""
 LINEAR = 2.5
 """Largest growth of a cost that counts as linear. That of a quadratic cost is nearly 4."""
 ROUND = RestartRound(2)
