@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15192,
+    "core": 15198,
     "operator": 13753,
     "sidecar": 9984,
     "trainer_sdk": 18393,
