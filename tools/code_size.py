@@ -24,7 +24,7 @@ LIMITS = {
     "operator": 13753,
     "sidecar": 9984,
     "trainer_sdk": 18393,
-    "cli": 641,
+    "cli": 650,
 }
 """Most lines of code of each package."""
 

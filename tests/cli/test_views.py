@@ -292,3 +292,16 @@ def test_gangs_of_both_kinds_are_listed():
     for expected in ("Running", "Restarting", "0/2", "75.0%", " 7 "):
         assert expected in text
     assert "no TrainingJob and no CheckpointAdoption" in shown(gangs_view([]))
+
+
+def test_a_job_that_does_not_run_says_why_in_the_list_and_on_its_screen():
+    why = "pods of workers 1 have no node: 0/3 nodes are available"
+    condition = {"type": "Running", "status": "False", "reason": "NotScheduled", "message": why}
+    job = {
+        "kind": "TrainingJob",
+        "metadata": {"name": "new"},
+        "spec": {"workers": 3},
+        "status": {"phase": "Starting", "conditions": [condition]},
+    }
+    assert f"Running: NotScheduled: {why}" in shown(status_view(Screen(job)))
+    assert "NotScheduled" in shown(gangs_view([job]))

@@ -33,6 +33,8 @@ _TROUBLE = frozenset(
         ("PodsKept", "True"),
         ("Adopted", "False"),
         ("Failed", "True"),
+        ("HangsRepeat", "True"),
+        ("Reconciled", "False"),
     }
 )
 """Conditions that the screen shows in red, with the status at which it shows them."""
@@ -49,7 +51,9 @@ _WORDS = frozenset(
         ("Adopted", "True"),
         ("Complete", "True"),
         ("Resizing", "True"),
+        ("Running", "False"),
         ("SparesReady", "False"),
+        ("SpecApplied", "False"),
         ("WorkersMissing", "True"),
     }
 )
@@ -59,6 +63,7 @@ SHOWN_RECOVERIES = 5
 _GANG_COLUMNS = (
     "NAME",
     "PHASE",
+    "REASON",
     "STEP",
     "COMMITTED",
     "PERSISTED",
@@ -131,6 +136,12 @@ def status_view(screen: Screen) -> RenderableType:
     return Group(*parts)
 
 
+def running_reason(status: dict[str, Any]) -> str:
+    """Return why a gang runs or does not, in one word."""
+    conditions = status.get("conditions", [])
+    return next((c["reason"] for c in conditions if c["type"] == "Running"), "-")
+
+
 def gangs_view(gangs: Sequence[dict[str, Any]], *, everywhere: bool = False) -> RenderableType:
     """Return a table of the gangs for each kind.
 
@@ -160,6 +171,7 @@ def _gangs_table(gangs: Sequence[dict[str, Any]], everywhere: bool) -> Table:
             *_namespace(gang, everywhere),
             gang["metadata"]["name"],
             status.get("phase", "Pending"),
+            running_reason(status),
             str(status.get("step", "-")),
             str(status.get("lastCommittedStep", "-")),
             str((status.get("lastPersisted") or {}).get("step", "-")),
