@@ -122,6 +122,7 @@ class ClusterStage:
                 if last.get(field) is not None
             },
             float(last["totalSeconds"]),
+            last.get("lostSteps"),
         )
 
     def is_complete(self) -> bool:

@@ -304,7 +304,9 @@ class LocalStage:
         if last.total_seconds is None:
             return None
         phases = {name.replace("_", " "): value for name, value in last.phases().items()}
-        return Recovery(point.step or 0, self.sample_tiers(), phases, last.total_seconds)
+        return Recovery(
+            point.step or 0, self.sample_tiers(), phases, last.total_seconds, last.lost_steps
+        )
 
     def sample_tiers(self) -> str:
         seen = metrics.GangMetrics()

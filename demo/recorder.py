@@ -48,6 +48,8 @@ class Recovery:
     phases: dict[str, float]
     """Seconds by phase. The phases follow each other, so their sum is the total."""
     total_seconds: float
+    lost_steps: int | None = None
+    """Steps that were trained and are repeated. None if they are not known."""
 
 
 @dataclass(slots=True)

@@ -118,7 +118,11 @@ def act_line(act: Act) -> str:
     if recovery is None:
         return f"  {act.title:<19}step {act.step_before}: not recovered"
     source = recovery.served_by or act.source
-    steps = f"step {act.step_before} -> {recovery.restored_step}"
+    reached = act.step_before
+    if recovery.lost_steps is not None:
+        # The gang trained on between the last sample and the failure.
+        reached = recovery.restored_step + recovery.lost_steps
+    steps = f"step {reached} -> {recovery.restored_step}"
     return f"  {act.title:<19}{steps:<18}from {source:<22}{recovery.total_seconds:>6.1f} s"
 
 

@@ -96,6 +96,13 @@ def test_the_table_fits_a_narrow_terminal_and_adds_up() -> None:
     assert round(sum(ACT.phases().values()), 1) == round(ACT.recovery.total_seconds, 1)  # type: ignore[union-attr]
 
 
+def test_the_table_names_the_step_that_was_reached_and_not_the_one_that_was_seen() -> None:
+    act = Act("a rank", "its process", "memory")
+    act.step_before = 87
+    act.recovery = Recovery(90, "", {}, 1.0, 4)
+    assert "step 94 -> 90" in act_line(act)
+
+
 def test_phases_add_up_to_a_total_that_lies_between_two_tenths() -> None:
     seconds = [2.446, 1.816, 1.048, 0.794, 2.124, 2.622]
     act = Act("a node", "one pod", "peer")
