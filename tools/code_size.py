@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15198,
+    "core": 15224,
     "operator": 13753,
-    "sidecar": 9984,
-    "trainer_sdk": 18393,
+    "sidecar": 9987,
+    "trainer_sdk": 18440,
     "cli": 650,
 }
 """Most lines of code of each package."""

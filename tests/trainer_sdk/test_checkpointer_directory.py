@@ -267,6 +267,23 @@ def test_a_last_save_without_a_persister_is_counted_and_reported(
     assert raises or "save of step 6 failed" in caplog.text
 
 
+def test_saves_continue_after_a_save_that_gave_up_waiting_for_a_persister(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_STARTING_SECONDS", 0.0)
+    state, executable = {"t": torch.ones(4)}, sys.executable
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=0) as ckpt:
+        ckpt.save(1, state).wait("local", timeout=HANG_SECONDS)
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        for pid in persisters_of(os.getpid(), tmp_path):
+            os.kill(pid, signal.SIGKILL)
+            until(lambda pid=pid: not is_alive(pid), "its end")
+        until(lambda: ckpt.save(2, state, is_last=True).failure is not None, "a save that gave up")
+        monkeypatch.setattr(sys, "executable", executable)
+        until(lambda: ckpt.save(3, state).failure is None, "a save after that")
+        until(lambda: committed_step(tmp_path / "ckpt") == 3, "step 3")
+
+
 def test_a_persister_that_cannot_start_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

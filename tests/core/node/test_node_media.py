@@ -147,7 +147,9 @@ def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
 
 def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> None:
     """EIO is an error of this read. A shard is moved to quarantine only if its bytes differ."""
-    tier = opened(root)
+    seconds = 0.0
+    tier = DiskNodeTier(root, capacity_bytes=64 << 20, monotonic=lambda: seconds)
+    tier.open()
     record = write(tier)
     with tier.open_shard(record.ref) as reader:
         with failpoints("node.read=err@1"), pytest.raises(UnreadableError, match="reading shard"):
@@ -163,6 +165,17 @@ def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> Non
     assert tier.find(record.ref) is None
     with pytest.raises(UnreadableError, match="reading"):
         tier.look_up(record.ref)
+    assert tier.list_shards() == (record,), "it is not lost"
+    used = tier.used_bytes()
+    data = path_of(root).read_bytes()
+    writer = tier.begin_copy(record.ref, len(data))
+    writer.write(data)
+    writer.commit()
+    assert tier.used_bytes() == used
+    assert tier.find(record.ref) == record, "the copy of another node replaces it"
+    tier.quarantine(record.ref, raised.value)
+    seconds = 61.0
+    assert tier.find(record.ref) == record, "it is tried again"
     assert opened(root).list_shards() == (record,)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.directory.choice import choose
-from holdfast_core.errors import CorruptionError
+from holdfast.directory.choice import choose, read_patiently
+from holdfast_core.errors import CorruptionError, UnreadableError
 from holdfast_core.node import files, shard_file
 from holdfast_core.node.tier import DiskNodeTier
 
@@ -245,6 +245,34 @@ def test_a_disk_that_fails_for_a_moment_costs_no_step(tmp_path: Path, bad_blocks
     chosen = choose(tier, pause=lambda seconds: bad_blocks.clear())
     assert chosen is not None
     assert (chosen.manifest.step, chosen.passed_over) == (3, ())
+
+
+def test_a_read_is_repeated_only_while_it_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.directory.choice._UNREADABLE_PAUSE_SECONDS", 0.0)
+
+    def failing(times: int, *, may_pass: bool) -> Callable[[], int]:
+        errors = [UnreadableError("Input/output error", may_pass=may_pass)] * times
+
+        def read() -> int:
+            if errors:
+                raise errors.pop()
+            return 7
+
+        return read
+
+    assert read_patiently(failing(3, may_pass=True)) == 7
+    for read in (failing(4, may_pass=True), failing(1, may_pass=False)):
+        with pytest.raises(UnreadableError):
+            read_patiently(read)
+
+
+def test_a_directory_in_place_of_an_old_manifest_does_not_stop_retention(tmp_path: Path) -> None:
+    train(tmp_path)
+    directory(found(tmp_path, MANIFEST, step=1))
+    with holdfast.Checkpointer(dir=tmp_path, interval_steps=0, keep_last=1) as ckpt:
+        ckpt.restore(state())
+        ckpt.save(4, {"w": np.full(1 << 12, 4.0), "n": 4}).wait("local")
+    assert holdfast.open(tmp_path).steps() == (3, 4)  # the restore point of this run stays
 
 
 def test_a_folder_of_which_nothing_can_be_read_is_refused(

@@ -549,9 +549,10 @@ class Checkpointer:
         if self._opened is not None and self._opened.saves.left_step == checked:
             self._forget_left("the script itself saved this step")
         parts = self._parts()
-        waits = self._options.waits or is_last or parts.decisions.was_requested(checked)
+        is_important = is_last or parts.decisions.was_requested(checked)
+        waits = self._options.waits or is_important
         with interrupts_at_end():
-            return parts.saves.save(checked, state, waits=waits)
+            return parts.saves.save(checked, state, waits=waits, is_important=is_important)
 
     def wait_staged(self) -> None:
         """Make later work on the current CUDA stream wait for the copies of all saves so far.
@@ -741,8 +742,9 @@ class Checkpointer:
         decision = self._decide(step)
         if decision.saves or is_last:
             # A requested save and the last save wait for a free slot instead of being skipped.
-            waits = is_last or decision.is_requested or self._options.waits
-            self._parts().saves.save(step, state, waits=waits)
+            is_important = is_last or decision.is_requested
+            waits = is_important or self._options.waits
+            self._parts().saves.save(step, state, waits=waits, is_important=is_important)
         else:
             self._status.progress.send()
 

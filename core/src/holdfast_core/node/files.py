@@ -86,9 +86,14 @@ def open_to_read(path: Path, *, follows_links: bool = False) -> int:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     with read_errors(f"opening {path}"):
         fd = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise UnreadableError(
+                    f"opening {path}: expected a regular file, found another kind"
+                )
+        except BaseException:
             os.close(fd)
-            raise UnreadableError(f"opening {path}: expected a regular file, found another kind")
+            raise
         return fd
 
 

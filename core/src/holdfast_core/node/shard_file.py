@@ -173,7 +173,8 @@ def read_record(fd: int, path: Path, buffers: BufferPool) -> Trailer:
 
     Raises CorruptionError; FormatError if a newer release wrote the file.
     """
-    size = os.fstat(fd).st_size
+    with read_errors(f"reading shard {path}"):
+        size = os.fstat(fd).st_size
     if size < 2 * BLOCK_BYTES or size % BLOCK_BYTES:
         raise CorruptionError(f"shard {path.name}: {size} bytes are not a complete shard file")
     with read_errors(f"reading shard {path}"):

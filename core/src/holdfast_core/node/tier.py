@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,8 @@ _LOOK_EVERY = 16
 """Unused layouts are looked for each time that so many checkpoints were deleted. A state whose structure
 changes at each save leaves a layout for each of them."""
 _WRITE_ATTEMPTS = 2
+_UNREADABLE_SECONDS = 60.0
+"""Time for which other copies are used instead of a shard that could not be read."""
 _KEPT_BUFFERS = 6
 _BUFFER_LIMIT_BYTES = 512 << 20
 """Half of the memory that a sidecar may use. Further incoming copies are refused; their senders retry."""
@@ -122,6 +125,7 @@ class DiskNodeTier:
         name: str = "node tier",
         advice: str = VOLUME_ADVICE,
         clone: Clone = clone_range,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a closed tier.
 
@@ -135,6 +139,7 @@ class DiskNodeTier:
             name: Name of the tier in messages.
             advice: What the user can do when the tier is full, for messages.
             clone: Function that clones a range of a file.
+            monotonic: Returns the seconds since any moment.
         """
         if not 0 < fill_limit <= 1 or capacity_bytes < 0:
             raise ConfigError(
@@ -162,8 +167,10 @@ class DiskNodeTier:
         self._last: dict[Rank, LastWrite] = {}
         self._clone = clone
         self._can_clone = True
-        self._unreadable: dict[ShardRef, str] = {}
-        """Shards whose files this process could not read, with the reasons. They stay in place."""
+        self._monotonic = monotonic
+        self._unreadable: dict[ShardRef, tuple[UnreadableError, float]] = {}
+        """Shards whose files this process could not read, why, and when they are tried again. They stay in
+        place and in the index: their bytes may be intact, and a listing must not show them as lost."""
         self._opened = False
         self._read_only = read_only
 
@@ -256,8 +263,9 @@ class DiskNodeTier:
             )
 
     def find(self, ref: ShardRef) -> ShardRecord | None:
+        """See NodeTier. A shard that cannot be read is not found for a minute, so that others are used."""
         entry = self._index.find(ref)
-        return None if entry is None else entry.record
+        return None if entry is None or self._why_unreadable(ref) else entry.record
 
     def look_up(self, ref: ShardRef) -> ShardRecord | None:
         """Like `find`, but also look on the disk for a shard that another process wrote since `open`.
@@ -269,8 +277,8 @@ class DiskNodeTier:
         found = self.find(ref)
         if found is not None:
             return found
-        if (unreadable := self._unreadable.get(ref)) is not None:
-            raise UnreadableError(unreadable)
+        if (unreadable := self._why_unreadable(ref)) is not None:
+            raise unreadable
         path, volume = self.shard_path(ref), self._volume(ref.rank)
         try:
             record = read_shard(volume.root, path, self._buffers)
@@ -317,10 +325,11 @@ class DiskNodeTier:
     def quarantine(self, ref: ShardRef, damage: CorruptionError) -> None:
         """See NodeTier. An absent shard is not an error. With `read_only` the file stays in place."""
         self._expect_open()
-        entry = self._index.remove(ref)
         if isinstance(damage, UnreadableError):
-            self._unreadable[ref] = str(damage)
-        elif entry is not None and not self._read_only:
+            self._unreadable[ref] = damage, self._monotonic() + _UNREADABLE_SECONDS
+            return
+        entry = self._index.remove(ref)
+        if entry is not None and not self._read_only:
             self._volume(ref.rank).quarantine(entry.path, str(damage))
 
     def quarantine_manifest(
@@ -402,6 +411,9 @@ class DiskNodeTier:
         self._expect_open()
         path = self._manifest_path(job_uid, checkpoint)
         with disk_errors(f"deleting checkpoint {checkpoint} from {self._root}"):
+            if path.is_dir() and not path.is_symlink():
+                # It counts as a manifest that cannot be read, and must not stop retention.
+                self._home.quarantine(path, f"{path}: expected a file, found a directory")
             try:
                 size = path.lstat().st_size
                 failpoint("node.before_tombstone")
@@ -603,6 +615,14 @@ class DiskNodeTier:
         self._unreadable.pop(record.ref, None)
         if self._index.add(IndexEntry(record, path)):
             volume.budget.add(record.file_bytes)
+
+    def _why_unreadable(self, ref: ShardRef) -> UnreadableError | None:
+        """Return why the shard could not be read in the last minute, or None. Then it is tried again."""
+        found = self._unreadable.get(ref)
+        if found is not None and self._monotonic() < found[1]:
+            return UnreadableError(str(found[0]), may_pass=found[0].may_pass)
+        self._unreadable.pop(ref, None)
+        return None
 
     def _quarantine_document(self, path: Path, damage: CorruptionError) -> None:
         self._expect_open()

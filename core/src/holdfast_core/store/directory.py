@@ -148,10 +148,7 @@ class DirectoryObjectStore:
         bad = Path(f"{path}{_BAD}")
         bad.unlink(missing_ok=True)
         with suppress(FileNotFoundError, FileExistsError):  # another process may do the same
-            if path.is_dir():
-                path.rename(bad)  # the next line would replace a file, but no directory
-            else:
-                os.link(path, bad)
+            os.link(path, bad)
         temp.replace(path)
         fsync_directory(path.parent)
         _LOG.warning("%s was damaged: replaced it, and kept the damaged file as %s", path, bad)
@@ -207,7 +204,10 @@ class DirectoryObjectStore:
             for path in paths:
                 # A listing does not show the damaged file, so it must not outlive the object.
                 Path(f"{path}{_BAD}").unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
+                if path.is_dir():
+                    path.rename(f"{path}{_BAD}")  # no object, and nobody expects a directory here
+                else:
+                    path.unlink(missing_ok=True)
             for directory in {path.parent for path in paths}:
                 with suppress(FileNotFoundError):
                     fsync_directory(directory)

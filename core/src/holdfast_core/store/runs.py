@@ -14,7 +14,13 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    FormatError,
+    NotFoundError,
+    UnavailableError,
+    UnreadableError,
+)
 from holdfast_core.format.sealed import sealed, unsealed
 from holdfast_core.ids import JobUid, RestartRound
 from holdfast_core.messages import codec
@@ -76,11 +82,8 @@ class StoreRuns:
                 store belongs to another training.
         """
         self.expect_allowed(run)
-        try:
+        with suppress(AlreadyExistsError):  # what is there is looked at next
             self._put(run)
-        except AlreadyExistsError:
-            self.expect_allowed(run)
-            raise
         self.expect_newest(run)
         older = [round_ for round_ in self._rounds() if round_ < run.round]
         self._tier.delete_documents([self._key(round_) for round_ in older])
@@ -91,7 +94,7 @@ class StoreRuns:
         If the marker of this run is missing or damaged, it is put again: that is no proof of another run. A
         run of a higher round that lost its marker does the same, and then this run is refused.
         """
-        for replace in (False, True):
+        for attempt in range(3):
             found = self.newest()
             if found == run:
                 return
@@ -105,8 +108,11 @@ class StoreRuns:
             logger.warning(
                 "the marker %s in the store is missing or damaged: writing it again", key
             )
-            with suppress(AlreadyExistsError):  # what is there is looked at again
-                self._put(run, replace=replace)
+            if attempt:  # what is there is no marker
+                self._tier.delete_documents([key])
+            with suppress(AlreadyExistsError, UnreadableError):
+                self._put(run)
+        raise UnavailableError(f"the marker {key} cannot be read after it was written")
 
     def expect_allowed(self, run: Run) -> None:
         """Raise TakenError where the markers show that this run may not upload."""
@@ -131,12 +137,11 @@ class StoreRuns:
         )
         return sorted(RestartRound(int(match.group(1))) for match in matches if match is not None)
 
-    def _put(self, run: Run, *, replace: bool = False) -> None:
-        """Put the marker of a run. Raises AlreadyExistsError if there is another one, without `replace`."""
+    def _put(self, run: Run) -> None:
+        """Put the marker of a run. Raises AlreadyExistsError if there is another one."""
         if run.marker is None:
             raise ValueError(f"a run without a marker cannot take a store: {run}")
-        key = self._key(run.round)
-        self._tier.put_document(key, sealed(codec.dumps(run.marker)), replace=replace)
+        self._tier.put_document(self._key(run.round), sealed(codec.dumps(run.marker)))
 
     def _read(self, round_: RestartRound) -> RunMarker | None:
         """Return a marker, or None if it is damaged. Raises NotFoundError, and what the store raises."""
@@ -144,6 +149,8 @@ class StoreRuns:
         try:
             return codec.loads(RunMarker, unsealed(self._tier.get_document(key), key))
         except FormatError as error:
+            if isinstance(error, UnreadableError) and error.may_pass:
+                raise UnavailableError(str(error)) from error
             logger.warning("a marker in the store is damaged: %s", error)
             return None
 

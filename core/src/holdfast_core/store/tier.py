@@ -325,9 +325,9 @@ class ObjectTier:
         """Return the beginning of the keys of the markers of runs."""
         return f"{self._prefix_of(namespace, job_uid)}{keys.RUNS}/"
 
-    def put_document(self, key: str, document: bytes, *, replace: bool = False) -> None:
-        """Put a document if absent. Without `replace`, raises AlreadyExistsError for another one."""
-        self._store.write(key, Document(document), replace=replace)
+    def put_document(self, key: str, document: bytes) -> None:
+        """Put a document if absent. Raises AlreadyExistsError for another one."""
+        self._store.write(key, Document(document))
 
     def get_document(self, key: str) -> bytes:
         """Return a document. Raises NotFoundError."""

@@ -249,7 +249,8 @@ class NodeTier(Protocol):
     def quarantine(self, ref: ShardRef, damage: CorruptionError) -> None:
         """Move a bad copy to quarantine. It is kept for inspection and is not read again.
 
-        A copy that cannot be read (UnreadableError) stays where it is; this process does not read it again.
+        A copy that cannot be read (UnreadableError) stays where it is and in the list. `find` does not return
+        it for a minute.
         """
         ...
 

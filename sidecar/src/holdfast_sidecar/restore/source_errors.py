@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_core.errors import FormatError, NotFoundError
+from holdfast_core.errors import FormatError, NotFoundError, UnreadableError
 
 
 class SourceErrors:
@@ -18,9 +18,12 @@ class SourceErrors:
         """Whether a retry may succeed, because a place was unreachable or busy and may have the data."""
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Add the error of a place. Any error but NotFoundError and FormatError sets `retryable`."""
+        """Add the error of a place. It sets `retryable` unless the place has no good copy for sure."""
         self.add(f"{what}: {error}")
-        self.retryable = self.retryable or not isinstance(error, NotFoundError | FormatError)
+        if isinstance(error, UnreadableError):
+            self.retryable = self.retryable or error.may_pass
+        else:
+            self.retryable = self.retryable or not isinstance(error, NotFoundError | FormatError)
 
     def add(self, text: str) -> None:
         """Add a message about a place that does not have the data."""

@@ -13,7 +13,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import CorruptionError, UnreadableError
 from holdfast_core.format.sealed import unsealed
 from holdfast_core.node.files import (
     TEMP_PREFIX,
@@ -54,7 +54,7 @@ def kept_run_id(root: Path, *, read_only: bool) -> str | None:
             return found
     with disk_errors(f"creating {path}"):
         for left in root.glob(f"{TEMP_PREFIX}*"):
-            with suppress(OSError):
+            with suppress(OSError, UnreadableError):
                 remove_dead_temp(left)
         temp = TempFile.create(root, Directories(root))
         try:

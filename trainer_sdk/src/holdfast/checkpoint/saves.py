@@ -60,15 +60,24 @@ class Saves:
         self._left_error: Exception | None = None
         self._has_looked_at_data = False
 
-    def save(self, step: Step, state: Mapping[str, Any], *, waits: bool) -> SaveHandle:
-        """Save `step`. With `waits`, wait for a free slot. A failure raises only if the script asked for it.
+    def save(
+        self, step: Step, state: Mapping[str, Any], *, waits: bool, is_important: bool
+    ) -> SaveHandle:
+        """Save `step`. A failure raises only if the script asked for it.
+
+        Args:
+            step: Number of optimizer steps done.
+            state: The state.
+            waits: Wait for a free slot.
+            is_important: Wait for the connection as well: nothing follows this save soon.
 
         Raises ConfigError where this run may not save.
         """
         self._place.take_for_training()
         self.hand_over_left()
         handle = SaveHandle(step, self._session.current_round, self._saving)
-        self._start(handle, state, _BUSY_WAIT_SECONDS if waits else 0.0)
+        slot_seconds = _BUSY_WAIT_SECONDS if waits else 0.0
+        self._start(handle, state, slot_seconds, _BUSY_WAIT_SECONDS if is_important else 0.0)
         if not self._has_looked_at_data:
             self._has_looked_at_data = True
             for line in inexact_data(state) if self._session.rank == 0 else ():
@@ -92,7 +101,7 @@ class Saves:
         self._session.defer(self._left)
         try:
             self._place.take_for_training()
-            self._start(self._left, state, _LEAVE_WAIT_SECONDS)
+            self._start(self._left, state, _LEAVE_WAIT_SECONDS, _LEAVE_WAIT_SECONDS)
         except Exception as error:  # noqa: BLE001 - Python would only print it; `close` raises it
             self._left_error = error
 
@@ -129,13 +138,25 @@ class Saves:
     def _saving(self) -> AbstractContextManager[None]:
         return self._status.progress.paused("a save")
 
-    def _start(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
+    def _start(
+        self,
+        handle: SaveHandle,
+        state: Mapping[str, Any],
+        slot_seconds: float,
+        connection_seconds: float,
+    ) -> None:
         with self._saving():  # the end of the pause reports the step and the time of the save
-            self._make(handle, state, wait_seconds)
+            self._make(handle, state, slot_seconds, connection_seconds)
         self._decisions.slot_was_filled()
         self._decisions.foresee(Step(handle.step + 1))
 
-    def _make(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
+    def _make(
+        self,
+        handle: SaveHandle,
+        state: Mapping[str, Any],
+        slot_seconds: float,
+        connection_seconds: float,
+    ) -> None:
         step = handle.step
         started = time.monotonic()
         self.have_begun = True
@@ -144,7 +165,9 @@ class Saves:
             self._position.saved(state)
             self._status.count_older_failures()
             self._place.keep_for_training()
-            self._hand_over(handle, state, wait_seconds)
+            if connection_seconds:
+                wait_connected(self._session, self._place, connection_seconds, may_close=False)
+            self._hand_over(handle, state, slot_seconds)
             self.last = step
         except SaveFailedError:
             raise
@@ -156,11 +179,7 @@ class Saves:
             self._status.ended(step, time.monotonic() - started)
 
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
-        began = time.monotonic()
-        # The last save of a training must not be lost because the other process is being started again.
-        wait_connected(self._session, self._place, wait_seconds)
-        left_seconds = max(0.0, wait_seconds - (time.monotonic() - began))
-        if self._saver.save(handle, state, left_seconds):
+        if self._saver.save(handle, state, wait_seconds):
             self._status.handed_over(handle)
             return
         self._status.found_no_slot = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -31,6 +32,8 @@ from holdfast_core.node.tier import DiskNodeTier, manifests_in
 if TYPE_CHECKING:
     from holdfast_core.store.tier import ObjectTier
     from holdfast_core.store_url import StoreUrl
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -160,6 +163,19 @@ def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
     return Choice(manifest, manifest_digest(document))
 
 
+def read_patiently(read: Callable[[], T]) -> T:
+    """Return the result of `read`, which is repeated some times if a disk fails for a moment."""
+    for _ in range(_UNREADABLE_ATTEMPTS):
+        try:
+            return read()
+        except UnreadableError as error:
+            if not error.may_pass:
+                raise
+            logger.warning("%s; reading it again", error)
+            time.sleep(_UNREADABLE_PAUSE_SECONDS)
+    return read()
+
+
 def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: RemoteStore) -> Choice:
     """Load a checkpoint as `load_choice` does, or from the store where the folder lacks a part of it."""
     try:
@@ -170,8 +186,9 @@ def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: RemoteStore) 
         return store.load(checkpoint, lambda ref: _has(tier, ref))
     except _CANNOT_BE_RESTORED as error:
         text = f"{here}; in {store.url}: {error}"
-        if isinstance(here, UnreadableError):
-            raise UnreadableError(text, may_pass=here.may_pass) from error
+        unreadable = [e for e in (here, error) if isinstance(e, UnreadableError)]
+        if unreadable:
+            raise UnreadableError(text, may_pass=any(e.may_pass for e in unreadable)) from error
         raise type(error)(text) from error
 
 

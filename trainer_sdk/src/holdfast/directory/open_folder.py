@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, TypeVar
 
 from holdfast.directory.choice import (
@@ -18,6 +19,7 @@ from holdfast.directory.choice import (
     load_choice,
     load_from,
     next_round,
+    read_patiently,
 )
 from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
@@ -98,7 +100,7 @@ class OpenFolder:
                 choice, used = _choose_with_store(options, tier, store)
         elif options.restore is not None:
             try:
-                choice = _load(tier, options.restore, store)
+                choice = read_patiently(partial(_load, tier, options.restore, store))
             except (NotFoundError, CorruptionError) as error:
                 choice_error = error  # another run pruned it after rank 0 had chosen it
         round_ = _take_round(options, tier, [*committer.rounds, *used])
@@ -230,7 +232,8 @@ def _choose_with_store(
         choice, rounds = store.usable(ask)
     except UnavailableError as error:
         found = _newest_in_folder(options, tier)
-        if found is not None:
+        # The store may have what the folder has only damaged.
+        if found is not None and not found.passed_over:
             logger.warning(
                 "%s does not answer (%s): this run starts from step %d of the folder %s, and uploads are "
                 "tried again during the training",
@@ -241,8 +244,8 @@ def _choose_with_store(
             )
             return found, []
         why = (
-            f"the folder {options.root} has no checkpoint, and this run must not start from the beginning "
-            "if the store has one"
+            f"the folder {options.root} has no checkpoint, or its newest one cannot be restored, and the "
+            "store may have it"
         )
         choice, rounds = store.usable(lambda: store.patiently(why, ask))
     if choice is not None and not options.read_only:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 
 from holdfast.base.layouts import LayoutFiles
-from holdfast.directory.choice import NAMESPACE
+from holdfast.directory.choice import NAMESPACE, read_patiently
 from holdfast.directory.open_folder import OpenFolder
 from holdfast_core.errors import (
     CapacityError,
@@ -30,7 +30,6 @@ from holdfast_core.messages.schema import (
     ShardFile,
     SlotOffer,
 )
-from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.assemble import Copying, check_source
 from holdfast_core.reshard.plan import Move, SliceSearch, home_of
@@ -139,7 +138,7 @@ class Bringer:
 
         if store is None or self._is_here(ref):
             try:
-                take(ReaderSource(self.tier.open_shard(ref)))
+                read_patiently(lambda: take(ReaderSource(self.tier.open_shard(ref))))
                 return
             except (NotFoundError, CorruptionError) as error:
                 if isinstance(error, CorruptionError):
@@ -252,15 +251,14 @@ class FolderRestore:
         return TierName.OBJECT if self._bringer.has_read_store else TierName.NODE
 
     def _copy(self, ref: ShardRef, slot: SlotFile) -> None:
-        with self._reading(ref) as reader:
-            copy_shard(reader, ref, slot)
+        """Copy the shard into the slot. It is quarantined if it is damaged."""
 
-    @contextmanager
-    def _reading(self, ref: ShardRef) -> Iterator[DiskShardReader]:
-        """Open the shard. Quarantine it if the body raises CorruptionError."""
-        try:
+        def read() -> None:
             with self._tier.open_shard(ref) as reader:
-                yield reader
+                copy_shard(reader, ref, slot)
+
+        try:
+            read_patiently(read)
         except CorruptionError as error:
             self._tier.quarantine(ref, error)
             raise

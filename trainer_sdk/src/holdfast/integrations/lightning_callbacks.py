@@ -115,7 +115,9 @@ class Finetuning:
         point = ckpt.peek()
         if point is None:
             return
-        saved = point.objects["trainer"]["callbacks"]
+        # A checkpoint of another script has none. The restore reports what does not fit.
+        trainer = point.objects.get("trainer")
+        saved = trainer.get("callbacks", {}) if isinstance(trainer, dict) else {}
         for one in self._callbacks:
             if one.state_key in saved:
                 one.load_state_dict(copy.deepcopy(saved[one.state_key]))

@@ -18,7 +18,11 @@ _LOG_AFTER_SECONDS = 15.0
 
 
 def wait_connected(
-    session: Session, place: Place, longest_seconds: float = math.inf
+    session: Session,
+    place: Place,
+    longest_seconds: float = math.inf,
+    *,
+    may_close: bool = True,
 ) -> RestartRound:
     """Wait until the session is connected, and return the round.
 
@@ -28,6 +32,8 @@ def wait_connected(
         session: The session.
         place: The place that it connects to.
         longest_seconds: Longest wait. Without it there is no limit.
+        may_close: Close the session if no connection can be expected. A training that goes on without a save
+            keeps it, because the connection may come back.
 
     Raises:
         UnavailableError: There is no connection after that time.
@@ -43,7 +49,8 @@ def wait_connected(
             log_at = math.inf
         error = place.reason_to_give_up(session, time.monotonic() - began)
         if error is not None:
-            session.close()
+            if may_close:
+                session.close()
             try:
                 raise error from session.hello_error
             finally:

@@ -217,7 +217,7 @@ class FolderStore:
                     f"{self._directory.parent} has checkpoints that {whose}: choose another prefix for the "
                     "training of this folder, or an empty folder to continue the training of the store"
                 )
-        if own != training and is_writable:
+        if self._recorded() != training and is_writable:
             try:
                 self._record(_TRAINING, training.encode())
             except CapacityError as error:
@@ -282,14 +282,18 @@ class FolderStore:
         If the record is missing or damaged, the identity of the folder takes its place: it is the same,
         unless the folder never used this store.
         """
+        return self._recorded() or self._kept()
+
+    def _recorded(self) -> str | None:
+        """Return the training that the folder has recorded for its store, or None if none can be read."""
         path = self._directory / _TRAINING
         try:
             return unsealed(path.read_bytes(), str(path)).decode()
         except FileNotFoundError:
-            return self._kept()
+            return None
         except (OSError, CorruptionError) as error:
             logger.warning("%s; the identity of the folder is used instead", error)
-            return self._kept()
+            return None
 
     def _kept(self) -> str | None:
         with suppress(HoldfastError):  # a damaged file must not keep the training from its store
@@ -305,5 +309,8 @@ class FolderStore:
                 file.write(sealed(data))
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(self._directory / name)
+            target = self._directory / name
+            if target.is_dir():  # a rename replaces any file, but no directory
+                target.rename(self._directory / f".{name}.{secrets.token_hex(4)}.bad")
+            temporary.replace(target)
             fsync_directory(self._directory)

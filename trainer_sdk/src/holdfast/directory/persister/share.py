@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE
@@ -16,6 +17,7 @@ from holdfast_core.errors import (
     FormatError,
     HoldfastError,
     NotFoundError,
+    UnavailableError,
     UnreadableError,
 )
 from holdfast_core.failpoint import failpoint
@@ -27,6 +29,10 @@ from holdfast_core.store.sharing import ShardUploader
 from holdfast_core.store.tier import ObjectTier
 
 logger = logging.getLogger(__name__)
+
+
+_UNREAD_ATTEMPTS = 5
+"""Uploads of a shard that fail because the disk does not return it, after which newer steps are uploaded."""
 
 
 class GoneError(HoldfastError):
@@ -48,6 +54,8 @@ class ShareUploader:
         self._folder = folder
         self._store = store
         self._throttle = throttle
+        self._unread: Counter[ShardRef] = Counter()
+        """Attempts to read a shard that the disk did not return."""
         self._opening = threading.Lock()
         self._is_closed = False
         self._tier: ObjectTier | None = None
@@ -97,6 +105,8 @@ class ShareUploader:
             document = self._folder.tier.get_manifest(JOB_UID, checkpoint)
             return parse_manifest_of(document, JOB_UID, checkpoint)
         except (NotFoundError, CorruptionError, FormatError) as error:
+            if isinstance(error, UnreadableError) and error.may_pass:
+                raise UnavailableError(str(error)) from error
             raise GoneError(
                 f"the folder has lost {checkpoint} before it was uploaded: {error}"
             ) from error
@@ -144,8 +154,11 @@ class ShareUploader:
                 reader.verify()
         except NotFoundError:
             return f"the folder has lost the shard of rank {ref.rank}: {error}"
-        except UnreadableError:
-            return None
+        except UnreadableError as error:
+            self._unread[ref] += 1
+            if error.may_pass and self._unread[ref] < _UNREAD_ATTEMPTS:
+                return None
+            return f"the shard of rank {ref.rank} cannot be read: {error}"
         except CorruptionError as damage:
             tier.quarantine(ref, damage)
             return f"the shard of rank {ref.rank} is damaged: {damage}"

@@ -128,11 +128,10 @@ class Uploads:
         try:
             self._take()
         except (UnavailableError, CapacityError) as error:
-            why = "is full" if isinstance(error, CapacityError) else "does not answer"
             logger.warning(
-                "%s %s: training starts, its saves go to the folder, and uploads are tried again (%s)",
+                "%s cannot be used for now: training starts, its saves go to the folder, and uploads are "
+                "tried again (%s)",
                 self._store.url,
-                why,
                 error,
             )
         with self._lock:
