@@ -352,6 +352,15 @@ def test_columns_and_computed_summaries(cluster: ControlPlane) -> None:
         "restarts": 3,
         "goodput": {"ratio": 0.981},
         "restorePoint": {},
+        "conditions": [
+            {
+                "type": "Running",
+                "status": "True",
+                "reason": "Training",
+                "message": "all ranks train",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }
+        ],
     }
     path = "/apis/holdfast.dev/v1alpha1/namespaces/team-a/trainingjobs/columns"
     job = cluster.request("GET", path)
@@ -360,11 +369,12 @@ def test_columns_and_computed_summaries(cluster: ControlPlane) -> None:
     assert stored["spec"]["checkpoint"]["node"]["volume"]["emptyDir"]["sizeLimit"] == "20Gi"
     shown = cluster.kubectl("get", "tj", "columns", "-n", "team-a").splitlines()
     assert shown[0].split() == (
-        ["NAME", "PHASE", "STEP", "COMMITTED", "PERSISTED", "WORKERS", "RESTARTS", "GOODPUT", "AGE"]
+        "NAME PHASE REASON STEP COMMITTED PERSISTED WORKERS RESTARTS GOODPUT AGE".split()
     )
     assert shown[1].split()[:-1] == [
         "columns",
         "Running",
+        "Training",
         "4210",
         "4200",
         "4000",
