@@ -369,7 +369,18 @@ def test_columns_and_computed_summaries(cluster: ControlPlane) -> None:
     assert stored["spec"]["checkpoint"]["node"]["volume"]["emptyDir"]["sizeLimit"] == "20Gi"
     shown = cluster.kubectl("get", "tj", "columns", "-n", "team-a").splitlines()
     assert shown[0].split() == (
-        "NAME PHASE REASON STEP COMMITTED PERSISTED WORKERS RESTARTS GOODPUT AGE".split()
+        [
+            "NAME",
+            "PHASE",
+            "REASON",
+            "STEP",
+            "COMMITTED",
+            "PERSISTED",
+            "WORKERS",
+            "RESTARTS",
+            "GOODPUT",
+            "AGE",
+        ]
     )
     assert shown[1].split()[:-1] == [
         "columns",
