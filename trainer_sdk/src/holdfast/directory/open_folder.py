@@ -244,8 +244,8 @@ def _choose_with_store(
             )
             return found, []
         why = (
-            f"the folder {options.root} has no checkpoint, or its newest one cannot be restored, and the "
-            "store may have it"
+            f"the folder {options.root} has no checkpoint, or its newest one is damaged, and this run must "
+            "not start from the beginning or from an older step if the store has a newer one"
         )
         choice, rounds = store.usable(lambda: store.patiently(why, ask))
     if choice is not None and not options.read_only:
