@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,17 +39,23 @@ def saved(folder: Path, url: str, step: int) -> None:
         ckpt.save(step, training.state).wait("persisted", timeout=60)
 
 
-def test_a_run_with_an_empty_folder_waits_for_the_store_and_says_so(
-    folder: Path, url: str, tmp_path: Path
+def damage_newest(folder: Path) -> None:
+    (path,) = folder.rglob("s000000000002-*/*.shard")
+    os.truncate(path, 4096)
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, damage_newest])
+def test_a_run_whose_folder_lacks_the_newest_step_waits_for_the_store_and_says_so(
+    folder: Path, url: str, tmp_path: Path, lose: Callable[[Path], None]
 ) -> None:
-    """It must never start from the beginning because the store did not answer."""
+    """It must never start from the beginning, or go back, because the store did not answer."""
     with MinioServer() as server:
         environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://{server.endpoint}"}
         command = [sys.executable, "-c", PROGRAM, str(folder), url]
         zygote.run(
             [sys.executable, "-c", SAVE, str(folder), url], env=environment, check=True, timeout=120
         )
-        shutil.rmtree(folder)
+        lose(folder)
         server.kill()
         log = tmp_path / "log"
         with log.open("wb") as out:
@@ -62,7 +69,7 @@ def test_a_run_with_an_empty_folder_waits_for_the_store_and_says_so(
         finally:
             process.kill()
             process.wait()
-        assert "restored 1 1" in log.read_text()
+        assert "restored 2 2" in log.read_text()
 
 
 SAVE = """
@@ -71,8 +78,9 @@ from tests.support.trainer.counted import Training
 import holdfast
 training = Training()
 with holdfast.Checkpointer(dir=sys.argv[1], store=sys.argv[2]) as ckpt:
-    training.step()
-    ckpt.save(1, training.state).wait("persisted", timeout=60)
+    for step in (1, 2):
+        training.step()
+        ckpt.save(step, training.state).wait("persisted", timeout=60)
 """
 
 
