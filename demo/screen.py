@@ -120,8 +120,9 @@ def act_line(act: Act) -> str:
     source = recovery.served_by or act.source
     reached = act.step_before
     if recovery.lost_steps is not None:
-        # The gang trained on between the last sample and the failure.
-        reached = recovery.restored_step + recovery.lost_steps
+        # The gang trained on between the last sample and the failure. The operator knows a step a little
+        # later than the metrics show it.
+        reached = max(reached, recovery.restored_step + recovery.lost_steps)
     steps = f"step {reached} -> {recovery.restored_step}"
     return f"  {act.title:<19}{steps:<18}from {source:<22}{recovery.total_seconds:>6.1f} s"
 
