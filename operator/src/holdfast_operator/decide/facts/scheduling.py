@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Any
 
 from holdfast_core.api import MAX_NODE_FAILURES, Gang, NodeFailure, TrainingJobStatus, changed
 from holdfast_core.contract import NODE_VOLUME, numbered
@@ -23,6 +22,8 @@ from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.model.job import JobMemory, Now, PodView
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.template.isolation import items_of
+from holdfast_operator.model.template.shape import pod_spec
 from holdfast_operator.model.wording import first_of
 
 FIRST_BACK_OFF_SECONDS = 60.0
@@ -195,11 +196,10 @@ def _late(
 
 def _mounts(world: World) -> list[str]:
     """Return what the volumes of the template refer to."""
-    spec: Mapping[str, Any] = (world.observed.job.spec.template or {}).get("spec") or {}
     found = []
-    for volume in spec.get("volumes") or []:
+    for _, volume in items_of(pod_spec(world.observed.job), "volumes", "spec"):
         for key, (kind, name) in _SOURCES.items():
-            source = volume.get(key) if isinstance(volume, Mapping) else None
+            source = volume.get(key)
             if isinstance(source, Mapping) and source.get(name):
                 found.append(f"{kind} {source[name]}")
     return found

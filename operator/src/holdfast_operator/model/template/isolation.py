@@ -137,21 +137,23 @@ def _mount_path(path: str, value: str) -> Iterator[Breach]:
 
 
 def _secret(path: str, source: Any, key: str) -> Iterator[Breach]:
-    if isinstance(source, Mapping) and _CERTIFICATES.search(str(source.get(key, ""))):
-        yield Breach(
-            f"{path}.{key}",
-            f"is {source[key]!r}, the name of a Secret with certificates of a gang, which only "
-            "sidecars may read: use a Secret of another name",
-        )
+    what = "a Secret with certificates of a gang, which only sidecars may read: use a Secret of another name"
+    yield from _reserved_name(path, source, key, _CERTIFICATES, what)
 
 
 def _claim(path: str, source: Any, key: str) -> Iterator[Breach]:
-    if isinstance(source, Mapping) and _NODE_CLAIM.search(str(source.get(key, ""))):
-        yield Breach(
-            f"{path}.{key}",
-            f"is {source[key]!r}, the name of a claim with the checkpoints and the private key of a "
-            "sidecar, which only that sidecar may read: use a claim of another name",
-        )
+    what = (
+        "a claim with the checkpoints and the private key of a sidecar, which only that sidecar may read: "
+        "use a claim of another name"
+    )
+    yield from _reserved_name(path, source, key, _NODE_CLAIM, what)
+
+
+def _reserved_name(
+    path: str, source: Any, key: str, reserved: re.Pattern[str], what: str
+) -> Iterator[Breach]:
+    if isinstance(source, Mapping) and reserved.search(str(source.get(key, ""))):
+        yield Breach(f"{path}.{key}", f"is {source[key]!r}, the name of {what}")
 
 
 def items_of(parent: Any, key: str, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
