@@ -43,14 +43,17 @@ class Tiers:
             NotFoundError: The shard is not on this node.
             HoldfastError, OSError: The shard cannot be read or moved.
         """
-        damage = await pool.run(self._damage, ref)
+        damage = await pool.run(self.damage, ref)
         if damage is not None:
             metrics.corruption(TierName.NODE)
             await self.pools.meta.run(self.node.quarantine, ref, damage)
         return damage
 
-    def _damage(self, ref: ShardRef) -> CorruptionError | None:
-        """Return the error of the shard's verification, or None if the shard is good. Blocks."""
+    def damage(self, ref: ShardRef) -> CorruptionError | None:
+        """Return the error of the shard's verification, or None if the shard is good. Blocks.
+
+        Raises NotFoundError, and UnreadableError if the disk does not return it.
+        """
         try:
             with self.node.open_shard(ref) as reader:
                 reader.verify()

@@ -82,6 +82,7 @@ class Scrubber:
         """
         self._settings = pod.settings
         self._clock = pod.clock
+        self._tiers = tiers
         self._node = tiers.node
         self._pools = tiers.pools
         self._replacer = replacer
@@ -204,15 +205,9 @@ class Scrubber:
     def _damage(self, ref: ShardRef) -> CorruptionError | None:
         """Read the whole shard and return its verification error. None if it is good or gone."""
         try:
-            with self._node.open_shard(ref) as reader:
-                reader.verify()
-        except UnreadableError:
-            raise
-        except CorruptionError as error:
-            return error
+            return self._tiers.damage(ref)
         except NotFoundError:
             return None
-        return None
 
     # ------------------------------------------------------------------ documents
 
