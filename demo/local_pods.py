@@ -99,17 +99,17 @@ class LocalPod:
             return None
 
     def rank_pids(self) -> list[int]:
-        """Return the process ids of the pod's ranks, which are found by process name."""
+        """Return the process ids of the pod's ranks: they have its shared folder's files in their memory."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
                 continue
             try:
                 name = (entry / "comm").read_text().strip()
-                environment = (entry / "environ").read_bytes()
+                maps = (entry / "maps").read_text()
             except OSError:
                 continue
-            if name.startswith("holdfast-rank") and str(self.shared).encode() in environment:
+            if name.startswith("holdfast-rank") and f"{self.shared}/" in maps:
                 found.append(int(entry.name))
         return found
 

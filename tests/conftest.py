@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests.support.file_order import place_of
+from tests.support.file_order import place_of, unit_of
 
 TESTS = Path(__file__).resolve().parent
 settings.register_profile("holdfast", deadline=None, derandomize="CI" in os.environ)
@@ -35,6 +35,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest. The tests of a file keep their order."""
     items.sort(key=lambda item: place_of(item.path.relative_to(TESTS).as_posix()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give each process of `pytest -n` one unit of files after the other."""
+    from xdist.scheduler import LoadFileScheduling  # some environments have no pytest-xdist
+
+    scheduling = LoadFileScheduling(config, log)
+    scheduling._split_scope = lambda test: unit_of(test.partition("::")[0].removeprefix("tests/"))
+    return scheduling
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,7 +15,11 @@ from holdfast_core.api import RecoveryStatus, TrainingJobSpec, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import pod_name
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("forked_pods"),
+]
 
 GRACE_SECONDS = 300.0
 """Longer than a flush takes on any machine: a pod leaves as soon as it has flushed."""

@@ -12,7 +12,11 @@ from tests.support.trainer.launched import until
 from holdfast_core.api import Detection, HangsSpec, SparesStatus, changed
 from holdfast_core.ids import Worker, is_spare
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("forked_pods"),
+]
 
 STEPS = 40
 HELD_STEPS = 12

@@ -74,7 +74,11 @@ SLEEPS = None
 HANG_SECONDS = 20
 NO_HANG_SECONDS = 3600
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("forked_pods"),
+]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support import zygote
 from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import children_of, committed_step, until
 
@@ -69,8 +70,9 @@ def start(
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     with (folder / "log").open("ab") as log:
-        process = subprocess.Popen(
+        process = zygote.Popen(
             [
+                sys.executable,
                 *(str(Path(sys.executable).with_name("torchrun")), "--standalone"),
                 *("--nproc-per-node", "2", "--max-restarts", str(len(kills.split(",")))),
                 *("train.py", kills, str(steps), str(pause)),

@@ -162,6 +162,7 @@ def test_a_pod_that_is_lost_while_the_api_server_is_away_is_replaced(bed: Operat
 
 
 def test_sigterm_ends_the_process_in_order(empty_bed: OperatorBed) -> None:
+    empty_bed.executed = True
     empty_bed.start_operator()
     empty_bed.until("in sync", lambda: "in sync" in empty_bed.log())
     process = empty_bed.process

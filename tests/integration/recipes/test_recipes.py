@@ -7,12 +7,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.support import zygote
 from tests.support.trainer.launched import committed_step
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,8 +48,9 @@ def run(recipe: Recipe, folder: Path, kill_after: int = 0) -> tuple[int, dict[st
     shutil.copy(WRAPPED, folder / "train.py")
     (folder / "recipe.py").write_text(recipe.code)
     program, *arguments = shlex.split(recipe.command)
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name(program)), *arguments],
+    script = [] if program == "python" else [str(Path(sys.executable).with_name(program))]
+    done = zygote.run(
+        [sys.executable, *script, *arguments],
         cwd=folder,
         env={
             **os.environ,

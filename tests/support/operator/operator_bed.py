@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.support import zygote
 from tests.support.chart import NAMESPACE, RELEASE
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.fake_sidecar import FakeSidecar
@@ -71,6 +72,8 @@ class OperatorBed:
     """The operator's kubeconfig, if it is not the account's."""
     settings: dict[str, str] = field(default_factory=dict)
     """Environment of the operator with settings that are not the chart's."""
+    executed: bool = False
+    """Whether the operator is executed, as for users, and not forked."""
 
     @property
     def plane(self) -> ControlPlane:
@@ -89,8 +92,12 @@ class OperatorBed:
             **self.settings,
         }
         log = (self.folder / f"operator-{self.starts}.log").open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast_operator"], env=environment, stderr=log, stdout=log
+        self.process = zygote.Popen(
+            [sys.executable, "-m", "holdfast_operator"],
+            env=environment,
+            stderr=log,
+            stdout=log,
+            executed=self.executed,
         )
 
     def train(self, job: dict[str, Any] | None = None) -> None:
