@@ -42,9 +42,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Give each process of `pytest -n` one unit of files after the other."""
     from xdist.scheduler import LoadFileScheduling  # some environments have no pytest-xdist
 
-    scheduling = LoadFileScheduling(config, log)
-    scheduling._split_scope = lambda test: unit_of(test.partition("::")[0].removeprefix("tests/"))
-    return scheduling
+    class Units(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid.partition("::")[0].removeprefix("tests/"))
+
+    return Units(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
