@@ -143,7 +143,8 @@ class GangStore:
 def connect_store(settings: RankSettings) -> GangStore | None:
     """Connect to the gang's store. Return None for a gang of one rank.
 
-    Keys have a prefix for this round and this Checkpointer. Raises ConfigError when there is no store.
+    Keys have a prefix for this Checkpointer, and for this round where the store may outlive a round. Raises
+    ConfigError when there is no store.
     """
     if settings.world_size == 1:
         return None
@@ -151,9 +152,9 @@ def connect_store(settings: RankSettings) -> GangStore | None:
 
     distributed: Any = untyped  # torch's stubs do not export its stores
 
-    instance = next(_instances)
-    prefix = f"holdfast/{settings.round or 0}/{instance}"
+    prefix = f"holdfast/{next(_instances)}"
     if settings.agent_store:
+        prefix = f"{prefix}/{settings.round or 0}"
         store = open_store(
             settings.master_address,
             settings.master_port,
@@ -162,6 +163,8 @@ def connect_store(settings: RankSettings) -> GangStore | None:
             use_libuv=False,
         )
     elif distributed.is_initialized():
+        # The process group has a store of its own in each round. Under torchrun the round of its ranks may
+        # differ by node: each torchrun counts the restarts of its own ranks.
         store = distributed.distributed_c10d._get_default_store()
     else:
         raise ConfigError(
