@@ -14,7 +14,6 @@ from holdfast.__main__ import main
 from holdfast.launcher.command_line.command import Command, CommandKind
 from holdfast.launcher.command_line.device_count import count_ranks
 from holdfast.launcher.command_line.log_options import StreamChoice, Streams
-from holdfast.launcher.command_line.node_options import NodeOptions
 from holdfast.launcher.command_line.options import (
     REFUSED,
     RunOptions,
@@ -36,10 +35,6 @@ def parse(line: str, env: Mapping[str, str] | None = None, *, in_pod: bool = Fal
         is_command_line=is_command_line,
         in_pod=in_pod,
     )
-
-
-NODES = "--nnodes 2 --node-rank 1 --rdzv-endpoint h:1234 --rdzv-id x"
-TWO = NodeOptions(2, 1, "h", 1234, "x")
 
 
 def words_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -106,11 +101,10 @@ def test_modules_and_programs(line: str, expected: Command) -> None:
 
 def test_a_command_line_of_torchrun_is_read_as_torchrun_reads_it() -> None:
     options = parse(
-        "--nnodes=2 --nproc_per_node=8 --node_rank=1 --rdzv_id=x --rdzv_backend=c10d "
-        "--rdzv_endpoint=h:1234 --max_restarts=3 --monitor_interval=5 --log_dir=/logs --tee 3 "
-        "--redirects=0:1,1:2 --rdzv_conf join_timeout=60 --shutdown_timeout 30 train.py"
+        "--nnodes=1 --nproc_per_node=8 --standalone --rdzv_id=x --max_restarts=3 --monitor_interval=5 "
+        "--log_dir=/logs --tee 3 --redirects=0:1,1:2 --shutdown_timeout 30 train.py"
     )
-    assert options.nodes == NodeOptions(2, 1, "h", 1234, "x", 60.0)
+    assert options.run_id == "x"
     assert (options.nproc, options.max_restarts, options.grace_seconds) == ("8", 3, 30.0)
     assert options.logs.directory == "/logs"
     assert options.logs.tee == StreamChoice(Streams.STDOUT | Streams.STDERR)
@@ -119,61 +113,72 @@ def test_a_command_line_of_torchrun_is_read_as_torchrun_reads_it() -> None:
     assert options.logs.redirects.of(2) == Streams.NONE
 
 
+TASK = {
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "a[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+}
+"""As srun sets them for each of two tasks."""
+BATCH = {"SLURM_JOB_NUM_NODES": "2"}
+"""As slurm sets them for the batch script of a job."""
+
+
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("line", "env", "named"),
     [
-        pytest.param(NODES, TWO, id="endpoint"),
+        pytest.param("--nnodes 2", {}, "--nnodes 2", id="nodes"),
+        pytest.param("--nnodes 1:4", {}, "--nnodes 1:4", id="range"),
+        pytest.param("", {"PET_NNODES": "2"}, "--nnodes 2", id="variable"),
+        pytest.param("--node-rank 1", {}, "--node-rank", id="node-rank"),
+        pytest.param("--rdzv_endpoint h:1", {}, "--rdzv_endpoint", id="endpoint"),
+        pytest.param("--master-addr h", {}, "--master-addr", id="master"),
+        pytest.param("", TASK, "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2", id="srun"),
         pytest.param(
-            "--nnodes 2:2 --node-rank 1 --master-addr h --master-port 1234 --rdzv-id x",
-            TWO,
-            id="master-address",
+            "", {**TASK, "SLURM_STEP_NUM_NODES": "1"}, "SLURM_STEP_NUM_TASKS=2", id="task-per-rank"
         ),
-        pytest.param(
-            "--nnodes 2 --node-rank 1 --rdzv-endpoint h --rdzv-id x",
-            NodeOptions(2, 1, "h", 29400, "x"),
-            id="default-port",
-        ),
-        pytest.param(
-            "--nnodes 2 --node-rank 1 --rdzv-endpoint [fd00::1]:9 --rdzv-id x",
-            NodeOptions(2, 1, "fd00::1", 9, "x"),
-            id="ipv6",
-        ),
-        pytest.param("--standalone", NodeOptions(), id="standalone"),
-        pytest.param("--nnodes 1 --rdzv-endpoint localhost:0", NodeOptions(), id="one-node"),
-        pytest.param("--nnodes 1:1 --node-rank 0", NodeOptions(), id="one-node-as-a-range"),
+        pytest.param("", BATCH, "SLURM_JOB_NUM_NODES=2", id="batch-script"),
     ],
 )
-def test_where_the_nodes_meet(line: str, expected: NodeOptions) -> None:
-    assert parse(f"{line} train.py").nodes == expected
+def test_several_nodes_are_refused_and_torchrun_is_named(
+    line: str, env: dict[str, str], named: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(f"{line} train.py", env)
+    for text in (named, "start torchrun on each node", "srun torchrun"):
+        assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "env"),
+    [
+        pytest.param("--nnodes 1", {}, id="one-node"),
+        pytest.param("--nnodes 1:1", {}, id="one-node-as-a-range"),
+        pytest.param("--standalone", TASK, id="standalone-in-each-task"),
+        pytest.param("--standalone", BATCH, id="standalone-in-a-batch-script"),
+        pytest.param(
+            "",
+            {**TASK, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"},
+            id="step-of-one-node-in-a-job-of-two",
+        ),
+    ],
+)
+def test_one_machine_is_accepted(line: str, env: dict[str, str]) -> None:
+    assert parse(f"{line} train.py", env).command.argv == ("train.py",)
 
 
 def test_the_variables_of_torchrun_are_defaults() -> None:
-    env = {
-        "PET_NNODES": "2",
-        "PET_NODE_RANK": "1",
-        "PET_NPROC_PER_NODE": "4",
-        "PET_MASTER_ADDR": "h",
-        "PET_MASTER_PORT": "1234",
-        "PET_RDZV_ID": "x",
-    }
-    assert parse("train.py", env).nodes == TWO
-    assert parse("train.py", env).nproc == "4"
+    env = {"PET_NPROC_PER_NODE": "4", "PET_RDZV_ID": "x"}
+    assert (parse("train.py", env).nproc, parse("train.py", env).run_id) == ("4", "x")
     assert parse("--nproc-per-node 2 train.py", env).nproc == "2"
 
 
 def test_in_a_pod_the_operator_decides_about_nodes() -> None:
-    theirs = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "SLURM_STEP_NODELIST": "a[1-2]"}
-    options = parse("--nproc-per-node 2 train.py", theirs, in_pod=True)
-    assert (options.nodes, options.nproc) == (NodeOptions(), "2")
-    for line in ("--nnodes 2", "--max-restarts 3", "--standalone", "--rdzv-endpoint h:1"):
+    theirs = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", **TASK}
+    assert parse("--nproc-per-node 2 train.py", theirs, in_pod=True).nproc == "2"
+    for line in ("--nnodes 2", "--max-restarts 3", "--standalone"):
         with pytest.raises(ConfigError, match="omit it in a TrainingJob"):
             parse(f"{line} train.py", in_pod=True)
-
-
-def test_a_token_replaces_the_run_id() -> None:
-    line = "--nnodes 2 --node-rank 1 --rdzv-endpoint h:1 train.py"
-    assert parse(line, {"HOLDFAST_RUN_TOKEN": "t"}).nodes.token == "t"
-    assert "secret" not in repr(parse(line, {"HOLDFAST_RUN_TOKEN": "secret"}))
 
 
 @pytest.mark.parametrize(
@@ -182,19 +187,6 @@ def test_a_token_replaces_the_run_id() -> None:
         pytest.param("", "no command", id="no-command"),
         pytest.param("--nproc-per-node 0 t.py", "--nproc-per-node 0: expected", id="no-ranks"),
         pytest.param("--nproc-per-node many t.py", "gpu", id="ranks-in-words"),
-        pytest.param("--nnodes 1:2 t.py", "one number", id="elastic"),
-        pytest.param("--nnodes 0 t.py", "1 to 4096", id="no-nodes"),
-        pytest.param("--nnodes 2 t.py", "needs --rdzv-endpoint", id="no-endpoint"),
-        pytest.param("--nnodes 2 --rdzv-endpoint h:1 t.py", "needs --node-rank", id="no-node-rank"),
-        pytest.param(
-            "--nnodes 2 --rdzv-endpoint h:1 --node-rank 0 t.py", "needs --rdzv-id", id="no-run-id"
-        ),
-        pytest.param(f"{NODES} --node-rank 2 t.py", "expected 0 to 1", id="node-rank-too-high"),
-        pytest.param(f"{NODES} --standalone t.py", "expected one of them", id="standalone"),
-        pytest.param(f"{NODES} --rdzv-endpoint h:0 t.py", "1 to 65535", id="no-port"),
-        pytest.param(f"{NODES} --rdzv-backend etcd t.py", "c10d or static", id="backend"),
-        pytest.param(f"{NODES} --rdzv-conf is_host=1 t.py", "join_timeout", id="conf"),
-        pytest.param(f"{NODES} --master-addr other t.py", "one of them", id="two-endpoints"),
         pytest.param("--max-restarts -1 t.py", "a number from 0", id="restarts"),
         pytest.param("--tee 4 t.py", "--tee 4", id="streams"),
         pytest.param("--redirects 0:1,x t.py", "--redirects 0:1,x", id="streams-by-rank"),

@@ -1,4 +1,4 @@
-"""`holdfast run`: signals and exit codes. Starts the launcher of a pod, of node 0 or of another node.
+"""`holdfast run`: signals and exit codes. Starts the launcher of a pod or of one machine.
 
 The exit code is 0 if all ranks returned 0. Without a TrainingJob it is the failed rank's code (128 + N for
 signal N) when no restarts are left. It is 143 after SIGTERM, 130 after SIGINT, 2 for a wrong command line,
@@ -18,26 +18,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.base.settings import current_environment
 from holdfast.launcher.channel import SidecarChannel
 from holdfast.launcher.command_line.device_count import count_ranks
 from holdfast.launcher.command_line.options import DEFAULT_GRACE_SECONDS, RunOptions
-from holdfast.launcher.command_line.slurm import unused_nodes
 from holdfast.launcher.memory import ContainerMemory
-from holdfast.launcher.nodes.leader import EXIT_STOPPED, GangOptions, Leader
-from holdfast.launcher.nodes.member import NodeMember
-from holdfast.launcher.nodes.members import Members
 from holdfast.launcher.pod import PodLauncher
 from holdfast.launcher.ranks.log_files import LogFiles
 from holdfast.launcher.ranks.processes import ForkServerError, Processes
 from holdfast.launcher.ranks.scratch import ScratchDirectory
 from holdfast.launcher.record import RoundRecord
+from holdfast.launcher.standalone import GangOptions, StandaloneLauncher
 from holdfast_core.contract import LAUNCHER_ROUND_FILE, SOCKET_NAME, PodContract
 from holdfast_core.errors import ConfigError, HoldfastError
 
 logger = logging.getLogger(__name__)
 
-_SIGNAL_EXIT = {signal.SIGTERM: EXIT_STOPPED, signal.SIGINT: 130}
+_SIGNAL_EXIT = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
 class Supervisor(Protocol):
@@ -66,7 +62,7 @@ async def _run(options: RunOptions, contract: PodContract | None) -> int:
     if contract is not None:
         _expect_fit(options, contract)
     options = _with_run_id(options, contract)
-    logs = LogFiles(options.logs, options.nodes.run_id)
+    logs = LogFiles(options.logs, options.run_id)
     log_root = logs.prepare()
     if log_root is not None:
         logger.info("the output of the ranks is in %s", log_root)
@@ -81,7 +77,7 @@ async def _run(options: RunOptions, contract: PodContract | None) -> int:
         if contract is not None:
             supervisor, work = _in_pod(contract, processes)
         else:
-            supervisor, work = await _on_nodes(options, processes, scratch, stop)
+            supervisor, work = await _on_this_machine(options, processes, scratch)
         task = asyncio.ensure_future(work)
         waiting: set[asyncio.Future[Any]] = {task, stop.first, lost}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -110,9 +106,8 @@ def _expect_fit(options: RunOptions, contract: PodContract) -> None:
 
 
 def _with_run_id(options: RunOptions, contract: PodContract | None) -> RunOptions:
-    given = options.nodes.run_id if contract is None else contract.job_uid
-    run_id = given or f"holdfast-{uuid.uuid4().hex[:12]}"
-    return replace(options, nodes=replace(options.nodes, run_id=run_id))
+    given = options.run_id if contract is None else contract.job_uid
+    return replace(options, run_id=given or f"holdfast-{uuid.uuid4().hex[:12]}")
 
 
 def _in_pod(
@@ -124,25 +119,18 @@ def _in_pod(
     return pod, pod.run(SidecarChannel(shared / SOCKET_NAME, pod))
 
 
-async def _on_nodes(
-    options: RunOptions, processes: Processes, scratch: ScratchDirectory, stop: _StopSignals
+async def _on_this_machine(
+    options: RunOptions, processes: Processes, scratch: ScratchDirectory
 ) -> tuple[Supervisor, Coroutine[None, None, int]]:
-    nodes = options.nodes
-    unused = unused_nodes(current_environment())
-    if nodes.count == 1 and unused:
-        logger.warning(
-            "this slurm job has %d more nodes, which this run does not use: start it by "
-            "srun --ntasks-per-node=1 holdfast run ...",
-            unused,
-        )
     procs = await count_ranks(options.nproc or "1")
     path = scratch.open()
-    gang = GangOptions(procs, options.max_restarts, nodes, None if path is None else str(path))
-    if nodes.rank == 0:
-        leader = Leader(processes, gang, Members(nodes, procs, stop.request))
-        return leader, leader.run()
-    member = NodeMember(processes, gang, stop.request)
-    return member, member.run()
+    launcher = StandaloneLauncher(
+        processes,
+        GangOptions(
+            procs, options.max_restarts, options.run_id, None if path is None else str(path)
+        ),
+    )
+    return launcher, launcher.run()
 
 
 def _grace_seconds(options: RunOptions, contract: PodContract | None) -> float:
@@ -181,30 +169,19 @@ async def _all_ended(processes: Processes) -> None:
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT as futures. The first signal asks the ranks to stop, the second kills them.
-
-    The request of another node is no first signal: slurm sends the signal to all nodes, and that request may
-    arrive before it.
-    """
+    """SIGTERM and SIGINT as futures. The first signal asks the ranks to stop, the second kills them."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[signal.Signals] = loop.create_future()
         self.second: asyncio.Future[signal.Signals] = loop.create_future()
-        self._has_signal = False
 
     def install(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNAL_EXIT:
             loop.add_signal_handler(number, self._on_signal, number)
 
-    def request(self) -> None:
-        """Behave as after SIGTERM, because another node has received a signal."""
-        if not self.first.done():
-            self.first.set_result(signal.SIGTERM)
-
     def _on_signal(self, number: signal.Signals) -> None:
-        future = self.second if self._has_signal else self.first
-        self._has_signal = True
+        future = self.second if self.first.done() else self.first
         if not future.done():
             future.set_result(number)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from holdfast.launcher.command_line.command import Command, parse_command
 from holdfast.launcher.command_line.log_options import LogOptions, parse_streams
-from holdfast.launcher.command_line.node_options import NodeOptions, NodeWords, node_options
 from holdfast_core.errors import ConfigError
 
 DEFAULT_GRACE_SECONDS = 10.0
@@ -24,9 +23,10 @@ _COUNTED = ("auto", "cpu", "gpu", "xpu")
 class RunOptions:
     command: Command
     nproc: str | None
-    """Ranks of this node: a number, or what to count (`gpu`, `cpu`, `xpu`, `auto`). None: the default."""
-    nodes: NodeOptions
+    """Ranks of this machine: a number, or what to count (`gpu`, `cpu`, `xpu`, `auto`). None: the default."""
     logs: LogOptions
+    run_id: str = ""
+    """Name of the run in TORCHELASTIC_RUN_ID and in the paths of log files. "": a random one."""
     preload: tuple[str, ...] = ()
     max_restarts: int = 0
     grace_seconds: float | None = None
@@ -55,33 +55,14 @@ class _Option:
 _OPTIONS = (
     _Option(
         "nproc-per-node",
-        "ranks of this node: a number, or gpu, xpu, cpu or auto to count devices (default: "
+        "ranks of this machine: a number, or gpu, xpu, cpu or auto to count devices (default: "
         "spec.procsPerWorker in a TrainingJob, else 1)",
         "N",
     ),
-    _Option("nnodes", "number of nodes (default: the nodes of an srun step, else 1)", "N"),
-    _Option("node-rank", "number of this node, from 0 (default: as srun numbers it)", "N"),
-    _Option(
-        "rdzv-endpoint",
-        "address of node 0, where the launchers of the other nodes connect to (default: the first "
-        "node of an srun step)",
-        "HOST[:PORT]",
-    ),
-    _Option("rdzv-id", "text that all nodes of this run share, and no other run has", "ID"),
-    _Option("rdzv-backend", "c10d or static, as for torchrun; both have the same effect here", "B"),
-    _Option(
-        "rdzv-conf",
-        "join_timeout=SECONDS: how long nodes wait for each other (default 600)",
-        "KEY=VALUE",
-    ),
-    _Option("standalone", "run on this node only, also in an srun step"),
-    _Option("master-addr", "host of --rdzv-endpoint", "HOST"),
-    _Option("master-port", "port of --rdzv-endpoint", "PORT"),
-    _Option(
-        "max-restarts",
-        "how often all ranks of all nodes may be restarted in place (default 0)",
-        "N",
-    ),
+    _Option("nnodes", "1, as for torchrun; several nodes are started by torchrun", "1"),
+    _Option("rdzv-id", "name of this run in the paths of --log-dir", "ID"),
+    _Option("standalone", "run on this machine only, also in a slurm job of several nodes"),
+    _Option("max-restarts", "how often all ranks may be restarted in place (default 0)", "N"),
     _Option(
         "monitor-interval",
         "accepted, as for torchrun, without effect: the launcher notices the end of a rank at once",
@@ -112,16 +93,28 @@ _OPTIONS = (
     ),
 )
 
+_SEVERAL_NODES = (
+    "For several nodes without Kubernetes, start torchrun on each node, under slurm by srun torchrun; the "
+    "script makes the same checkpoints (docs/training.md, Several nodes)"
+)
+_NO_NODES = f"omit it: `holdfast run` starts the ranks of one machine or pod. {_SEVERAL_NODES}"
+
 REFUSED = {
     "duplicate-stderr-filters": "use --tee, and filter the file",
     "duplicate-stdout-filters": "use --tee, and filter the file",
     "event-log-handler": "omit it: the launcher logs to its standard error",
-    "local-addr": "omit it: nodes connect to the host of --rdzv-endpoint only",
+    "local-addr": _NO_NODES,
     "local-ranks-filter": "use --redirects, for example --redirects 1:3,2:3 for local ranks 1 and 2",
     "log-line-prefix-template": "omit it: each line begins with [rank N]",
     "logs-specs": "use --log-dir with --redirects or --tee",
+    "master-addr": _NO_NODES,
+    "master-port": _NO_NODES,
+    "node-rank": _NO_NODES,
     "numa-binding": "omit it and bind the ranks in the script, or put numactl before holdfast",
     "print-completion": "see holdfast run --help",
+    "rdzv-backend": _NO_NODES,
+    "rdzv-conf": _NO_NODES,
+    "rdzv-endpoint": _NO_NODES,
     "role": "omit it: all ranks have the role default",
     "run-path": "omit it: a Python script is run in a forked process anyway",
     "signals-to-handle": "omit it: SIGTERM and SIGINT make the ranks save and stop",
@@ -130,18 +123,7 @@ REFUSED = {
 }
 """Options of torchrun that have no meaning here, and what to do instead."""
 
-_DECIDED_BY_A_JOB = (
-    "nnodes",
-    "node-rank",
-    "rdzv-endpoint",
-    "rdzv-id",
-    "rdzv-backend",
-    "rdzv-conf",
-    "standalone",
-    "master-addr",
-    "master-port",
-    "max-restarts",
-)
+_DECIDED_BY_A_JOB = ("nnodes", "rdzv-id", "standalone", "max-restarts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +174,7 @@ def options_from(
     Args:
         arguments: What the parser has read.
         words: The command.
-        env: Environment of the launcher: defaults of torchrun (PET_*), and variables of srun.
+        env: Environment of the launcher: defaults of torchrun (PET_*), and variables of slurm.
         is_command_line: Whether `--` stands before the command.
         in_pod: Whether this is a worker pod, where the operator decides about nodes and restarts. Its
             environment may have variables of another controller, which are ignored.
@@ -201,6 +183,7 @@ def options_from(
         _expect_none_for_a_job(arguments)
         env = {}
     _set_defaults(arguments, env)
+    _expect_one_machine(arguments, env)
     nproc = arguments.nproc_per_node
     if nproc is not None and nproc not in _COUNTED:
         _number("--nproc-per-node", nproc, f"a number from 1, or {', '.join(_COUNTED)}", 1)
@@ -214,25 +197,12 @@ def options_from(
             is_command_line=is_command_line or arguments.no_python,
         ),
         nproc,
-        node_options(
-            NodeWords(
-                arguments.nnodes,
-                arguments.node_rank,
-                arguments.rdzv_endpoint,
-                arguments.rdzv_id,
-                arguments.rdzv_backend,
-                arguments.rdzv_conf,
-                arguments.master_addr,
-                arguments.master_port,
-                arguments.standalone,
-            ),
-            env,
-        ),
         LogOptions(
             arguments.log_dir,
             parse_streams("--redirects", arguments.redirects),
             parse_streams("--tee", arguments.tee),
         ),
+        arguments.rdzv_id or "",
         tuple(name for word in arguments.preload or () for name in word.split(",") if name),
         _number("--max-restarts", arguments.max_restarts or "0", "a number from 0", 0),
         None if grace is None else _seconds("--shutdown-timeout", grace),
@@ -246,6 +216,30 @@ def _expect_none_for_a_job(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"holdfast run: {names}: omit it in a TrainingJob, where spec.workers and spec.failurePolicy "
             "decide"
+        )
+
+
+def _expect_one_machine(arguments: argparse.Namespace, env: Mapping[str, str]) -> None:
+    """Raise ConfigError for a run on several nodes, or in several tasks of a slurm step.
+
+    In such tasks each launcher would start a whole training, and all would use the same folder. With
+    --standalone the user says that each is a training of its own.
+    """
+    if arguments.nnodes not in (None, "1", "1:1"):
+        raise ConfigError(
+            f"holdfast run: --nnodes {arguments.nnodes}: expected 1, because `holdfast run` starts the "
+            f"ranks of one machine. {_SEVERAL_NODES}"
+        )
+    is_step = bool(env.get("SLURM_STEP_NODELIST"))
+    names = (
+        ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS") if is_step else ("SLURM_JOB_NUM_NODES",)
+    )
+    found = [f"{name}={env[name]}" for name in names if env.get(name, "1") != "1"]
+    if found and not arguments.standalone:
+        raise ConfigError(
+            f"holdfast run: {' '.join(found)}: expected one node and one task, because `holdfast run` "
+            f"starts the ranks of one machine. {_SEVERAL_NODES}. To run on this machine only, pass "
+            "--standalone"
         )
 
 

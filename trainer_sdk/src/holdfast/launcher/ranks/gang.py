@@ -1,6 +1,6 @@
 """One round of the ranks of this node: fork them, wait for their ends, and kill them.
 
-The launchers of a pod, of one node and of several nodes use it, and decide when to do so.
+The launchers of a pod and of one machine use it, and decide when to do so.
 """
 
 from __future__ import annotations
