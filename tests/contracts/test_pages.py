@@ -73,7 +73,7 @@ def assert_adopts(adoption: CheckpointAdoption, template: dict[str, Any]) -> Non
 def test_the_page_on_adoption_shows_every_example() -> None:
     page = (ROOT / "docs/adoption.md").read_text()
     examples = sorted((ROOT / "examples/adoption").glob("*.yaml"))
-    assert len(examples) == 3
+    assert len(examples) == 2
     assert [e.name for e in examples if f"```yaml\n{e.read_text()}```\n" not in page] == []
 
 
@@ -87,13 +87,3 @@ def test_the_example_of_a_trainjob_adopts_the_container_that_trainer_names() -> 
     adoption, job = adoption_example("trainjob")
     assert adoption.spec.workers == job["trainer"]["numNodes"]
     assert adoption.spec.container == "node"
-
-
-def test_the_example_of_a_pytorch_job_adopts_the_master_and_the_workers() -> None:
-    adoption, job = adoption_example("pytorchjob")
-    replicas = job["pytorchReplicaSpecs"]
-    assert sorted(replicas) == ["Master", "Worker"]
-    assert adoption.spec.workers == sum(r["replicas"] for r in replicas.values())
-    for replica in replicas.values():
-        assert replica["restartPolicy"] == "OnFailure"
-        assert_adopts(adoption, replica["template"])

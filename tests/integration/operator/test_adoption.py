@@ -16,12 +16,7 @@ from tests.support.chart import render_adoption
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.operator_account import OperatorAccount
 from tests.support.operator.operator_bed import WORKERS, OperatorBed, training
-from tests.support.operator.other_controllers import (
-    PYTORCH_JOBS,
-    JobController,
-    PyTorchJobController,
-    TrainJobController,
-)
+from tests.support.operator.other_controllers import JobController, TrainJobController
 from tests.support.servers.control_plane import ControlPlaneError
 
 from holdfast_core.contract import SIDECAR_CONTAINER
@@ -143,18 +138,6 @@ def adopt(bed: OperatorBed, body: dict[str, Any]) -> None:
     bed.until("certificates", lambda: not bed.is_gone(secret))  # a kubelet waits for them
 
 
-@pytest.fixture
-def pytorch_jobs(adopting: OperatorBed) -> Iterator[OperatorBed]:
-    """Serve PyTorchJobs, and adopt those of the name lm."""
-    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    adopting.plane.request("POST", path, PYTORCH_JOBS)
-    served = f"/apis/kubeflow.org/v1/namespaces/{adopting.namespace}/pytorchjobs"
-    adopting.until("PyTorchJobs are served", lambda: not adopting.is_gone(served))
-    adopt(adopting, adoption("lm", container="pytorch"))
-    yield adopting
-    adopting.plane.request("DELETE", f"{path}/{PYTORCH_JOBS['metadata']['name']}")
-
-
 def tried(bed: OperatorBed, path: str, body: dict[str, Any]) -> Any:
     try:
         return bed.plane.request("POST", path, body)["spec"]
@@ -274,51 +257,18 @@ def test_the_pods_of_a_trainjob_of_the_charts_runtime_are_workers(
     assert found["message"].startswith("Job lm-node-0 (backoffLimit 100) creates a lost pod again")
 
 
-def test_the_pods_of_a_pytorch_job_are_workers_by_rank(pytorch_jobs: OperatorBed) -> None:
-    """The Master is worker 0, and Worker 0 is worker 1. A lost pod comes back with its old name."""
-    bed = pytorch_jobs
-    controller = PyTorchJobController(bed, "lm")
-    master, lost = controller.create_pods()
-    for name, worker in ((master, "0"), (lost, "1")):
-        path = f"/api/v1/namespaces/{bed.namespace}/pods/{name}"
-        pod = bed.plane.request("GET", path)
-        assert pod["metadata"]["labels"]["holdfast.dev/worker"] == worker
-        assert pod["spec"]["initContainers"][0]["name"] == SIDECAR_CONTAINER
-        bed.kubelet.run_pod(name)
-    bed.until("ROUND 0", lambda: rounds_are_sent(bed, 0))
-    nothing_committed = replace(training(2, 0, 5), last_local=None, last_replicated=None)
-    bed.kubelet.publish(master, nothing_committed)
-    bed.until("Running", lambda: condition(bed, "Running", "lm").get("status") == "True")
-    found = condition(bed, "Adopted", "lm")
-    assert found["message"] == "PyTorchJob lm creates a lost pod again"
-    bed.kubelet.delete_pod(lost)
-    assert controller.create_pod("worker", 0) == lost
-    bed.kubelet.run_pod(lost)
-    bed.until("ROUND 1", lambda: rounds_are_sent(bed, 1))
-    assert status(bed, "lm")["members"] == [0, 1]
-
-
-def test_a_pytorch_job_that_fails_with_its_first_pod_is_refused_without_a_store(
-    pytorch_jobs: OperatorBed,
+def test_a_pod_of_a_pytorch_job_is_refused_and_the_replacement_is_named(
+    adopting: OperatorBed,
 ) -> None:
-    bed = pytorch_jobs
-    controller = PyTorchJobController(bed, "lm", restart_policy="Never")
-    sidecars = [bed.kubelet.run_pod(name) for name in controller.create_pods()]
-    found = bed.until(
-        "Adopted=False",
-        lambda: c if (c := condition(bed, "Adopted", "lm")).get("status") == "False" else None,
-    )
-    assert found["reason"] == "LocalCopiesWouldBeLost"
-    assert found["message"].endswith(
-        "set restartPolicy: OnFailure for each kind of replica of the PyTorchJob"
-    )
-    assert not any(s.rounds for s in sidecars)
-
-
-def test_a_pytorch_job_without_a_master_is_refused_in_words(pytorch_jobs: OperatorBed) -> None:
-    controller = PyTorchJobController(pytorch_jobs, "lm")
-    with pytest.raises(ControlPlaneError, match="variable RANK of that container is below its"):
-        controller.create_pod("worker", 0, has_master=False)
+    owner = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": "gpt", "uid": "0"}
+    labels = {"holdfast.dev/adopt": "gpt", "training.kubeflow.org/replica-index": "0"}
+    body = {
+        "metadata": {"name": "gpt-master-0", "labels": labels, "ownerReferences": [owner]},
+        "spec": {"containers": [{"name": "train", "image": "example/trainer:1"}]},
+    }
+    path = f"/api/v1/namespaces/{adopting.namespace}/pods"
+    with pytest.raises(ControlPlaneError, match=r"belongs to a PyTorchJob.*create a TrainJob"):
+        adopting.plane.request("POST", path, body)
 
 
 def test_a_pod_gets_the_same_sidecar_as_the_pod_of_a_training_job(adopting: OperatorBed) -> None:

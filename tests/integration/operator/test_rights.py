@@ -26,14 +26,6 @@ ADOPTION = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "CheckpointAdoption"}
 
 CONTAINERS = [{"name": "trainer", "image": "example/trainer:1"}]
 
-PYTORCH_JOB = {
-    "apiVersion": "kubeflow.org/v1",
-    "kind": "PyTorchJob",
-    "name": "lm",
-    "uid": "3f0e1d4a-0000-4000-8000-000000000001",
-}
-"""The server asks for the right before it finds out that it serves no such kind."""
-
 
 def until_called(bed: OperatorBed, since: int, right: Right) -> None:
     bed.until(f"a call that needs {right}", lambda: right in bed.account.calls(since).granted)
@@ -162,8 +154,6 @@ def test_the_operator_needs_each_of_its_rights_and_no_other(
 
     adopt_a_pod(bed, "adopted", batch_job(bed))
     until_called(bed, begin, Right(bed.namespace, "jobs.batch", "get"))
-    adopt_a_pod(bed, "lm", PYTORCH_JOB)
-    until_called(bed, begin, Right(bed.namespace, "pytorchjobs.kubeflow.org", "get"))
 
     # The server asks for these when a pod with an owner is created. There is no call of their own.
     implied = {

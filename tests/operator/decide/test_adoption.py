@@ -12,7 +12,7 @@ from tests.support.operator.builders import sidecar
 from holdfast_core.api import CheckpointAdoption, JobCondition, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.report.owners import owner_of_job, owner_of_pytorch_job
+from holdfast_operator.decide.report.owners import owner_of_job
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -158,41 +158,6 @@ def test_what_the_restart_policy_of_a_job_costs(
     found = owner_of_job({"metadata": {"name": "gpt", "ownerReferences": references}, "spec": spec})
     assert found.loses_all_copies is loses_all
     assert part in found.cost
-
-
-@pytest.mark.parametrize(
-    ("policies", "limit", "loses_all", "part"),
-    [
-        ([None, None], None, False, "PyTorchJob lm creates a lost pod again"),
-        (
-            ["OnFailure", "ExitCode"],
-            None,
-            False,
-            "fails if a container ends with an exit code from 1",
-        ),
-        (["OnFailure", "Never"], None, True, "when a Worker pod fails (restartPolicy Never)"),
-        (["Never", "Never"], 3, True, "when a Master or Worker pod fails"),
-        (["Always", "OnFailure"], 3, False, "When containers have restarted 3 times"),
-        (
-            ["OnFailure", "OnFailure"],
-            0,
-            True,
-            "(backoffLimit 0) fails, which deletes the remaining pods",
-        ),
-    ],
-    ids=["defaults", "exit codes", "one never", "never", "limited restarts", "no restarts"],
-)
-def test_what_the_restart_policy_of_a_pytorch_job_costs(
-    policies: list[str | None], limit: int | None, loses_all: bool, part: str
-) -> None:
-    master, worker = ({} if p is None else {"restartPolicy": p} for p in policies)
-    spec: dict[str, Any] = {"pytorchReplicaSpecs": {"Master": master, "Worker": worker}}
-    if limit is not None:
-        spec["runPolicy"] = {"backoffLimit": limit}
-    found = owner_of_pytorch_job({"metadata": {"name": "lm"}, "spec": spec})
-    assert found.loses_all_copies is loses_all
-    assert part in found.cost
-    assert bool(found.remedy) is loses_all
 
 
 def test_the_wait_for_a_new_pod_of_the_other_controller_is_no_time_of_the_seal() -> None:

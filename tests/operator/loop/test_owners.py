@@ -30,10 +30,6 @@ class Reads:
         self.paths.append(f"job {namespace}/{name}")
         return {"metadata": {"name": name}, "spec": {"backoffLimit": 3}}
 
-    async def get_pytorch_job(self, namespace: str, name: str) -> Any:
-        self.paths.append(f"pytorchjob {namespace}/{name}")
-        return {"metadata": {"name": name}, "spec": {}}
-
 
 def pod(group: str, kind: str) -> PodView:
     owner = Owner(kind=kind, name="lm", uid="o", group=group)
@@ -52,7 +48,6 @@ def pod(group: str, kind: str) -> PodView:
     ("group", "kind", "read", "text"),
     [
         ("batch", "Job", ["job team/lm"], "Job lm (backoffLimit 3) creates a lost pod again"),
-        ("kubeflow.org", "PyTorchJob", ["pytorchjob team/lm"], "PyTorchJob lm creates a lost pod"),
         ("batch.volcano.sh", "Job", [], "Holdfast does not know its restart policy"),
         ("ray.io", "RayJob", [], "Holdfast does not know its restart policy"),
     ],

@@ -203,10 +203,6 @@ class Cluster:
         """Return the Job of batch/v1 of this name, or None if there is none. Raises ApiError."""
         return await self._get(f"/apis/batch/v1/namespaces/{namespace}/jobs/{name}")
 
-    async def get_pytorch_job(self, namespace: str, name: str) -> Any | None:
-        """Return the PyTorchJob of this name, or None if there is none. Raises ApiError."""
-        return await self._get(f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{name}")
-
     async def create_checkpoint(self, namespace: str, body: Mapping[str, Any]) -> Created:
         """Create a Checkpoint. If one exists, the caller must check which job it belongs to.
 

@@ -1,20 +1,14 @@
 """Look up the controller that creates an adopted gang's pods.
 
-Job, JobSet and TrainJob create pods through Jobs of batch/v1, and a PyTorchJob creates them itself. The
-operator reads such an object once. The restart policy of a Job is immutable. A changed PyTorchJob is read
-again by the next operator process.
+Job, JobSet and TrainJob create pods through Jobs of batch/v1. The operator reads such a Job once, because its
+restart policy is immutable.
 """
 
 from __future__ import annotations
 
 from holdfast_core.api import CheckpointAdoption, Gang
 from holdfast_core.ids import JobUid
-from holdfast_operator.decide.report.owners import (
-    NO_OWNER,
-    other_owner,
-    owner_of_job,
-    owner_of_pytorch_job,
-)
+from holdfast_operator.decide.report.owners import NO_OWNER, other_owner, owner_of_job
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model.job import Owner, OwnerView, PodView
 
@@ -42,15 +36,10 @@ class Owners:
         return found
 
     async def _read(self, namespace: str, controller: Owner) -> OwnerView:
-        match (controller.group, controller.kind):
-            case ("batch", "Job"):
-                raw = await self._cluster.get_batch_job(namespace, controller.name)
-                return NO_OWNER if raw is None else owner_of_job(raw)
-            case ("kubeflow.org", "PyTorchJob"):
-                raw = await self._cluster.get_pytorch_job(namespace, controller.name)
-                return NO_OWNER if raw is None else owner_of_pytorch_job(raw)
-            case _:
-                return other_owner(controller.kind, controller.name)
+        if (controller.group, controller.kind) != ("batch", "Job"):
+            return other_owner(controller.kind, controller.name)
+        raw = await self._cluster.get_batch_job(namespace, controller.name)
+        return NO_OWNER if raw is None else owner_of_job(raw)
 
     def forget(self, uid: JobUid) -> None:
         self._known.pop(uid, None)

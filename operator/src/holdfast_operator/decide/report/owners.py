@@ -10,9 +10,6 @@ from holdfast_operator.model.job import OwnerView
 _DEFAULT_BACKOFF_LIMIT = 6
 """spec.backoffLimit of a Job that does not set it."""
 
-_DEFAULT_RESTART_POLICY = "OnFailure"
-"""restartPolicy of a replica of a PyTorchJob that does not set it."""
-
 NO_OWNER = OwnerView(
     "no controller creates a lost pod of this gang again: create it yourself, or let a Job create it",
     loses_all_copies=False,
@@ -51,43 +48,4 @@ def owner_of_job(raw: Mapping[str, Any]) -> OwnerView:
         f"{job} creates a lost pod again. After {limit} failed pods all pods are deleted, and only a step in "
         "the object store is left"
     )
-    return OwnerView(text, loses_all_copies=False)
-
-
-def owner_of_pytorch_job(raw: Mapping[str, Any]) -> OwnerView:
-    """Return what the restart policy of a PyTorchJob of kubeflow.org/v1 costs.
-
-    Its controller counts no failed pods, unless backoffLimit is 0. It counts restarts of the containers of
-    running pods, and init containers such as the sidecar are among them.
-    """
-    spec, job = raw.get("spec") or {}, f"PyTorchJob {raw['metadata']['name']}"
-    replicas: Mapping[str, Any] = spec.get("pytorchReplicaSpecs") or {}
-    policies = {
-        kind: (replica or {}).get("restartPolicy") or _DEFAULT_RESTART_POLICY
-        for kind, replica in replicas.items()
-    }
-    limit = (spec.get("runPolicy") or {}).get("backoffLimit")
-    never = " or ".join(sorted(kind for kind, policy in policies.items() if policy == "Never"))
-    if never:
-        text = (
-            f"when a {never} pod fails (restartPolicy Never), {job} fails and creates no pod again. It must "
-            f"be deleted and created again: {_LOST}"
-        )
-        remedy = "set restartPolicy: OnFailure for each kind of replica of the PyTorchJob"
-        return OwnerView(text, loses_all_copies=True, remedy=remedy)
-    if limit == 0:
-        text = (
-            f"when one pod fails or one container restarts, {job} (backoffLimit 0) fails, which deletes the "
-            f"remaining pods: {_LOST}"
-        )
-        remedy = "remove runPolicy.backoffLimit from the PyTorchJob"
-        return OwnerView(text, loses_all_copies=True, remedy=remedy)
-    text = f"{job} creates a lost pod again"
-    if "ExitCode" in policies.values():
-        text += ", but it fails if a container ends with an exit code from 1 to 127 (restartPolicy ExitCode)"
-    if limit is not None:
-        text += (
-            f". When containers have restarted {limit} times, those of sidecars included, all pods are "
-            "deleted, and only a step in the object store is left"
-        )
     return OwnerView(text, loses_all_copies=False)
