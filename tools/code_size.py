@@ -20,9 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15224,
-    "operator": 13710,
-    "sidecar": 9987,
+    "core": 15220,
+    "operator": 13580,
+    "sidecar": 9910,
     "trainer_sdk": 17590,
     "cli": 650,
 }

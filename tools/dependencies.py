@@ -22,8 +22,8 @@ REASONS = {
     "of SHA-256 (5.5 and 1.4 GiB/s on one core of a test machine).",
     "crc32c": "CRC32C by the processor's instruction, for chunk tables and for the checksum that S3 "
     "verifies on upload.",
-    "cryptography": "The certificate authority of a job and its leaves, and the verification of a "
-    "peer's chain. The standard library cannot issue certificates.",
+    "cryptography": "The certificate authority of a job and its leaves. The standard library cannot issue "
+    "certificates.",
     "kopf": "The operator's process: signals, login, peering off (ADR 0102), and events of our kinds.",
     "kubernetes": "The client of `kubectl holdfast`, which reads the kubeconfig as kubectl does.",
     "minio": (

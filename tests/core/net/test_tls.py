@@ -3,7 +3,6 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -109,35 +108,6 @@ def test_older_versions_are_refused(tmp_path: Path, authority: Authority) -> Non
 def test_a_peer_has_exactly_one_name(certificate: dict[str, object]) -> None:
     with pytest.raises(AccessDeniedError, match="exactly one"):
         peer_name(certificate)
-
-
-@pytest.mark.parametrize("expired", ["server", "client", "authority", "all"])
-def test_pods_verify_the_chain_and_not_the_period(tmp_path: Path, expired: str) -> None:
-    """Only the operator can renew a leaf. While it is unavailable, pods must still be able to connect."""
-    late = timedelta(days=-3)
-    hour = timedelta(hours=1)
-    authority = Authority(lifetime=late if expired in ("authority", "all") else hour)
-
-    def leaf(who: str) -> TlsFiles:
-        lifetime = late if expired in (who, "all") else hour
-        return TlsFiles.in_directory(authority.write_leaf(tmp_path / who, NAME, lifetime=lifetime))
-
-    assert shake(server_context(leaf("server")), client_context(leaf("client")))[1] == NAME
-
-
-def test_an_expired_leaf_of_another_authority_is_refused(tmp_path: Path) -> None:
-    late = timedelta(days=-3)
-    ours = TlsFiles.in_directory(Authority().write_leaf(tmp_path / "a", NAME))
-    theirs = TlsFiles.in_directory(Authority().write_leaf(tmp_path / "b", NAME, lifetime=late))
-    with pytest.raises((ssl.SSLError, ConnectionError)):
-        shake(server_context(theirs), client_context(ours))
-    with pytest.raises((ssl.SSLError, ConnectionError)):
-        shake(
-            server_context(ours),
-            client_context(TlsFiles(ours.ca, theirs.certificate, theirs.key)),
-        )
-    with pytest.raises(ssl.SSLError):
-        shake(server_context(ours), client_context(ours), "another.uid.holdfast")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import signal
 import urllib.request
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,8 @@ from tests.support.operator.operator_bed import (
 )
 from tests.support.servers.ports import free_port
 
-from holdfast_core.clock import SystemClock
-from holdfast_core.contract import peer_dns_name
 from holdfast_core.ids import Worker
 from holdfast_core.names import certificates_secret_name, service_name
-from holdfast_operator.sidecars.certificates import Authority, new_leaf
 
 pytestmark = pytest.mark.integration
 
@@ -86,30 +81,6 @@ def test_an_operator_that_is_killed_while_a_round_begins_completes_it(bed: Opera
     assert bed.status()["restartRound"] == 1
     assert bed.status()["restorePoint"]["step"] == 40
     assert bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)]
-
-
-def test_an_operator_recovers_a_job_whose_certificates_have_all_expired(bed: OperatorBed) -> None:
-    """No operator runs for two days, in which a pod is lost. The new operator recovers the job."""
-    survivor = bed.store_at(0, 40)
-    bed.kill_operator()
-    path = f"/api/v1/namespaces/holdfast-system/secrets/holdfast-ca-{bed.uid()}"
-    data = bed.plane.request("GET", path)["data"]
-    authority = Authority(*(base64.b64decode(data[k]).decode() for k in ("ca.crt", "ca.key")))
-    name = peer_dns_name(survivor.pod, bed.uid())
-    survivor.show(new_leaf(authority, name, SystemClock().utc_now() - timedelta(days=2)))
-    bed.kubelet.delete_pod(bed.pod(1, 0))
-    survivor.calls.clear()
-    bed.start_operator()
-    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
-    bed.until("new pod", lambda: bed.pod(1, 1) in bed.pod_names())
-    fresh = bed.kubelet.run_pod(bed.pod(1, 1))
-    bed.until("ROUND 1", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
-    assert survivor.round == 1
-    assert [kind for kind, _ in survivor.calls].count("certificate") == 1
-    assert bed.status()["restorePoint"]["step"] == 40
-    assert bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)]
-    bed.kubelet.publish(bed.pod(0, 0), training(5, 1, 50))
-    bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
 
 
 def test_a_restarted_operator_does_not_disturb_a_running_gang(bed: OperatorBed) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import aiohttp
@@ -19,11 +18,9 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound, ShardRef, Step, Worker
 from holdfast_core.messages.schema import (
-    Certificate,
     CopyReply,
     CopyRequest,
     Inventory,
-    Ok,
     Prepared,
     PreparedReply,
     Refusal,
@@ -158,19 +155,6 @@ async def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
             await gang.launch(1, 1)
             await gang.operator.round_all(gang.operator.message(1, copies=gang.copies))
             assert await inventory() == (409, Refusal.NOT_MEMBER)
-
-
-async def test_a_renewed_certificate_is_shown_from_then_on(gangs: Gangs) -> None:
-    async with gangs(1) as gang:
-        await gang.start()
-        name = peer_dns_name("gpt-0-r0", gang.operator.job_uid)
-        leaf, key = gang.authority.leaf(name, lifetime=timedelta(hours=3))
-        renewed = Certificate(leaf.decode(), key.decode())
-        await gang.operator.call(0, "/v1/certificate", renewed, Ok)
-        await gang.commit(1, Level.LOCAL)
-        with pytest.raises(RefusedError, match="certificate refused") as refused:
-            await gang.operator.call(0, "/v1/certificate", Certificate("x", "y"), Ok)
-        assert refused.value.code == Refusal.BAD_REQUEST
 
 
 @pytest.mark.parametrize(

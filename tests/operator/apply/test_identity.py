@@ -72,7 +72,7 @@ class Edge:
             self.keys.append,
             lambda job: self.gone.append(job.uid),
         )
-        self.certificates = Certificates(self.cluster, "holdfast-system", self.clock)
+        self.certificates = Certificates(self.cluster, "holdfast-system")
         metrics = Metrics()
         sidecars = Sidecars(
             SidecarClient(), self.certificates, self.clock, self.keys.append, metrics.unexpected
@@ -348,11 +348,8 @@ async def test_an_authority_is_created_for_leaves_and_never_by_a_late_call() -> 
     await edge.certificates.client(UID)
     edge.api.remove("trainingjobs", NAMESPACE, "job")
     await edge.certificates.forget(UID)
-    for late in (edge.certificates.client, edge.certificates.renewal_client):
-        with pytest.raises(HoldfastError, match="does not exist"):
-            await late(UID)
     with pytest.raises(HoldfastError, match="does not exist"):
-        await edge.certificates.renewed(UID, POD)
+        await edge.certificates.client(UID)
     with pytest.raises(JobGoneError):
         await edge.certificates.round_data(edge.job, [POD])
     assert edge.api.all("secrets") == []
@@ -374,7 +371,7 @@ AGAIN = {"name": "job", "namespace": NAMESPACE, "uid": OTHER_UID}
 async def test_an_authority_whose_job_went_meanwhile_is_deleted_again() -> None:
     api = DeletedMeanwhile()
     job = TrainingJob.from_dict(api.put("trainingjobs", raw_job()))
-    certificates = Certificates(Cluster(api), "holdfast-system", ManualClock())
+    certificates = Certificates(Cluster(api), "holdfast-system")
     with pytest.raises(JobGoneError):
         await certificates.round_data(job, [POD])
     assert api.all("secrets") == []

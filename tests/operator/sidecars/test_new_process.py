@@ -47,7 +47,7 @@ async def test_members_of_a_running_gang_need_no_call_before_the_coordinator_has
         assert b.sidecars.all_answer(UID)
 
 
-async def test_members_are_called_in_turn_for_their_inventories_and_certificates() -> None:
+async def test_members_are_called_in_turn_for_their_inventories() -> None:
     pods = tuple(pod_view(worker, 2) for worker in range(FIRST_CALLS_PER_SECOND + 5))
     async with bench() as b:
         b.clock.stopped = 100.0

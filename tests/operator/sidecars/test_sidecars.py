@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 
 import pytest
 from tests.support.operator.bench import (
     AUTHORITY,
     KEY,
-    NOW,
     UID,
     bench,
-    leaf_of,
     pod_view,
 )
 
@@ -33,7 +30,6 @@ from holdfast_operator.model.job import Reachable
 from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.sidecars.answers import back_off_seconds
 from holdfast_operator.sidecars.certificates import (
-    LEAF_LIFE,
     new_authority,
     new_leaf,
 )
@@ -212,97 +208,13 @@ async def test_save_now_is_sent_until_a_sidecar_accepts_it_and_prune_returns_lat
         assert [kind for kind, _ in server.calls].count("prune") == 1
 
 
-async def test_a_certificate_is_renewed_at_two_thirds_of_its_lifetime() -> None:
-    """The age is that of the certificate that the sidecar presents.
-
-    The pod may be younger: a pod that is created again in its round mounts the round's Secret.
-    """
-    async with bench() as b:
-        pod, young = pod_view(0), pod_view(1)
-        server = await b.serve(pod, leaf_of(pod, timedelta(hours=17)))
-        other = await b.serve(young, leaf_of(young, timedelta(hours=15)))
-
-        def renewed() -> bool:
-            b.follow(pod, young)
-            return "certificate" in [kind for kind, _ in server.calls]
-
-        await b.until(renewed)
-        await b.until(lambda: b.view(young).reachable is Reachable.YES)
-        for round_ in (1, 2):
-            b.follow(pod, young, round_=round_)
-            for p in (pod, young):
-                b.sidecars.seal(UID, p.uid, RestartRound(round_))
-            await b.until(lambda: all(v.sealed_round == round_ for v in b.sidecars.views(UID)))  # noqa: B023
-        assert [kind for kind, _ in server.calls].count("certificate") == 1
-        assert "certificate" not in [kind for kind, _ in other.calls]
-
-
-async def test_a_restarted_sidecar_that_shows_its_old_certificate_gets_a_new_one_again() -> None:
-    """The certificate that the sidecar had received was on a node volume that was lost."""
-    async with bench() as b:
-        pod = pod_view(0)
-        old = leaf_of(pod, timedelta(hours=17))
-        server = await b.serve(pod, old)
-
-        def renewed(times: int) -> bool:
-            b.follow(pod)
-            return [kind for kind, _ in server.calls].count("certificate") == times
-
-        await b.until(lambda: renewed(1))
-        b.sidecars.seal(UID, pod.uid, RestartRound(1))
-        await b.until(lambda: b.view(pod).sealed_round == 1)
-        server.restart_with(old)
-        b.clock.ahead = timedelta(minutes=2)
-
-        def sealed_and_renewed() -> bool:
-            """Seal in each pass: a call is dropped while the one before is not over."""
-            b.sidecars.seal(UID, pod.uid, RestartRound(2))
-            return renewed(2)
-
-        await b.until(sealed_and_renewed)
-
-
-@pytest.mark.parametrize("age", [timedelta(days=40), timedelta(hours=-7)], ids=["old", "early"])
-async def test_a_leaf_outside_of_its_period_is_renewed_before_the_call(age: timedelta) -> None:
-    """The operator was away, or the clock of its node has changed. Neither may fail a call."""
-    async with bench() as b:
-        pod = pod_view(0)
-        server = await b.serve(pod, leaf_of(pod, age))
-        b.follow(pod, coordinator=0)
-        server.publish(CoordinatorState(3, RestartRound(0), running=True))
-        await b.until(lambda: b.view(pod).reachable is not Reachable.UNKNOWN)
-        assert b.view(pod).reachable is Reachable.YES
-        await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
-        b.sidecars.seal(UID, pod.uid, RestartRound(1))
-        await b.until(lambda: b.view(pod).sealed_round == 1)
-        assert [kind for kind, _ in server.calls].count("certificate") == 1
-
-
-async def test_a_sidecar_that_keeps_its_expired_leaf_is_silent_and_not_renewed_each_time() -> None:
-    """Each renewal costs a new key, three handshakes and a line in the log."""
-    async with bench() as b:
-        pod = pod_view(0)
-        server = await b.serve(pod, leaf_of(pod, timedelta(days=40)))
-        server.keeps_leaf = True
-
-        def called_again() -> bool:
-            b.follow(pod, suspects=frozenset({"node-a"}))
-            b.sidecars.seal(UID, pod.uid, RestartRound(1))
-            return server.handshakes >= 8 or len(server.calls) > 1
-
-        await b.until(called_again)
-        assert [kind for kind, _ in server.calls] == ["certificate"]
-        assert b.view(pod).reachable is Reachable.NO
-
-
 @pytest.mark.parametrize("case", ["another pod's name", "another job's authority"])
-async def test_an_expired_certificate_of_another_pod_is_not_renewed(case: str) -> None:
+async def test_a_sidecar_with_a_certificate_of_another_pod_is_sent_nothing(case: str) -> None:
     async with bench() as b:
         pod = pod_view(0)
         asked = pod if case == "another job's authority" else replace(pod, name="gpt-5-r0")
         authority = AUTHORITY if case == "another pod's name" else new_authority("other")
-        name = peer_dns_name(asked.name, UID)
-        server = await b.serve(pod, new_leaf(authority, name, NOW - timedelta(days=3)))
+        server = await b.serve(pod, new_leaf(authority, peer_dns_name(asked.name, UID)))
 
         def unreachable() -> bool:
             b.follow(pod)
@@ -372,30 +284,6 @@ async def test_the_polls_of_a_coordinator_share_a_connection() -> None:
         assert server.handshakes <= 4, (
             "one for the polls; the inventory may have been read more than once"
         )
-
-
-async def test_a_kept_connection_does_not_hide_a_new_leaf() -> None:
-    """It was opened with the old leaf. Each poll on it would make another renewal due."""
-    async with bench() as b:
-        pod = pod_view(0)
-        server = await b.serve(pod, leaf_of(pod, LEAF_LIFE * 0.7))
-        b.follow(pod, coordinator=0)
-        server.publish(CoordinatorState(3, RestartRound(0)))
-        await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
-        b.follow(pod, coordinator=0)
-        await b.until(lambda: [kind for kind, _ in server.calls].count("certificate") == 1)
-        b.sidecars.acted_on(UID, 3)
-        await b.until(lambda: server.since == 3)
-        server.publish(CoordinatorState(4, RestartRound(0)))
-        await b.until(
-            lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.version == 4
-        )
-        b.clock.ahead = timedelta(minutes=2)
-        b.follow(pod, coordinator=0)
-        b.sidecars.seal(UID, pod.uid, RestartRound(1))
-        await b.until(lambda: b.view(pod).sealed_round == 1)
-        b.follow(pod, coordinator=0)
-        assert [kind for kind, _ in server.calls].count("certificate") == 1
 
 
 async def test_round_uses_the_connection_of_seal_and_closes_it() -> None:

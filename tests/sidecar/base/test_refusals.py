@@ -25,7 +25,6 @@ from holdfast_core.messages.relay import Letter, Relay
 from holdfast_core.messages.schema import (
     Buffered,
     BufferNotice,
-    Certificate,
     CopyAssignment,
     CopyRequest,
     DeadRank,
@@ -179,7 +178,6 @@ GROUPED = [Caller(f"gpt-{w}-r0") for w in range(6)]
 
 
 SUSPECT = Suspect(JobUid("job"), Step(1), NOW, Rank(0), DIGEST)
-CERTIFICATE = Certificate("", "")
 
 
 @dataclass(frozen=True)
@@ -322,9 +320,6 @@ CASES = [
     Case("prune: elsewhere", PLAIN, OPERATOR, prune(), Refusal.NOT_COORDINATOR),
     Case("prune: from a member", COORDINATOR, MEMBER[0], prune(), Refusal.NOT_MEMBER),
     # the rest
-    Case("certificate: operator", PLAIN, OPERATOR, CERTIFICATE, None),
-    Case("certificate: operator, sealed", sealed(0), OPERATOR, CERTIFICATE, None),
-    Case("certificate: a member", PLAIN, MEMBER[1], CERTIFICATE, Refusal.NOT_MEMBER),
     Case("suspect: a member", PLAIN, MEMBER[1], SUSPECT, None),
     Case("suspect: a former member", PLAIN, STRANGER, SUSPECT, Refusal.NOT_MEMBER),
     # relays

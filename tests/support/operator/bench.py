@@ -7,7 +7,6 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
 
 from tests.support.operator.fake_sidecar import FakeSidecar
 from tests.support.servers.ports import free_port
@@ -15,7 +14,6 @@ from tests.support.servers.ports import free_port
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import JobUid, RestartRound, Worker, is_spare
-from holdfast_core.messages.schema import Certificate
 from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key, job_key
 from holdfast_operator.sidecars.calls import Sidecars
@@ -24,31 +22,21 @@ from holdfast_operator.sidecars.certificates import (
     client_context,
     new_authority,
     new_leaf,
-    renewal_context,
 )
 from holdfast_operator.sidecars.client import SidecarClient
 
 UID = JobUid("0c0ffee0-0000-4000-8000-000000000000")
 KEY = job_key("team", "gpt")
-NOW = datetime.now(UTC)
 AUTHORITY = new_authority(UID)
 
 
 class Identity:
     def __init__(self) -> None:
-        leaf = new_leaf(AUTHORITY, operator_dns_name(UID), NOW)
+        leaf = new_leaf(AUTHORITY, operator_dns_name(UID))
         self._context = client_context(AUTHORITY, leaf)
-        self._renewal = renewal_context(AUTHORITY, leaf)
 
     async def client(self, job_uid: JobUid) -> ssl.SSLContext:
         return self._context
-
-    async def renewal_client(self, job_uid: JobUid) -> ssl.SSLContext:
-        return self._renewal
-
-    async def renewed(self, job_uid: JobUid, pod: str) -> Certificate:
-        leaf = new_leaf(AUTHORITY, peer_dns_name(pod, UID), NOW)
-        return Certificate(leaf.certificate, leaf.key)
 
 
 def pod_view(worker: int, birth: int = 0, **changes: object) -> PodView:
@@ -65,10 +53,6 @@ def pod_view(worker: int, birth: int = 0, **changes: object) -> PodView:
     return replace(view, **changes)  # type: ignore[arg-type]  # a builder of tests
 
 
-def leaf_of(pod: PodView, age: timedelta = timedelta()) -> Leaf:
-    return new_leaf(AUTHORITY, peer_dns_name(pod.name, UID), NOW - age)
-
-
 SPEED = 20
 """How many times faster the clock of a bench runs, so that tests do not wait for back-offs."""
 
@@ -79,11 +63,6 @@ class RecordingClock(SystemClock):
     def __init__(self) -> None:
         self.slept: list[float] = []
         self.stopped: float | None = None
-        self.ahead = timedelta()
-        """What is added to the time of day."""
-
-    def utc_now(self) -> datetime:
-        return super().utc_now() + self.ahead
 
     def monotonic(self) -> float:
         return SPEED * super().monotonic() if self.stopped is None else self.stopped
@@ -106,7 +85,7 @@ class Bench:
 
     async def serve(self, pod: PodView, leaf: Leaf | None = None) -> FakeSidecar:
         server = FakeSidecar(pod.worker, pod.name, pod.birth_round)
-        leaf = leaf or leaf_of(pod)
+        leaf = leaf or new_leaf(AUTHORITY, peer_dns_name(pod.name, UID))
         await server.start(pod.ip or "", self.port, AUTHORITY.certificate, leaf)
         self.servers[pod.worker] = server
         return server

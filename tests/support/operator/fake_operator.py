@@ -66,7 +66,7 @@ class FakeOperator:
         self.cache = ClusterCache(
             self._api, clock, (NAMESPACE,), self._expectations, lambda key: None, self._job_gone
         )
-        self.certificates = Certificates(kube, OPERATOR_NAMESPACE, clock)
+        self.certificates = Certificates(kube, OPERATOR_NAMESPACE)
         self.link = ToyLink(cluster, calm())
         self.trouble = calm() if trouble is None else trouble
         self.metrics = Metrics()

@@ -18,7 +18,6 @@ from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manif
 from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
-    Certificate,
     CoordinatorState,
     FinishCommit,
     GangRequest,
@@ -35,7 +34,7 @@ from holdfast_core.messages.schema import (
     Seal,
     UncommittedShard,
 )
-from holdfast_core.net.tls import ignore_validity_period, load_leaf
+from holdfast_core.net.tls import load_leaf
 from holdfast_operator.sidecars.certificates import Leaf
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
@@ -47,7 +46,6 @@ def server_context(authority: str, leaf: Leaf) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority)
-    ignore_validity_period(context)
     load_leaf(context, leaf.certificate, leaf.key)
     return context
 
@@ -81,8 +79,6 @@ class FakeSidecar:
     """Steps that are listed although their manifests have been deleted meanwhile."""
     slow: dict[int, asyncio.Event] = field(default_factory=dict)
     """Steps whose manifests are sent when the event is set."""
-    keeps_leaf: bool = False
-    """Whether it acknowledges a new certificate but keeps serving the old one."""
     cuts: int = 0
     """Number of further ROUNDs whose connections it aborts instead of answering."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -93,13 +89,11 @@ class FakeSidecar:
     def __post_init__(self) -> None:
         self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
-        self._context: ssl.SSLContext | None = None
 
     async def start(self, address: str, port: int, authority: str, leaf: Leaf) -> None:
         """Listen with the leaf certificate. `authority` is the PEM text of ca.crt."""
         context = server_context(authority, leaf)
         context.sni_callback = self._count_handshake
-        self._context = context
         app = web.Application()
         for (method, path), handler in self.handlers().items():
             app.router.add_route(method, path, handler)
@@ -117,26 +111,12 @@ class FakeSidecar:
             ("GET", "/v1/manifest"): self._manifest,
             ("GET", "/v1/state"): self._state,
             ("POST", "/v1/prune"): self._prune,
-            ("POST", "/v1/certificate"): self._certificate,
             ("POST", "/v1/save-now"): self._ask,
             ("POST", "/v1/stop"): self._ask,
         }
 
     def _count_handshake(self, *client_hello: object) -> None:
         self.handshakes += 1
-
-    def show(self, leaf: Leaf) -> None:
-        """Serve this certificate on new connections."""
-        assert self._context is not None
-        load_leaf(self._context, leaf.certificate, leaf.key)
-
-    def restart_with(self, leaf: Leaf) -> None:
-        """Close all connections, as the restart of a sidecar does, and serve this certificate from now on."""
-        self.show(leaf)
-        assert self._runner is not None
-        assert self._runner.server is not None
-        for handler in self._runner.server.connections:
-            handler.close()
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -252,13 +232,6 @@ class FakeSidecar:
         except FormatError as error:
             return self._refuse(Refusal.BAD_REQUEST, str(error))
         self.calls.append((request.path.rpartition("/")[2], message))
-        return _json(Ok(self.round))
-
-    async def _certificate(self, request: web.Request) -> web.Response:
-        message = loads(Certificate, await request.read())
-        self.calls.append(("certificate", message))
-        if not self.keeps_leaf:
-            self.show(Leaf(message.certificate, message.key))
         return _json(Ok(self.round))
 
 

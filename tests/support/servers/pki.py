@@ -21,10 +21,7 @@ _PEM = serialization.Encoding.PEM
 
 
 class Authority:
-    """Certificate authority whose key exists only in this object.
-
-    With a negative lifetime its certificate expired that long ago.
-    """
+    """Certificate authority whose key exists only in this object."""
 
     def __init__(
         self, name: str = "holdfast-test-ca", *, lifetime: timedelta = timedelta(hours=1)
@@ -59,7 +56,7 @@ class Authority:
 
         Args:
             names: DNS names and IP addresses of the holder.
-            lifetime: How long it is valid. With a negative lifetime, it expired that long ago.
+            lifetime: How long it is valid.
             key: The key of the holder. None makes a new one.
         """
         key = key or ec.generate_private_key(ec.SECP256R1())
@@ -85,12 +82,10 @@ class Authority:
         )
         return certificate.public_bytes(_PEM), _key_pem(key)
 
-    def write_leaf(
-        self, directory: Path, dns_name: str, *, lifetime: timedelta = timedelta(hours=1)
-    ) -> Path:
+    def write_leaf(self, directory: Path, dns_name: str) -> Path:
         """Write ca.crt, tls.crt and tls.key into `directory`, which is created if needed, and return it."""
         directory.mkdir(parents=True, exist_ok=True)
-        certificate, key = self.leaf(dns_name, lifetime=lifetime)
+        certificate, key = self.leaf(dns_name)
         (directory / "ca.crt").write_bytes(self.certificate_pem)
         (directory / "tls.crt").write_bytes(certificate)
         (directory / "tls.key").write_bytes(key)
@@ -122,7 +117,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, now + lifetime) - timedelta(minutes=5))
+        .not_valid_before(now - timedelta(minutes=5))
         .not_valid_after(now + lifetime)
     )
 

@@ -8,7 +8,6 @@ import random
 import time
 import urllib.request
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
@@ -62,7 +61,6 @@ class Gang:
         self.procs_per_worker = 1
         self.failpoints: dict[int, str] = {}
         self.authority = Authority()
-        self.leaf_lifetime = timedelta(hours=1)
         self.sidecars: dict[int, SidecarProcess] = {}
         self.launchers: dict[int, FakeLauncher] = {}
         self.ranks: dict[int, FakeRank] = {}
@@ -73,9 +71,7 @@ class Gang:
     def contract(self, worker: int, birth_round: int) -> SidecarContract:
         home = self.root / f"w{worker}-r{birth_round}"
         pod = f"gpt-{worker}-r{birth_round}"
-        certificates = self.authority.write_leaf(
-            home / "certs", peer_dns_name(pod, JOB_UID), lifetime=self.leaf_lifetime
-        )
+        certificates = self.authority.write_leaf(home / "certs", peer_dns_name(pod, JOB_UID))
         return SidecarContract(
             job_uid=JOB_UID,
             job="gpt",

@@ -82,7 +82,6 @@ Factor = Annotated[float, Bounds(low=0, high=10**6)]
 Reason = Annotated[str, Bounds(pattern=re.compile(r"[A-Za-z][A-Za-z0-9]{0,127}"))]
 """The reason of a condition: one CamelCase word of 1 to 128 characters, as the CRD requires."""
 Name = Annotated[str, Bounds(characters=253)]
-Pem = Annotated[str, Bounds(characters=64 << 10)]
 Document = Annotated[str, Bounds(characters=64 << 20)]
 """The text of a manifest. The parser of the format checks its contents."""
 MetricName = Annotated[str, Bounds(characters=128, clip=True)]

@@ -6,7 +6,7 @@ message, 503 after an error of the receiver, and 409 for every other refusal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from blake3 import blake3
@@ -31,7 +31,6 @@ from holdfast_core.messages.bounds import (
     ManyShards,
     Name,
     Natural,
-    Pem,
     PerRank,
     PerWorker,
     Reason,
@@ -328,14 +327,6 @@ class GangRequest:
     round: RestartRound
     token: str
     """Identifies the request. A token counts only once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """POST /v1/certificate, operator -> sidecar: a new leaf certificate and its key (PEM)."""
-
-    certificate: Pem
-    key: Pem = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,6 @@ from holdfast_core.messages.gang import (
     Uploaded,
 )
 from holdfast_core.messages.operator import (
-    Certificate,
     CoordinatorState,
     CopyAssignment,
     FinishCommit,

@@ -4,9 +4,7 @@ Both sides always present a leaf certificate of the job's CA. A client connects 
 the dNSName that the member list gives (contract.peer_dns_name). A server reads the client's name from its
 certificate and looks it up in its member list.
 
-A pod verifies the chain and the name, but not the validity period (ADR 0041). Only the operator can renew a
-leaf. Otherwise a long absence of the operator, or a wrong clock on a node, would stop saves and lock the
-operator out for good. The member list decides what the owner of a leaf may do.
+The certificates of a job do not expire (ADR 0041). The member list decides what the owner of a leaf may do.
 """
 
 from __future__ import annotations
@@ -26,11 +24,6 @@ READ_BYTES = 16 << 10
 """Read buffer of a TLS connection, see `use_small_read_buffers`."""
 LARGE_READ_BYTES = 256 << 10
 """Read buffer of a TLS connection after `use_large_read_buffer`."""
-_NO_CHECK_TIME = 0x200000
-"""X509_V_FLAG_NO_CHECK_TIME of OpenSSL's x509_vfy.h. Python's ssl module has no name for it."""
-OUT_OF_TIME = frozenset({9, 10})
-"""Values of ssl.SSLCertVerificationError.verify_code for a certificate outside its validity period:
-X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +38,6 @@ class TlsFiles:
     def in_directory(cls, directory: Path) -> Self:
         """Return the paths of a mounted Kubernetes TLS Secret: ca.crt, tls.crt and tls.key."""
         return cls(directory / "ca.crt", directory / "tls.crt", directory / "tls.key")
-
-
-def ignore_validity_period(context: ssl.SSLContext) -> None:
-    """Make the context accept certificates outside their validity period. Other checks still apply."""
-    context.verify_flags = ssl.VerifyFlags(context.verify_flags | _NO_CHECK_TIME)
 
 
 def use_small_read_buffers() -> None:
@@ -124,7 +112,6 @@ def peer_name(peer: ssl.SSLSocket | ssl.SSLObject | Mapping[str, Any]) -> str:
 def _load(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    ignore_validity_period(context)
     try:
         context.load_verify_locations(cafile=str(files.ca))
         context.load_cert_chain(str(files.certificate), str(files.key))

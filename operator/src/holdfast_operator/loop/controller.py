@@ -122,7 +122,7 @@ class Controller:
             self._job_gone,
             Timings(silence_seconds=settings.watch_silence_seconds),
         )
-        self._certificates = Certificates(self._cluster, settings.operator_namespace, clock)
+        self._certificates = Certificates(self._cluster, settings.operator_namespace)
         self._client = SidecarClient()
         self._sidecars = Sidecars(
             self._client, self._certificates, clock, self._queue.add, metrics.unexpected

@@ -20,7 +20,7 @@ from holdfast_operator.watch.node_leases import NodeLeases
 TICK_SECONDS = 1.0
 JOBS_PER_TICK = 200
 """Undisturbed jobs that are checked in a tick, so that thousands of jobs do not take all of the time. For
-such a job a check only renews a certificate or an old inventory."""
+such a job a check only reads an old inventory again."""
 
 
 class SilenceChecks:

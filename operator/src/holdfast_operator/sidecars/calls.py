@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from ssl import SSLContext
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
@@ -35,7 +35,6 @@ from holdfast_operator.sidecars.allowance import Allowance
 from holdfast_operator.sidecars.answers import MAX_LOG_CHARACTERS, Answers
 from holdfast_operator.sidecars.call_slots import CallSlots
 from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused, Target
-from holdfast_operator.sidecars.leaves import Identity, Leaves
 from holdfast_operator.sidecars.manifests import Manifests
 from holdfast_operator.sidecars.poll import CoordinatorPolls
 from holdfast_operator.sidecars.state import JobCalls, PodCalls
@@ -52,11 +51,19 @@ KNOWLEDGE_SECONDS = 1800.0
 """Time without any call after which a reachable sidecar is asked for its inventory."""
 FIRST_CALLS_PER_SECOND = 25
 """Sidecars that a new process calls for the first time in a second while their coordinators answer for them.
-The call reads the inventory, and shows when the certificate of the sidecar ends."""
+The call reads the inventory."""
 REQUEST_AGAIN_SECONDS = 1.0
 FINISH_COMMIT = "finish-commit"
 URGENT = frozenset({"seal", FINISH_COMMIT, "round"})
 """Names of calls that a recovery waits for. They go before all other calls (call_slots)."""
+
+
+class Identity(Protocol):
+    """Source of the operator's client certificates. certificates.Certificates implements it."""
+
+    async def client(self, job_uid: JobUid) -> SSLContext:
+        """Return the TLS context for calls to the job's sidecars. Raises HoldfastError."""
+        ...
 
 
 class Sidecars:
@@ -74,10 +81,10 @@ class Sidecars:
         self._clock = clock
         self._enqueue = enqueue
         self._answers = Answers(clock, count_error)
-        self._leaves = Leaves(client, identity, clock)
+        self._identity = identity
         self._slots = CallSlots()
         self._polls = CoordinatorPolls(
-            client, self._leaves, self._answers, clock, enqueue, self._slots
+            client, identity.client, self._answers, clock, enqueue, self._slots
         )
         self._jobs: dict[JobUid, JobCalls] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,7 +134,7 @@ class Sidecars:
     ) -> None:
         """Update the job's pods and start the calls that no decision requests.
 
-        These calls are the first inventory, repeated inventories of silent sidecars, and renewals of leaves.
+        These calls are the first inventory, and repeated inventories of silent sidecars.
 
         Args:
             pods: The job's current pods. Those without an address are ignored.
@@ -274,8 +281,6 @@ class Sidecars:
     ) -> None:
         if not known.under_way and self._is_due(job, known, pod, suspect=pod.node in suspects):
             self._start(job.uid, pod.uid, "inventory", self._inventory)
-        if self._leaves.is_due(known):
-            self._renew(job.uid, known)
 
     def _is_due(self, job: JobCalls, known: PodCalls, pod: PodView, *, suspect: bool) -> bool:
         """Return whether the sidecar's inventory is to be read now."""
@@ -303,13 +308,6 @@ class Sidecars:
         pod.wanted = frozenset()
         self._answers.answered(pod)
         pod.view = replace(pod.view, inventory=pod.newest(found))
-
-    def _renew(self, uid: JobUid, known: PodCalls) -> None:
-        async def call(context: SSLContext, pod: PodCalls) -> None:
-            await self._leaves.send(uid, pod)
-            self._answers.answered(pod)
-
-        self._start(uid, known.view.pod_uid, "certificate", call)
 
     def _start(
         self,
@@ -357,7 +355,7 @@ class Sidecars:
         try:
             async with self._slots.hold(job.uid, pod.standing, urgent=name in URGENT):
                 pod.called_at = self._clock.monotonic()
-                await self._leaves.call(job.uid, pod, lambda context: call(context, pod))
+                await call(await self._identity.client(job.uid), pod)
         except SidecarRefused as refusal:
             await self._refused(job, pod, name, refusal)
         except (UnavailableError, FormatError) as error:
@@ -393,7 +391,7 @@ class Sidecars:
 
     async def _read_inventory(self, job: JobCalls, pod: PodCalls) -> None:
         try:
-            await self._leaves.call(job.uid, pod, lambda context: self._inventory(context, pod))
+            await self._inventory(await self._identity.client(job.uid), pod)
         except SidecarRefused:
             return
         except HoldfastError as error:
@@ -408,13 +406,8 @@ class Sidecars:
                 if known is None:
                     return
                 try:
-                    await self._leaves.call(
-                        job.uid,
-                        known,
-                        partial(
-                            self._client.request, target=known.target, path=path, message=message
-                        ),
-                    )
+                    context = await self._identity.client(job.uid)
+                    await self._client.request(context, known.target, path, message)
                     return
                 except SidecarRefused as refusal:
                     if refusal.code is not Refusal.BUSY:

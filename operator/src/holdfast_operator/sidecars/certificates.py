@@ -2,13 +2,11 @@
 
 1. The authority's private key is in a Secret of the operator's own namespace, never in a tenant's.
 2. The pods that are created in one round read their leaves from one immutable Secret in the job's namespace.
-3. A leaf is valid for LEAF_LIFE. After two thirds of that time the operator sends the sidecar a new one. It
-   also sends one to a sidecar whose leaf is outside of its validity period, because the operator may have
-   been down for any time. Only that call ignores the validity period; chain and name are always verified.
-4. An authority does not expire; it exists as long as its job. It is created only when the leaves of a round
-   are issued, and only if the API server has the job both before and after the creation, so that a late call
-   for a deleted job leaves none behind. `sweep` deletes the authorities that remain where an operator died
-   between these steps.
+3. A certificate does not expire (ADR 0041). A leaf is of use as long as its pod is a member of the round, and
+   an authority exists as long as its job.
+4. An authority is created only when the leaves of a round are issued, and only if the API server has the job
+   both before and after the creation, so that a late call for a deleted job leaves none behind. `sweep`
+   deletes the authorities that remain where an operator died between these steps.
 
 The operator's own leaf for a job is kept in memory only. Keys are never logged.
 """
@@ -19,7 +17,7 @@ import asyncio
 import ssl
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -27,27 +25,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from holdfast_core.api import Gang
-from holdfast_core.clock import Clock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
-from holdfast_core.messages.schema import Certificate
-from holdfast_core.net.tls import ignore_validity_period, load_leaf
+from holdfast_core.net.tls import load_leaf
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model import labels
 from holdfast_operator.render.names import certificate_items
 
-LEAF_LIFE = timedelta(hours=24)
-RENEW_AT = 2 / 3
-"""Share of LEAF_LIFE after which a leaf is renewed."""
-CA_NOT_BEFORE = datetime(2000, 1, 1, tzinfo=UTC)
-CA_NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""The value for "no well-defined expiration date" (RFC 5280, 4.1.2.5). An expired authority, or one that a
-fast clock made valid in the future, would lock the operator out of a running job."""
-_BACKDATE = timedelta(minutes=5)
-"""A new leaf is valid from this long before its creation, so that nodes with slow clocks accept it."""
+NOT_BEFORE = datetime(1970, 1, 1, tzinfo=UTC)
+NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""Validity period of authorities and leaves: every time that a clock can show, until the value for "no
+well-defined expiration date" (RFC 5280, 4.1.2.5). An expired certificate, or one that a wrong clock made
+valid in the future, would lock the operator out of a running job."""
 _CA_LABEL = "holdfast.dev/certificate-authority"
 
 
@@ -76,8 +68,8 @@ def new_authority(job_uid: str) -> Authority:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(CA_NOT_BEFORE)
-        .not_valid_after(CA_NOT_AFTER)
+        .not_valid_before(NOT_BEFORE)
+        .not_valid_after(NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -86,7 +78,7 @@ def new_authority(job_uid: str) -> Authority:
     return Authority(_pem(certificate), _key_pem(key))
 
 
-def new_leaf(authority: Authority, dns_name: str, now: datetime) -> Leaf:
+def new_leaf(authority: Authority, dns_name: str) -> Leaf:
     """Return a leaf for one dNSName, usable as client and as server. Raises HoldfastError."""
     issuer = x509.load_pem_x509_certificate(authority.certificate.encode())
     issuer_key = serialization.load_pem_private_key(authority.key.encode(), None)
@@ -99,8 +91,8 @@ def new_leaf(authority: Authority, dns_name: str, now: datetime) -> Leaf:
         .issuer_name(issuer.subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATE)
-        .not_valid_after(now + LEAF_LIFE)
+        .not_valid_before(NOT_BEFORE)
+        .not_valid_after(NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(
@@ -121,34 +113,22 @@ def new_leaf(authority: Authority, dns_name: str, now: datetime) -> Leaf:
     return Leaf(_pem(certificate), _key_pem(key))
 
 
-def secret_data(
-    authority: Authority, job_uid: str, pods: Iterable[str], now: datetime
-) -> dict[str, str]:
+def secret_data(authority: Authority, job_uid: str, pods: Iterable[str]) -> dict[str, str]:
     """Return the data of a Secret with these pods' leaves. render.names.certificate_items has its keys."""
     data: dict[str, str] = {}
     for pod in pods:
-        leaf = new_leaf(authority, peer_dns_name(pod, job_uid), now)
+        leaf = new_leaf(authority, peer_dns_name(pod, job_uid))
         files = {"ca.crt": authority.certificate, "tls.crt": leaf.certificate, "tls.key": leaf.key}
         data.update({key: files[path] for key, path in certificate_items(pod)})
     return data
 
 
 def client_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
-    """Return a TLS 1.3 context in which the job's authority alone authenticates both sides.
-
-    It refuses a leaf outside of its validity period.
-    """
+    """Return a TLS 1.3 context in which the job's authority alone authenticates both sides."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=authority.certificate)
     load_leaf(context, leaf.certificate, leaf.key)
-    return context
-
-
-def renewal_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
-    """Return a `client_context` that accepts an expired server leaf. Use it only to send a new leaf."""
-    context = client_context(authority, leaf)
-    ignore_validity_period(context)
     return context
 
 
@@ -160,25 +140,14 @@ def ca_secret_name(job_uid: str) -> str:
     return f"holdfast-ca-{job_uid}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Client:
-    """The operator's leaf for one job, with its TLS context."""
-
-    leaf: Leaf
-    context: ssl.SSLContext
-    renew_at: datetime
-    """When both are replaced (UTC)."""
-
-
 class Certificates:
     """Authorities by uid of the job, kept as Secrets in the operator's namespace."""
 
-    def __init__(self, cluster: Cluster, namespace: str, clock: Clock) -> None:
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
         self._cluster = cluster
         self._namespace = namespace
-        self._clock = clock
         self._authorities: dict[str, Authority] = {}
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, ssl.SSLContext] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def round_data(self, job: Gang, pods: Iterable[str]) -> dict[str, str]:
@@ -191,36 +160,16 @@ class Certificates:
             if authority is None:
                 authority = await self._create(job)
                 self._authorities[job.uid] = authority
-        now = self._clock.utc_now()
-        return await asyncio.to_thread(secret_data, authority, job.uid, tuple(pods), now)
-
-    async def renewed(self, job_uid: JobUid, pod: str) -> Certificate:
-        """Return the message with a new leaf for a pod's sidecar. Raises HoldfastError."""
-        authority = await self._authority(job_uid)
-        leaf = await asyncio.to_thread(
-            new_leaf, authority, peer_dns_name(pod, job_uid), self._clock.utc_now()
-        )
-        return Certificate(leaf.certificate, leaf.key)
+        return await asyncio.to_thread(secret_data, authority, job.uid, tuple(pods))
 
     async def client(self, job_uid: JobUid) -> ssl.SSLContext:
-        """Return the TLS context for calls to the job's sidecars. A renewal replaces the object."""
-        return (await self._client(job_uid)).context
-
-    async def renewal_client(self, job_uid: JobUid) -> ssl.SSLContext:
-        """Return the TLS context for sending a new leaf to a sidecar whose leaf may have expired."""
-        leaf = (await self._client(job_uid)).leaf
-        return renewal_context(await self._authority(job_uid), leaf)
-
-    async def _client(self, job_uid: JobUid) -> _Client:
+        """Return the TLS context for calls to the job's sidecars. Raises HoldfastError."""
         known = self._clients.get(job_uid)
-        now = self._clock.utc_now()
-        if known is not None and now < known.renew_at:
-            return known
-        authority = await self._authority(job_uid)
-        leaf = await asyncio.to_thread(new_leaf, authority, operator_dns_name(job_uid), now)
-        client = _Client(leaf, client_context(authority, leaf), now + LEAF_LIFE * RENEW_AT)
-        self._clients[job_uid] = client
-        return client
+        if known is None:
+            authority = await self._authority(job_uid)
+            leaf = await asyncio.to_thread(new_leaf, authority, operator_dns_name(job_uid))
+            known = self._clients[job_uid] = client_context(authority, leaf)
+        return known
 
     async def forget(self, job_uid: JobUid) -> None:
         """Delete the authority of a job that is gone. Raises ApiError."""

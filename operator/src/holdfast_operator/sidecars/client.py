@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -21,7 +20,6 @@ from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.messages.bounds import reply_limit_bytes
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
-    Certificate,
     CoordinatorState,
     FinishCommit,
     GangRequest,
@@ -35,7 +33,6 @@ from holdfast_core.messages.schema import (
     Refused,
     Seal,
 )
-from holdfast_core.net.tls import OUT_OF_TIME
 from holdfast_operator.model.outgoing_round import OutgoingRound
 
 R = TypeVar("R")
@@ -69,18 +66,6 @@ class SidecarRefused(Exception):
         return self.refused.code
 
 
-class LeafOutOfTimeError(UnavailableError):
-    """Error of a call to a sidecar whose certificate is outside of its validity period."""
-
-
-@dataclass(slots=True)
-class ShownLeaf:
-    """The certificate that a sidecar showed last."""
-
-    ends_at: datetime | None = None
-    """End of its validity period (UTC). None before the first connection."""
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """Address and identity of the sidecar to call."""
@@ -91,8 +76,6 @@ class Target:
     """Pod IP."""
     ranks: int
     """Number of ranks of the job, which bounds the size of its sidecars' replies."""
-    leaf: ShownLeaf = field(default_factory=ShownLeaf, compare=False)
-    """The client updates it with each connection."""
 
 
 @dataclass(slots=True)
@@ -100,21 +83,7 @@ class _Connection:
     """How a request reaches the sidecar."""
 
     kept: bool = False
-    """Whether it uses the connection of an earlier request, whose handshake showed an older leaf, maybe."""
-
-
-class _Response(aiohttp.ClientResponse):
-    """A response that reads the server's certificate before aiohttp may release the connection."""
-
-    leaf_ends_at: datetime | None = None
-
-    async def start(self, connection: aiohttp.connector.Connection) -> aiohttp.ClientResponse:
-        transport = connection.transport
-        certificate = None if transport is None else transport.get_extra_info("peercert")
-        if certificate:
-            seconds = ssl.cert_time_to_seconds(certificate["notAfter"])
-            self.leaf_ends_at = datetime.fromtimestamp(seconds, UTC)
-        return await super().start(connection)
+    """Whether it uses the connection of an earlier request."""
 
 
 class SidecarClient:
@@ -122,7 +91,6 @@ class SidecarClient:
 
     Raises:
         UnavailableError: The sidecar did not answer, or its error reply is malformed.
-        LeafOutOfTimeError: The sidecar's certificate is outside of its validity period.
         FormatError: A reply with status 200 is malformed, or any reply is too large.
         SidecarRefused: The sidecar refused the request.
     """
@@ -175,11 +143,6 @@ class SidecarClient:
         self, context: ssl.SSLContext, target: Target, path: str, message: GangRequest
     ) -> Ok:
         return await self._post(context, target, path, message, Ok, CALL_SECONDS)
-
-    async def certificate(
-        self, context: ssl.SSLContext, target: Target, message: Certificate
-    ) -> Ok:
-        return await self._post(context, target, "/v1/certificate", message, Ok, CALL_SECONDS)
 
     async def prune(self, context: ssl.SSLContext, target: Target, message: Prune) -> PruneReply:
         return await self._post(context, target, "/v1/prune", message, PruneReply, PRUNE_SECONDS)
@@ -281,8 +244,6 @@ class SidecarClient:
                 allow_redirects=False,
                 trace_request_ctx=connection,
             ) as response:
-                if isinstance(response, _Response) and not connection.kept:
-                    target.leaf.ends_at = response.leaf_ends_at
                 kind = reply if response.status == 200 else Refused
                 data = await _bounded(response, reply_limit_bytes(kind, target.ranks))
                 status = response.status
@@ -296,7 +257,7 @@ class SidecarClient:
             # aiohttp's message for a failed connect contains the TLS context's address in memory.
             cause = getattr(error, "os_error", None) or error
             text = str(cause) or type(cause).__name__
-            raise _unavailable(error)(
+            raise UnavailableError(
                 f"{method} {path.partition('?')[0]} to the sidecar of pod {target.pod} at "
                 f"{target.address} failed: {text}"
             ) from error
@@ -327,7 +288,6 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         connector=connector,
         trust_env=False,
         auto_decompress=False,
-        response_class=_Response,
         trace_configs=[trace],
     )
 
@@ -335,14 +295,6 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
 async def _reused(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
     """Record that the request uses a kept connection."""
     context.trace_request_ctx.kept = True
-
-
-def _unavailable(error: Exception) -> type[UnavailableError]:
-    refused = getattr(error, "certificate_error", None)
-    expired = (
-        isinstance(refused, ssl.SSLCertVerificationError) and refused.verify_code in OUT_OF_TIME
-    )
-    return LeafOutOfTimeError if expired else UnavailableError
 
 
 async def _bounded(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:

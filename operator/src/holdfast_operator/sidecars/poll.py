@@ -7,13 +7,14 @@ poll; it is logged once and counted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from ssl import SSLContext
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import Worker
+from holdfast_core.ids import JobUid, Worker
 from holdfast_core.messages.schema import CoordinatorState, Refusal
 from holdfast_operator.model.job import PodView
 from holdfast_operator.model.keys import Key
@@ -21,7 +22,6 @@ from holdfast_operator.model.routine import routine_seconds
 from holdfast_operator.sidecars.answers import Answers, back_off_seconds
 from holdfast_operator.sidecars.call_slots import CallSlots
 from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused
-from holdfast_operator.sidecars.leaves import Leaves
 from holdfast_operator.sidecars.state import JobCalls, PodCalls
 
 POLL_AGAIN_SECONDS = 0.2
@@ -47,14 +47,14 @@ class CoordinatorPolls:
     def __init__(
         self,
         client: SidecarClient,
-        leaves: Leaves,
+        context: Callable[[JobUid], Awaitable[SSLContext]],
         answers: Answers,
         clock: Clock,
         enqueue: Callable[[Key], None],
         slots: CallSlots,
     ) -> None:
         self._client = client
-        self._leaves = leaves
+        self._context = context
         self._answers = answers
         self._clock = clock
         self._enqueue = enqueue
@@ -137,14 +137,13 @@ class CoordinatorPolls:
         job.acted.clear()
         pod.round_received.clear()
         try:
-            call = partial(
-                self._client.state, target=pod.target, since=job.since, quiet_seconds=quiet
-            )
+            context = await self._context(job.uid)
+            call = partial(self._client.state, context, pod.target, job.since, quiet)
             if job.since:
-                state = await self._leaves.call(job.uid, pod, call)
+                state = await call()
             else:
                 async with self._slots.hold(job.uid, pod.standing, urgent=True):
-                    state = await self._leaves.call(job.uid, pod, call)
+                    state = await call()
         except SidecarRefused as refusal:
             self._answers.answered(pod)
             self._answers.log_refusal(

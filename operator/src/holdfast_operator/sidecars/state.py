@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 
 from holdfast_core.ids import Digest, JobUid, RestartRound
 from holdfast_core.messages.schema import CoordinatorState, PruneReply
@@ -50,9 +49,6 @@ class PodCalls:
     is_reported: bool = False
     """Whether `view` has the round and its content from the coordinator's state. The sidecar itself has not
     answered this process with them yet."""
-    renewed_at: datetime | None = None
-    """When it last accepted a new leaf of this operator process (UTC)."""
-    renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
     round_received: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the sidecar may have received a ROUND that makes it the coordinator."""
     under_way: set[str] = field(default_factory=set)

@@ -63,14 +63,14 @@ class Sidecar:
     def __init__(self, resources: Resources) -> None:
         """Create all components. `start` begins to serve."""
         pod, tiers, metrics = resources.pod, resources.tiers, resources.metrics
-        contract, current, certificates = pod.contract, pod.current, resources.certificates
+        contract, current = pod.contract, pod.current
         background, dropped = resources.background, metrics.dropped_connection
         changed: Signal[[]] = Signal()
         telemetry = Telemetry(metrics, Failures(changed))
         peers = Peers(
-            contract, certificates.client, current, call_seconds=pod.settings.call_seconds
+            contract, resources.client_tls, current, call_seconds=pod.settings.call_seconds
         )
-        members = Members(peers, BulkPeers(tiers.node, certificates, peers, current))
+        members = Members(peers, BulkPeers(tiers.node, resources.client_tls, peers, current))
         connections = LocalConnections()
         saves = SaveJourney(pod, tiers, members, telemetry, background, changed)
         restores = RestoreJourney(pod, tiers, members, saves, metrics, changed)
@@ -98,7 +98,6 @@ class Sidecar:
             self._verifier,
             notices,
             Relaying(current, peers),
-            lambda message: tiers.pools.meta.run(certificates.renew, message),
         )
         self._control = Control(journeys, self._lifecycle, receivers)
 
@@ -106,7 +105,7 @@ class Sidecar:
         self._bulk = BulkServing(
             contract,
             tiers.node,
-            certificates,
+            resources.server_tls,
             current,
             background.take,
             expected=expected,
@@ -115,7 +114,7 @@ class Sidecar:
         self._control_server = ControlServer(
             self._control,
             contract.job_uid,
-            certificates.server,
+            resources.server_tls,
             expected=expected,
             dropped=dropped,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ from holdfast_core.messages.relay import Relay
 from holdfast_core.messages.schema import (
     Buffered,
     BufferNotice,
-    Certificate,
     CoordinatorState,
     CopyRequest,
     FinishCommit,
@@ -64,8 +62,6 @@ class Receivers:
     verifier: Verifier
     notices: RankNotices
     relaying: Relaying
-    renew: Callable[[Certificate], Awaitable[None]]
-    """Takes a new certificate of this pod."""
 
 
 class Control:
@@ -177,8 +173,6 @@ class Control:
                 self._journeys.saves.flow.request_upload(message)
             case Suspect():
                 receivers.verifier.suspect(message)
-            case Certificate():
-                await receivers.renew(message)
             case _:
                 raise RefusedError(
                     Refusal.BAD_REQUEST,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import ssl
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract, StoreConfig
 from holdfast_core.ids import RestartRound, TierName
+from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.store.directory import DirectoryObjectStore, directory_of
@@ -25,7 +27,6 @@ from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.wire.certificates import Certificates
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Resources:
     disk: DiskNodeTier
     """The node tier of `tiers`, with the record of the round, which only a disk has."""
     tiers: Tiers
-    certificates: Certificates
+    server_tls: ssl.SSLContext
+    client_tls: ssl.SSLContext
     background: BackgroundLimit
     metrics: Metrics
 
@@ -74,9 +76,12 @@ async def open_resources(
         settings.slots_dir, clock.monotonic, waited_for_copies=metrics.waited_for_copies
     )
     store = _open_store(settings, metrics, background, stack)
-    certificates = await pools.meta.run(Certificates, contract)
+    files = TlsFiles.in_directory(Path(contract.certs_dir))
+    server_tls = await pools.meta.run(server_context, files)
+    client_tls = await pools.meta.run(client_context, files)
     pod = Pod(settings, clock, CurrentRound(state))
-    return Resources(pod, disk, Tiers(disk, store, pools), certificates, background, metrics)
+    tiers = Tiers(disk, store, pools)
+    return Resources(pod, disk, tiers, server_tls, client_tls, background, metrics)
 
 
 def _first_state(settings: Settings, disk: DiskNodeTier) -> RoundState:

@@ -1,1 +1,1 @@
-"""Connections of the sidecar: its servers, its requests to other sidecars, and certificates."""
+"""Connections of the sidecar: its servers, and its requests to other sidecars."""

@@ -6,6 +6,7 @@ The calls of `BulkPeers` block: run them in a pool.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Container
 from dataclasses import replace
 
@@ -20,7 +21,6 @@ from holdfast_core.peer.shard import PeerShard
 from holdfast_core.shards.file import Trailer
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.rounds import RoundState, refuse_reader
-from holdfast_sidecar.wire.certificates import Certificates
 from holdfast_sidecar.wire.client import Peers, raise_refused
 from holdfast_sidecar.wire.closed import ClosedConnections
 from holdfast_sidecar.wire.server import caller_of
@@ -36,7 +36,7 @@ class BulkServing:
         self,
         contract: SidecarContract,
         node: NodeTier,
-        certificates: Certificates,
+        context: ssl.SSLContext,
         current: Callable[[], RoundState],
         throttle: Callable[[int], None],
         *,
@@ -48,7 +48,7 @@ class BulkServing:
         Args:
             contract: The contract of this pod.
             node: Has the shards.
-            certificates: The certificates of this pod.
+            context: TLS with the certificate of this pod.
             current: Returns the state of the round.
             throttle: Blocks until a background transfer may move so many more bytes.
             expected: As in `ControlServer`.
@@ -56,7 +56,7 @@ class BulkServing:
         """
         self._contract = contract
         self._node = node
-        self._certificates = certificates
+        self._context = context
         self._current = current
         self._throttle = throttle
         self._expected = expected
@@ -68,7 +68,7 @@ class BulkServing:
         self._server = BulkServer(
             self,
             self._node,
-            self._certificates.server,
+            self._context,
             expected=self._expected,
             dropped=lambda reason: self._closed(reason, f"a bulk connection was closed: {reason}"),
         )
@@ -106,12 +106,12 @@ class BulkPeers:
     def __init__(
         self,
         node: NodeTier,
-        certificates: Certificates,
+        context: ssl.SSLContext,
         peers: Peers,
         current: Callable[[], RoundState],
     ) -> None:
         self._node = node
-        self._certificates = certificates
+        self._context = context
         self._peers = peers
         self._current = current
 
@@ -164,7 +164,7 @@ class BulkPeers:
             endpoint.host,
             endpoint.bulk_port,
             self._peers.server_name(member),
-            self._certificates.client,
+            self._context,
             replace(options, plain=plain_copies(self._current())),
         )
 
