@@ -71,16 +71,17 @@ def sent_factor(known: TrainingJobStatus) -> float:
 def test_each_hang_at_the_same_step_doubles_the_limits_and_says_what_to_announce() -> None:
     first = after_hang(gang(44))
     assert first.hangs == HangsStatus(step=44, restarts=1)
-    is_true, text = condition(first)
-    assert is_true
-    assert "evaluate (train.py:9)" in text
-    assert '`with checkpointer.paused("an evaluation"):`' in text
-    assert "failurePolicy.hangs.seconds" in text
+    assert first.condition("HangsRepeat") is None, "nothing has repeated yet"
     assert sent_factor(first) == 2.0
 
     second = after_hang(gang(44, first.hangs))
     assert second.hangs == HangsStatus(step=44, restarts=2)
-    assert "in 2 rounds in a row" in condition(second)[1]
+    is_true, text = condition(second)
+    assert is_true
+    assert "in 2 rounds in a row" in text
+    assert "evaluate (train.py:9)" in text
+    assert '`with checkpointer.paused("an evaluation"):`' in text
+    assert "failurePolicy.hangs.seconds" in text
     assert sent_factor(second) == 4.0
 
 
@@ -92,6 +93,7 @@ def test_a_hang_before_the_step_of_the_last_one_counts_as_the_same() -> None:
 def test_a_hang_at_a_later_step_begins_the_count_again() -> None:
     found = after_hang(gang(60, HangsStatus(step=44, restarts=2)))
     assert found.hangs == HangsStatus(step=60, restarts=1)
+    assert condition(found) == (False, "a step followed step 44")
 
 
 def test_the_limits_are_as_before_when_the_gang_has_passed_the_step() -> None:

@@ -63,8 +63,8 @@ class JobCondition(StrEnum):
     READABLE = "Readable"
     """False while the operator cannot read the job or one of its pods; absent before that happens."""
     HANGS_REPEAT = "HangsRepeat"
-    """True after the gang was restarted because it hung, until it has passed the step; absent before that
-    happens. The message says how to announce a pause."""
+    """True after the gang was restarted several times because it hung at the same step, until it has passed
+    the step; absent before that happens. The message says how to announce a pause."""
     SPEC_APPLIED = "SpecApplied"
     """False while pods of the gang have an earlier value of a field, or no pod can be created from the
     template; absent before that happens."""

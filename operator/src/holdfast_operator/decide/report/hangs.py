@@ -7,6 +7,7 @@ restart doubles the limits, until the pause fits in or a user has announced it.
 from __future__ import annotations
 
 from holdfast_core.api import HangsStatus, JobCondition, TrainingJobStatus, changed
+from holdfast_core.ids import Step
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
@@ -24,6 +25,8 @@ def factor(status: TrainingJobStatus) -> float:
 def with_hang(status: TrainingJobStatus, world: World, cause: str, now: Now) -> TrainingJobStatus:
     """Return the status of a round that begins because the gang hangs.
 
+    The condition is true from the second hang at the same step on.
+
     Args:
         cause: Message of the hang.
     """
@@ -37,7 +40,11 @@ def with_hang(status: TrainingJobStatus, world: World, cause: str, now: Now) -> 
         if known is not None and again
         else HangsStatus(step=step, restarts=1)
     )
+    if known is not None and not again:
+        status = _passed(status, known.step, world, now)
     status = changed(status, hangs=hangs)
+    if not again:
+        return status
     text = (
         f"no step followed step {hangs.step} in {hangs.restarts} rounds in a row: "
         f"{cause[:_MAX_CAUSE_CHARACTERS]}. Until a step follows, the limits are {factor(status):.0f} times "
@@ -56,8 +63,12 @@ def with_passed_hangs(status: TrainingJobStatus, world: World, now: Now) -> Trai
     hangs = status.hangs
     if hangs is None or status.step is None or status.step <= hangs.step:
         return status
-    text = f"a step followed step {hangs.step}"
-    generation = world.observed.job.generation
-    return changed(status, hangs=None).with_condition(
-        JobCondition.HANGS_REPEAT, False, Reason.RECOVERED, text, now.utc, generation
-    )
+    return _passed(changed(status, hangs=None), hangs.step, world, now)
+
+
+def _passed(status: TrainingJobStatus, step: Step, world: World, now: Now) -> TrainingJobStatus:
+    kind, generation = JobCondition.HANGS_REPEAT, world.observed.job.generation
+    if not status.is_true(kind):
+        return status
+    text = f"a step followed step {step}"
+    return status.with_condition(kind, False, Reason.RECOVERED, text, now.utc, generation)
