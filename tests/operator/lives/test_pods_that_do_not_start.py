@@ -59,7 +59,10 @@ def test_it_is_created_again_on_another_node_in_the_same_round() -> None:
     assert life.status.is_true("Running")
     assert life.status.restart_round == 0
     assert not stuck_pods(life)
-    assert "PodNotStarted" in {e.reason for e in life.operator.events}
+    [text] = [e.message for e in life.operator.events if e.reason == "PodNotStarted"]
+    assert f"for more than {TIME_OUT} s" in text
+    assert "avoid node-1" in text
+    assert "30 s" not in text
 
 
 def test_a_recovery_does_not_wait_for_ever_either() -> None:

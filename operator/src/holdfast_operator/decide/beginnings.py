@@ -35,6 +35,7 @@ from holdfast_operator.model.actions import (
 )
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_of
 
 GATHER_SECONDS = 30.0
 """Time for which a gang that found a node waits for nodes for its other missing workers. Each growth costs a
@@ -186,8 +187,12 @@ def replace_late_pods(world: World, memory: JobMemory, now: Now) -> Decision | N
     status = scheduling.with_late_nodes(world, memory, now)
     if status is world.status:
         return None
-    text = scheduling.describe_late(world, memory, now) or ""
-    event = EmitEvent(EventKind.WARNING, Reason.POD_NOT_STARTED, f"{text}; it is created again")
+    limit = world.observed.job.spec.start_timeout_seconds
+    known = {f.node for f in world.status.node_failures if f.by_rule}
+    avoided = [f.node for f in status.node_failures if f.by_rule and f.node not in known]
+    text = scheduling.describe_late(world, memory, now, limit) or ""
+    text += f". These pods are created again, and new pods avoid {first_of(avoided)}"
+    event = EmitEvent(EventKind.WARNING, Reason.POD_NOT_STARTED, text)
     return written(world, memory, now, status, [event], text)
 
 

@@ -135,15 +135,17 @@ def seconds_until_next_try(world: World, now: Now) -> float | None:
 # --------------------------------------------------------------------------- pods that do not start
 
 
-def describe_late(world: World, memory: JobMemory, now: Now) -> str | None:
-    """Return which pods have not started on their nodes for NAMED_AFTER_SECONDS, or None."""
-    late = _late(world, memory, now, NAMED_AFTER_SECONDS)
+def describe_late(
+    world: World, memory: JobMemory, now: Now, seconds: float = NAMED_AFTER_SECONDS
+) -> str | None:
+    """Return which pods have not started on their nodes for so many seconds, or None."""
+    late = _late(world, memory, now, seconds)
     if not late:
         return None
     named = first_of([f"{pod.name} on node {pod.node}" for _, pod in late])
     pod = late[0][1]
     waits = pod.waiting_reason or "ContainerCreating"
-    text = f"pods have not started for more than {NAMED_AFTER_SECONDS:.0f} s: {named}. {waits}"
+    text = f"pods have not started for more than {seconds:.0f} s: {named}. {waits}"
     if pod.waiting_message:
         text += f": {pod.waiting_message}"
     if ("PodReadyToStartContainers", "False") in pod.conditions:
