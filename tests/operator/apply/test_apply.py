@@ -62,7 +62,7 @@ RECORD = CreateCheckpointObject(
 class Recorder:
     """Effects that record the calls and raise the errors that a test sets."""
 
-    errors: dict[str, HoldfastError] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
     present: set[str] = field(default_factory=set)
     pruned: tuple[RestorePoint, ...] = ()
     calls: list[str] = field(default_factory=list)
@@ -131,6 +131,13 @@ def test_a_failed_action_does_not_stop_the_others() -> None:
     applied = run(effects, SEAL, POD, OBSOLETE, RECORD)
     assert [f.action for f in applied.failed] == [SEAL]
     assert {"create_pod", "delete_pod", "create_checkpoint"} <= set(effects.calls)
+
+
+def test_an_unexpected_exception_says_which_action_it_ended() -> None:
+    effects = Recorder(errors={"create_pod": TypeError("'str' object has no attribute 'get'")})
+    with pytest.raises(TypeError) as raised:
+        run(effects, POD)
+    assert raised.value.__notes__ == [f"action CreatePod {POD.name}"]
 
 
 @pytest.mark.parametrize(

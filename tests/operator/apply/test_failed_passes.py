@@ -94,3 +94,44 @@ async def test_a_condition_that_could_not_be_written_is_written_later() -> None:
     bed.api.refuse = {}
     await bed.fail(TypeError("x"))
     assert bed.reconciled is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (
+            ApiError(422, "Invalid", "PATCH /x: 422 Invalid: spec.a"),
+            "correct what its answer names",
+        ),
+        (
+            ApiError(403, "Forbidden", "POST /x: 403 Forbidden: quota"),
+            "correct what its answer names",
+        ),
+        (
+            ApiError(None, "Timeout", "GET /x failed: TimeoutError"),
+            "the job itself need not be changed",
+        ),
+        (ApiError(500, "", "GET /x: 500"), "the job itself need not be changed"),
+        (ApiError(429, "", "GET /x: 429"), "the job itself need not be changed"),
+        (UnavailableError("no answer"), "the job itself need not be changed"),
+        (TypeError("'str' object"), "report it with the operator's log"),
+    ],
+)
+async def test_only_a_refusal_by_the_api_server_is_answered_with_a_correction(
+    error: Exception, remedy: str
+) -> None:
+    bed = Bed()
+    for _ in range(3):
+        await bed.fail(error)
+    assert bed.reconciled is not None
+    text = bed.reconciled[1]
+    assert str(error) in text
+    assert text.endswith(remedy)
+
+
+async def test_an_exception_of_an_action_names_the_action_and_its_object() -> None:
+    bed, error = Bed(), TypeError("'str' object has no attribute 'get'")
+    error.add_note("action CreatePod job-l2msg4-0-r0")
+    await bed.fail(error)
+    assert bed.reconciled is not None
+    assert "(action CreatePod job-l2msg4-0-r0)" in bed.reconciled[1]

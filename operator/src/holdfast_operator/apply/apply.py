@@ -156,10 +156,14 @@ def _refused_create(applied: Applied) -> str:
     if not refused:
         return ""
     first, more = refused[0], len(refused) - 1
-    name = first.action.secret if isinstance(first.action, CreateCertificates) else ""
-    name = first.action.name if isinstance(first.action, CreateService | CreatePod) else name
     others = f" (and {more} more)" if more else ""
-    return f"{type(first.action).__name__} {name}{others} was refused: {first.error}"
+    return f"{_described(first.action)}{others} was refused: {first.error}"
+
+
+def _described(action: Action) -> str:
+    """Return the kind of the action, and the name of its object if it has one."""
+    names = (getattr(action, field, "") for field in ("name", "pod", "secret"))
+    return " ".join([type(action).__name__, *(n for n in names if n)][:2])
 
 
 def _refused_placeholder(applied: Applied) -> str:
@@ -262,6 +266,9 @@ class _Interpreter:
                 await call(action)
             except HoldfastError as error:
                 return ActionFailed(action, error)
+            except Exception as error:
+                error.add_note(f"action {_described(action)}")  # the error alone names no object
+                raise
         return None
 
     async def _one(self, action: Action) -> None:

@@ -13,6 +13,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.apply.raw_conditions import NewCondition, write_condition
 from holdfast_operator.base import logs
+from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.model.reasons import Reason
@@ -21,10 +22,8 @@ FAULTS_IN_A_ROW = 3
 """Passes in a row that end with the same HoldfastError before it is reported. Most are over by the next pass,
 such as a time-out of the API server. Any other exception is reported at once."""
 _MAX_CHARACTERS = 1024
-REMEDY = (
-    "The pass is repeated, and until it succeeds the operator does nothing for this job. Correct the field "
-    "that the text names; if it names none, report it with the operator's log"
-)
+_NO_REFUSALS = (401, 408, 409, 429)
+"""Status codes between 400 and 499 that say nothing about the contents of a request."""
 
 
 class FailedPasses:
@@ -55,13 +54,17 @@ class FailedPasses:
             await self._write(job, ConditionStatus.TRUE, Reason.PASS_SUCCEEDED, text)
 
     async def _failure(self, job: Gang, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS]
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        text = f"{type(error).__name__}: {error}{notes}"[:_MAX_CHARACTERS]
         known, count = self._failed.get(job.uid, ("", 0))
         count = count + 1 if known == text else 1
         self._failed[job.uid] = (text, count)
         if count != (FAULTS_IN_A_ROW if isinstance(error, HoldfastError) else 1):
             return
-        message = f"{text}. {REMEDY}"
+        message = (
+            f"{text}. The pass is repeated. Until it succeeds, the operator may do nothing for this job. "
+            f"{_remedy(error)}"
+        )
         await self._write(job, ConditionStatus.FALSE, Reason.PASS_FAILED, message)
         subject = Subject(API_VERSION, job.KIND, job.namespace, job.name, job.uid)
         await self._events.emit(subject, "Warning", Reason.PASS_FAILED, message)
@@ -81,3 +84,13 @@ class FailedPasses:
         except HoldfastError as error:
             self._failed.pop(job.uid, None)  # the next pass tries again
             logs.warning(f"condition {JobCondition.RECONCILED} of {job.name} not written: {error}")
+
+
+def _remedy(error: Exception) -> str:
+    """Return what a person can do. Only a refusal by the API server is reason to correct the job."""
+    if not isinstance(error, HoldfastError):
+        return "It is probably a defect of the operator: report it with the operator's log"
+    status = error.status if isinstance(error, ApiError) else None
+    if status is None or not 400 <= status < 500 or status in _NO_REFUSALS:
+        return "If it lasts, find out why the named call fails: the job itself need not be changed"
+    return "The API server refuses this request: correct what its answer names"
