@@ -323,8 +323,8 @@ class FailurePolicySpec(ApiModel):
             ge=1,
             le=20,
             description="Restarts from one checkpoint that fail before any rank has finished a step, "
-            "after which it is quarantined and an older one is restored. If no other checkpoint "
-            "is left, the job fails.",
+            "after which it is quarantined and an older one is restored. If there is no older one, "
+            "the gang tries again until maxRestarts is exceeded.",
             json_schema_extra=remedy("3 leaves room for two failures with other causes"),
         ),
     ] = 3
