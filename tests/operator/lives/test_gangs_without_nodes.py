@@ -138,7 +138,7 @@ def test_a_gang_that_alone_has_the_newest_step_keeps_its_pods() -> None:
     newest = life.newest()
     loses_a_pod_for_which_no_node_is_left(life)
     value, reason, message = unschedulable(life)
-    assert (value, reason) == ("True", Reason.PODS_KEPT)
+    assert (value, reason) == ("True", Reason.NODES_KEPT)
     assert f"keep their nodes, because step {newest} is committed on the nodes only" in message
     assert life.nothing_was_deleted()
     life.cluster.full_nodes = set()

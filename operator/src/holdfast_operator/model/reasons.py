@@ -196,8 +196,8 @@ class Reason(StrEnum):
     NOT_SCHEDULED = "NotScheduled"
     """The pods of the gang could not all be scheduled within scheduleTimeoutSeconds, so all of them were
     deleted. A new round creates them again after a back-off."""
-    PODS_KEPT = "PodsKept"
-    """The same, but the pods stay: a committed step would be lost with them."""
+    NODES_KEPT = "NodesKept"
+    """The same, but the pods stay on their nodes: a committed step would be lost with them."""
     SCHEDULED = "Scheduled"
     """All pods of the gang have nodes."""
 

@@ -44,7 +44,7 @@ def with_scheduling(
         lost = scheduling.lost_if_deleted(world)
     if lost is not None:
         text = f"{scheduling.describe(world)}. The other pods of the gang keep their nodes, because {lost}"
-        return status.with_condition(kind, True, Reason.PODS_KEPT, text, now.utc, job.generation)
+        return status.with_condition(kind, True, Reason.NODES_KEPT, text, now.utc, job.generation)
     placed = all(m.pod is not None and m.pod.node is not None for m in world.members)
     if not (placed and (status.scheduling is not None or status.is_true(kind))):
         return status
