@@ -20,9 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15220,
-    "operator": 13580,
-    "sidecar": 9910,
+    "core": 15230,
+    "operator": 13780,
+    "sidecar": 9930,
     "trainer_sdk": 17590,
     "cli": 650,
 }

@@ -27,6 +27,7 @@ from holdfast_core.api import (
     Condition,
     ConditionStatus,
     JobCondition,
+    LineageEntry,
     PersistedStep,
     RestorePointStatus,
     TrainingJobStatus,
@@ -39,6 +40,7 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import (
     BeginRound,
     CommitPersisted,
+    CreateCheckpointObject,
     CreatePod,
     Decision,
     DeleteJob,
@@ -46,7 +48,7 @@ from holdfast_operator.model.actions import (
     RequestStop,
     WriteStatus,
 )
-from holdfast_operator.model.job import Observed, PodPhase
+from holdfast_operator.model.job import JobMemory, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
 
 
@@ -286,6 +288,23 @@ def test_pods_after_the_end(kind: JobCondition, seconds: float, deleted: list[st
     assert [a.name for a in decision.actions if isinstance(a, DeletePod)] == deleted
 
 
+def test_pods_of_a_failed_job_do_not_stay_because_the_coordinator_is_being_deleted() -> None:
+    over = status(
+        0,
+        (0, 0),
+        conditions=(true(JobCondition.FAILED),),
+        completion_time=START,
+        restore_point=RestorePointStatus(),
+        coordinator=Worker(0),
+        lineage=(LineageEntry(round=RestartRound(0)),),
+    )
+    pods = (pod(0, terminating=True), pod(1))
+    observed = Observed(job=job(2, over), pods=pods, sidecars=(sidecar(pods[1], 0),))
+    decision = decide(observed, now(1.0))
+    assert [a.name for a in decision.actions if isinstance(a, DeletePod)] == [pods[1].name]
+    assert not any(w.is_true(JobCondition.PODS_KEPT) for w in writes(decision))
+
+
 @pytest.mark.parametrize(("seconds", "gone"), [(59.0, False), (60.0, True)])
 def test_ttl(seconds: float, gone: bool) -> None:
     over = status(0, (0, 0), conditions=(true(JobCondition.COMPLETE),), completion_time=START)
@@ -301,6 +320,25 @@ def test_deadline() -> None:
     failed = written.condition(JobCondition.FAILED)
     assert failed is not None
     assert failed.reason == Reason.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("refused", ["", "a quota refuses it"])
+def test_a_job_fails_after_its_newest_commit_is_recorded_or_cannot_be(refused: str) -> None:
+    """After the end the object is not created again, because a user may have deleted it."""
+    last = PersistedStep(step=Step(40), round=RestartRound(0), manifest=manifest_digest(40, 0))
+    late = status(0, (0, 0), start_time=START, last_persisted=last)
+    memory = JobMemory(round=RestartRound(0), round_seen_at=0.0, record_refused=refused)
+    observed = Observed(
+        job=job(2, late, store="main", active_deadline_seconds=100), store=store(), memory=memory
+    )
+    decision = decide(observed, now(100.0))
+    assert any(isinstance(a, CreateCheckpointObject) for a in decision.actions)
+    assert [w.is_true(JobCondition.FAILED) for w in writes(decision)] == ([True] if refused else [])
+    recorded = replace(observed, checkpoints=(checkpoint(40, 0),))
+    [failed] = writes(decide(recorded, now(100.0)))
+    over = replace(observed, job=changed(observed.job, status=failed))
+    creates = [a for a in decide(over, now(101.0)).actions if isinstance(a, CreateCheckpointObject)]
+    assert bool(creates) == bool(refused)
 
 
 def test_a_job_that_is_being_deleted_is_left_alone() -> None:

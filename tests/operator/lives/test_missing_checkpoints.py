@@ -141,6 +141,32 @@ def test_pods_with_the_only_copies_are_not_deleted_for_a_checkpoint_that_is_miss
     assert not life.status.is_true("Suspended")
 
 
+@pytest.mark.parametrize("trained", [True, False], ids=["while it trains", "while it waits"])
+def test_pods_of_a_failed_job_go_when_the_bucket_is_filled_again(trained: bool) -> None:
+    life = stored_life()
+    life.cluster.gang.run.interval = 1_000_000  # type: ignore[union-attr]
+    life.run(20)
+    assert persisted(life) == life.cluster.newest_commit()
+    life.cluster.gang.run.persist_every = None  # type: ignore[union-attr]
+    had = empty_the_bucket(life)
+    if trained:
+        life.run(20, until=lambda s: s.is_true(MISSING))
+        life.change_spec(failurePolicy={"maxRestarts": 0})
+        life.rank_dies()
+    else:
+        lose_all_pods(life)
+        life.change_spec(activeDeadlineSeconds=600)
+    life.run(900, until=lambda s: s.is_true("Failed"))
+    assert conditions(life)["Failed"] == "True"
+    life.run(600)
+    assert conditions(life)[MISSING] == "True"
+    assert len(life.cluster.pods) == 4
+    life.cluster.store.checkpoints.update(had)
+    life.run(120)
+    assert conditions(life)[MISSING] == "False"
+    assert not [p for p in life.cluster.pods.values() if p.view.alive]
+
+
 def test_a_store_that_is_away_during_the_restore_spends_no_restarts() -> None:
     life = stored_life()
     life.cluster.store.away = True

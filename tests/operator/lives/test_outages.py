@@ -6,6 +6,7 @@ import pytest
 from tests.support.operator.life import Life
 
 from holdfast_core.ids import CheckpointId
+from holdfast_operator.model.reasons import Reason
 
 
 def trained_life(*, store: bool = True, every: int = 1000, copies: int = 1) -> Life:
@@ -147,3 +148,166 @@ def test_a_job_that_fails_without_a_commit_deletes_its_pods() -> None:
     life.run(60)
     assert conditions(life)["Failed"] == "True"
     assert not life.cluster.pods
+
+
+def kept(life: Life) -> tuple[str, str, str]:
+    """Return value, reason and message of condition PodsKept."""
+    found = life.status.condition("PodsKept")
+    assert found is not None
+    return found.status, found.reason, found.message
+
+
+def fail_while_the_store_is_away(life: Life) -> CheckpointId:
+    life.cluster.store.away = True
+    newest = fail(life)
+    life.run(30)
+    assert kept(life)[:2] == ("True", Reason.NOT_PERSISTED)
+    assert "requests its upload" in kept(life)[2]
+    return newest
+
+
+@pytest.mark.parametrize("worker", [0, 2], ids=["coordinator", "another member"])
+def test_pods_go_if_the_newest_step_is_stored_although_a_member_is_gone(worker: int) -> None:
+    life = Life(store=True, every=5)
+    life.change_spec(failurePolicy={"maxRestarts": 0})
+    life.run(60, until=lambda s: s.last_committed_step == 25)
+    life.run_until_committed(is_stored=True)
+    life.run(30, until=lambda s: s.last_persisted is not None and s.last_persisted.step >= 25)
+    life.rank_dies()
+    life.run(30, until=lambda s: s.is_true("Failed"))
+    life.cluster.lose_pod(life.pod(worker))
+    life.restart()
+    life.run(60)
+    assert conditions(life)["Failed"] == "True"
+    assert not life.cluster.pods
+    assert conditions(life).get("PodsKept") != "True"
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["one operator", "a new operator"])
+@pytest.mark.parametrize("worker", [0, 2], ids=["coordinator", "another member"])
+def test_a_step_that_can_not_be_uploaded_any_more_is_kept_and_the_status_says_why(
+    worker: int, restarts: bool
+) -> None:
+    life = failing_life(store=True)
+    life.run(2)  # until the copies are there
+    newest = fail_while_the_store_is_away(life)
+    gone = life.pod(worker)
+    life.cluster.lose_pod(gone)
+    if restarts:
+        life.restart()
+    life.cluster.store.away = False
+    life.run(600)
+    assert newest not in life.cluster.store.checkpoints
+    assert life.cluster.newest_commit() == newest, "the copies of the others are there"
+    value, reason, message = kept(life)
+    assert (value, reason) == ("True", Reason.CANNOT_PERSIST)
+    assert f"step {newest.step}" in message
+    assert gone in message
+    assert "requests" not in message
+    others = [life.pod(w) for w in range(4) if w != worker]
+    assert all(name in message for name in others), "a person needs their names to copy the files"
+    assert all(str(life.cluster.pods[name].view.node) in message for name in others)
+    assert "delete the job" in message
+    assert [e.message for e in life.operator.events if e.reason == Reason.CANNOT_PERSIST] == [
+        message
+    ]
+
+
+def test_a_person_who_deletes_the_pods_gives_the_step_up() -> None:
+    life = failing_life(store=True)
+    fail_while_the_store_is_away(life)
+    for name in list(life.cluster.pods):
+        life.cluster.lose_pod(name)
+    life.run(30)
+    assert kept(life)[:2] == ("False", Reason.PODS_GONE)
+    assert "in the object store" not in kept(life)[2]
+    life.run(120)
+    jobs = {k for k in life.cluster.api.objects if k[0] == "trainingjobs"}
+    assert not jobs, "the job is deleted after its TTL"
+
+
+def test_a_failure_with_a_lost_pod_keeps_the_copies_that_the_other_pods_have() -> None:
+    life = failing_life(store=True)
+    life.change_spec(
+        failurePolicy={"rules": [{"onReasons": ["PodLost"], "action": "FailJob"}]},
+    )
+    life.run(2)  # until the copies are there
+    newest = life.cluster.newest_commit()
+    assert newest is not None
+    lost = life.cluster.pods[life.pod(2)]
+    life.cluster.delete_pod(lost.view.name, lost.view.uid, force=True)
+    life.run(600)
+    assert conditions(life)["Failed"] == "True"
+    assert life.cluster.newest_commit() == newest
+    assert kept(life)[:2] == ("True", Reason.CANNOT_PERSIST)
+
+
+def test_a_failed_job_whose_round_has_no_restore_point_says_that_nothing_is_uploaded() -> None:
+    """A round without a restore point has no coordinator, which could request the uploads."""
+    life = trained_life()
+    life.run(2)  # until the copies are there
+    newest = life.cluster.newest_commit()
+    assert newest is not None
+    life.cluster.full_nodes = set(life.cluster.nodes)
+    life.cluster.lose_pod(life.pod(2))
+    life.change_spec(activeDeadlineSeconds=120, scheduleTimeoutSeconds=0)
+    life.run(20, until=lambda s: s.restart_round == 1)
+    life.silence()
+    life.run(300)
+    assert conditions(life)["Failed"] == "True"
+    life.end_silence()
+    life.run(60)
+    assert life.cluster.newest_commit() == newest
+    assert kept(life)[:2] == ("True", Reason.CANNOT_PERSIST)
+
+
+def test_another_member_coordinates_the_upload_if_the_coordinator_is_silent() -> None:
+    life = failing_life(store=True)
+    newest = fail_while_the_store_is_away(life)
+    life.silence(0)
+    life.cluster.store.away = False
+    life.run(120)
+    assert newest in life.cluster.store.checkpoints
+    assert not life.cluster.pods
+
+
+def test_a_coordinator_whose_sidecar_restarts_after_the_end_persists_the_step() -> None:
+    life = failing_life(store=True)
+    newest = fail_while_the_store_is_away(life)
+    for worker in range(4):
+        life.cluster.restart_sidecar(life.pod(worker))
+    life.cluster.gang.run.is_over = False  # type: ignore[union-attr]
+    life.cluster.store.away = False
+    life.run(120)
+    assert newest in life.cluster.store.checkpoints
+    assert not life.cluster.pods
+
+
+def test_pods_whose_sidecars_are_silent_stay_and_the_status_names_the_coordinator() -> None:
+    life = failing_life(store=True)
+    life.cluster.store.away = True
+    newest = fail(life)
+    life.silence()
+    life.run(600)
+    assert life.cluster.newest_commit() == newest
+    value, reason, message = kept(life)
+    assert (value, reason) == ("True", Reason.WAITING_FOR_HOLDERS)
+    assert life.pod(0) in message
+    assert "requests" not in message
+    life.end_silence()
+    life.cluster.store.away = False
+    life.run(120)
+    assert newest in life.cluster.store.checkpoints
+    assert not life.cluster.pods
+
+
+def test_a_checkpoint_object_that_a_user_deletes_after_the_end_is_not_created_again() -> None:
+    life = failing_life(store=True)
+    life.change_spec(ttlSecondsAfterFinished=None)
+    newest = fail(life)
+    life.run(120)
+    assert newest.step in {c.spec.step for c in life.cluster.checkpoints.values()}
+    for name in list(life.cluster.checkpoints):
+        life.cluster.api.remove("checkpoints", "team-a", name)
+    life.run(120)
+    assert life.cluster.checkpoints == {}

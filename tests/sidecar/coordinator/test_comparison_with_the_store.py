@@ -93,8 +93,10 @@ async def test_the_failure_ends_when_the_checkpoint_is_there_again() -> None:
         [stored] = world.objects.objects
         await world.compared_again()
         assert world.reasons == []
+        assert world.uploads.is_stored is True
         world.objects.delete([stored])
         await world.compared_again()
+        assert world.uploads.is_stored is False
         assert world.reasons == [(TierName.OBJECT, "CheckpointMissing")]
 
 
@@ -113,3 +115,4 @@ async def test_a_store_that_is_away_does_not_count_as_empty() -> None:
         world.objects.size = away  # type: ignore[method-assign]
         await world.compared_again()
         assert world.reasons == [(TierName.OBJECT, "StoreUnavailable")]
+        assert world.uploads.is_stored is False, "the newest comparison that succeeded counts"

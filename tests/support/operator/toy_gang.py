@@ -26,11 +26,13 @@ from holdfast_core.ids import (
     is_spare,
 )
 from holdfast_core.messages.schema import (
+    CHECKPOINT_MISSING,
     CoordinatorState,
     DeadRank,
     Failure,
     FinishCommit,
     ListedShard,
+    RestoredFrom,
     RestorePoint,
     Round,
 )
@@ -162,6 +164,8 @@ class ToyRun:
     """Whether a place that may have what `cannot_restore` lacks did not answer."""
     persisted: RestorePoint | None = None
     """The newest persisted checkpoint as ROUND has named it."""
+    newest_is_stored: bool | None = None
+    """Whether the store has the newest persisted checkpoint, as far as it answers."""
     version: int = 1
     restored: CheckpointId | None = None
     """The restore point of the round."""
@@ -177,9 +181,11 @@ class ToyRun:
         steps = [self.step] * world_size if self.started else []
         persisted = self._point(Level.PERSISTED) or self.persisted
         failures: tuple[Failure, ...] = ()
-        if persisted is not None and store.lacks(persisted):
+        if persisted is not None and not store.away:
+            self.newest_is_stored = not store.lacks(persisted)
+        if persisted is not None and self.newest_is_stored is False:
             text = f"step {persisted.step} is persisted by the status, and the store has no manifest of it"
-            failures = (Failure(persisted.step, TierName.OBJECT, "CheckpointMissing", text),)
+            failures = (Failure(persisted.step, TierName.OBJECT, CHECKPOINT_MISSING, text),)
         return CoordinatorState(
             version=self.version,
             round=self.round,
@@ -192,6 +198,8 @@ class ToyRun:
             cannot_restore=self.cannot_restore,
             restore_may_succeed=self.restore_may_succeed,
             failures=failures,
+            newest_is_stored=self.newest_is_stored,
+            restored_from=RestoredFrom() if self.is_over and self.started else None,
             finished=self.finished,
         )
 

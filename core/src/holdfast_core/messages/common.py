@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from holdfast_core.ids import (
     CheckpointId,
@@ -234,6 +235,10 @@ class ShardInfo:
     """BLAKE3 of the payload."""
     chunk_table: Digest
     """BLAKE3 of the shard's chunk table."""
+
+
+CHECKPOINT_MISSING: Final = "CheckpointMissing"
+"""Reason of the failure that the object store does not have the newest persisted checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,6 +282,9 @@ class CoordinatorState:
     last_replicated: RestorePoint | None = None
     last_persisted: RestorePoint | None = None
     last_persisted_bytes: Natural = 0
+    newest_is_stored: bool | None = None
+    """Whether the object store has `last_persisted`, by the newest comparison that succeeded. None: this
+    coordinator has not compared them yet."""
     dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
     progress: GangProgress | None = None
     """None before a rank has finished a step of this round."""

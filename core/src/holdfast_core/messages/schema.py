@@ -10,6 +10,7 @@ the messages of one journey. All other code imports them from here.
 from __future__ import annotations
 
 from holdfast_core.messages.common import (
+    CHECKPOINT_MISSING,
     Failure,
     Interval,
     MemoryUse,

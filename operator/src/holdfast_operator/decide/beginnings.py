@@ -9,6 +9,7 @@ from holdfast_operator.decide import (
     acceptance,
     checkpoints,
     gang,
+    kept_pods,
     lifecycle,
     new_rounds,
     releases,
@@ -17,10 +18,17 @@ from holdfast_operator.decide import (
 from holdfast_operator.decide.facts import failure, resize, scheduling, times
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import recovery
-from holdfast_operator.decide.report.status import Note, set_condition
+from holdfast_operator.decide.report.status import (
+    Note,
+    after_write,
+    must_write,
+    refresh_kept,
+    set_condition,
+)
 from holdfast_operator.decide.writes import (
     WAITING_SECONDS,
     begin_round,
+    renamed,
     with_status,
     with_status_write,
     written,
@@ -43,28 +51,48 @@ save and a restart."""
 
 
 def over(world: World, memory: JobMemory, now: Now) -> Decision:
-    job, state = world.observed.job, world.coordinator
-    commit = checkpoints.committable(world)
-    if (
-        commit is not None
-    ):  # the last step of a job that has failed, whose pods stay until it is recorded
-        status = changed(job.status, last_persisted=commit)
+    """Return the decision about a job that has completed or failed.
+
+    A commit gets its Checkpoint object before the status records it. So an object that a user deletes after
+    the end is not created again. The create is repeated only while it fails.
+    """
+    job, status = world.observed.job, world.status
+    commit = checkpoints.pending_commit(world)
+    if commit is not None:
+        record = checkpoints.record_of(world, commit, now)
+        if record and not memory.record_refused:
+            return Decision(tuple(record), 0.0, "the last commit is recorded", memory)
+        status = changed(status, last_persisted=commit)
         text = f"step {commit.step} of round {commit.round} is persisted"
         event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)
         write = CommitPersisted(job.resource_version, status)
-        return Decision((write, event), 0.0, text, memory)
-    status = lifecycle.with_pods_kept(job.status, world, now)
-    writes = [WriteStatus(job.resource_version, status)] if status != job.status else []
-    actions = [
-        *writes,
-        *checkpoints.records(world, now),
-        *(checkpoints.expire_requests(world, now) or checkpoints.quarantine_marks(world, now)),
-        *releases.release_all(world, "the job is over"),
-        *lifecycle.after_the_end(world, now),
-    ]
+        return Decision((write, *record, event), 0.0, text, memory)
+    if status.is_true(JobCondition.PODS_KEPT):
+        status = renamed(world, now, refresh_kept(world, now, status))
+    present = World(with_status(world, status))
+    kept = kept_pods.after_the_end(present)
+    status = kept_pods.with_condition(status, present, kept, now)
+    actions: list[Action] = []
+    if must_write(job.status, status, memory, now, world.observed.routine_seconds):
+        actions.append(WriteStatus(job.resource_version, status))
+        memory = after_write(memory, world, now)
+    if memory.record_refused:
+        actions.extend(checkpoints.records(world, now))
+    actions.extend(
+        checkpoints.expire_requests(world, now) or checkpoints.quarantine_marks(world, now)
+    )
+    actions.extend(releases.release_all(world, "the job is over"))
+    actions.extend(lifecycle.after_the_end(world, now, kept=kept is not None))
+    if kept is not None:
+        actions.extend(gang.seals(world))  # the members of an unsealed round answer only after it
+    if kept_pods.is_requested(kept) and status.restore_point is not None:
+        # A sidecar whose container restarts after the end needs ROUND again.
+        plan = gang.round_actions(present, memory, now)
+        actions.extend((*plan.actions, *lifecycle.request_stop(present, job_is_over=True)))
+        memory = plan.memory
     # Launchers leave when the version is acknowledged, and their pods end.
-    kept = lifecycle.lost_by_the_end(world) is not None
-    acted = None if state is None or kept else state.version
+    state = world.coordinator
+    acted = None if state is None or kept is not None else state.version
     return Decision(tuple(actions), WAITING_SECONDS, "the job is over", memory, acted)
 
 

@@ -3,6 +3,7 @@
 1. The commit in the object tier is status.lastPersisted of the job. It moves to the next step only when the
    Checkpoint object of the previous one exists (committable).
 2. A Checkpoint object records a commit. It is created after the commit, and created again if it is missing.
+   After the end of the job it is created before the commit, and only once.
 3. A request to save is a Checkpoint without a step. It is sent to the coordinator, and becomes the record of
    the first commit above the steps that were finished when it was sent. Requests between which no step was
    finished share one save. At most MAX_OPEN_REQUESTS of a job are open, and further ones expire.
@@ -136,13 +137,16 @@ def records(world: World, now: Now) -> list[Action]:
 
 def _projection(world: World, now: Now, requests: list[Action]) -> list[Action]:
     last = world.status.last_persisted
-    if last is None or has_object(world, last.id):
-        return []
-    becomes = any(
+    becomes = last is not None and any(
         isinstance(a, UpdateCheckpoint) and (a.step, a.status.round) == (last.step, last.round)
         for a in requests
     )
-    if becomes:
+    return [] if last is None or becomes else record_of(world, last, now)
+
+
+def record_of(world: World, last: PersistedStep, now: Now) -> list[Action]:
+    """Return the create of the Checkpoint object that records this commit, if it is missing."""
+    if has_object(world, last.id):
         return []
     job = world.observed.job
     name = checkpoint_name(job.name, job.uid, last.id)

@@ -81,13 +81,20 @@ def member_actions(world: World) -> list[Action]:
         )
     actions.extend(_leaves(world, births))
     actions.extend(births)
+    actions.extend(seals(world))
+    actions.extend(delete_obsolete(world))
+    actions.extend(make_room(world))
+    return actions
+
+
+def seals(world: World) -> list[Action]:
+    """Return the seals of the members that are not sealed for the round."""
+    actions: list[Action] = []
     for member in world.members:
         pod = member.pod
         if pod is None or pod.ip is None or not member.alive or member.sealed_for(world.round):
             continue
         actions.append(SealWorker(member.worker, pod.name, pod.uid, pod.ip, world.round))
-    actions.extend(delete_obsolete(world))
-    actions.extend(make_room(world))
     return actions
 
 

@@ -150,41 +150,17 @@ def everything_recorded(world: World) -> bool:
     return pending_commit(world) is None and (last is None or has_object(world, last.id))
 
 
-def lost_by_the_end(world: World) -> str | None:
-    """Describe the committed work that would be lost with the pods of a job that has failed, or return None.
-
-    The job is ended by the operator, not by a person, so its pods stay until the step is in the store.
-    """
-    return readable.lost_with_all_pods(world) if world.status.is_true(JobCondition.FAILED) else None
-
-
-def with_pods_kept(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
-    """Return the status of a job that is over with condition PodsKept, if its pods stay or have stayed."""
-    kind, generation = JobCondition.PODS_KEPT, world.observed.job.generation
-    lost = lost_by_the_end(world)
-    if lost is None:
-        if not status.is_true(kind):
-            return status
-        text = "no committed step would be lost with the pods any more, so they are deleted"
-        note = Note(Reason.LAST_STEP_PERSISTED, text)
-        return set_condition(status, kind, False, note, now, generation)
-    until = "until it is uploaded, which has been requested, or until"
-    if world.observed.job.spec.store is None:
-        until = "until"
-    text = f"{lost}. The pods stay with it {until} a person deletes this job"
-    return set_condition(status, kind, True, Note(Reason.NOT_PERSISTED, text), now, generation)
-
-
-def after_the_end(world: World, now: Now) -> list[Action]:
+def after_the_end(world: World, now: Now, *, kept: bool) -> list[Action]:
     """Return deletes of the pods that a job does not need after its end, and of the job after its TTL.
 
     Pods of members that have ended stay for their logs. Pods that still run are deleted immediately after a
     failure, and after EXIT_GRACE if the job is complete. Pods on lost nodes, and pods that are not members,
-    are deleted immediately. While a committed step would be lost with them, the pods of the members stay, and
-    so does the job: the coordinator is requested to persist the step.
+    are deleted immediately.
+
+    Args:
+        kept: Whether the pods of the members stay (kept_pods.py), and with them the job.
     """
     status = world.status
-    kept = lost_by_the_end(world) is not None
     ended = status.completion_time or now.utc
     failed_ = status.is_true(JobCondition.FAILED)
     overdue = failed_ or now.elapsed_seconds(ended) >= EXIT_GRACE.total_seconds()
@@ -200,11 +176,8 @@ def after_the_end(world: World, now: Now) -> list[Action]:
         unwanted = pod.uid not in members or (running and overdue) or lost
         if unwanted and (lost or not pod.terminating):
             actions.append(DeletePod(pod.name, pod.uid, force=lost))
-    if kept:
-        actions.extend(request_stop(world, job_is_over=True))
-        return actions
     ttl_seconds = world.observed.job.spec.ttl_seconds_after_finished
-    if ttl_seconds is not None and now.elapsed_seconds(ended) >= ttl_seconds:
+    if not kept and ttl_seconds is not None and now.elapsed_seconds(ended) >= ttl_seconds:
         actions.append(DeleteJob(world.observed.job.uid))
     return actions
 

@@ -13,7 +13,7 @@ from holdfast_core.api import (
 from holdfast_core.api import (
     with_status as job_with_status,
 )
-from holdfast_operator.decide import gang, lifecycle, releases
+from holdfast_operator.decide import checkpoints, gang, kept_pods, lifecycle, releases
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.silence import with_silence
@@ -65,10 +65,10 @@ def with_status_write(
     status = with_silence(status, world, now)
     reason = note.message if note is not None else f"round {world.round} runs"
     if must_write(job.status, status, memory, now, world.observed.routine_seconds):
-        actions = [WriteStatus(job.resource_version, _renamed(world, now, status)), *actions]
+        actions = [WriteStatus(job.resource_version, renamed(world, now, status)), *actions]
         memory = after_write(memory, world, now)
-    elif _renamed(world, now, status).coordinator != job.status.coordinator:
-        actions = [WriteStatus(job.resource_version, _renamed(world, now, status)), *actions]
+    elif renamed(world, now, status).coordinator != job.status.coordinator:
+        actions = [WriteStatus(job.resource_version, renamed(world, now, status)), *actions]
     return Decision(tuple(actions), requeue_seconds, reason, memory, _acted(world))
 
 
@@ -129,9 +129,17 @@ def begin_round(
 
 
 def fail_job(world: World, memory: JobMemory, now: Now, note: Note) -> Decision:
+    """Return the decision that ends the job as failed, and says whether its pods stay.
+
+    The Checkpoint object of the newest commit is created before, because it is not created after the end.
+    """
+    records = checkpoints.records(world, now)
+    if records and not memory.record_refused:
+        return Decision(tuple(records), 0.0, "the newest commit is recorded", memory)
     event = EmitEvent(EventKind.WARNING, note.reason, note.message)
     status = recovery.interrupted(lifecycle.failed(world, now, note), memory)
-    return written(world, memory, now, status, [event], note.message)
+    status = kept_pods.with_condition(status, world, kept_pods.why(world), now)
+    return written(world, memory, now, status, [*records, event], note.message)
 
 
 def _stamped(
@@ -159,7 +167,7 @@ def _with_suspend_note(world: World, now: Now, status: TrainingJobStatus) -> Tra
     return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
 
 
-def _renamed(world: World, now: Now, status: TrainingJobStatus) -> TrainingJobStatus:
+def renamed(world: World, now: Now, status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status with another coordinator if the present one does not answer."""
     other = gang.renamed_coordinator(world, now)
     return status if other is None else changed(status, coordinator=other)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from holdfast_core.messages.schema import CHECKPOINT_MISSING as _MISSING
+
 
 class Reason(StrEnum):
     # --- Accepted
@@ -59,9 +61,10 @@ class Reason(StrEnum):
     """The gang finished no step for failurePolicy.hangs. Also the reason of HangsRepeat."""
     RESTORE_FAILED = "RestoreFailed"
     """A worker could not fetch its shards of the restore point."""
-    CHECKPOINT_MISSING = "CheckpointMissing"
+    CHECKPOINT_MISSING = _MISSING
     """No place has a good copy of a checkpoint that the status names. Also the reason of the condition
-    CheckpointMissing, and of Running=False while the gang waits for this checkpoint."""
+    CheckpointMissing, of Running=False while the gang waits for this checkpoint, and of PodsKept while a
+    failed job waits for it."""
     CHECKPOINTS_FOUND = "CheckpointsFound"
     """The checkpoints that the status names are where they should be."""
     SIDECAR_UNREACHABLE = "SidecarUnreachable"
@@ -131,10 +134,15 @@ class Reason(StrEnum):
     """A suspension would lose every checkpoint: the job has no store, so its pods hold all copies. A resize
     needs the store as well."""
     NOT_PERSISTED = "NotPersisted"
-    """A suspension or a resize would lose a step that is not in the store, or the newest upload is not
-    recorded yet."""
+    """A suspension, a resize or the end of a failed job would lose a step that is not in the store, or the
+    newest upload is not recorded yet."""
     LAST_STEP_PERSISTED = "LastStepPersisted"
-    """The newest committed step of a job that is over is in the object store, so its pods are deleted."""
+    """The newest committed step of a job that has failed is in the object store, so its pods are deleted."""
+    CANNOT_PERSIST = "CannotPersist"
+    """The newest committed step of a job that has failed can no longer be uploaded, for example because a pod
+    with its shards is gone. The message says what a person can do."""
+    PODS_GONE = "PodsGone"
+    """All pods of a failed job are gone before its newest committed step was in the object store."""
     NOT_SUSPENDED = "NotSuspended"
     COMPLETED = "Completed"
     """Every rank returned 0, and every commit in the store is recorded."""

@@ -407,6 +407,7 @@ class Coordinator:
             last_replicated=_point(self._ledger.newest(Level.REPLICATED)),
             last_persisted=self._uploads.last,
             last_persisted_bytes=self._uploads.last_bytes,
+            newest_is_stored=self._uploads.is_stored,
             dead=gathered.dead,
             progress=gathered.progress,
             failures=self._all_failures(),

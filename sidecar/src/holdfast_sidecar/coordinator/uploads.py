@@ -18,7 +18,13 @@ from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import AlreadyExistsError
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import CheckpointId, Step, TierName
-from holdfast_core.messages.schema import PersistRequest, Reference, RestorePoint, Round
+from holdfast_core.messages.schema import (
+    CHECKPOINT_MISSING,
+    PersistRequest,
+    Reference,
+    RestorePoint,
+    Round,
+)
 from holdfast_core.store.commit import commit, references_beside
 from holdfast_core.store.stored_as import merged
 from holdfast_core.store.tier import ObjectTier
@@ -30,8 +36,6 @@ from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.wire.versioned import Versioned
 
-CHECKPOINT_MISSING = "CheckpointMissing"
-"""Reason of the failure that the store does not have the newest persisted step. The operator knows it."""
 COMPARE_SECONDS = 60.0
 """Interval in which the newest persisted step is compared with the store: one request without a body."""
 _NEWEST = "newest checkpoint in the store"
@@ -76,8 +80,8 @@ class Uploads:
         self.last = message.last_persisted
         """Newest persisted step of the job, as far as this coordinator has a record of it."""
         self.last_bytes = 0
-        self._is_missing = False
-        """Whether the store does not have `last`."""
+        self.is_stored: bool | None = None
+        """Whether the store has `last`. None: not compared yet."""
 
     # ------------------------------------------------------------------ which steps
 
@@ -118,6 +122,10 @@ class Uploads:
             "rank returned",
             step=steps[-1] if steps else None,
         )
+
+    @property
+    def _is_missing(self) -> bool:
+        return self.is_stored is False
 
     def _due(self, step: Step) -> bool:
         last = self.last
@@ -179,7 +187,9 @@ class Uploads:
             return
         if self.last is None or self.last.own_checkpoint != checkpoint:
             return  # a newer step was persisted meanwhile
-        self._is_missing = missing is not None
+        if self.is_stored is not (missing is None):
+            self.is_stored = missing is None
+            self._versioned.bump(urgent=False)
         if missing is None:
             self._failures.healthy(_NEWEST)
             return
@@ -287,7 +297,7 @@ class Uploads:
             self.last = RestorePoint(entry.step, entry.round, entry.manifest_digest)
             self.last_bytes = entry.payload_bytes
         if self.last.step == entry.step:
-            self._is_missing = False
+            self.is_stored = True
             self._failures.healthy(_NEWEST)
         logs.info("persisted", step=entry.step, round=entry.round)
 

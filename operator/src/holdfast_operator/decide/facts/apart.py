@@ -10,8 +10,8 @@ lifecycle rule or a wrong prefix takes checkpoints away. That is no evidence aga
 not bring them back.
 1. The restore point is missing if every place has replied to a sidecar that it has no good copy. A place that
    does not answer may have one (CoordinatorState.restore_may_succeed).
-2. The coordinator compares the newest persisted checkpoint with the store, and reports a failure with reason
-   CheckpointMissing while the store does not have it.
+2. The coordinator compares the newest persisted checkpoint with the store (newest_is_stored), and reports a
+   failure with reason CheckpointMissing while the store does not have it.
 3. status.missing lists the restore points that were missing, until the gang trains. They are restored only if
    no other checkpoint is complete. The newest of them is then waited for: sidecars look for it until they
    find it, so no new round is necessary.
@@ -28,7 +28,7 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
-from holdfast_core.ids import CheckpointId, TierName
+from holdfast_core.ids import CheckpointId
 from holdfast_operator.decide.facts.world import World, back_to
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
@@ -61,16 +61,19 @@ def restore_point_is_missing(world: World) -> bool:
     return state is not None and bool(state.cannot_restore) and not state.restore_may_succeed
 
 
+def restore_point_is_there(world: World) -> bool:
+    """Return whether every worker has its shards of the restore point."""
+    state = world.coordinator
+    return state is not None and not state.cannot_restore and state.restored_from is not None
+
+
 def newest_is_missing(world: World) -> str | None:
     """Return the coordinator's report that the store lacks the newest persisted checkpoint, or None."""
     state = world.coordinator
-    failures = () if state is None else state.failures
-    found = (
-        f.message
-        for f in failures
-        if f.tier is TierName.OBJECT and f.reason == Reason.CHECKPOINT_MISSING
-    )
-    return next(found, None)
+    if state is None or state.newest_is_stored is not False:
+        return None
+    found = (f.message for f in state.failures if f.reason == Reason.CHECKPOINT_MISSING)
+    return next(found, "the object store does not have the newest persisted checkpoint")
 
 
 def missing_ids(world: World) -> frozenset[CheckpointId]:
@@ -82,12 +85,16 @@ def stored(world: World) -> PersistedStep | None:
     """Return the newest persisted checkpoint, or None if there is none or the store may lack it.
 
     What follows from it may delete pods, which then have the only copies. While condition CheckpointMissing
-    is true, only a step that this round has persisted is sure: a new round has not compared anything yet.
+    is true, only a step that this round has persisted or compared is sure: a new round has not compared
+    anything yet.
     """
     last = world.last_persisted
     if last is None or last.id in missing_ids(world) or newest_is_missing(world) is not None:
         return None
+    state = world.coordinator
+    compared = state is not None and bool(state.newest_is_stored)
     doubtful = world.status.is_true(JobCondition.CHECKPOINT_MISSING) and last.round < world.round
+    doubtful = doubtful and not compared
     return None if doubtful else last
 
 

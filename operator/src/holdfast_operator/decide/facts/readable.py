@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import Checkpoint, CheckpointPhase, with_status
+from holdfast_core.api import Checkpoint, CheckpointPhase, PersistedStep, with_status
 from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_operator.decide.facts.apart import (
@@ -171,6 +171,11 @@ def leaves_missing_restore_point(world: World, memory: JobMemory, now: Now) -> b
     return found is not None and found.id != point.id
 
 
+def listed(member: MemberState) -> set[CheckpointId]:
+    """Return the checkpoints of which the member has listed a manifest."""
+    return {CheckpointId(i.step, i.round) for i in _manifests(member)}
+
+
 def _manifests(member: MemberState) -> tuple[ManifestView, ...]:
     inventory = None if member.sidecar is None else member.sidecar.inventory
     return () if inventory is None else inventory.manifests
@@ -227,7 +232,7 @@ def known_commit(world: World, answered: list[MemberState]) -> Step | None:
     survivors = [m for m in answered if is_survivor(m, world)]
     shared: set[CheckpointId] = set()
     for index, member in enumerate(survivors):
-        own = {CheckpointId(i.step, i.round) for i in _manifests(member)}
+        own = listed(member)
         shared = own if index == 0 else shared & own
     steps = [
         i.step
@@ -340,20 +345,12 @@ def older_is_kept(
 
 def lost_with_all_pods(world: World) -> str | None:
     """Describe the committed work that would be lost with all pods of the job. None: none would be lost."""
-    if never_trained(world):
+    present = holding(world)
+    if never_trained(world) or not present:
         return None
-    unchosen = world.status.restore_point is None
-    holding = [
-        m
-        for m in world.members
-        if m.pod is not None and m.pod.alive and m.pod.ip is not None
-        if not unchosen or is_survivor(m, world)
-    ]
-    if not holding:
-        return None
-    answered = [m for m in holding if has_answered(m, world)]
+    answered = [m for m in present if has_answered(m, world)]
     newest = known_commit(world, answered)
-    if unchosen:
+    if world.status.restore_point is None:
         known = bool(answered)
     else:
         state = world.coordinator
@@ -366,8 +363,26 @@ def lost_with_all_pods(world: World) -> str | None:
     persisted = stored(world)
     if newest is None or (persisted is not None and persisted.step >= newest):
         return None
+    return on_nodes_only(newest, persisted)
+
+
+def on_nodes_only(newest: Step, persisted: PersistedStep | None) -> str:
     there = "none is" if persisted is None else f"step {persisted.step} is"
     return f"step {newest} is committed on the nodes only ({there} in an object store)"
+
+
+def holding(world: World) -> list[MemberState]:
+    """Return the members whose pods may have shards of a committed step: they have run, and are not ending.
+
+    Until the restore point is chosen, the pods of this round have none.
+    """
+    unchosen = world.status.restore_point is None
+    return [
+        m
+        for m in world.members
+        if m.pod is not None and m.pod.alive and m.pod.ip is not None
+        if not unchosen or is_survivor(m, world)
+    ]
 
 
 def _answered(world: World, without: Collection[Worker]) -> list[MemberState]:

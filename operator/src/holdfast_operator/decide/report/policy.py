@@ -102,11 +102,15 @@ def describe_wait(world: World) -> str | None:
 def with_missing(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
     """Return the status with condition CheckpointMissing, which a job gets when it first misses one.
 
-    status.missing ends when the gang trains: it descends from another checkpoint then.
+    status.missing ends when the gang trains, because it descends from another checkpoint then. After the end
+    of the job it ends when every worker has its shards of the restore point again.
     """
     kind, generation = JobCondition.CHECKPOINT_MISSING, world.observed.job.generation
     present = status.restart_round == world.status.restart_round
-    if present and status.missing and status.is_true(JobCondition.RUNNING):
+    found = status.is_true(JobCondition.RUNNING) or (
+        status.completion_time is not None and apart.restore_point_is_there(world)
+    )
+    if present and status.missing and found:
         status = changed(status, missing=())
     text = describe_wait(world) if present else None
     if text is None and status.missing:
@@ -116,12 +120,10 @@ def with_missing(status: TrainingJobStatus, world: World, now: Now) -> TrainingJ
     if text is not None:
         reason = Reason.CHECKPOINT_MISSING
         return status.with_condition(kind, True, reason, text[:1024], now.utc, generation)
-    # A coordinator without a persisted step, or before the first step, has not compared anything yet.
     state = world.coordinator
-    compared = world.observed.job.spec.store is None or (
-        state is not None and state.last_persisted is not None
+    known = state is not None and (
+        found if world.observed.job.spec.store is None else state.newest_is_stored
     )
-    known = state is not None and compared and status.is_true(JobCondition.RUNNING)
     if not status.is_true(kind) or not known:
         return status
     text = "the checkpoints that the status names are there"

@@ -29,7 +29,7 @@ from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.adoption import with_adoption
 from holdfast_operator.decide.report.hangs import with_passed_hangs
 from holdfast_operator.decide.report.nodes import with_leaving_nodes, with_scheduling
-from holdfast_operator.decide.report.policy import with_policy
+from holdfast_operator.decide.report.policy import with_missing, with_policy
 from holdfast_operator.decide.report.queue import with_queue
 from holdfast_operator.decide.report.spares import with_spares_ready
 from holdfast_operator.decide.report.stragglers import with_stragglers
@@ -119,6 +119,12 @@ def refresh(
         phase=compute_phase(status),
         observed_generation=job.generation,
     )
+
+
+def refresh_kept(world: World, now: Now, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Return the status of a failed job whose pods stay, with what its sidecars report of checkpoints."""
+    status = _with_tier_conditions(with_levels(status, world), world, now)
+    return with_missing(status, world, now)
 
 
 def _with_grace(status: TrainingJobStatus, world: World, memory: JobMemory) -> TrainingJobStatus:
