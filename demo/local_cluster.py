@@ -281,7 +281,7 @@ class LocalCluster:
                 worker=worker,
                 birth_round=birth,
                 store=self.store.config.to_json() if self.store is not None else "",
-                node_capacity_bytes=sum(job.spec.checkpoint.node.volume_bytes),
+                node_capacity_bytes=job.spec.checkpoint.node.volume_bytes,
                 command=self.command,
                 memory_root=self.place.memory_root,
                 disk_root=self.place.disk_root,

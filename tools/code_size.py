@@ -20,9 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15230,
-    "operator": 13780,
-    "sidecar": 9930,
+    "core": 15190,
+    "operator": 13740,
+    "sidecar": 9920,
     "trainer_sdk": 17590,
     "cli": 650,
 }

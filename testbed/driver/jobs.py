@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -67,16 +66,16 @@ def checkpoint_policy(
     keep_last: int = 3,
     slots: int | None = None,
     node_size: str = "2Gi",
-    node_classes: Sequence[str] = (),
+    node_class: str | None = None,
 ) -> Object:
     """Return spec.checkpoint.
 
     Args:
-        node_classes: Storage classes of the node volumes; an emptyDir without any.
+        node_class: Storage class of the node volume; None for an emptyDir.
     """
     volume: Object = {"emptyDir": {"sizeLimit": node_size}}
-    if node_classes:
-        volume = {"ephemeral": [{"storageClassName": n, "size": node_size} for n in node_classes]}
+    if node_class is not None:
+        volume = {"ephemeral": [{"storageClassName": node_class, "size": node_size}]}
     checkpoint: Object = {
         "interval": {"steps": interval},
         "peer": {"copies": copies},

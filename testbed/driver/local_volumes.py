@@ -1,6 +1,6 @@
-"""Local volumes of the nodes: storage classes and PersistentVolumes, as a local provisioner offers them.
+"""Local volumes of the nodes: a storage class and PersistentVolumes, as a local provisioner offers them.
 
-A volume is a folder of the node. Nothing provisions volumes here, so each is used once, and the classes and
+A volume is a folder of the node. Nothing provisions volumes here, so each is used once, and the class and
 the volumes of a scenario are deleted after it.
 """
 
@@ -20,38 +20,36 @@ _FOLDER = "/var/lib/holdfast-volumes"
 
 @contextmanager
 def local_volumes(
-    kube: Kube, classes: Sequence[str], nodes: Sequence[str], *, each: int = 4, size: str = "2Gi"
+    kube: Kube, storage_class: str, nodes: Sequence[str], *, each: int = 4, size: str = "2Gi"
 ) -> Iterator[None]:
-    """Offer `each` volumes of each storage class on each of the nodes, and delete them at the end.
+    """Offer `each` volumes of the storage class on each of the nodes, and delete them at the end.
 
     Scenarios that run side by side need classes of their own.
     """
-    storage = client.StorageV1Api(kube.api)
-    _delete(kube, classes)
+    _delete(kube, storage_class)
     wait_for(
-        f"the volumes of {', '.join(classes)} to go",
-        lambda: not any(_volumes_of(kube, name) for name in classes),
+        f"the volumes of {storage_class} to go",
+        lambda: not _volumes_of(kube, storage_class),
         timeout_seconds=60,
     )
-    for name in classes:
-        storage.create_storage_class(
-            {
-                "metadata": {"name": name},
-                "provisioner": "kubernetes.io/no-provisioner",
-                "volumeBindingMode": "WaitForFirstConsumer",
-            }
-        )
-        for node in nodes:
-            volumes = [_volume(name, node, number, size) for number in range(each)]
-            paths = " ".join(volume["spec"]["local"]["path"] for volume in volumes)
-            script = f"rm -rf {_FOLDER}/{name}-*; mkdir -p {paths}"
-            cluster.in_node(current_bed(), node, script)
-            for volume in volumes:
-                kube.core.create_persistent_volume(volume)
+    client.StorageV1Api(kube.api).create_storage_class(
+        {
+            "metadata": {"name": storage_class},
+            "provisioner": "kubernetes.io/no-provisioner",
+            "volumeBindingMode": "WaitForFirstConsumer",
+        }
+    )
+    for node in nodes:
+        volumes = [_volume(storage_class, node, number, size) for number in range(each)]
+        paths = " ".join(volume["spec"]["local"]["path"] for volume in volumes)
+        script = f"rm -rf {_FOLDER}/{storage_class}-*; mkdir -p {paths}"
+        cluster.in_node(current_bed(), node, script)
+        for volume in volumes:
+            kube.core.create_persistent_volume(volume)
     try:
         yield
     finally:
-        _delete(kube, classes)
+        _delete(kube, storage_class)
 
 
 def files_of(storage_class: str, pattern: str, nodes: Sequence[str]) -> dict[str, list[str]]:
@@ -89,9 +87,8 @@ def _volumes_of(kube: Kube, storage_class: str) -> list[Object]:
     return volumes
 
 
-def _delete(kube: Kube, classes: Sequence[str]) -> None:
-    storage = client.StorageV1Api(kube.api)
-    for name in classes:
-        kube.core.delete_collection_persistent_volume(label_selector=f"holdfast.dev/test={name}")
-        with ignore_missing():
-            storage.delete_storage_class(name)
+def _delete(kube: Kube, storage_class: str) -> None:
+    selector = f"holdfast.dev/test={storage_class}"
+    kube.core.delete_collection_persistent_volume(label_selector=selector)
+    with ignore_missing():
+        client.StorageV1Api(kube.api).delete_storage_class(storage_class)

@@ -126,6 +126,23 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ckpt(node={"volume": {"ephemeral": [{"storageClassName": "nvme", "size": "1TB"}]}}),
         ["spec.checkpoint.node.volume.ephemeral[0].size:", 'is "1TB"', "write for example 500Gi"],
     ),
+    "node volumes of two classes": (
+        ckpt(
+            node={
+                "volume": {
+                    "ephemeral": [
+                        {"storageClassName": "nvme-a", "size": "500Gi"},
+                        {"storageClassName": "nvme-b", "size": "500Gi"},
+                    ]
+                }
+            }
+        ),
+        [
+            "spec.checkpoint.node.volume.ephemeral:",
+            "checkpoint.node.volume.ephemeral must have at most 1 volume, got 2: to use several disks of a "
+            "node, combine them into one RAID or LVM volume, and name the storage class of that volume",
+        ],
+    ),
     "node volume of a class for adopted pods": (
         adoption(node={"volume": {"ephemeral": [{"storageClassName": "nvme", "size": "1Ti"}]}}),
         ["spec.checkpoint.node.volume.ephemeral:", "not available for adopted pods", "sizeLimit"],
@@ -442,15 +459,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "one worker without peers": job_object(workers=1),
     "one worker, no copies": job_object(workers=1, checkpoint={"peer": {"copies": 0}}),
     "longest name": job_object(name="a" * 40),
-    "node volumes of two classes": ckpt(
-        node={
-            "volume": {
-                "ephemeral": [
-                    {"storageClassName": "nvme-a", "size": "500Gi"},
-                    {"storageClassName": "nvme-b", "size": "500Gi"},
-                ]
-            }
-        }
+    "node volume of a class": ckpt(
+        node={"volume": {"ephemeral": [{"storageClassName": "nvme", "size": "500Gi"}]}}
     ),
     "most workers": job_object(workers=4096),
     "everything": job_object(

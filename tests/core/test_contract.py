@@ -56,31 +56,8 @@ def test_documents_that_are_refused(document: str) -> None:
         StoreConfig.from_json(document)
 
 
-@pytest.mark.parametrize(
-    ("more", "volumes"),
-    [
-        ((), ()),
-        ((5,), (("/n-1", 5),)),
-        ((5, 7), (("/n-1", 5), ("/n-2", 7))),
-    ],
-)
-def test_further_node_volumes_are_in_the_environment(
-    more: tuple[int, ...], volumes: tuple[tuple[str, int], ...]
-) -> None:
-    contract = contract_with(node_dir="/n", more_node_bytes=more)
-    read = SidecarContract.from_env(contract.to_env())
-    assert read == contract
-    assert read.more_node_volumes() == volumes
-
-
-def test_an_environment_of_an_operator_without_further_volumes_is_read() -> None:
-    environment = contract_with(node_dir="/n").to_env()
-    del environment["HOLDFAST_MORE_NODE_BYTES"]
-    assert SidecarContract.from_env(environment).more_node_volumes() == ()
-
-
-@pytest.mark.parametrize("text", ["5,", "x", "5;7", "1.5"])
+@pytest.mark.parametrize("text", ["5,", "x", "1.5"])
 def test_sizes_that_are_no_numbers_are_refused(text: str) -> None:
-    environment = {**contract_with(node_dir="/n").to_env(), "HOLDFAST_MORE_NODE_BYTES": text}
-    with pytest.raises(ConfigError, match="HOLDFAST_MORE_NODE_BYTES"):
+    environment = {**contract_with(node_dir="/n").to_env(), "HOLDFAST_NODE_CAPACITY_BYTES": text}
+    with pytest.raises(ConfigError, match="HOLDFAST_NODE_CAPACITY_BYTES"):
         SidecarContract.from_env(environment)

@@ -99,11 +99,10 @@ def scenario(
 
 
 @pytest.fixture
-def classes(installed, namespace, scenario) -> Iterator[tuple[str, str]]:
-    """Two storage classes of this test, with volumes on each node."""
-    names = (f"{namespace}-a", f"{namespace}-b")
-    with local_volumes(installed, names, scenario.nodes):
-        yield names
+def storage_class(installed, namespace, scenario) -> Iterator[str]:
+    """A storage class of this test, with volumes on each node."""
+    with local_volumes(installed, namespace, scenario.nodes):
+        yield namespace
 
 
 @pytest.fixture(scope="session")

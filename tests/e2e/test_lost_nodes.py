@@ -104,10 +104,10 @@ def test_a_node_whose_object_is_deleted_is_lost(scenario, as_many_nodes_as_worke
     scenario.finish_and_judge(job)
 
 
-def test_a_worker_with_volumes_on_a_killed_node_is_replaced_on_another(
-    scenario, classes, nodes_back
+def test_a_worker_with_a_volume_on_a_killed_node_is_replaced_on_another(
+    scenario, storage_class, nodes_back
 ):
-    job = scenario.start(node_classes=classes)
+    job = scenario.start(node_class=storage_class)
     job.wait_replicated(20)
     node = job.node_of(1)
     faults.kill_node(node)

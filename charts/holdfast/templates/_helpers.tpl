@@ -93,7 +93,7 @@ Argument: the path of the pod's spec, for the messages.
 */}}
 {{- define "holdfast.volumeRules" -}}
 {{- $certificates := "orValue('').matches('(-certs-[0-9]+-r[0-9]+|-holdfast-certs-[0-9]+)$')" }}
-{{- $claim := "orValue('').matches('-holdfast-node(-[0-9]+)?$')" }}
+{{- $claim := "orValue('').matches('-holdfast-node$')" }}
 - expression: >-
     variables.volumes.all(v,
     !v.?secret.?secretName.{{ $certificates }}
@@ -115,6 +115,6 @@ Argument: the path of the pod's spec, for the messages.
     && !v.?ephemeral.?volumeClaimTemplate.?spec.?dataSource.?name.{{ $claim }}
     && !v.?ephemeral.?volumeClaimTemplate.?spec.?dataSourceRef.?name.{{ $claim }})
   message: >-
-    {{ . }}.volumes: claims whose names end in -holdfast-node or -holdfast-node-N hold the
-    checkpoints and the private key of a sidecar, which only that sidecar may read: use another claim
+    {{ . }}.volumes: claims whose names end in -holdfast-node hold the checkpoints and the private
+    key of a sidecar, which only that sidecar may read: use another claim
 {{- end }}

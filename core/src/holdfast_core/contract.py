@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -25,10 +25,10 @@ SHARED_DIR = "/holdfast/shared"
 the launcher's round file."""
 
 NODE_DIR = "/holdfast/node"
-"""Volume of the node tier, mode 0700. Only the sidecar mounts it. Further ones are at numbered paths."""
+"""Volume of the node tier, mode 0700. Only the sidecar mounts it."""
 
 NODE_VOLUME = "holdfast-node"
-"""Name of that volume in the pod. Further ones have numbered names."""
+"""Name of that volume in the pod."""
 
 CERTS_VOLUME = "holdfast-certs"
 """Name of the volume with the pod's certificate."""
@@ -59,11 +59,6 @@ METRICS_PORT = 7072
 
 TRAINER_CONTAINER = "trainer"
 SIDECAR_CONTAINER = "holdfast-sidecar"
-
-
-def numbered(first: str, count: int) -> tuple[str, ...]:
-    """Return the names, or the directories, of so many node volumes."""
-    return (first, *(f"{first}-{number}" for number in range(1, count)))
 
 
 def peer_dns_name(pod: str, job_uid: str) -> str:
@@ -137,7 +132,7 @@ class WorkerContract:
     shared_dir: str
 
     def to_env(self) -> dict[str, str]:
-        return {f"{PREFIX}{name.upper()}": _text(value) for name, value in asdict(self).items()}
+        return {f"{PREFIX}{name.upper()}": str(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +174,10 @@ class SidecarContract(WorkerContract):
     control_port: int = CONTROL_PORT
     bulk_port: int = BULK_PORT
     metrics_port: int = METRICS_PORT
-    more_node_bytes: tuple[int, ...] = ()
-    """Sizes of the further node volumes, if there are several."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
         return cls(**_read(cls, os.environ if env is None else env))
-
-    def more_node_volumes(self) -> tuple[tuple[str, int], ...]:
-        """Return the directory and the size of each further node volume."""
-        directories = numbered(self.node_dir, 1 + len(self.more_node_bytes))[1:]
-        return tuple(zip(directories, self.more_node_bytes, strict=True))
 
     def store_config(self) -> StoreConfig | None:
         return StoreConfig.from_json(self.store) if self.store else None
@@ -211,21 +199,6 @@ _INT_FIELDS = frozenset(
 )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(","))) if text else ()
-
-
-_PARSERS: Mapping[str, Callable[[str], Any]] = {
-    **dict.fromkeys(_INT_FIELDS, int),
-    "more_node_bytes": _numbers,
-}
-"""Parsers of the fields that are no text."""
-
-
-def _text(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def _read(cls: type[Any], env: Mapping[str, str]) -> dict[str, Any]:
     from dataclasses import MISSING
 
@@ -241,7 +214,7 @@ def _read(cls: type[Any], env: Mapping[str, str]) -> dict[str, Any]:
                 )
             continue
         try:
-            values[field.name] = _PARSERS.get(field.name, str)(raw)
+            values[field.name] = int(raw) if field.name in _INT_FIELDS else raw
         except ValueError as error:
             raise ConfigError(f"{name}={raw!r}: expected a whole number") from error
     return values

@@ -57,7 +57,7 @@ class Looker:
     def __init__(self, root: Path) -> None:
         self._clock = ManualClock()
         self._unused = UnusedLayouts(
-            root, (root,), RESERVED, BufferPool(WRITE_BYTES, keep=1), self._clock.monotonic
+            root, RESERVED, BufferPool(WRITE_BYTES, keep=1), self._clock.monotonic
         )
 
     def look(self, after: float = UNUSED_SECONDS, known: frozenset[Digest] = frozenset()) -> int:

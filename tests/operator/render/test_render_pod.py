@@ -157,23 +157,18 @@ def test_shared_memory(shared: str | None, trainer: dict[str, Any], expected: st
     assert volumes["holdfast-node"]["emptyDir"] == {"sizeLimit": str(20 << 30)}
 
 
-def test_node_volumes_of_storage_classes() -> None:
+def test_a_node_volume_of_a_storage_class() -> None:
     of = job(2)
-    classes = [EphemeralVolumeSpec(storage_class_name=f"nvme-{n}", size=f"{n}Gi") for n in (1, 2)]
-    node = NodeTierSpec(volume=NodeVolumeSpec(ephemeral=tuple(classes)))
+    claimed = EphemeralVolumeSpec(storage_class_name="nvme", size="1Gi")
+    node = NodeTierSpec(volume=NodeVolumeSpec(ephemeral=(claimed,)))
     spec = changed(of.spec, checkpoint=changed(of.spec.checkpoint, node=node))
     pod = render(changed(of, spec=spec))
     volumes = {v["name"]: v for v in pod["spec"]["volumes"]}
-    for name, of_class, size in (
-        ("holdfast-node", "nvme-1", "1Gi"),
-        ("holdfast-node-1", "nvme-2", "2Gi"),
-    ):
-        claim = volumes[name]["ephemeral"]["volumeClaimTemplate"]["spec"]
-        assert claim == {
-            "accessModes": ["ReadWriteOnce"],
-            "storageClassName": of_class,
-            "resources": {"requests": {"storage": size}},
-        }
+    assert volumes["holdfast-node"]["ephemeral"]["volumeClaimTemplate"]["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "nvme",
+        "resources": {"requests": {"storage": "1Gi"}},
+    }
     sidecar = container(pod, "holdfast-sidecar")
     mounts = {m["name"]: m["mountPath"] for m in sidecar["volumeMounts"]}
     contract = SidecarContract.from_env(
@@ -181,7 +176,6 @@ def test_node_volumes_of_storage_classes() -> None:
     )
     assert contract.node_dir == mounts["holdfast-node"]
     assert contract.node_capacity_bytes == 1 << 30
-    assert contract.more_node_volumes() == ((mounts["holdfast-node-1"], 2 << 30),)
 
 
 def test_restricted_where_the_template_is_silent() -> None:

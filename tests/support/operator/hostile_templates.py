@@ -162,13 +162,17 @@ HOSTILE_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
         ),
         f"{SPEC}.containers[0].env[0].valueFrom.fileKeyRef.volumeName",
     ),
-    **{
-        f"the node volume {name} of another pod": (
-            template(volumes=[{"name": "v", "persistentVolumeClaim": {"claimName": name}}]),
-            f"{SPEC}.volumes[0].persistentVolumeClaim.claimName",
-        )
-        for name in ("gpt-abc123-0-r0-holdfast-node", "gpt-abc123-0-r0-holdfast-node-1")
-    },
+    "the node volume of another pod": (
+        template(
+            volumes=[
+                {
+                    "name": "v",
+                    "persistentVolumeClaim": {"claimName": "gpt-abc123-0-r0-holdfast-node"},
+                }
+            ]
+        ),
+        f"{SPEC}.volumes[0].persistentVolumeClaim.claimName",
+    ),
     **{
         f"a copy of another pod's node volume by {field}": (
             template(volumes=[{"name": "v", "ephemeral": _claim_from(field)}]),

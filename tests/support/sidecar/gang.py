@@ -54,8 +54,6 @@ class Gang:
         self.node_capacity_bytes = 1 << 30
         self.small_nodes: dict[int, int] = {}
         """Capacity of workers whose node is smaller than that."""
-        self.more_node_bytes: tuple[int, ...] = ()
-        """Capacities of further node volumes of each worker."""
         self.slot_bytes = 1 << 20
         self.slots = 2
         self.procs_per_worker = 1
@@ -87,7 +85,6 @@ class Gang:
             certs_dir=str(certificates),
             store_dir=str(self.store_dir),
             store=self.store.to_json() if self.store is not None else "",
-            more_node_bytes=self.more_node_bytes,
             control_port=0,
             bulk_port=0,
             metrics_port=0,

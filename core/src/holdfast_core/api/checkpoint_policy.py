@@ -258,13 +258,9 @@ class EphemeralVolumeSpec(ApiModel):
         ),
     ]
 
-    @property
-    def size_bytes(self) -> int:
-        return parse_quantity_bytes(self.size)
-
 
 class NodeVolumeSpec(ApiModel):
-    """The volume of the node tier, or its volumes."""
+    """The volume of the node tier."""
 
     empty_dir: Annotated[
         EmptyDirSpec,
@@ -275,12 +271,26 @@ class NodeVolumeSpec(ApiModel):
         Field(
             max_length=8,
             description=(
-                "Volumes of storage classes, used instead of emptyDir. With several, each rank uses one, "
-                "so that the ranks of a pod write to several devices at the same time. The shards of a "
-                "device that fails are read from peers or the store."
+                "Volume of a storage class, used instead of emptyDir: a list of at most one entry. To use "
+                "several disks of a node, combine them into one RAID or LVM volume."
+            ),
+            json_schema_extra=cel_rules(
+                rule(
+                    "size(self) <= 1",
+                    message_expression=(
+                        "'checkpoint.node.volume.ephemeral must have at most 1 volume, got %d: to use "
+                        "several disks of a node, combine them into one RAID or LVM volume, and name the "
+                        "storage class of that volume'.format([size(self)])"
+                    ),
+                )
             ),
         ),
     ] = ()
+
+    @property
+    def claim(self) -> EphemeralVolumeSpec | None:
+        """The volume of a storage class, or None for an emptyDir."""
+        return next(iter(self.ephemeral), None)
 
 
 class NodeTierSpec(ApiModel):
@@ -291,10 +301,12 @@ class NodeTierSpec(ApiModel):
     )
 
     @property
-    def volume_bytes(self) -> tuple[int, ...]:
-        """Size of each volume of the node tier."""
-        sizes = tuple(volume.size_bytes for volume in self.volume.ephemeral)
-        return sizes or (parse_quantity_bytes(self.volume.empty_dir.size_limit),)
+    def volume_bytes(self) -> int:
+        """Size of the volume of the node tier."""
+        claim = self.volume.claim
+        return parse_quantity_bytes(
+            self.volume.empty_dir.size_limit if claim is None else claim.size
+        )
 
 
 class PeerTierSpec(ApiModel):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Set
+from collections.abc import Callable, Container, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,7 +70,6 @@ class UnusedLayouts:
     def __init__(
         self,
         root: Path,
-        roots: Iterable[Path],
         reserved: Container[str],
         buffers: BufferPool,
         monotonic: Callable[[], float] = time.monotonic,
@@ -78,14 +77,12 @@ class UnusedLayouts:
         """Make an object that has not looked yet.
 
         Args:
-            root: Directory of the tier, which has the layouts.
-            roots: Directories of all volumes of the tier.
-            reserved: Names below them that are not job directories.
+            root: Directory of the tier.
+            reserved: Names below it that are not job directories.
             buffers: Pool of the read buffers.
             monotonic: Returns the seconds since any moment.
         """
         self._root = root
-        self._roots = tuple(roots)
         self._reserved = reserved
         self._buffers = buffers
         self._monotonic = monotonic
@@ -112,9 +109,8 @@ class UnusedLayouts:
             marks.pop(self._root / layout_key(digest), None)
         if not marks:
             return 0
-        for root in self._roots:
-            for digest in layouts_in_use(root, self._reserved, self._buffers):
-                marks.pop(self._root / layout_key(digest), None)
+        for digest in layouts_in_use(self._root, self._reserved, self._buffers):
+            marks.pop(self._root / layout_key(digest), None)
         failpoint("node.layouts_scanned")
         freed = 0
         for path, found in marks.items():

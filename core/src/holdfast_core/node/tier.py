@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +67,7 @@ from holdfast_core.node.files import (
 from holdfast_core.node.index import VOLUME_ADVICE, IndexEntry, NodeIndex
 from holdfast_core.node.last_write import READ_BACK_EVERY, LastWrite, to_read_back
 from holdfast_core.node.layouts import LOCK_FILE, UnusedLayouts, locked, mark
-from holdfast_core.node.scan import TornShard, list_manifests, read_shard, scan
+from holdfast_core.node.scan import list_manifests, read_shard, scan
 from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader, read_back, write_payload
 from holdfast_core.node.spares import SPARE
 from holdfast_core.node.volume import QUARANTINE, Volume
@@ -107,11 +106,10 @@ class OpenReport:
 
 
 class DiskNodeTier:
-    """NodeTier in a directory, or in directories on several volumes. Thread-safe.
+    """NodeTier in a directory. Thread-safe.
 
     Files lie under `<root>/<job_uid>/` with the names of holdfast_core.format.keys, and layouts, which
-    belong to no job, under `<root>/layouts/`. With several volumes, all shards of a rank lie on the volume
-    `rank mod volumes`, and all documents on the first one (ADR 0116). `open` must be called first.
+    belong to no job, under `<root>/layouts/`. `open` must be called first.
     """
 
     def __init__(
@@ -119,7 +117,6 @@ class DiskNodeTier:
         root: Path,
         *,
         capacity_bytes: int = 0,
-        more_volumes: Sequence[tuple[Path, int]] = (),
         fill_limit: float = 0.85,
         read_only: bool = False,
         name: str = "node tier",
@@ -130,10 +127,9 @@ class DiskNodeTier:
         """Create a closed tier.
 
         Args:
-            root: Directory of the tier, on its first volume. `open` creates it.
+            root: Directory of the tier. `open` creates it.
             capacity_bytes: Size of the volume; 0 means the size of the file system.
-            more_volumes: Directory and size of each further volume. No directory is below another one.
-            fill_limit: Share of each capacity that the tier may use.
+            fill_limit: Share of the capacity that the tier may use.
             read_only: The volume cannot or must not be written: `open` and `quarantine` create, remove
                 and move no file.
             name: Name of the tier in messages.
@@ -149,20 +145,14 @@ class DiskNodeTier:
         self._root = root
         self._index = NodeIndex()
         self._name = name
-        self._volumes = tuple(
-            Volume(path, size, fill_limit, advice)
-            for path, size in ((root, capacity_bytes), *more_volumes)
-        )
-        self._home = self._volumes[0]
-        """The volume with the documents."""
+        self._volume = Volume(root, capacity_bytes, fill_limit, advice)
         self._buffers = BufferPool(WRITE_BYTES, _KEPT_BUFFERS, _BUFFER_LIMIT_BYTES)
         self._lock = threading.Lock()
         self._round_lock = threading.Lock()
         self._write_locks = tuple(threading.Lock() for _ in range(_WRITE_LOCKS))
         self._chunks_copied = 0
         self._deleted_checkpoints = 0
-        roots = [volume.root for volume in self._volumes]
-        self._unused_layouts = UnusedLayouts(root, roots, _RESERVED, self._buffers)
+        self._unused_layouts = UnusedLayouts(root, _RESERVED, self._buffers)
         self._look_lock = threading.Lock()
         self._last: dict[Rank, LastWrite] = {}
         self._clone = clone
@@ -181,41 +171,27 @@ class DiskNodeTier:
         """
         if self._opened:
             raise TierError(f"{self._name} {self._root}: is already open")
-        reports = [self._open_volume(volume) for volume in self._volumes]
-        self._opened = True
-        return OpenReport(
-            shards=sum(report.shards for report in reports),
-            removed_temporaries=sum(report.removed_temporaries for report in reports),
-            quarantined=tuple(reason for report in reports for reason in report.quarantined),
-            skipped=tuple(reason for report in reports for reason in report.skipped),
-        )
-
-    def _open_volume(self, volume: Volume) -> OpenReport:
-        with disk_errors(f"opening the {self._name} {volume.root}"):
+        volume = self._volume
+        with disk_errors(f"opening the {self._name} {self._root}"):
             if not self._read_only:
                 volume.create((QUARANTINE, LAYOUTS, SPARE))
-            found = scan(volume.root, _RESERVED, self._buffers, read_only=self._read_only)
+            found = scan(self._root, _RESERVED, self._buffers, read_only=self._read_only)
             spare_bytes = volume.spares.count()
-        shards, torn = [], list(found.torn)
         for shard in found.shards:
-            if self._volume(shard.record.header.rank) is volume:
-                shards.append(shard)
-            else:
-                torn.append(TornShard(shard.path, f"{shard.path}: is on the wrong volume"))
-        for shard in shards:
             self._index.add(IndexEntry(shard.record, shard.path))
             volume.budget.add(shard.record.file_bytes)
         volume.budget.add(found.other_bytes - spare_bytes)
-        for bad in torn:
+        for bad in found.torn:
             volume.budget.add(bad.path.lstat().st_size)
             if not self._read_only:
                 volume.quarantine(bad.path, bad.reason)
         for reason in found.skipped:
-            _LOG.warning("%s %s: a file is skipped: %s", self._name, volume.root, reason)
+            _LOG.warning("%s %s: a file is skipped: %s", self._name, self._root, reason)
+        self._opened = True
         return OpenReport(
-            shards=len(shards),
+            shards=len(found.shards),
             removed_temporaries=found.removed_temporaries,
-            quarantined=tuple(bad.reason for bad in torn),
+            quarantined=tuple(bad.reason for bad in found.torn),
             skipped=found.skipped,
         )
 
@@ -246,7 +222,7 @@ class DiskNodeTier:
         Raises UnavailableError if too many copies are being received at the same time.
         """
         self._expect_open()
-        directory, volume = self.shard_path(ref).parent, self._volume(ref.rank)
+        directory, volume = self.shard_path(ref).parent, self._volume
         what = f"copy of rank {ref.rank} step {ref.step}"
         with ExitStack() as stack:
             spare = volume.take_spare(directory, file_bytes, stack)
@@ -279,15 +255,15 @@ class DiskNodeTier:
             return found
         if (unreadable := self._why_unreadable(ref)) is not None:
             raise unreadable
-        path, volume = self.shard_path(ref), self._volume(ref.rank)
+        path = self.shard_path(ref)
         try:
-            record = read_shard(volume.root, path, self._buffers)
+            record = read_shard(self._root, path, self._buffers)
         except FileNotFoundError:
             return None
         if record.ref != ref:
             raise CorruptionError(f"{path}: expected {ref}, found {record.ref}")
         if self._index.add(IndexEntry(record, path)):
-            volume.budget.add(record.file_bytes)
+            self._volume.budget.add(record.file_bytes)
         return record
 
     def list_shards(self) -> tuple[ShardRecord, ...]:
@@ -310,16 +286,15 @@ class DiskNodeTier:
         entry = self._index.find(ref)
         if entry is None:
             return
-        volume = self._volume(ref.rank)
+        volume = self._volume
         # FileNotFoundError: another program removed the directory.
         with disk_errors(f"deleting shard {entry.path}"), suppress(FileNotFoundError):
             volume.spares.put_aside(entry.path)
         self._forget(ref)
         volume.directories.remove_if_empty(entry.path.parent)
         # A rank writes one shard at a time, so that more spare files than ranks would never be taken.
-        ranks = (rank for _, rank in self._index.ranks() if self._volume(rank) is volume)
-        most = sum(not self._may_clone(rank) for rank in ranks)
-        with disk_errors(f"listing the spare files of {volume.root}"):
+        most = sum(not self._may_clone(rank) for _, rank in self._index.ranks())
+        with disk_errors(f"listing the spare files of {self._root}"):
             volume.spares.trim(most)
 
     def quarantine(self, ref: ShardRef, damage: CorruptionError) -> None:
@@ -330,7 +305,7 @@ class DiskNodeTier:
             return
         entry = self._index.remove(ref)
         if entry is not None and not self._read_only:
-            self._volume(ref.rank).quarantine(entry.path, str(damage))
+            self._volume.quarantine(entry.path, str(damage))
 
     def quarantine_manifest(
         self, job_uid: JobUid, checkpoint: CheckpointId, damage: CorruptionError
@@ -342,7 +317,7 @@ class DiskNodeTier:
 
     def why_missing(self, ref: ShardRef) -> str:
         """Return why a shard that `look_up` does not find is missing, as far as the disk shows it."""
-        why = self._volume(ref.rank).why_quarantined(self.shard_path(ref))
+        why = self._volume.why_quarantined(self.shard_path(ref))
         return why or f"{self.shard_path(ref)} does not exist"
 
     # ------------------------------------------------------------------ documents
@@ -359,7 +334,7 @@ class DiskNodeTier:
         except AlreadyExistsError:
             if (reason := misnamed(read_document(path), job_uid, checkpoint)) is None:
                 raise
-            self._home.quarantine(path, reason)
+            self._volume.quarantine(path, reason)
             self._put(path, document)
         return digest_of(document)
 
@@ -381,7 +356,7 @@ class DiskNodeTier:
                 self._put(path, document)
             except AlreadyExistsError as error:
                 # Its name is a digest, so that another document at this place is a damaged one.
-                self._home.quarantine(path, str(error))
+                self._volume.quarantine(path, str(error))
                 self._put(path, document)
         return digest
 
@@ -413,13 +388,13 @@ class DiskNodeTier:
         with disk_errors(f"deleting checkpoint {checkpoint} from {self._root}"):
             if path.is_dir() and not path.is_symlink():
                 # It counts as a manifest that cannot be read, and must not stop retention.
-                self._home.quarantine(path, f"{path}: expected a file, found a directory")
+                self._volume.quarantine(path, f"{path}: expected a file, found a directory")
             try:
                 size = path.lstat().st_size
                 failpoint("node.before_tombstone")
                 path.unlink()
                 fsync_directory(path.parent)
-                self._home.budget.add(-size)
+                self._volume.budget.add(-size)
             except FileNotFoundError:
                 pass  # an earlier delete may have been interrupted after the manifest
             failpoint("node.after_tombstone")
@@ -427,7 +402,7 @@ class DiskNodeTier:
                 failpoint("node.before_delete")
                 self.delete_shard(entry.record.ref)
             if path.parent.is_dir():
-                self._home.directories.remove_if_empty(path.parent)
+                self._volume.directories.remove_if_empty(path.parent)
         with self._look_lock:
             self._deleted_checkpoints += 1
             if self._deleted_checkpoints % _LOOK_EVERY == 0:
@@ -441,7 +416,7 @@ class DiskNodeTier:
         """Write (round, version) durably. Raises StaleRoundError if a newer pair is stored."""
         self._expect_open()
         with self._round_lock:
-            write_round(self._root / ROUND_FILE, round, version, self._home.directories)
+            write_round(self._root / ROUND_FILE, round, version, self._volume.directories)
 
     def read_worker(self) -> Worker | None:
         """Return the worker that this spare pod has become, or None."""
@@ -451,17 +426,16 @@ class DiskNodeTier:
         """Write the worker that this spare pod becomes durably."""
         self._expect_open()
         with self._round_lock:
-            write_worker(self._root / WORKER_FILE, worker, self._home.directories)
+            write_worker(self._root / WORKER_FILE, worker, self._volume.directories)
 
     # ------------------------------------------------------------------ space
 
     def free_bytes(self) -> int:
-        return sum(volume.budget.free_bytes() for volume in self._volumes)
+        return self._volume.budget.free_bytes()
 
-    def limit_of_each(self, ranks: Iterable[int]) -> int:
-        """Return the bytes that each of these ranks may use, if those of a volume share it equally."""
-        users = Counter(self._volume(Rank(rank)) for rank in ranks)
-        return min(volume.budget.limit_bytes // count for volume, count in users.items())
+    def limit_bytes(self) -> int:
+        """Return the bytes of the volume that the tier may use."""
+        return self._volume.budget.limit_bytes
 
     def buffer_bytes(self) -> tuple[int, int]:
         """Return the memory of the payload buffers and its limit, in bytes."""
@@ -472,14 +446,14 @@ class DiskNodeTier:
 
         Spare files do not count: they are removed when a write needs their room.
         """
-        return sum(volume.budget.used_bytes for volume in self._volumes)
+        return self._volume.budget.used_bytes
 
     def remove_spare_files(self) -> bool:
         """Remove the spare files, when no further write is expected or when other files need their room.
 
         Return False if there were none.
         """
-        return any([volume.remove_spare_files() for volume in self._volumes])
+        return self._volume.remove_spare_files()
 
     # ------------------------------------------------------------------ inside
 
@@ -511,7 +485,7 @@ class DiskNodeTier:
         """Write a shard. The second attempt writes all of it to a new file, and clones nothing."""
         size, what = file_bytes(header), f"shard of rank {header.rank} step {header.step}"
         last = self._last.get(header.rank)
-        directory, volume = self._shard_directory(header), self._volume(header.rank)
+        directory, volume = self._shard_directory(header), self._volume
         poisoned: PoisonedError | None = None
         for attempt in range(_WRITE_ATTEMPTS):
             with ExitStack() as stack:
@@ -608,7 +582,7 @@ class DiskNodeTier:
         return record
 
     def _publish(self, temp: TempFile, record: ShardRecord) -> None:
-        path, volume = self.shard_path(record.ref), self._volume(record.header.rank)
+        path, volume = self.shard_path(record.ref), self._volume
         if path.is_dir():  # a rename replaces any file, but no directory
             volume.quarantine(path, f"{path}: expected a file, found a directory")
         temp.publish(path)
@@ -627,7 +601,7 @@ class DiskNodeTier:
     def _quarantine_document(self, path: Path, damage: CorruptionError) -> None:
         self._expect_open()
         if not isinstance(damage, UnreadableError):
-            self._home.quarantine(path, str(damage))
+            self._volume.quarantine(path, str(damage))
 
     def _delete_unused_layouts(self) -> None:
         """Delete the layouts that nothing names any more. A failure only costs their room."""
@@ -638,30 +612,26 @@ class DiskNodeTier:
         except HoldfastError as error:
             _LOG.warning("unused layouts are kept for now: %s", error)
             return
-        self._home.budget.add(-freed)
+        self._volume.budget.add(-freed)
 
     def _put(self, path: Path, document: bytes) -> None:
         size = stored_bytes(document)
-        with self._home.reserve(size, f"document {path.name}"):
+        with self._volume.reserve(size, f"document {path.name}"):
             try:
-                written = write_document(path, document, self._home.directories)
+                written = write_document(path, document, self._volume.directories)
             except CorruptionError as error:
-                self._home.quarantine(path, str(error))
-                written = write_document(path, document, self._home.directories)
+                self._volume.quarantine(path, str(error))
+                written = write_document(path, document, self._volume.directories)
             if written:
-                self._home.budget.add(size)
+                self._volume.budget.add(size)
 
     def _forget(self, ref: ShardRef) -> None:
         entry = self._index.remove(ref)
         if entry is not None:
-            self._volume(ref.rank).budget.add(-entry.record.file_bytes)
-
-    def _volume(self, rank: Rank) -> Volume:
-        """Return the volume with the shards of this rank."""
-        return self._volumes[rank % len(self._volumes)]
+            self._volume.budget.add(-entry.record.file_bytes)
 
     def shard_path(self, ref: ShardRef) -> Path:
-        return _job_directory(self._volume(ref.rank).root, ref.job_uid) / shard_key(ref)
+        return _job_directory(self._root, ref.job_uid) / shard_key(ref)
 
     def _shard_directory(self, header: ShardHeader) -> Path:
         any_digest = digest_of(b"")

@@ -1,8 +1,4 @@
-"""One volume of the node tier: its directories, its room, its spare files and its quarantined ones.
-
-A tier may have several volumes, each on a device of its own (ADR 0116). Files never move between them, so
-that every rename stays on one file system.
-"""
+"""The volume of the node tier: its directories, its room, its spare files and its quarantined ones."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ _QUARANTINED = re.compile(r"\d{10}-(?!.*\.reason$).+", re.ASCII | re.DOTALL)
 
 
 class Volume:
-    """A volume. Thread-safe, and safe beside other processes with the same root."""
+    """The volume of a node tier. Thread-safe, and safe beside other processes with the same root."""
 
     def __init__(self, root: Path, capacity_bytes: int, fill_limit: float, advice: str) -> None:
         """See DiskNodeTier for the arguments."""

@@ -257,6 +257,6 @@ def _pod_trouble(world: World, memory: JobMemory, now: Now) -> Note | None:
         pod = member.pod
         if pod is not None and pod.phase is PodPhase.PENDING and pod.node is None:
             text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
-            text += scheduling.claims_of(world.observed.job, pod)
+            text += scheduling.claim_of(world.observed.job, pod)
             return Note(Reason.WAITING_FOR_PODS, text)
     return None

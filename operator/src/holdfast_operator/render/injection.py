@@ -30,7 +30,7 @@ def injection(job: CheckpointAdoption, store: StoreView | None) -> InjectionStat
         sidecar_env=_shared(sidecar_contract(job, worker, birth, store, "").to_env()),
         certificates=certificates_prefix(job),
         workers_per_secret=CERTIFICATES_IN_SECRET,
-        node_size=str(node.volume_bytes[0]),
+        node_size=str(node.volume_bytes),
         shared_size=None if memory.size_limit_bytes is None else str(memory.size_limit_bytes),
         credentials_secret=None if store is None else store.credentials_secret,
         ca_secret=None if store is None else store.ca_secret,

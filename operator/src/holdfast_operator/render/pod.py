@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from holdfast_core.api import EphemeralVolumeSpec, Gang, parse_quantity_bytes
+from holdfast_core.api import Gang, parse_quantity_bytes
 from holdfast_core.contract import (
     CERTS_DIR,
     CERTS_VOLUME,
@@ -29,7 +29,6 @@ from holdfast_core.contract import (
     PodContract,
     SidecarContract,
     WorkerContract,
-    numbered,
 )
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
@@ -179,14 +178,12 @@ def sidecar_contract(
     job: Gang, worker: Worker, birth_round: RestartRound, store: StoreView | None, name: str
 ) -> SidecarContract:
     """Return the environment of the sidecar container, without the pod's address."""
-    first, *more = job.spec.checkpoint.node.volume_bytes
     return SidecarContract(
         **asdict(_worker_contract(job, worker, birth_round)),
         pod_name=name,
         pod_ip="",
         node_dir=NODE_DIR,
-        node_capacity_bytes=first,
-        more_node_bytes=tuple(more),
+        node_capacity_bytes=job.spec.checkpoint.node.volume_bytes,
         certs_dir=CERTS_DIR,
         store_dir=STORE_DIR,
         store="" if store is None else store.config.to_json(),
@@ -230,11 +227,9 @@ def _sidecar_container(
 ) -> dict[str, Any]:
     values = sidecar_contract(job, worker, birth_round, store, name).to_env()
     values.pop(POD_IP_VARIABLE)
-    nodes = _node_volumes(job)
-    paths = numbered(NODE_DIR, len(nodes))
     mounts: list[dict[str, Any]] = [
         {"name": SHARED_VOLUME, "mountPath": SHARED_DIR},
-        *({"name": v["name"], "mountPath": path} for v, path in zip(nodes, paths, strict=True)),
+        {"name": NODE_VOLUME, "mountPath": NODE_DIR},
         {"name": CERTS_VOLUME, "mountPath": CERTS_DIR, "readOnly": True},
     ]
     if _store_sources(store):
@@ -309,7 +304,7 @@ def _volumes(
     items = [{"key": k, "path": path} for k, path in certificate_items(name)]
     volumes: list[dict[str, Any]] = [
         {"name": SHARED_VOLUME, "emptyDir": shared},
-        *_node_volumes(job),
+        _node_volume(job),
         {
             "name": CERTS_VOLUME,
             "secret": {
@@ -328,24 +323,17 @@ def _volumes(
     return volumes
 
 
-def _node_volumes(job: Gang) -> list[dict[str, Any]]:
-    """Return the volumes of the node tier, in the order of their directories."""
+def _node_volume(job: Gang) -> dict[str, Any]:
     node = job.spec.checkpoint.node
-    if not node.volume.ephemeral:
-        return [{"name": NODE_VOLUME, "emptyDir": {"sizeLimit": str(node.volume_bytes[0])}}]
-    names = numbered(NODE_VOLUME, len(node.volume.ephemeral))
-    return [
-        {"name": name, "ephemeral": {"volumeClaimTemplate": {"spec": _claim(volume)}}}
-        for name, volume in zip(names, node.volume.ephemeral, strict=True)
-    ]
-
-
-def _claim(volume: EphemeralVolumeSpec) -> dict[str, Any]:
-    return {
+    claim = node.volume.claim
+    if claim is None:
+        return {"name": NODE_VOLUME, "emptyDir": {"sizeLimit": str(node.volume_bytes)}}
+    spec = {
         "accessModes": ["ReadWriteOnce"],
-        "storageClassName": volume.storage_class_name,
-        "resources": {"requests": {"storage": volume.size}},
+        "storageClassName": claim.storage_class_name,
+        "resources": {"requests": {"storage": claim.size}},
     }
+    return {"name": NODE_VOLUME, "ephemeral": {"volumeClaimTemplate": {"spec": spec}}}
 
 
 def _store_sources(store: StoreView | None) -> list[dict[str, Any]]:

@@ -58,17 +58,13 @@ async def open_resources(
         ConfigError, TierError: The pod does not match its contract.
     """
     contract = settings.contract
-    volumes = 1 + len(contract.more_node_bytes)
     pools = Pools(
-        disk=settings.disk_threads * volumes,
+        disk=settings.disk_threads,
         fetch=settings.fetch_threads,
         store=settings.store_threads,
     )
     stack.callback(pools.close)
-    more = [(Path(path), size) for path, size in contract.more_node_volumes()]
-    disk = DiskNodeTier(
-        settings.node_dir, capacity_bytes=contract.node_capacity_bytes, more_volumes=more
-    )
+    disk = DiskNodeTier(settings.node_dir, capacity_bytes=contract.node_capacity_bytes)
     opened = await pools.meta.run(disk.open)
     logs.info("node tier is open", shards=opened.shards, quarantined=list(opened.quarantined))
     state = await pools.meta.run(_first_state, settings, disk)

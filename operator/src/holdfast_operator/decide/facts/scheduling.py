@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 
 from holdfast_core.api import MAX_NODE_FAILURES, Gang, NodeFailure, TrainingJobStatus, changed
-from holdfast_core.contract import NODE_VOLUME, numbered
+from holdfast_core.contract import NODE_VOLUME
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.apart import stored
 from holdfast_operator.decide.facts.restarts import share_of
@@ -90,20 +90,18 @@ def describe(world: World) -> str:
     )
 
 
-def claims_of(job: Gang, pod: PodView) -> str:
-    """Return which claims a message of the scheduler about volumes means, and how to look at them.
+def claim_of(job: Gang, pod: PodView) -> str:
+    """Return which claim a message of the scheduler about volumes means, and how to look at it.
 
     The scheduler names neither a claim nor its storage class.
     """
-    classes = job.spec.checkpoint.node.volume.ephemeral
-    if not classes or "volume" not in pod.message.lower():
+    claim = job.spec.checkpoint.node.volume.claim
+    if claim is None or "volume" not in pod.message.lower():
         return ""
-    names = numbered(NODE_VOLUME, len(classes))
-    claims = ", ".join(
-        f"{pod.name}-{name} of storage class {volume.storage_class_name}"
-        for name, volume in zip(names, classes, strict=True)
+    return (
+        f". Its claim is {pod.name}-{NODE_VOLUME} of storage class {claim.storage_class_name}: "
+        f"see kubectl describe pvc -n {job.namespace}"
     )
-    return f". Its claims are {claims}: see kubectl describe pvc -n {job.namespace}"
 
 
 def timeouts(world: World) -> int:

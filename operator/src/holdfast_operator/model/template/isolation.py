@@ -22,7 +22,7 @@ RESERVED_PATH = "/holdfast"
 
 _CERTIFICATES = re.compile(r"(-certs-[0-9]+-r[0-9]+|-holdfast-certs-[0-9]+)$")
 """End of the names of Secrets that hold a gang's certificates (holdfast_core.names, model.pod_source)."""
-_NODE_CLAIM = re.compile(r"-holdfast-node(-[0-9]+)?$")
+_NODE_CLAIM = re.compile(r"-holdfast-node$")
 """End of the names of claims of node volumes. Kubernetes names them after the pod and its volume."""
 _CONTAINER_LISTS = ("containers", "initContainers", "ephemeralContainers")
 
