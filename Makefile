@@ -111,6 +111,10 @@ fuzz: sync ## search for inputs that break a parser, with new seeds, for MINUTES
 flakes: sync ## repeat test files beside busy processes and name the tests that fail: FILES="..." TIMES=10 LOAD=4
 	$(PY) -m tools.flakes --times $(or $(TIMES),10) --load $(or $(LOAD),4) $(FILES)
 
+.PHONY: trace
+trace: sync ## run a save in a pod, a save in a folder, a start and a recovery; write docs/walks.md: which files run
+	$(PY) -m tools.trace
+
 .PHONY: mutants
 mutants: sync ## seed mistakes into copies of the code, each of which the tests must find: ONLY=node/ for some of them
 	$(PY) -m tools.mutants $(if $(ONLY),--only '$(ONLY)') $(if $(JOBS),--jobs $(JOBS))
