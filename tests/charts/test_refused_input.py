@@ -93,15 +93,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["spec.checkpoint.object.every:", "has both or none of steps and seconds"],
     ),
     "no interval": (ckpt(interval=ABSENT), ["spec.checkpoint.interval: Required value"]),
-    "fewer than no slots": (
-        ckpt(memory={"slots": -1}),
-        ["spec.checkpoint.memory.slots:", "must be 0 to 8, got -1", "one save overlap"],
+    "no slots": (
+        ckpt(memory={"slots": 0}),
+        ["spec.checkpoint.memory.slots:", "must be 1 to 8, got 0", "1 needs the least memory"],
     ),
-    "nine slots": (ckpt(memory={"slots": 9}), ["checkpoint.memory.slots must be 0 to 8, got 9"]),
-    "a ring below its least size": (
-        ckpt(memory={"slots": 0, "ringSize": "1Mi"}),
-        ['checkpoint.memory.ringSize is "1Mi", expected a quantity of bytes from 16Mi to 64Gi'],
-    ),
+    "nine slots": (ckpt(memory={"slots": 9}), ["checkpoint.memory.slots must be 1 to 8, got 9"]),
     "memory limit is no quantity": (
         ckpt(memory={"sizeLimit": "8 Gi"}),
         ['checkpoint.memory.sizeLimit is "8 Gi", expected a quantity of bytes', "example 8Gi"],

@@ -115,16 +115,6 @@ def test_a_state_without_entries(tmp_path: Path) -> None:
         assert ckpt.peek() == holdfast.RestorePoint(1, {}, {})
 
 
-def test_a_look_without_slots(tmp_path: Path) -> None:
-    for _ in range(2):
-        with holdfast.Checkpointer(dir=tmp_path, slots=0) as ckpt:
-            found = ckpt.peek()
-            training = Training()
-            assert ckpt.restore(training.state) == (None if found is None else found.step)
-            ckpt.save(1, training.state)
-    assert found is not None
-
-
 def test_a_restore_loads_the_step_that_was_looked_at(tmp_path: Path) -> None:
     training, other = Training(), Training()
     with holdfast.Checkpointer(dir=tmp_path, keep_last=9) as trains:

@@ -41,9 +41,6 @@ STORE_DIR = "/holdfast/store"
 
 SOCKET_NAME = "holdfast.sock"
 SLOTS_DIR = "slots"
-MIN_RING_BYTES = 16 << 20
-MAX_RING_BYTES = 64 << 30
-"""Both bound spec.checkpoint.memory.ringSize, the size of the ring through which a save streams."""
 LAYOUTS_DIR = "layouts"
 LAUNCHER_ROUND_FILE = "launcher-round.json"
 
@@ -140,8 +137,6 @@ class PodContract(WorkerContract):
     """Environment of the trainer container."""
 
     slots: int = 2
-    ring_bytes: int = 1 << 30
-    """Size of the ring through which saves stream if `slots` is 0."""
     stop_seconds: int = 10
     """Time from SIGTERM after which the launcher kills its ranks, if its command line names none."""
 
@@ -189,7 +184,6 @@ _INT_FIELDS = frozenset(
         "birth_round",
         "procs_per_worker",
         "slots",
-        "ring_bytes",
         "stop_seconds",
         "node_capacity_bytes",
         "control_port",

@@ -17,7 +17,6 @@ from holdfast_core.errors import (
     NotFoundError,
     StaleRoundError,
     TierError,
-    UnavailableError,
     UnreadableError,
 )
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
@@ -94,24 +93,6 @@ def test_a_failed_fsync_is_never_repeated_on_the_same_file(
             with pytest.raises(TierError, match="fsync of"):
                 write(tier)
             assert tier.list_shards() == ()
-    assert not [path for path in root.rglob(".tmp-*")]
-
-
-class ReadOnce(BytesSource):
-    """A payload that streams: its bytes are in memory for one read only."""
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        if self.reads:
-            raise UnavailableError("the bytes are not in memory any more")
-        super().read_into(offset, buffer)
-
-
-def test_a_failed_fsync_is_the_reason_where_the_payload_cannot_be_read_again(
-    root: Path, tier: DiskNodeTier
-) -> None:
-    header = shard_header(SIZE, step=10)
-    with failpoints("node.fsync=err@1"), pytest.raises(TierError, match="fsync of"):
-        tier.write_shard(header, ReadOnce(payload(SIZE)))
     assert not [path for path in root.rglob(".tmp-*")]
 
 

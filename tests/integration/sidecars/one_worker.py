@@ -12,12 +12,9 @@ from holdfast_core.messages.schema import Policy
 class OneWorker:
     """A real sidecar, and the environment of its rank."""
 
-    def __init__(
-        self, gang: Gang, monkeypatch: pytest.MonkeyPatch, slots: int, ring_bytes: int = 1 << 30
-    ) -> None:
+    def __init__(self, gang: Gang, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
         self.gang = gang
         self.policy = Policy(interval_steps=1, slots=slots, peer_copies=0)
-        self._ring_bytes = ring_bytes
         self._monkeypatch = monkeypatch
         self._round = 0
         self._version = 1
@@ -61,7 +58,6 @@ class OneWorker:
             1,
             of.shared_dir,
             slots=self.policy.slots,
-            ring_bytes=self._ring_bytes,
         )
         env = {"HOLDFAST_ROUND": str(self._round), "RANK": "0", "WORLD_SIZE": "1"}
         for name, value in {**contract.to_env(), **env}.items():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar import FakeRank, rank_document, until
 from tests.support.sidecar.contracts import contract_with
@@ -17,7 +15,7 @@ from tests.support.sidecar.rounds import first_round
 from tests.support.sidecar.stagers import stager_of
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.errors import CapacityError, RefusedError, UnavailableError
+from holdfast_core.errors import CapacityError, UnavailableError
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
@@ -28,9 +26,6 @@ from holdfast_core.messages.schema import (
     Prepared,
     RankProgress,
     Replicated,
-    Segment,
-    Staged,
-    StageSegment,
     WorkerReport,
 )
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
@@ -174,43 +169,4 @@ async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) ->
     node.let.set()
     await until(lambda: outcomes, "the outcome")
     assert outcomes[0].record is not None
-    pools.close()
-
-
-class FullAtTheEnd(MemoryTier):
-    """A tier of which the first write reads all of its payload before it finds no room."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes = 0
-
-    def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
-        self.writes += 1
-        if self.writes == 1:
-            source.read_into(0, memoryview(bytearray(header.payload_bytes)))
-            raise CapacityError("no room")
-        return super().write_shard(header, source)
-
-
-async def test_a_streamed_save_without_room_fails_and_the_next_one_succeeds(tmp_path: Path) -> None:
-    """Its bytes are not in memory any more. A second write would wait for them without end."""
-    node, pools, failures = FullAtTheEnd(), Pools(disk=1, fetch=1, store=1), Failures(lambda: None)
-    settings = Settings(contract_with(shared_dir=str(tmp_path)))
-    state = first_round()
-    stager = stager_of(settings, state, node, pools, failures)
-    rank = FakeRank(tmp_path, JOB_UID, 0, 0)
-
-    async def save(step: int) -> Staged:
-        message = StageSegment(rank.fill(step, PAYLOAD), Segment(0, len(PAYLOAD)))
-        saving = asyncio.ensure_future(stager.streams.stage(lambda: state, message, rank))
-        await until(lambda: saving.done() or failures.current, "the end, or a failure")
-        stager.room.made()
-        return await asyncio.wait_for(saving, 120)
-
-    with pytest.raises(RefusedError, match="no room"):
-        await save(7)
-    assert [f.reason for f in failures.current] == [NODE_FULL]
-    assert await save(8) == Staged(Step(8))
-    assert failures.current == ()
-    assert not stager.memory, "no slot holds the bytes of a save that has streamed"
     pools.close()

@@ -28,9 +28,7 @@ JOB_UID = JobUid("job")
 class Training:
     """Makes the save decisions of one rank of a pod. No process empties the slots that it fills."""
 
-    def __init__(
-        self, slots_dir: Path, policy: Policy, rank: int = 0, *, streams: bool = False
-    ) -> None:
+    def __init__(self, slots_dir: Path, policy: Policy, rank: int = 0) -> None:
         self.store = DictStore()
         session = Session(JOB_UID, Rank(rank), ROUND)
         session.hello_accepted(HelloReply(ROUND, policy))
@@ -42,8 +40,7 @@ class Training:
         traits = Traits(
             job_uid=JOB_UID,
             peer="the sidecar",
-            slots=0 if streams else policy.slots,
-            ring_bytes=1 << 30,
+            slots=policy.slots,
             advice=IN_A_POD,
             interval_steps=None,
             round=ROUND,
@@ -79,16 +76,6 @@ def test_the_gang_skips_a_save_for_which_this_rank_has_no_slot(tmp_path: Path) -
     assert [step for step in range(1, 9) if training.saves(step)] == [2, 4]
     assert training.status.skipped == 2
     assert training.store.values["full/0/0"] == "8"
-
-
-def test_a_save_that_streams_is_not_skipped_for_slots_that_an_interrupted_one_has_left(
-    tmp_path: Path,
-) -> None:
-    training = Training(tmp_path, Policy(interval_steps=2), streams=True)
-    for slot in training.ring.slots:
-        slot.begin(ROUND, Step(1), 100)
-        slot.complete()
-    assert [step for step in range(1, 9) if training.saves(step)] == [2, 4, 6, 8]
 
 
 def test_this_rank_skips_a_save_for_which_another_rank_has_no_slot(

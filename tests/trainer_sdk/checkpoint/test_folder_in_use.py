@@ -145,7 +145,6 @@ def place(folder: Path, store: GangStore | None = None, rank: int = 0) -> Folder
         interval_steps=1,
         keep_last=3,
         slots=2,
-        ring_bytes=1 << 30,
         slots_dir=None,
         strict=True,
         on_save_error="warn",

@@ -232,19 +232,6 @@ def test_a_busy_slot_whose_file_another_process_has_replaced_is_left_alone(tmp_p
     slot.begin(ROUND, Step(7), 100)
     slot.path.unlink()
     slot.path.write_bytes(b"another process's")
-    slots.remove_busy()
     with pytest.raises(CapacityError, match="another process"):
         slots.ensure(MIB, ROUND)
     assert slot.path.read_bytes() == b"another process's"
-
-
-def test_slots_that_an_earlier_process_had_beyond_the_number_are_removed(tmp_path: Path) -> None:
-    """A restore into one whole slot needs the memory that the ring of the process before still takes."""
-    ring(tmp_path, 8).ensure(MIB, ROUND)
-    SlotRing(tmp_path, Rank(6), 1).ensure(MIB, ROUND)
-    slots = ring(tmp_path, 1)
-    slots.use(1, is_bounded=False)
-    slots.ensure(2 * MIB, ROUND)
-    left = sorted(path.name for path in tmp_path.glob("*.slot"))
-    assert left == ["rank000005.0.slot", "rank000006.0.slot"]
-    assert slots.capacity_bytes == 2 * MIB

@@ -63,8 +63,7 @@ class Checkpointer:
     mtbf_seconds: the mean time between failures that you expect, for interval="auto"; 6 hours by default.
     keep_last: number of committed checkpoints to keep in `dir`, at least 1. A pod ignores it.
     slots: number of slots per rank. A slot holds a copy of the rank's state until that copy is written to
-      `dir`. With 0 there is no copy: each save streams to `dir` through a ring of `ring_bytes`, and blocks
-      training until it is durable. A pod ignores it.
+      `dir`. At least 1. A pod ignores it.
     slots_dir: directory on this machine for the slots, instead of /dev/shm. It needs room for `slots`
       copies of the state. A pod ignores it.
     strict: with True the checkpoint must hold exactly what the state contains. With False what does not
@@ -73,7 +72,6 @@ class Checkpointer:
       next one.
     when_busy: what to do when a rank has no free slot for a save. With "skip" every rank leaves that save
       out; with "wait" the rank waits up to 10 minutes for a slot. Use the same value on every rank.
-    ring_bytes: size of the ring for slots=0, 16 MiB to 64 GiB. A pod ignores it.
     store: URL of an object store, such as "s3://bucket/prefix", to which each committed checkpoint of `dir`
       is uploaded. A run whose `dir` lacks the newest checkpoint restores from it. Endpoint and keys come
       from the environment, as for boto3. It needs the extra `holdfast-sdk[s3]`. A pod ignores it.
@@ -100,7 +98,6 @@ class Checkpointer:
         strict: bool = True,
         on_save_error: OnSaveError = "warn",
         when_busy: WhenBusy = "skip",
-        ring_bytes: int = 1 << 30,
         store: str | None = None,
         store_keep_last: int = 3,
         on_damage: OnDamage = "older",
@@ -114,7 +111,6 @@ class Checkpointer:
             strict,
             on_save_error,
             when_busy,
-            ring_bytes,
             interval_seconds,
             interval,
             mtbf_seconds,

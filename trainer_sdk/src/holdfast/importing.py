@@ -13,8 +13,6 @@ from holdfast.convert.safetensors_files import read_model
 from holdfast.convert.torch_file import read_torch
 from holdfast_core.errors import ConfigError, FormatError
 
-_RING_BYTES = 64 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Import:
@@ -31,16 +29,15 @@ class Import:
 def import_weights(wanted: Import) -> int:
     """Save the tensors as step 0 and return their number.
 
-    The save streams, so that only what `read_dcp` returns has to fit into memory. After an interruption the
-    folder has no checkpoint, and the import can be repeated.
+    The save needs one copy of the tensors in shared memory. After an interruption the folder has no
+    checkpoint, and the import can be repeated.
 
     Raises ConfigError where the folder has checkpoints, and what the reader of the format raises.
     """
     with Checkpointer(
         folder_path(wanted.folder),
         interval_steps=0,
-        slots=0,
-        ring_bytes=_RING_BYTES,
+        slots=1,
         on_save_error="raise",
     ) as ckpt:
         if found := ckpt.list():

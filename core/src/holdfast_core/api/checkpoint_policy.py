@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from holdfast_core.api.base import ApiModel
 from holdfast_core.api.meta import NameRef
@@ -21,7 +21,7 @@ from holdfast_core.api.rules.quantities import (
     parse_quantity_bytes,
     quantity_rule,
 )
-from holdfast_core.contract import DEFAULT_MTBF_SECONDS, MAX_RING_BYTES, MIN_RING_BYTES
+from holdfast_core.contract import DEFAULT_MTBF_SECONDS
 
 
 class PeerEncryption(StrEnum):
@@ -143,53 +143,25 @@ class UploadInterval(ApiModel):
     seconds: Annotated[int | None, _seconds_field("uploads")] = None
 
 
-def _ring_size(text: str) -> str:
-    if not MIN_RING_BYTES <= parse_quantity_bytes(text) <= MAX_RING_BYTES:
-        raise ValueError(f"{text!r}: expected a quantity of bytes from 16Mi to 64Gi")
-    return text
-
-
 class MemorySpec(ApiModel):
-    """The shared-memory ring between the ranks and the sidecar."""
+    """The shared-memory slots between the ranks and the sidecar."""
 
     slots: Annotated[
         int,
         Field(
-            ge=0,
+            ge=1,
             le=8,
             description=(
                 "Slots per rank; each stores one snapshot of the rank's state and counts "
                 "towards the trainer's memory limit. From 3 on the newest complete step "
-                "stays in memory while the node writes an older one. With 0 no snapshot is "
-                "stored: each save streams to the node through a ring of ringSize, and blocks "
-                "training until it is durable."
+                "stays in memory while the node writes an older one."
             ),
             json_schema_extra=remedy(
-                "2 let one save overlap the next; 3 keep every step in memory; 0 streams"
+                "2 let one save overlap the next; 3 keep every step in memory; 1 needs the least "
+                "memory, for one copy of the state"
             ),
         ),
     ] = 2
-    ring_size: Annotated[
-        Annotated[str, QUANTITY],
-        Field(
-            max_length=32,
-            description=(
-                "Size of each rank's ring in shared memory if slots is 0, a quantity of bytes "
-                "from 16Mi to 64Gi."
-            ),
-            json_schema_extra=cel_rules(
-                rule(
-                    "isQuantity(self) && quantity(self).compareTo(quantity('16Mi')) >= 0"
-                    " && quantity(self).compareTo(quantity('64Gi')) <= 0",
-                    message_expression=(
-                        '\'checkpoint.memory.ringSize is "%s", expected a quantity of bytes from '
-                        "16Mi to 64Gi: write for example 1Gi'.format([self])"
-                    ),
-                )
-            ),
-        ),
-        AfterValidator(_ring_size),
-    ] = "1Gi"
     size_limit: Annotated[
         Annotated[str, QUANTITY] | None,
         Field(
@@ -205,10 +177,6 @@ class MemorySpec(ApiModel):
     @property
     def size_limit_bytes(self) -> int | None:
         return None if self.size_limit is None else parse_quantity_bytes(self.size_limit)
-
-    @property
-    def ring_bytes(self) -> int:
-        return parse_quantity_bytes(self.ring_size)
 
 
 class EmptyDirSpec(ApiModel):
@@ -427,7 +395,7 @@ class CheckpointPolicySpec(ApiModel):
         SaveInterval,
         Field(description=("How often the gang saves to shared memory and to the node.")),
     ]
-    memory: Annotated[MemorySpec, Field(description="The shared-memory ring.")] = MemorySpec()
+    memory: Annotated[MemorySpec, Field(description="The shared-memory slots.")] = MemorySpec()
     node: Annotated[NodeTierSpec, Field(description="Shards on the node of the worker.")] = (
         NodeTierSpec()
     )

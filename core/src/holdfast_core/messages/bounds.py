@@ -100,7 +100,6 @@ _DEFAULT_BYTES = 256 * KIB
 _MAX_BYTES = MappingProxyType(
     {
         "Stage": 16 * KIB,
-        "StageSegment": 16 * KIB,
         "Seal": 4 * KIB,
         "GangRequest": 4 * KIB,
         "Refused": 64 * KIB,

@@ -128,14 +128,6 @@ class RestoreReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Range of a payload that travels in one slot of a ring (ADR 0069): start <= position < stop."""
-
-    start: Natural
-    stop: Natural
-
-
-@dataclass(frozen=True, slots=True)
 class Fill:
     """Rank -> sidecar: write this rank's shard of the restore point into one of these slots.
 
@@ -215,26 +207,6 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Staged:
     step: Step
-
-
-@dataclass(frozen=True, slots=True)
-class StageSegment:
-    """Rank -> sidecar: hand over the next segment of a payload, in a slot in state FULL.
-
-    The segments of a save are sent in order, each after the reply to the one before. The reply to the last
-    one is sent when the shard is durable on the node tier.
-    """
-
-    stage: Stage
-    """As for the whole payload. `slot` holds the segment."""
-    segment: Segment
-
-
-@dataclass(frozen=True, slots=True)
-class DropSegments:
-    """Rank -> sidecar, no reply: the save whose segments this connection has sent is not continued."""
-
-    round: RestartRound
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,6 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
             schema.TakeStore,
             schema.Stage,
             schema.Staged,
-            schema.StageSegment,
-            schema.DropSegments,
             schema.Progress,
             schema.LevelReached,
             schema.SaveFailed,

@@ -23,7 +23,6 @@ from holdfast_core.errors import (
     HoldfastError,
     NotFoundError,
     TierError,
-    UnavailableError,
     UnreadableError,
 )
 from holdfast_core.failpoint import failpoint
@@ -486,7 +485,6 @@ class DiskNodeTier:
         size, what = file_bytes(header), f"shard of rank {header.rank} step {header.step}"
         last = self._last.get(header.rank)
         directory, volume = self._shard_directory(header), self._volume
-        poisoned: PoisonedError | None = None
         for attempt in range(_WRITE_ATTEMPTS):
             with ExitStack() as stack:
                 cloning, spare, blocks = None, None, size
@@ -506,13 +504,7 @@ class DiskNodeTier:
                 except PoisonedError as error:
                     if attempt + 1 == _WRITE_ATTEMPTS:
                         raise
-                    poisoned = error
                     _LOG.warning("%s: writing the whole shard again, to a new file", error)
-                except UnavailableError as error:
-                    if poisoned is None:
-                        raise
-                    # A save that streams has no bytes for a second attempt: the first error is the reason.
-                    raise poisoned from error
                 except CapacityError as error:
                     # The budget does not cover quotas and files of other programs.
                     if attempt + 1 < _WRITE_ATTEMPTS and volume.make_room():

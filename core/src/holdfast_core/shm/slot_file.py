@@ -160,16 +160,6 @@ class SlotFile:
             done += count
         self.bytes_read += done
 
-    @property
-    def is_starved(self) -> bool:
-        """Return False: all bytes of a slot are there."""
-        return False
-
-    @property
-    def can_be_read_again(self) -> bool:
-        """Return True: a slot is read from any byte on, as often as needed."""
-        return True
-
     def verified(self, byte_count: int) -> None:
         """Count bytes of the written file that were read back, for those who watch a write's progress."""
         self.bytes_verified += byte_count

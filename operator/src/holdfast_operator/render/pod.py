@@ -170,7 +170,6 @@ def trainer_contract(job: Gang, worker: Worker, birth_round: RestartRound) -> Po
     return PodContract(
         **asdict(_worker_contract(job, worker, birth_round)),
         slots=job.spec.checkpoint.memory.slots,
-        ring_bytes=job.spec.checkpoint.memory.ring_bytes,
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from holdfast_core.errors import FormatError, RefusedError
 from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import (
-    DropSegments,
     Ended,
     Exited,
     Fill,
@@ -22,7 +21,6 @@ from holdfast_core.messages.schema import (
     Restore,
     Stacks,
     Stage,
-    StageSegment,
     StoreAddress,
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
@@ -90,7 +88,6 @@ class Local:
 
     def gone(self, connection: Connection) -> None:
         hello = connection.hello
-        self._saves.stager.streams.drop(connection)
         if hello is not None and hello.role is LocalRole.LAUNCHER:
             if self._connections.launcher is None:
                 self._starter.gone(connection)
@@ -104,8 +101,6 @@ class Local:
                 # The rank trains on meanwhile. A refusal would lose its last save after a restart.
                 await self._current.unsealed(message.round)
                 return await self._saves.stager.stage(self._current, message)
-            case StageSegment():
-                return await self._saves.stager.streams.stage(self._current, message, connection)
             case Restore():
                 return await self._filler.restore(self.state, message)
             case Fill(reads_files=True):
@@ -157,8 +152,6 @@ class Local:
                 self._gang.stacked(
                     replace(message, ranks=tuple(s for s in message.ranks if self._own(s.rank)))
                 )
-            case DropSegments():
-                self._saves.stager.streams.drop(connection)
             case Ended():
                 self._starter.ended(message.round)
                 self._starter.evaluate()

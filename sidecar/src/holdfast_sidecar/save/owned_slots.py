@@ -18,7 +18,6 @@ from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import DigestedShard, RankBuffered, ShardInfo, Stage
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_stream import SegmentStream
 
 
 class Where(Enum):
@@ -34,8 +33,7 @@ class OwnedSlot:
     """A slot that the sidecar owns, from Stage until it is freed."""
 
     stage: Stage
-    slot: SlotFile | SegmentStream
-    """The slot, or the slots of a save that streams."""
+    slot: SlotFile
     world_size: int
     where: Where
     was_buffered: bool = False
@@ -48,8 +46,6 @@ class OwnedSlot:
     """Set when the record is known, or when the slot is freed."""
     committed: bool = False
     """Whether the step's manifest is on this node."""
-    failure: str = ""
-    """Why the last write failed, or "" if none has."""
     failed: bool = False
     """Whether a write of the slot failed. Its bytes are good, so a seal tries to write it once more."""
     dropped: bool = False

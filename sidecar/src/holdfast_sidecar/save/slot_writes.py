@@ -87,16 +87,13 @@ class SlotWrites:
         """Write the shard. On a full volume, retry after each deletion for up to `room_seconds`.
 
         This worker's report carries the failure meanwhile, upon which the coordinator prunes steps that
-        the job does not need. Raises CapacityError if the room does not suffice in time, and at once if
-        the payload streams and parts of it are not in memory any more.
+        the job does not need. Raises CapacityError if the room does not suffice in time.
         """
         deadline: float | None = None
         while True:
             try:
                 return await self._watched(owned)
             except CapacityError as error:
-                if not owned.slot.can_be_read_again:
-                    raise
                 self._failures.note(_subject(owned), TierName.NODE, error, step=owned.stage.step)
                 now = self._clock.monotonic()
                 if deadline is None:
@@ -123,8 +120,6 @@ class SlotWrites:
         def stalled(quiet: float) -> None:
             if not has_begun.is_set():
                 return  # the write waits for those of other ranks, which are watched themselves
-            if slot.is_starved:
-                return  # the rank that streams its save is slow or stopped, and not the disk
             self._failures.note_text(
                 subject,
                 TierName.NODE,

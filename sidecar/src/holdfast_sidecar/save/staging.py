@@ -21,19 +21,18 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from holdfast_core.errors import HoldfastError, RefusedError
+from holdfast_core.errors import FormatError, HoldfastError, RefusedError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import RankBuffered, Refusal, Stage, Staged
 from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.shm.slot_file import SlotFile, list_slots
+from holdfast_core.shm.slot_file import SlotFile, list_slots, rank_of_slot
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot
-from holdfast_core.shm.slot_stream import SegmentStream
 from holdfast_core.tiers.base import ShardRecord
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.rounds import RoundState, fence
 from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.telemetry import Telemetry
@@ -51,7 +50,6 @@ from holdfast_sidecar.save.repeated import RepeatedSaves
 from holdfast_sidecar.save.room import Room
 from holdfast_sidecar.save.slot_notes import SlotNotes, left_in_memory, take_or_free
 from holdfast_sidecar.save.slot_writes import Outcome, SlotWrites
-from holdfast_sidecar.save.streams import Streams, expect_of_round
 
 
 class Stager:
@@ -85,8 +83,6 @@ class Stager:
         self._staging: dict[Stage, asyncio.Future[Staged]] = {}
         """Requests that are being served."""
         self._repeated = RepeatedSaves(pod, tiers, self._owned)
-        self.streams = Streams(pod, layouts, self._owned, self._own)
-        """The saves that stream through a ring of slots."""
         self._stored: dict[tuple[Rank, Step], ShardRecord] = {}
         """Shards that were buffered and are durable now, until the coordinator has acknowledged that."""
         self._newest: dict[Rank, Step] = {}
@@ -126,7 +122,7 @@ class Stager:
         return any(o.pending_write for o in self._owned.values())
 
     def owns(self, slot: str) -> bool:
-        return slot in self._owned or self.streams.hold(slot)
+        return slot in self._owned
 
     def buffered_steps(self, rank: Rank) -> tuple[Step, ...]:
         """Return the rank's steps that are digested in memory, whether or not a write has begun."""
@@ -321,7 +317,6 @@ class Stager:
         """End the round: from now on only `write_buffered` begins writes of buffered slots."""
         self._accepted_round = None
         self._chosen = None
-        self.streams.seal()
         self.room.close()
 
     async def settle(self, timeout_seconds: float) -> bool:
@@ -432,11 +427,7 @@ class Stager:
         """Add an owned slot, and begin its digest if it `pending_write`, else its write."""
         slot.throttle = self._background.take
         where = Where.DIGESTING if pending_write else Where.WRITING
-        self._own(OwnedSlot(message, slot, state.world_size, where, was_buffered=pending_write))
-
-    def _own(self, owned: OwnedSlot) -> None:
-        """Add an owned slot or stream, and begin its digest or its write."""
-        message = owned.stage
+        owned = OwnedSlot(message, slot, state.world_size, where, was_buffered=pending_write)
         self._owned[message.slot] = owned
         self._newest[message.rank] = message.step
         if owned.where is Where.DIGESTING:
@@ -501,11 +492,6 @@ class Stager:
             outcome = await self._writes.write(owned)
         finally:
             record = None if outcome is None else outcome.record
-            if record is None:
-                failed = None if outcome is None else outcome.failed
-                owned.failure = "the write was given up" if failed is None else failed.message
-                if isinstance(owned.slot, SegmentStream):
-                    owned.slot.stop(owned.failure)
             if outcome is not None and outcome.failed is not None and self._stays(owned, outcome):
                 owned.where, owned.failed = Where.BUFFERED, True
             else:
@@ -519,8 +505,7 @@ class Stager:
         self._advance()
 
     def _is_stored(self, owned: OwnedSlot, record: ShardRecord) -> None:
-        if isinstance(owned.slot, SlotFile):  # no slot holds the bytes of a save that has streamed
-            self.memory[owned.stage.slot] = record
+        self.memory[owned.stage.slot] = record
         if owned.was_buffered:
             self._stored[(record.header.rank, record.header.step)] = record
 
@@ -532,3 +517,19 @@ class Stager:
         state = self._accepted_round
         current = state is None or state.round == owned.stage.round
         return owned.record is not None and not owned.dropped and not outcome.is_corrupt and current
+
+
+def expect_of_round(state: RoundState, message: Stage) -> RoundState:
+    """Return `state` if the message is of its round and of a rank of this pod.
+
+    Raises RefusedError, FormatError.
+    """
+    refused = fence(state, message.round)
+    if refused is not None:
+        raise RefusedError(refused.code, refused.message)
+    if rank_of_slot(message.slot) != message.rank or message.rank not in state.own_ranks:
+        raise FormatError(
+            f"stage of rank {message.rank} in slot {message.slot!r}: the rank does not run in "
+            "this pod"
+        )
+    return state

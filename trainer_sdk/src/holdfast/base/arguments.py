@@ -14,8 +14,11 @@ from typing import Any
 from holdfast_core.errors import ConfigError
 
 
-def checked_count(value: Any, what: str, least: int) -> int:
-    """Return `value` as an integer of at least `least`. Raises ConfigError that names the argument `what`."""
+def checked_count(value: Any, what: str, least: int, remedy: str = "") -> int:
+    """Return `value` as an integer of at least `least`.
+
+    Raises ConfigError that names the argument `what`, and ends with the remedy if there is one.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -23,6 +26,7 @@ def checked_count(value: Any, what: str, least: int) -> int:
     if number < least or isinstance(value, bool):
         raise ConfigError(
             f"Checkpointer({what}={value!r}): expected an integer of at least {least}"
+            + (f": {remedy}" if remedy else "")
         )
     return number
 

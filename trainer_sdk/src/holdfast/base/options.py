@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
 
 from holdfast.base.arguments import checked_count, require_one_of, require_seconds
-from holdfast_core.contract import DEFAULT_MTBF_SECONDS, MAX_RING_BYTES, MIN_RING_BYTES
+from holdfast_core.contract import DEFAULT_MTBF_SECONDS
 from holdfast_core.errors import ConfigError
 from holdfast_core.messages.schema import Timing
 
@@ -15,6 +15,12 @@ OnSaveError = Literal["warn", "raise"]
 OnDamage = Literal["older", "raise"]
 WhenBusy = Literal["skip", "wait"]
 IntervalRule = Literal["auto"]
+
+
+_LEAST_SLOTS = (
+    "slots=1 keeps one copy of the state, and slots_dir=... names a directory with more room "
+    "than /dev/shm"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,6 @@ class Options:
     strict: bool
     on_save_error: OnSaveError
     when_busy: WhenBusy
-    ring_bytes: int
     interval_seconds: float | None = None
     interval: IntervalRule | None = None
     mtbf_seconds: float | None = None
@@ -40,13 +45,8 @@ class Options:
     def checked(self) -> Self:
         """Return the options with counts as plain integers. Raises ConfigError for an invalid one."""
         keep_last = checked_count(self.keep_last, "keep_last", 1)
-        slots = checked_count(self.slots, "slots", 0)
+        slots = checked_count(self.slots, "slots", 1, _LEAST_SLOTS)
         store_keep_last = checked_count(self.store_keep_last, "store_keep_last", 1)
-        ring_bytes = checked_count(self.ring_bytes, "ring_bytes", MIN_RING_BYTES)
-        if ring_bytes > MAX_RING_BYTES:
-            raise ConfigError(
-                f"Checkpointer(ring_bytes={ring_bytes}): expected at most {MAX_RING_BYTES} bytes"
-            )
         interval = self.interval_steps
         if interval is not None:
             interval = checked_count(interval, "interval_steps", 0)
@@ -59,7 +59,6 @@ class Options:
             keep_last=keep_last,
             slots=slots,
             interval_steps=interval,
-            ring_bytes=ring_bytes,
             store_keep_last=store_keep_last,
         )
 

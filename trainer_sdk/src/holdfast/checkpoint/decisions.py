@@ -132,11 +132,8 @@ class SaveDecisions:
         return decided is not None and decided[0] == step and decided[1].is_requested
 
     def foresee(self, step: Step) -> None:
-        """Before `step` starts, veto the next save if this rank would have no slot for it.
-
-        A save that streams always has slots: it replaces those that an interrupted save has left.
-        """
-        due = None if self._waits or self._traits.streams else self._next_due(step)
+        """Before `step` starts, veto the next save if this rank would have no slot for it."""
+        due = None if self._waits else self._next_due(step)
         if due is None or self._has_slot:
             return
         # Only a save fills a slot, so that a free one stays free until the next save.

@@ -15,7 +15,6 @@ from holdfast.checkpoint.restoring import Restorer
 from holdfast.checkpoint.saves import Saves
 from holdfast.checkpoint.saving import Saver
 from holdfast.checkpoint.status import SaveStatus
-from holdfast.checkpoint.streaming import StreamingSaver
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement
 from holdfast.gang.proposals import Proposals
@@ -60,7 +59,7 @@ class Opened:
         self.ring = SlotRing(
             directories.slots,
             rank,
-            max(traits.slots, 1),
+            traits.slots,
             traits.advice,
             directories.spare_slots,
             place.holds_slots,
@@ -68,11 +67,7 @@ class Opened:
         self._snapshots = Snapshots(rank)
         """A restore in a running process needs no second look at the structure that saves have recorded."""
         self._strict = options.strict
-        self.saver = (
-            StreamingSaver(session, self.ring, layouts, self._snapshots, traits.ring_bytes)
-            if traits.streams
-            else Saver(session, self.ring, layouts, self._snapshots)
-        )
+        self.saver = Saver(session, self.ring, layouts, self._snapshots)
         self.agreement = StepAgreement(
             session, store, None if store is None else Proposals(store, settings.world_size)
         )

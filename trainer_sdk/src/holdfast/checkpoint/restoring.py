@@ -219,17 +219,9 @@ class Restorer:
             document = wanted.to_bytes()
             digest, payload_bytes = digest_of(document), wanted.payload_bytes
             self._layouts.ensure(document, digest)
-        traits = self._place.traits
-        is_local = traits.shares_container
+        is_local = self._place.traits.shares_container
         in_place = target if wanted is None and isinstance(target, RestoreTarget) else None
         if in_place is not None and not in_place.is_read_in_place():
-            in_place = None
-        if traits.streams:
-            found = None if in_place is None else self._fetch_file(step, in_place, ())
-            if found is not None:
-                return found
-            # One slot for the whole payload, until the first save.
-            self._ring.use(1, is_bounded=False)
             in_place = None
         slot_bytes = max(target.needed_bytes(), payload_bytes)
         self._ring.ensure(slot_bytes, round_, to_fill=is_local or in_place is not None)

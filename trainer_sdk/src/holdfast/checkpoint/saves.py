@@ -85,18 +85,7 @@ class Saves:
         return handle
 
     def save_left(self, step: Step, state: Mapping[str, Any]) -> None:
-        """Save the last step of a loop that was left early, and hold that save.
-
-        A save that streams cannot be held, because no memory holds its bytes.
-        """
-        if self._place.traits.streams:
-            logger.warning(
-                "step %d is not saved: the loop was left early, and with 0 slots a save cannot wait for "
-                "the reason; call save(%d, state) after the loop to keep it",
-                step,
-                step,
-            )
-            return
+        """Save the last step of a loop that was left early, and hold that save."""
         self._left = SaveHandle(step, self._session.current_round, self._saving)
         self._session.defer(self._left)
         try:

@@ -107,12 +107,6 @@ class Saver:
         snapshot, plan = self._read(state)
         self._layouts.ensure(plan.layout, plan.layout_digest)
         self.ensure_slots(plan.payload_bytes, handle.round)
-        return self._copy(handle, snapshot, plan, wait_seconds)
-
-    def _copy(
-        self, handle: SaveHandle, snapshot: Snapshot, plan: SavePlan, wait_seconds: float
-    ) -> bool:
-        """Copy the snapshot and hand it over. As `save`, for slots that are allocated."""
         slot = self._ring.acquire(wait_seconds)
         if slot is None:
             return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,6 @@ from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
     OVERTAKEN,
     PROTOCOL_VERSION,
-    DropSegments,
     Hello,
     HelloReply,
     LevelReached,
@@ -34,7 +32,6 @@ from holdfast_core.messages.schema import (
     SaveRequested,
     Stage,
     Staged,
-    StageSegment,
     StopRequested,
 )
 from holdfast_core.shm.slot_header import SlotState
@@ -55,8 +52,7 @@ class _Staged:
     """A save that was handed over, with its slot and its handle."""
 
     stage: Stage
-    slot: Slot | None
-    """None for a save that streamed: its bytes are in no slot."""
+    slot: Slot
     handle: SaveHandle
     is_repeated: bool = False
     """Whether the step was handed over before in this round. The other side acknowledges it only when its
@@ -186,12 +182,7 @@ class Session:
 
     def connected(self) -> None:
         with self._lock:
-            # A save that is still streaming fails with its connection, and is not handed over again.
-            again = [
-                s
-                for s in self._all()
-                if not s.handle.settled and (s.slot is not None or s.acknowledged)
-            ]
+            again = [s for s in self._all() if not s.handle.settled]
             if self._loss_logged:
                 logger.warning("connected to %s again: saves continue", self.peer)
                 self._loss_logged = False
@@ -261,40 +252,6 @@ class Session:
         elif not kept:
             self._take(save)
 
-    def stream(self, stage: Stage, handle: SaveHandle, segments: Iterator[StageSegment]) -> None:
-        """Hand over a save in segments. Return when it is durable on the node tier.
-
-        If this raises, it asks the other side to drop the save.
-
-        Args:
-            stage: The save.
-            handle: Receives the levels.
-            segments: Each segment, after it is in its slot. The next one is requested after the reply to the
-                one before.
-
-        Raises:
-            UnavailableError: There is no connection, or it ended meanwhile.
-            RefusedError: The other side refuses the save, or cannot write it.
-        """
-        save = self._add(_Staged(stage, None, handle))
-        connection = self.connections
-        try:
-            for segment in segments:
-                if self._link is None or connection != self.connections:
-                    raise UnavailableError(f"the connection to {self.peer} ended during the save")
-                reply = self._link.submit(segment)
-                if segment.segment.stop == stage.payload_bytes:
-                    reply.add_done_callback(partial(self._answered, save))
-                reply.result(_ANSWER_SECONDS)
-        except BaseException as error:
-            if self._link is not None:
-                self._link.notify(DropSegments(stage.round))
-            if isinstance(error, TimeoutError):
-                raise UnavailableError(
-                    f"save of step {stage.step}: no reply from {self.peer} within {_ANSWER_SECONDS} s"
-                ) from error
-            raise
-
     def defer(self, handle: SaveHandle) -> None:
         """Keep the slot of this save until `hand_over_deferred` or `drop_deferred`.
 
@@ -319,7 +276,7 @@ class Session:
         if handle is not None:
             handle.overtaken = True
             handle.report_no_more(Level.LOCAL, why)
-        if save is not None and save.slot is not None:
+        if save is not None:
             save.slot.abandon()
 
     def progress(self, message: Progress) -> bool:
@@ -525,8 +482,6 @@ def _note_failed(handle: SaveHandle, message: SaveFailed) -> None:
 
 def _state_of(save: _Staged) -> SlotState | None:
     """Return the slot's state, or None where the slot holds another save by now or is not mapped."""
-    if save.slot is None:
-        return None
     try:
         header = save.slot.header()
     except (FormatError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import RestartRound
 from holdfast_core.messages.refusals import refusal_of
-from holdfast_core.messages.schema import DropSegments, Hello, HelloReply, Progress, Refused
+from holdfast_core.messages.schema import Hello, HelloReply, Progress, Refused
 from holdfast_core.messages.socket_frames import receive_frame, send_frame
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,6 @@ class Service(Protocol):
     def handle(self, message: Any, push: Callable[[Any], None]) -> Any: ...
 
     def progressed(self, message: Progress) -> None: ...
-
-    def drop_segments(self, push: Callable[[Any], None]) -> None:
-        """Stop the saves that a connection has begun to stream and not completed."""
-        ...
 
 
 class Connection:
@@ -79,8 +75,6 @@ class Connection:
                     self._on_message(message)
                 if isinstance(message, Progress):
                     self._service.progressed(message)
-                elif isinstance(message, DropSegments):
-                    self._service.drop_segments(self.push)
                 elif frame.id != 0:
                     self._send(self._answer(message), frame.id)
                 if isinstance(message, Hello):
@@ -88,7 +82,6 @@ class Connection:
         except UnavailableError:
             return
         finally:
-            self._service.drop_segments(self.push)
             self.close()
 
     def push(self, message: Any) -> None:

@@ -42,13 +42,11 @@ from holdfast_core.messages.schema import (
     SaveFailed,
     Stage,
     Staged,
-    StageSegment,
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot, saved_before, shard_header
-from holdfast_core.shm.slot_stream import SegmentStream, check_segment
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +97,10 @@ class _Job:
     """A staged save. Its slot stays open, because a rank of the next run may replace the file of its name."""
 
     stage: Stage
-    slot: SlotFile | SegmentStream
+    slot: SlotFile
     push: Push
     written: Future[None] | None = None
-    """For a save that streams, and for a step that the rank has saved before: the end of this save, for
-    which the reply waits."""
+    """For a step that the rank has saved before: the end of this save, for which the reply waits."""
 
     @property
     def checkpoint(self) -> CheckpointId:
@@ -143,8 +140,6 @@ class SaveWorker:
         self._failures = 0
         self._lock = threading.Condition()
         self._queue: collections.deque[_Job] = collections.deque()
-        self._streams: dict[Rank, tuple[SegmentStream, Future[None]]] = {}
-        """The newest save of each rank that streams, and its end."""
         self._pending: dict[CheckpointId, _Pending] = {}
         self._current: _Job | None = None
         """The save that is being written."""
@@ -199,48 +194,6 @@ class SaveWorker:
             job.written.result()
         return Staged(message.step)
 
-    def stage_segment(self, message: StageSegment, push: Push) -> Staged:
-        """Take ownership of a segment, and begin the save with the first one (ADR 0069).
-
-        The call for the last segment returns when the shard is durable.
-
-        Args:
-            message: What the rank sent.
-            push: Sends later messages about the save to the rank. It identifies the connection.
-
-        Raises:
-            RefusedError: Nothing can be written, the segment is not the next one, or the save has stopped.
-            FormatError: The slot contradicts the message.
-            HoldfastError: The layout cannot be stored, or the save has failed.
-        """
-        self._expect_writable()
-        stage = message.stage
-        slot = self._folder.open_slot(stage.slot)
-        try:
-            check_segment(slot.header(), message)  # a bad first segment must not begin a save
-            if message.segment.start == 0:
-                self._begin_stream(stage, push)
-            if stage.rank not in self._streams:
-                raise RefusedError(
-                    Refusal.BAD_REQUEST,
-                    f"step {stage.step} of rank {stage.rank}: its first segments were not received: "
-                    "the save cannot be continued",
-                )
-            stream, written = self._streams[stage.rank]
-            stream.add(slot, message)
-        except BaseException:
-            slot.close()
-            raise
-        if stream.is_complete:
-            written.result()
-        return Staged(stage.step)
-
-    def drop_segments(self, push: Push) -> None:
-        """Stop what a connection has begun and not completed: no further segment arrives."""
-        for stream, _ in tuple(self._streams.values()):
-            if stream.sender == push:
-                stream.stop_unless_complete("the rank has not handed over the rest of its state")
-
     def write_out(self) -> None:
         """Wait until every staged save is durable on this rank or has failed."""
         self._background.remove_limit()
@@ -264,8 +217,6 @@ class SaveWorker:
         """Stop as a kill would, without writing what is staged."""
         with self._lock:
             self._closing = True
-            for stream, _ in self._streams.values():
-                stream.stop("the service has ended")
             for job in self._queue:
                 job.slot.close()
                 if job.written is not None:
@@ -285,19 +236,6 @@ class SaveWorker:
                 Refusal.BAD_REQUEST,
                 f"{self._folder.options.root} cannot be written by this process",
             )
-
-    def _begin_stream(self, stage: Stage, push: Push) -> None:
-        """Queue the write of a save whose segments are about to arrive."""
-        if stage.rank in self._streams:
-            self._streams[stage.rank][0].stop_unless_complete("the rank has begun another save")
-        stream = SegmentStream(stage, push)
-        written: Future[None] = Future()
-        job = _Job(stage, stream, push, written)
-        self._put_layout(job)
-        self._streams[stage.rank] = stream, written
-        with self._lock:
-            self._queue.append(job)
-            self._lock.notify_all()
 
     def _put_layout(self, job: _Job) -> None:
         digest = job.stage.layout
@@ -377,10 +315,8 @@ class SaveWorker:
         try:
             try:
                 self._write(job)
-            except BaseException as error:
-                if isinstance(job.slot, SegmentStream):
-                    job.slot.stop(describe(error))
-                elif job.written is None:
+            except BaseException:
+                if job.written is None:
                     job.slot.free()
                 else:
                     job.slot.close()
@@ -401,8 +337,7 @@ class SaveWorker:
         folder, stage = self._folder, job.stage
         layout = self._digests[stage.layout]
         header = shard_header(stage, JOB_UID, folder.options.world_size)
-        if isinstance(job.slot, SlotFile):  # training waits for a save that streams
-            job.slot.throttle = self._background.take
+        job.slot.throttle = self._background.take
         self._background.expect(
             bytes_each_step(stage.payload_bytes, self._interval_steps(stage), 0, None)
         )

@@ -26,7 +26,6 @@ from holdfast_core.messages.schema import (
     Restore,
     RestorePoint,
     Stage,
-    StageSegment,
     TakeStore,
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit
@@ -152,10 +151,6 @@ class DirectoryService:
                 self._fence(message.round)
                 self._keep_restored()
                 return self._worker.stage(message, push)
-            case StageSegment():
-                self._fence(message.stage.round)
-                self._keep_restored()
-                return self._worker.stage_segment(message, push)
             case _:
                 raise RefusedError(
                     Refusal.BAD_REQUEST,
@@ -166,14 +161,6 @@ class DirectoryService:
         """Record a finished step: writing slows down where it delays training steps."""
         if message.rank == self._options.own_ranks[0]:
             self._background.step_done(message.step, message.blocked_seconds)
-
-    def drop_segments(self, push: Push) -> None:
-        """Stop the saves that a connection has begun to stream and not completed.
-
-        Args:
-            push: The `push` of the connection's requests.
-        """
-        self._worker.drop_segments(push)
 
     def hello_reply(self) -> HelloReply:
         return HelloReply(self.round, self._options.policy)

@@ -91,7 +91,6 @@ class FolderPlace:
             job_uid=JOB_UID,
             peer=f"the process that writes to {root}",
             slots=options.slots,
-            ring_bytes=options.ring_bytes,
             advice=IN_A_FOLDER,
             interval_steps=interval,
             round=None,

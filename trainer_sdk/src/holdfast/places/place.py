@@ -31,9 +31,7 @@ class Traits:
     peer: str
     """Name of the process that serves this rank, for log and error messages."""
     slots: int
-    """Slots of each rank. With 0, saves stream through a ring (ADR 0069)."""
-    ring_bytes: int
-    """Size of that ring."""
+    """Slots of each rank, at least 1."""
     advice: SlotAdvice
     interval_steps: int | None
     """Optimizer steps between saves. None: the policy of the connection has them. 0 with `timing`."""
@@ -52,10 +50,6 @@ class Traits:
 
     timing: Timing | None = None
     """The interval as a time. None: it is a number of steps."""
-
-    @property
-    def streams(self) -> bool:
-        return self.slots == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ class PodPlace:
             job_uid=contract.job_uid,
             peer="the sidecar",
             slots=contract.slots,
-            ring_bytes=contract.ring_bytes,
             advice=IN_A_POD,
             interval_steps=settings.interval_steps,
             timing=settings.timing,

@@ -41,10 +41,7 @@ class SlotAdvice:
     """Advice if the memory limit is reached."""
 
 
-_LESS_IN_A_POD = (
-    "or lower spec.checkpoint.memory.slots (1 keeps one copy of the state, 0 none: each save then blocks "
-    "training while it streams through a ring of spec.checkpoint.memory.ringSize)"
-)
+_LESS_IN_A_POD = "or lower spec.checkpoint.memory.slots (1 keeps one copy of the state)"
 IN_A_POD = SlotAdvice(
     place="shared memory volume",
     volume="raise spec.checkpoint.memory.sizeLimit, or, where it is not set, the trainer's "
@@ -52,10 +49,7 @@ IN_A_POD = SlotAdvice(
     memory="raise resources.limits.memory of the trainer, to which slots are charged, and "
     f"spec.checkpoint.memory.sizeLimit if it is set; {_LESS_IN_A_POD}",
 )
-_LESS_IN_A_FOLDER = (
-    "or use fewer slots (slots=1 keeps one copy of the state, slots=0 none: each save then blocks training "
-    "while it streams through a ring of ring_bytes)"
-)
+_LESS_IN_A_FOLDER = "or use fewer slots (slots=1 keeps one copy of the state)"
 IN_A_FOLDER = SlotAdvice(
     place="file system",
     volume="make it larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm); set "

@@ -200,7 +200,6 @@ class SlotRing:
         self._advice = advice
         self._rank = rank
         self._count = count
-        self._is_bounded = False
         self._slots: list[Slot] = []
         self._last = -1
         self._pinner: Pinner | None = None
@@ -267,17 +266,13 @@ class SlotRing:
         if self.has_lost():
             self._close_lost()
         if len(self._slots) == self._count and all(
-            self._fits(slot.capacity_bytes, capacity_bytes) for slot in self._slots
+            slot.capacity_bytes >= capacity_bytes for slot in self._slots
         ):
             if not to_fill and self._toucher is None:
                 self._join()
             return
         self._await_toucher()
-        kept = {
-            slot.index: slot
-            for slot in self._slots
-            if self._fits(slot.capacity_bytes, capacity_bytes)
-        }
+        kept = {slot.index: slot for slot in self._slots if slot.capacity_bytes >= capacity_bytes}
         for slot in self._slots:
             if slot.index not in kept:
                 slot.close()
@@ -343,46 +338,6 @@ class SlotRing:
         finally:
             slot.close()
             path.unlink(missing_ok=True)
-
-    def use(self, count: int, *, is_bounded: bool) -> None:
-        """Use `count` slots from now on. If that is another number, the slots of before are removed.
-
-        Slots that an earlier process of this rank had beyond that number are removed too. With `is_bounded`,
-        slots that are more than twice as large as `ensure` requests, such as those of an earlier run, are
-        replaced.
-        """
-        if count != self._count:
-            self._await_toucher()
-            self._discard()
-        self._count, self._is_bounded = count, is_bounded
-        if not self._slots:
-            self._remove_beyond()
-
-    def _remove_beyond(self) -> None:
-        """Remove the slots of an earlier process that this ring does not use, which would keep memory."""
-        used = {self._path(index) for index in range(self._count)}
-        prefix = slot_name(self._rank, 0).removesuffix("0.slot")
-        found = set(self.directory.glob(f"{prefix}*.slot")) - used
-        if found and self._is_ours():
-            for path in found:
-                path.unlink(missing_ok=True)
-
-    def remove_busy(self) -> None:
-        """Remove the slots that are not FREE. `ensure` creates new ones.
-
-        A process that still reads one keeps its file. Lost slots are left to `ensure`: the files of their
-        names may be those of another process.
-        """
-        self._await_toucher()
-        busy = [
-            slot
-            for slot in self._slots
-            if slot.header().state is not SlotState.FREE and not slot.is_lost()
-        ]
-        for slot in busy:
-            slot.path.unlink(missing_ok=True)
-            slot.close()
-        self._slots = [slot for slot in self._slots if slot not in busy]
 
     def has_lost(self) -> bool:
         """Return whether `ensure` has to create lost slots again. No device may copy into them then."""
@@ -494,10 +449,6 @@ class SlotRing:
                 self._pinner = None
                 logger.warning("training waits while saves copy from the device: %s", error)
 
-    def _fits(self, capacity_bytes: int, wanted_bytes: int) -> bool:
-        too_large = self._is_bounded and capacity_bytes > 2 * wanted_bytes
-        return capacity_bytes >= wanted_bytes and not too_large
-
     def _path(self, index: int) -> Path:
         # The names in the spare directory differ, because the reader looks for a name in both.
         number = _SPARE_INDEX + index if self.directory == self._spare else index
@@ -515,7 +466,7 @@ class SlotRing:
             header = SlotHeader.unpack(os.pread(descriptor, HEADER_BYTES, 0))
             if header.capacity_bytes + HEADER_BYTES != size:
                 return None
-            if not self._fits(header.capacity_bytes, capacity_bytes):
+            if header.capacity_bytes < capacity_bytes:
                 return None
             if header.state in (SlotState.FULL, SlotState.OWNED) and header.round != round_:
                 # A late reader keeps the old file. The caller creates a new file of this name.

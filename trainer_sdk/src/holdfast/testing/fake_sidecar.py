@@ -268,10 +268,6 @@ class FakeSidecar:
     def progressed(self, message: Progress) -> None:
         self._current().progressed(message)
 
-    def drop_segments(self, push: Any) -> None:
-        if self.service is not None:
-            self.service.drop_segments(push)
-
     def _current(self) -> DirectoryService:
         if self.service is None:
             raise FormatError("the fake sidecar is stopped")

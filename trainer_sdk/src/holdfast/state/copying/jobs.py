@@ -150,28 +150,6 @@ def stored_tensor(leaf: Leaf) -> Any:
     return bytes_of(_plain(leaf.source)) if leaf.is_raw else leaf.source
 
 
-def flat_bytes(leaf: Leaf) -> Any:
-    """Return the leaf's stored bytes as a one-dimensional uint8 tensor or array.
-
-    It shares memory with the leaf where that is one contiguous range of plain values, and is a copy
-    otherwise.
-    """
-    source = leaf.source
-    if not is_tensor(source):
-        return np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-    return bytes_of(_plain(source))
-
-
-def copy_flat(target: np.ndarray[Any, Any], flat: Any) -> None:
-    """Copy a range of `flat_bytes` into `target`, from a device too. Return when the copy is done."""
-    if is_tensor(flat):
-        import torch
-
-        torch.from_numpy(target).copy_(flat)
-    else:
-        target[:] = flat
-
-
 def _copy_raw(target: np.ndarray[Any, Any], source: Any) -> None:
     if is_tensor(source):
         target[:] = bytes_of(_plain(source.cpu())).numpy()
