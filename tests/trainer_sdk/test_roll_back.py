@@ -14,7 +14,7 @@ from tests.support.trainer.launched import committed_step, run_two_ranks
 import holdfast
 from holdfast.base.settings import RankSettings
 from holdfast.places.folder_start import FolderStart
-from holdfast_core.errors import ConfigError, CorruptionError
+from holdfast_core.errors import ConfigError, CorruptionError, NotFoundError
 from holdfast_core.ids import RestartRound, Step
 from holdfast_core.messages.schema import RestorePoint
 
@@ -90,15 +90,36 @@ def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> 
         assert training.done == 3
 
 
-def test_a_step_that_is_deleted_after_it_was_looked_up_is_an_error(folder: Path) -> None:
-    """The persister may prune it before the next one chooses. The script must not start from step 0."""
-    with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, Training().state).wait(timeout=HANG_SECONDS)
-    start = FolderStart(folder, RankSettings())
-    start.roll_back(None, Step(1))
-    start.agree(None, lambda round_: None, lambda: (RestartRound(1), RestorePoint()))
-    with pytest.raises(CorruptionError, match=r"restore\(step=1\): no copy"):
-        start.after_fetch(None, None, None)
+@pytest.mark.parametrize("is_chosen", [False, True], ids=["before the choice", "after the choice"])
+def test_the_error_of_a_step_that_is_pruned_after_it_was_looked_up_names_the_pruning(
+    folder: Path, is_chosen: bool
+) -> None:
+    """Another run may prune it meanwhile. The script must not start from step 0."""
+    state = Training().state
+    with holdfast.Checkpointer(dir=folder, keep_last=2) as ckpt:
+        ckpt.save(1, state).wait(timeout=HANG_SECONDS)
+        start = FolderStart(folder, RankSettings(), keep_last=2)
+        start.roll_back(None, Step(1))
+        for step in (2, 3):
+            ckpt.save(step, state).wait(timeout=HANG_SECONDS)
+    chosen = RestorePoint(1, 0) if is_chosen else RestorePoint()
+    start.agree(None, lambda round_: None, lambda: (RestartRound(1), chosen))
+    error = NotFoundError("checkpoint s1-r0: no manifest") if is_chosen else None
+    with pytest.raises(CorruptionError, match=r"restore\(step=1\): .*pruned.*") as raised:
+        start.after_fetch(None, None, error)
+    assert "keep_last=2" in str(raised.value)
+    assert "steps 2, 3" in str(raised.value)
+
+
+def test_the_error_of_a_step_that_was_never_there_names_what_is_kept(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, keep_last=2) as ckpt:
+        for step in (1, 2, 3):
+            training.step()
+            ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
+    with holdfast.Checkpointer(dir=folder, keep_last=2) as ckpt:
+        with pytest.raises(ConfigError, match=r"step=1\): .* has steps 2, 3.*keep_last=2"):
+            ckpt.restore(training.state, step=1)
 
 
 def test_a_save_before_the_first_restore_does_not_count_as_trained(folder: Path) -> None:

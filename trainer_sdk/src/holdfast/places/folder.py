@@ -113,6 +113,7 @@ class FolderPlace:
         self._start = FolderStart(
             root,
             settings,
+            keep_last=options.keep_last,
             is_read_only=self._is_read_only,
             raises_on_damage=self._raises_on_damage,
         )

@@ -14,7 +14,7 @@ import itertools
 import json
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from holdfast.base.kept_run import kept_run_id
@@ -41,6 +41,7 @@ class FolderStart:
         root: Path,
         settings: RankSettings,
         *,
+        keep_last: int,
         is_read_only: bool = False,
         raises_on_damage: bool = False,
     ) -> None:
@@ -52,6 +53,7 @@ class FolderStart:
         """The identity that the folder keeps, or None and the reason."""
         self._root = root
         self._settings = settings
+        self._keep_last = keep_last
         self._is_read_only = is_read_only
         self._raises_on_damage = raises_on_damage
         self._rejected: list[CheckpointId] = []
@@ -188,6 +190,12 @@ class FolderStart:
     def _no_copy(self, because: str) -> CorruptionError:
         """Return the error about the step that the script asked for, and no longer ask for it."""
         asked, self._asked = self._asked, None
+        steps = {checkpoint.step for checkpoint in self._checkpoints()}
+        if asked is not None and asked not in steps:
+            return CorruptionError(
+                f"Checkpointer.restore(step={asked}): the step was pruned or deleted after it had been found"
+                f"{because}: {self._what_is_kept(steps)}"
+            )
         return CorruptionError(
             f"Checkpointer.restore(step={asked}): no copy of it in {self._root} can be read by "
             f"all ranks{because}; call restore() without a step to restore another checkpoint"
@@ -258,16 +266,24 @@ class FolderStart:
         newer = list(itertools.takewhile(lambda one: one.step != step, known))
         error = None
         if len(newer) == len(known):
-            steps = ", ".join(str(one) for one in sorted({c.step for c in known}))
             error = (
-                f"Checkpointer.restore(step={step}): {self._root} has no such checkpoint; it has "
-                f"steps {steps or 'none'}"
+                f"Checkpointer.restore(step={step}): there is no such checkpoint: "
+                f"{self._what_is_kept({c.step for c in known})}"
             )
         if store is not None:
             store.publish(key, json.dumps(error))
         if error is not None:
             raise ConfigError(error)
         return newer
+
+    def _what_is_kept(self, steps: Collection[Step]) -> str:
+        """Describe the steps that the folder has, and the rule by which saves delete older ones."""
+        listed = ", ".join(map(str, sorted(steps)))
+        return (
+            f"{self._root} has steps {listed or 'none'}. Saves keep the newest {self._keep_last} checkpoints "
+            f"(keep_last={self._keep_last}): choose one of these steps, and use a larger keep_last where "
+            "older ones are needed"
+        )
 
     def _is_of_later_run(self, checkpoint: CheckpointId) -> bool:
         if checkpoint.round == self.round:
