@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,18 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.folders import write_checkpoint
 from tests.support.shards.placements import Tensor
 from tests.support.trainer.launched import until
 
+import holdfast
 from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.persister.folder_store import FolderStore
 from holdfast.directory.persister.state import UploadFiles
 from holdfast.directory.persister.uploads import Uploads
-from holdfast_core.errors import UnavailableError
+from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.format.manifest import parse_manifest_of
+from holdfast_core.format.sealed import sealed, unsealed
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import LevelReached, Policy, SaveFailed
 from holdfast_core.pacing.background_limit import BackgroundLimit
@@ -201,3 +205,28 @@ def test_a_checkpoint_that_is_older_than_those_of_the_store_is_not_uploaded(make
     run.uploads.committed(run.saved(5, round_=2))
     until(lambda: run.outcome(5) is LevelReached, "step 5 is in the store")
     assert run.outcome(1) is None
+
+
+def test_saves_that_are_not_uploaded_because_another_run_took_the_store_count_as_failed(
+    tmp_path: Path,
+) -> None:
+    folder, objects = tmp_path / "folder", tmp_path / "objects"
+    objects.mkdir()
+    state = {"w": np.zeros(64)}
+    with holdfast.Checkpointer(
+        dir=folder, store=f"file://{objects}", interval_steps=0, on_save_error="warn"
+    ) as ckpt:
+        assert ckpt.restore(state) is None
+        ckpt.save(1, state).wait("persisted", timeout=HANG_SECONDS)
+        assert ckpt.saves_failed == 0
+        (marker,) = (objects / "standalone/standalone/runs").glob("r*.json")
+        later = json.loads(unsealed(marker.read_bytes(), str(marker)))
+        document = json.dumps({**later, "run": "another"}).encode()
+        marker.with_name("r000009.json").write_bytes(sealed(document))
+        lost = ckpt.save(2, state)
+        with pytest.raises(SaveFailedError, match="taken the store"):
+            lost.wait("persisted", timeout=HANG_SECONDS)
+        assert lost.durable
+        assert lost.failure is not None
+        ckpt.save(3, state)
+        assert ckpt.saves_failed >= 1

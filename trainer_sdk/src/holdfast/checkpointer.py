@@ -343,7 +343,10 @@ class Checkpointer:
 
     @property
     def saves_failed(self) -> int:
-        """Number of saves of this rank that failed, including those that were too late for `close`."""
+        """Number of saves of this rank that failed, including those that were too late for `close`.
+
+        A save that is in the folder counts too when another run took the store before it was uploaded.
+        """
         return self._status.failed
 
     @property

@@ -46,6 +46,9 @@ OVERTAKEN = "Overtaken"
 NO_OBJECT_TIER = "NoObjectTier"
 """Reason of SaveFailed for level persisted where there is no object store. The save has not failed: the level
 does not exist for it, and a wait for the level ends."""
+STORE_TAKEN = "StoreTaken"
+"""Reason of SaveFailed for level persisted when another run has taken the store. This run uploads
+nothing more."""
 
 
 class LocalRole(StrEnum):

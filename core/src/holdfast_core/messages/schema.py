@@ -73,6 +73,7 @@ from holdfast_core.messages.pod_socket import (
     NO_OBJECT_TIER,
     OVERTAKEN,
     PROTOCOL_VERSION,
+    STORE_TAKEN,
     End,
     Ended,
     Exited,

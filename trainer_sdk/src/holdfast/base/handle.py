@@ -43,6 +43,8 @@ class SaveHandle:
         self.overtaken = False
         """Whether a newer save replaced this one, or it was dropped before it was handed over. It reaches no
         further level, but does not count as failed."""
+        self.lost_its_store = False
+        """Whether another run took the store before this save was uploaded. It counts as failed."""
 
     @property
     def level(self) -> Level | None:
@@ -134,6 +136,7 @@ class SaveHandle:
             level = other._level
             failures, unreported = dict(other._failures), dict(other._unreported)
         self.overtaken |= other.overtaken
+        self.lost_its_store |= other.lost_its_store
         if level is not None:
             self.reach(level)
         for failed, why in failures.items():

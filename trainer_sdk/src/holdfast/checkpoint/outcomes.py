@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from holdfast.base.handle import SaveHandle
 from holdfast.checkpoint.watch import CommitWatch
+
+_MAX_DURABLE = 64
+"""Durable saves whose upload is still watched. An upload waits behind at most two others."""
 
 
 class Outcomes:
@@ -17,6 +21,7 @@ class Outcomes:
     def __init__(self) -> None:
         self.watch = CommitWatch()
         self._handles: list[SaveHandle] = []
+        self._durable: deque[SaveHandle] = deque(maxlen=_MAX_DURABLE)
 
     def add(self, handle: SaveHandle) -> None:
         self._handles.append(handle)
@@ -24,7 +29,8 @@ class Outcomes:
     def next_failed(self, now: float) -> SaveHandle | None:
         """Return the next save that failed after it was handed over, or None.
 
-        Each failed save is returned once. A save that a newer one replaced does not count as failed.
+        Each failed save is returned once. A save that a newer one replaced does not count as failed. One
+        that is durable counts as failed when another run has taken the store before its upload.
 
         Args:
             now: Monotonic seconds.
@@ -35,7 +41,12 @@ class Outcomes:
             self._handles.remove(handle)
             if handle.durable:
                 self.watch.committed(handle.step, now)
+                self._durable.append(handle)
             elif not handle.overtaken:
+                return handle
+        for handle in tuple(self._durable):
+            if handle.lost_its_store:
+                self._durable.remove(handle)
                 return handle
         return None
 

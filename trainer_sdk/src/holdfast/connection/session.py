@@ -22,6 +22,7 @@ from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
     OVERTAKEN,
     PROTOCOL_VERSION,
+    STORE_TAKEN,
     Hello,
     HelloReply,
     LevelReached,
@@ -474,6 +475,7 @@ class Session:
 def _note_failed(handle: SaveHandle, message: SaveFailed) -> None:
     why = f"{message.reason}: {message.message}"
     handle.overtaken |= message.reason == OVERTAKEN
+    handle.lost_its_store |= message.reason == STORE_TAKEN
     if message.reason in (NO_OBJECT_TIER, OVERTAKEN):
         handle.report_no_more(message.level, why)
     else:

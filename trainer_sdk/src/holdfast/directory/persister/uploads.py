@@ -44,7 +44,13 @@ from holdfast_core.errors import (
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.ids import CheckpointId, Level, Rank, age_of
-from holdfast_core.messages.schema import LevelReached, PersistRequest, RestorePoint, SaveFailed
+from holdfast_core.messages.schema import (
+    STORE_TAKEN,
+    LevelReached,
+    PersistRequest,
+    RestorePoint,
+    SaveFailed,
+)
 from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.store.commit import commit, references_beside
 from holdfast_core.store.prune import QUIET, STALE_UPLOADS
@@ -115,7 +121,7 @@ class Uploads:
             self._pushes.append(push)
             state = self._state
         for outcome in state.outcomes:
-            push(_message(checkpoint_of(outcome.checkpoint), outcome.failure))
+            push(_message(checkpoint_of(outcome.checkpoint), outcome.failure, state.over))
 
     def take(self) -> None:
         """Take the store for this run, before its first step.
@@ -460,7 +466,7 @@ class Uploads:
             self._lock.notify_all()
         for checkpoint, failure in new.items():
             for push in pushes:
-                push(_message(checkpoint, failure))
+                push(_message(checkpoint, failure, state.over))
 
     def _end(self, error: Exception) -> None:
         """Upload nothing more, and fail what waits: the store belongs to another run or training."""
@@ -477,8 +483,10 @@ class Uploads:
             self._set_state(state)
 
 
-def _message(checkpoint: CheckpointId, failure: str) -> LevelReached | SaveFailed:
+def _message(checkpoint: CheckpointId, failure: str, over: str) -> LevelReached | SaveFailed:
+    """Return the message about a checkpoint. `over` is why all uploads have ended, or ""."""
     step, round_ = checkpoint.step, checkpoint.round
     if failure:
-        return SaveFailed(step, round_, Level.PERSISTED, "NotUploaded", failure)
+        reason = STORE_TAKEN if failure == over else "NotUploaded"
+        return SaveFailed(step, round_, Level.PERSISTED, reason, failure)
     return LevelReached(step, round_, Level.PERSISTED)
