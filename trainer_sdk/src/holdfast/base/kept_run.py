@@ -13,8 +13,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast_core.errors import CorruptionError, UnreadableError
-from holdfast_core.format.sealed import unsealed
+from holdfast_core.errors import CorruptionError, HoldfastError, UnreadableError
+from holdfast_core.node.documents import read_document
 from holdfast_core.node.files import (
     TEMP_PREFIX,
     Directories,
@@ -85,8 +85,7 @@ def _read(path: Path) -> str | None:
 
 def _of_store(root: Path) -> str | None:
     try:
-        path = root / _OF_STORE
-        text = unsealed(path.read_bytes(), str(path)).decode()
-    except (OSError, CorruptionError, UnicodeDecodeError):
+        text = read_document(root / _OF_STORE).decode()
+    except (HoldfastError, UnicodeDecodeError):
         return None
     return text if _ID.fullmatch(text) else None

@@ -26,9 +26,10 @@ from holdfast.directory.processes import claimed_checkpoints
 from holdfast_core.errors import ConfigError, FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.format.sealed import sealed, unsealed
+from holdfast_core.format.sealed import sealed
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step, age_of
 from holdfast_core.messages import codec
+from holdfast_core.node.documents import read_document
 from holdfast_core.node.files import disk_errors
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardRecord
@@ -95,12 +96,12 @@ class Committer:
         ):  # another rank may delete its shard where the folder is full
             try:
                 prepared = self._prepared(checkpoint)
-            except FileNotFoundError as error:
+            except NotFoundError as error:
                 # A later run may have committed it and removed the records.
                 if self.is_committed(checkpoint):
                     return
                 raise NotFoundError(
-                    f"checkpoint {checkpoint}: the record {error.filename} does not exist"
+                    f"checkpoint {checkpoint}: a rank's record is missing: {error}"
                 ) from None
             self._commit(checkpoint, prepared)
 
@@ -245,7 +246,7 @@ class Committer:
     def _prepared(self, checkpoint: CheckpointId) -> list[Prepared]:
         """Return the records in the order of ranks.
 
-        Raises FileNotFoundError while a record is missing, and FormatError for an invalid one.
+        Raises NotFoundError while a record is missing, and FormatError for an invalid one.
         """
         directory = self._directory(checkpoint)
         first = _read(directory, 0)
@@ -364,5 +365,4 @@ def _file(directory: Path, rank: int) -> Path:
 
 
 def _read(directory: Path, rank: int) -> Prepared:
-    path = _file(directory, rank)
-    return codec.loads(Prepared, unsealed(path.read_bytes(), str(path)))
+    return codec.loads(Prepared, read_document(_file(directory, rank)))

@@ -21,15 +21,15 @@ from holdfast_core.errors import (
     CapacityError,
     ConfigError,
     CorruptionError,
-    FormatError,
     HoldfastError,
     NotFoundError,
     TierError,
     UnavailableError,
 )
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
-from holdfast_core.format.sealed import sealed, unsealed
+from holdfast_core.format.sealed import sealed
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef
+from holdfast_core.node.documents import read_document
 from holdfast_core.node.files import disk_errors, fsync_directory, make_directories
 from holdfast_core.store.open import open_tier, probe_url
 from holdfast_core.store.runs import Run, RunMarker, StoreRuns
@@ -183,12 +183,11 @@ class FolderStore:
     def kept(self, checkpoint: CheckpointId) -> Choice | None:
         """Return what `keep` has written for this checkpoint, or None."""
         try:
-            path = self._directory / f"{checkpoint}.json"
-            document = unsealed(path.read_bytes(), str(path))
+            document = read_document(self._directory / f"{checkpoint}.json")
             return Choice(
                 parse_manifest_of(document, JOB_UID, checkpoint), manifest_digest(document)
             )
-        except (OSError, FormatError):
+        except HoldfastError:
             return None
 
     # ------------------------------------------------------------------ which training it belongs to
@@ -286,12 +285,11 @@ class FolderStore:
 
     def _recorded(self) -> str | None:
         """Return the training that the folder has recorded for its store, or None if none can be read."""
-        path = self._directory / _TRAINING
         try:
-            return unsealed(path.read_bytes(), str(path)).decode()
-        except FileNotFoundError:
+            return read_document(self._directory / _TRAINING).decode()
+        except NotFoundError:
             return None
-        except (OSError, CorruptionError) as error:
+        except HoldfastError as error:
             logger.warning("%s; the identity of the folder is used instead", error)
             return None
 

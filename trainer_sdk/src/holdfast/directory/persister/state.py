@@ -16,11 +16,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from holdfast_core.errors import FormatError
-from holdfast_core.format.sealed import sealed, unsealed
+from holdfast_core.errors import HoldfastError
+from holdfast_core.format.sealed import sealed
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound
 from holdfast_core.messages import codec
 from holdfast_core.messages.schema import PersistRequest, Reference
+from holdfast_core.node.documents import read_document
 from holdfast_core.node.files import disk_errors
 
 MAX_WAITING = 2
@@ -112,8 +113,8 @@ class UploadFiles:
     def read(self) -> UploadState | None:
         """Return the state, or None where the leader has written none."""
         try:
-            return codec.loads(UploadState, _read(self._directory / "state.json"))
-        except (OSError, FormatError):
+            return codec.loads(UploadState, read_document(self._directory / "state.json"))
+        except HoldfastError:
             return None
 
     @property
@@ -139,8 +140,8 @@ class UploadFiles:
         """Return the record of a rank's shard, or None."""
         try:
             path = self._directory / str(checkpoint) / f"{rank}.json"
-            return codec.loads(Share, _read(path))
-        except (OSError, FormatError):
+            return codec.loads(Share, read_document(path))
+        except HoldfastError:
             return None
 
     def remove_older(self) -> None:
@@ -156,11 +157,6 @@ class UploadFiles:
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
             temporary.write_bytes(sealed(data))
             temporary.replace(path)
-
-
-def _read(path: Path) -> bytes:
-    """Return a document, verified. Raises OSError, CorruptionError."""
-    return unsealed(path.read_bytes(), str(path))
 
 
 def reference(checkpoint: CheckpointId) -> Reference:
