@@ -294,3 +294,18 @@ def test_a_job_that_is_created_suspended_has_no_clock() -> None:
     life.change_spec(suspend=False)
     assert not reached(life, 45, failed)
     assert reached(life, 20, failed)
+
+
+def test_a_suspension_and_its_end_have_events_with_the_step_that_is_kept() -> None:
+    life = Life(store=True)
+    life.run(60)
+    suspend(life)
+    life.run(60)
+    last = life.status.last_persisted
+    assert last is not None
+    life.change_spec(suspend=False)
+    life.run(60)
+    events = [(e.reason, e.message) for e in life.operator.events]
+    (text,) = [message for reason, message in events if reason == Reason.SUSPENDED]
+    assert f"step {last.step} is kept in the CheckpointStore" in text
+    assert [reason for reason, _ in events].count(Reason.RESUMED) == 1

@@ -78,6 +78,9 @@ def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEve
             events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
     for kind in _BAD_IF_TRUE:
         events.extend(_turned(kind, before, after))
+    suspended = after.condition(JobCondition.SUSPENDED)
+    if suspended is not None and suspended.is_true and not before.is_true(JobCondition.SUSPENDED):
+        events.append(EmitEvent(EventKind.NORMAL, suspended.reason, suspended.message))
     events.extend(straggler_events(before, after))
     events.extend(_resize(before, after))
     events.extend(_missing_workers(before, after))
