@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15000,
-    "operator": 13740,
+    "core": 15010,
+    "operator": 13760,
     "sidecar": 9810,
-    "trainer_sdk": 17250,
+    "trainer_sdk": 17280,
     "cli": 650,
 }
 """Most lines of code of each package."""
