@@ -328,6 +328,46 @@ def test_a_usual_job_causes_no_warning(cluster: ControlPlane) -> None:
     assert "Warning" not in text
 
 
+STORED = {"step": 60, "round": 0, "manifest": "b3:00"}
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        pytest.param({}, "", id="it has not begun"),
+        pytest.param(
+            {"lastCommittedStep": 60, "lastPersisted": STORED},
+            "",
+            id="the store has the newest step",
+        ),
+        pytest.param(
+            {"lastCommittedStep": 90, "lastPersisted": STORED},
+            "step 90 is only in the pods of deleted, and is deleted with them; step 60 stays in the",
+            id="the store has an older step",
+        ),
+        pytest.param(
+            {"lastCommittedStep": 90},
+            "step 90 is only in the pods of deleted, and is deleted with them; no step is in an",
+            id="no store has a step",
+        ),
+    ],
+)
+def test_the_deletion_of_a_job_warns_of_a_step_that_only_its_pods_have(
+    cluster: ControlPlane, status: dict[str, Any], expected: str
+) -> None:
+    path = "/apis/holdfast.dev/v1alpha1/namespaces/team-a/trainingjobs"
+    job = cluster.request("POST", path, job_object("deleted"))
+    cluster.request("PUT", f"{path}/deleted/status", {**job, "status": status})
+    text = cluster.kubectl("delete", "trainingjob", "deleted", "-n", "team-a", check=False)
+    assert '"deleted" deleted' in text
+    if not expected:
+        assert "Warning" not in text
+        return
+    assert "Validation failed for ValidatingAdmissionPolicy" in text
+    assert expected in text
+    assert "spec.suspend: true" in text
+
+
 @pytest.mark.parametrize(
     ("role", "expected"),
     [

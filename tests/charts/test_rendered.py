@@ -79,9 +79,11 @@ def test_defaults_render_these_objects(render: Render) -> None:
         "ValidatingAdmissionPolicy/holdfast-operator",
         "ValidatingAdmissionPolicy/holdfast-trainingjobs",
         "ValidatingAdmissionPolicy/holdfast-trainingjobs-advice",
+        "ValidatingAdmissionPolicy/holdfast-trainingjobs-deletion",
         "ValidatingAdmissionPolicyBinding/holdfast-operator",
         "ValidatingAdmissionPolicyBinding/holdfast-trainingjobs",
         "ValidatingAdmissionPolicyBinding/holdfast-trainingjobs-advice",
+        "ValidatingAdmissionPolicyBinding/holdfast-trainingjobs-deletion",
     ]
 
 
