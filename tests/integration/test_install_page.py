@@ -95,3 +95,24 @@ def test_five_minutes_without_kubernetes(tmp_path: Path) -> None:
     assert losses(second)
     expected = losses(calm)
     assert losses(second) == {step: expected[step] for step in losses(second)}
+
+
+def test_its_second_form_trains_one_model_in_two_ranks(tmp_path: Path) -> None:
+    """The ranks have the same parameters, from batches that differ."""
+    (script,) = blocks(section("Five minutes without Kubernetes"), "python")
+    command = blocks(section("Five minutes without Kubernetes"), "sh")[-1].splitlines()[-1]
+    shown = "print(f'parameters {float(sum(p.sum() for p in model.parameters()))!r}')\n"
+    (tmp_path / "train.py").write_text(script + shown)
+    program, *arguments = shlex.split(command)
+    assert program == "holdfast"
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert done.stdout.count(f"[rank {rank}] step ") == 20, done.stdout
+    assert len(set(re.findall(r"parameters (\S+)", done.stdout))) == 1
+    assert len(set(re.findall(r"step 1900: loss (\S+)", done.stdout))) == 2
