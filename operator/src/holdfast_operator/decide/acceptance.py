@@ -137,6 +137,15 @@ def birth_problem(world: World) -> Note | None:
     return Note(missing.reason, f"{missing.message}; no pod is created without it")
 
 
+def replacement_problem(world: World) -> Note | None:
+    """Return why no pod is deleted to be created again from the present template, or None.
+
+    The server may still accept a create that its dry run refuses: the dry run is strict about fields that
+    the server does not know. So missing pods are created all the same, and pods that exist stay.
+    """
+    return birth_problem(world) or _refused_template(world)
+
+
 def _restore_from_problem(world: World) -> Note | None:
     job = world.observed.job
     name = job.spec.source_checkpoint

@@ -15,7 +15,7 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
-from holdfast_operator.decide.acceptance import birth_problem
+from holdfast_operator.decide.acceptance import replacement_problem
 from holdfast_operator.decide.checkpoints import has_object, pending_commit
 from holdfast_operator.decide.facts import readable, resize
 from holdfast_operator.decide.facts.apart import is_full, stored
@@ -205,7 +205,7 @@ def resize_obstacle(world: World) -> Note | None:
             "the job has no object store, from which the new ranks could read the shards of the old ones. "
             f"It continues with {len(world.members)} workers. Create a new job with this number",
         )
-    problem = birth_problem(world)
+    problem = replacement_problem(world)
     if problem is not None:
         return problem
     healthy = world.status.condition(JobCondition.REMOTE_TIER_HEALTHY)

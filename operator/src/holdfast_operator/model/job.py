@@ -557,8 +557,8 @@ class Observed:
     """Another object of this namespace with the job's name, whose Checkpoints could be taken for the job's.
     None: there is none."""
     template_refusal: str | None = None
-    """Error of the API server on a dry run of the job's first pod. None: the server accepted the pod, or the
-    dry run was not made because the first round has begun or the template is invalid."""
+    """Error of the API server on a dry run of the job's first pod, before the first round or after an edit.
+    None: the server accepted the pod, or no dry run was made, for example of an invalid template."""
 
     def cannot_read(self, kind: str, name: str) -> Unreadable | None:
         """Return the record of that object if it exists and cannot be parsed."""

@@ -35,7 +35,7 @@ def replacements(world: World) -> list[Action]:
     created again in this round, and another one in the next round. A pod whose sidecar may hold the last copy
     of a committed step stays.
 
-    The caller has checked that a pod may be created from the present template.
+    The caller has checked that a pod can be created from the present template.
     """
     state = world.coordinator
     if state is not None and state.running:

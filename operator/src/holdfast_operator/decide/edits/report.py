@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from holdfast_core.api import JobCondition, TrainingJobStatus
 from holdfast_operator.decide.edits.outdated import outdated
 from holdfast_operator.decide.facts.world import MemberState, World
@@ -18,39 +20,49 @@ def with_spec_applied(status: TrainingJobStatus, world: World, now: Now) -> Trai
     kind, job = JobCondition.SPEC_APPLIED, world.observed.job
     if status.restart_round is None or status.completion_time is not None:
         return status
+    found = outdated(world)
     reason, problems = Reason.SPEC_APPLIED, list[str]()
-    for path, members in outdated(world).items():
-        if len(members) < len(world.members) and path == TEMPLATE:
-            reason = Reason.PODS_DIFFER
-        elif reason is Reason.SPEC_APPLIED:
-            reason = Reason.APPLIES_LATER
-        problems.append(_moment(world, path, members))
     problem = _template_problem(world)
     if problem is not None:
         reason = Reason.INVALID_TEMPLATE
-        problems.insert(0, problem)
+        problems.append(problem)
+    elif found:
+        mixed = 0 < len(found.get(TEMPLATE, ())) < len(world.members)
+        reason = Reason.PODS_DIFFER if mixed else Reason.APPLIES_LATER
+    problems.extend(_moments(world, found, replaceable=problem is None))
     if not problems and status.condition(kind) is None:
         return status
     text = ". ".join(problems) or "the gang has the present spec"
     return status.with_condition(kind, not problems, reason, text, now.utc, job.generation)
 
 
-def _moment(world: World, path: str, members: list[MemberState]) -> str:
-    """Return which pods have an earlier value, and when they get the new one."""
-    if path == RESTORE_FROM:
-        return (
-            f"{path} has changed: it is read only before the first checkpoint of a job, so this job does not "
-            "read it again. Create another job to restore from it"
+def _moments(
+    world: World, found: Mapping[str, list[MemberState]], *, replaceable: bool
+) -> list[str]:
+    """Return which pods have earlier values, and when they get the present ones.
+
+    Args:
+        replaceable: Whether pods can be created from the present template.
+    """
+    total, problems = len(world.members), list[str]()
+    parts = {path: members for path, members in found.items() if path != RESTORE_FROM}
+    named = [
+        f"{path} ({len(members)} of {total} workers: {first_of([m.worker for m in members])})"
+        for path, members in parts.items()
+    ]
+    if named:
+        problems.append(f"pods have earlier values of {', '.join(named)}")
+        if len(parts.get(TEMPLATE, ())) % total:
+            problems.append("The gang runs with different templates, images included")
+        problems.append("A pod gets the present values when it is replaced")
+        if replaceable:
+            problems.append(_how_to_replace(world))
+    if RESTORE_FROM in found:
+        problems.append(
+            f"{RESTORE_FROM} has changed: it is read only before the first checkpoint of a job, so this job "
+            "does not read it again. Create another job to restore from it"
         )
-    total = len(world.members)
-    workers = first_of([str(m.worker) for m in members])
-    mixed = ""
-    if len(members) < total and path == TEMPLATE:
-        mixed = ", so the gang runs with different templates, images included"
-    return (
-        f"{path} has changed: the pods of {len(members)} of {total} workers ({workers}) have an earlier "
-        f"value{mixed}. A pod gets the present one when it is replaced. {_how_to_replace(world)}"
-    )
+    return problems
 
 
 def _how_to_replace(world: World) -> str:
@@ -71,4 +83,7 @@ def _template_problem(world: World) -> str | None:
     if found is None and world.observed.template_refusal is None:
         return None
     why = str(found or f"the API server refuses it: {world.observed.template_refusal}")
-    return f"no pod can be created from the present template: {why}"
+    return (
+        f"no pod can be created from the present template: {why}. Correct spec.template before you suspend "
+        "the job or delete a pod, because no pod would come back"
+    )

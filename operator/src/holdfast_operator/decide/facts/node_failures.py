@@ -104,7 +104,7 @@ def workers_to_move(
     the gang fails from this step and an older one is not.
     """
     avoided = failed_nodes(world, status)
-    if not avoided or not world.may_create_pods or world.nodes_are_fixed:
+    if not avoided or not world.may_replace_pods or world.nodes_are_fixed:
         return frozenset()
     moved = frozenset(
         w for w, node in _nodes_of(world).items() if node in avoided and w not in gone

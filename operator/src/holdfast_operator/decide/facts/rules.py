@@ -95,13 +95,15 @@ def _with_new_pods(
     """Return the ruling that also replaces the pods of these failures.
 
     The pods stay if the newest committed step is not known to be readable without them, or if the gang fails
-    from this step and an older one is not. They stay while no pod is created (World.may_create_pods).
+    from this step and an older one is not. They stay while no pod can be created (World.may_replace_pods).
     """
     found = list(matched)
     gone = {f.worker for f in failures if f.replace_pod and f.worker is not None}
     workers = {f.worker for f in found if f.worker is not None} - gone
     if workers and not world.may_create_pods:
         note += "; the pods stay, because no pod is created while spec.suspend is true"
+    elif workers and not world.may_replace_pods:
+        note += "; the pods stay, because the API server refuses the pods of the present template"
     elif workers and not readable.answering_can_be_replaced(world, workers | gone):
         note += (
             "; the pods stay, because the newest committed step is not known to be readable "

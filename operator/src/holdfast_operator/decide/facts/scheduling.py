@@ -160,7 +160,7 @@ def with_late_nodes(world: World, memory: JobMemory, now: Now) -> TrainingJobSta
     """
     limit = world.observed.job.spec.start_timeout_seconds
     status = world.status
-    if not limit or world.nodes_are_fixed or not world.may_create_pods:
+    if not limit or world.nodes_are_fixed or not world.may_replace_pods:
         return status
     avoided = {f.node for f in status.node_failures if f.by_rule}
     late = {pod.node for _, pod in _late(world, memory, now, limit)} - {None}

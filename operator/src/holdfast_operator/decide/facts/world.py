@@ -223,6 +223,14 @@ class World:
         return not spec.suspend or spec.store is not None
 
     @property
+    def may_replace_pods(self) -> bool:
+        """Return whether pods that exist may be deleted to be created again from the present template.
+
+        While the API server refuses them, the job could not come back.
+        """
+        return self.may_create_pods and self.observed.template_refusal is None
+
+    @property
     def wanted_spares(self) -> int:
         """Return the number of spare pods that the job is to have.
 
