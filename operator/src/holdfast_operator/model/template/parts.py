@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 
 from blake3 import blake3
+from pydantic import BaseModel
 
 from holdfast_core.api import Gang
 
@@ -23,9 +24,9 @@ def part_digests(job: Gang) -> dict[str, str]:
     checkpoint, source = job.spec.checkpoint, job.spec.restore_from
     parts = {
         TEMPLATE: job.spec.template,
-        "spec.checkpoint.memory": checkpoint.memory.model_dump(mode="json"),
-        "spec.checkpoint.node": checkpoint.node.model_dump(mode="json"),
-        RESTORE_FROM: None if source is None else source.model_dump(mode="json"),
+        "spec.checkpoint.memory": _given(checkpoint.memory),
+        "spec.checkpoint.node": _given(checkpoint.node),
+        RESTORE_FROM: None if source is None else _given(source),
     }
     return {path: _digest(value) for path, value in parts.items()}
 
@@ -38,6 +39,15 @@ def from_annotation(text: str) -> tuple[tuple[str, str], ...]:
     """Return pairs of path and digest. What is no such pair is left out."""
     pairs = (item.partition("=") for item in text.split(","))
     return tuple((path, digest) for path, found, digest in pairs if found)
+
+
+def _given(part: BaseModel) -> dict[str, object]:
+    """Return the fields that differ from their defaults.
+
+    A field that a later release adds must not look like an edit of every job. The API server writes its
+    default into the objects, so whether a field is set says nothing about who set it.
+    """
+    return part.model_dump(mode="json", exclude_defaults=True)
 
 
 def _digest(value: object) -> str:
