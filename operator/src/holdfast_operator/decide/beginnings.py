@@ -219,7 +219,7 @@ def replace_late_pods(world: World, memory: JobMemory, now: Now) -> Decision | N
     known = {f.node for f in world.status.node_failures if f.by_rule}
     avoided = [f.node for f in status.node_failures if f.by_rule and f.node not in known]
     text = scheduling.describe_late(world, memory, now, limit) or ""
-    text += f". These pods are created again, and new pods avoid {first_of(avoided)}"
+    text += f". New pods avoid {first_of(avoided)}, and the pods there are created again"
     event = EmitEvent(EventKind.WARNING, Reason.POD_NOT_STARTED, text)
     return written(world, memory, now, status, [event], text)
 

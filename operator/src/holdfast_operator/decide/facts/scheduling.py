@@ -10,13 +10,14 @@ does not read. So the status says what the pod mounts. A cause that lies in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 
 from holdfast_core.api import MAX_NODE_FAILURES, Gang, NodeFailure, TrainingJobStatus, changed
 from holdfast_core.contract import NODE_VOLUME
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.apart import stored
+from holdfast_operator.decide.facts.node_failures import MAX_NODES, failed_nodes
 from holdfast_operator.decide.facts.restarts import share_of
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
@@ -150,33 +151,63 @@ def describe_late(
         text += " (a volume is not mounted, or the network of the pod is not set up)"
     mounts = _mounts(world)
     text += f". They mount {first_of(mounts)}" if mounts else ""
+    _, kept = _to_avoid(world, memory, now)
+    text += f". {kept}" if kept else ""
     return f"{text}. `kubectl describe pod {pod.name}` shows what the kubelet says"
 
 
 def with_late_nodes(world: World, memory: JobMemory, now: Now) -> TrainingJobStatus:
     """Return the status in which the nodes are avoided on which pods have not started in time.
 
-    It is the same status if there are none, or if no affinity can keep pods off a node.
+    It is the same status if there are none, if no affinity can keep pods off a node, or if pods wait on more
+    than half of the gang's nodes: the next nodes would not start them either. One late node is avoided even
+    if the gang uses no other one, because a single node says nothing about the cause.
     """
-    limit = world.observed.job.spec.start_timeout_seconds
+    nodes, _ = _to_avoid(world, memory, now)
     status = world.status
-    if not limit or world.nodes_are_fixed or not world.may_replace_pods:
+    if not nodes:
         return status
-    avoided = {f.node for f in status.node_failures if f.by_rule}
-    late = {pod.node for _, pod in _late(world, memory, now, limit)} - {None}
     new = [
         NodeFailure(
-            node=str(node),
+            node=node,
             round=world.round,
             at=now.utc,
             reason=Reason.POD_NOT_STARTED,
             by_rule=True,
         )
-        for node in sorted(late - avoided, key=str)
+        for node in nodes
     ]
-    if not new:
-        return status
     return changed(status, node_failures=(*status.node_failures, *new)[-MAX_NODE_FAILURES:])
+
+
+def _to_avoid(world: World, memory: JobMemory, now: Now) -> tuple[list[str], str]:
+    """Return the nodes to avoid because of late pods, and why late pods stay on others, or "".
+
+    No more nodes are recorded than are avoided afterwards. Otherwise their pods would neither start nor be
+    created again, and each pass would record them again.
+    """
+    limit = world.observed.job.spec.start_timeout_seconds
+    if not limit or world.nodes_are_fixed or not world.may_replace_pods:
+        return [], ""
+    avoided = failed_nodes(world, world.status)
+    late = sorted(_nodes(_late(world, memory, now, limit)) - set(avoided))
+    if not late:
+        return [], ""
+    # Pods of one cause become late one after another, as they were created.
+    waiting = _nodes(_late(world, memory, now, limit / 2))
+    used = _nodes((m, m.pod) for m in world.members if m.pod is not None)
+    if len(waiting) > 1 and 2 * len(waiting) > len(used):
+        return [], (
+            f"They wait on {len(waiting)} of the gang's {len(used)} nodes, so the cause is probably no node, "
+            "and the pods stay. Look for what they have in common: the image, a claim, a Secret, the network"
+        )
+    room = max(0, MAX_NODES - len(avoided))
+    why = "" if len(late) <= room else f"A pod avoids {MAX_NODES} nodes at most, so some pods stay"
+    return late[:room], why
+
+
+def _nodes(pods: Iterable[tuple[MemberState, PodView]]) -> set[str]:
+    return {pod.node for _, pod in pods if pod.node is not None}
 
 
 def _late(
