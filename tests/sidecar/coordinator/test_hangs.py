@@ -208,6 +208,7 @@ def test_a_pause_that_ends_begins_the_time_again() -> None:
     [
         pytest.param(AUTO, elsewhere(1), 60, id="all wait"),
         pytest.param(AUTO, unknown(1), 60, id="all wait but one, which is stopped"),
+        pytest.param(FIXED, elsewhere(1), 30, id="a fixed time, all wait"),
         pytest.param(AUTO, sleeping(1), 600, id="one is elsewhere, and not at work"),
         pytest.param(AUTO, replace(unknown(1), stopped=False), 600, id="one has no stack"),
         pytest.param(AUTO, sleeping(1, moves=True), 1800, id="one is at work"),
@@ -219,9 +220,11 @@ def test_a_pause_that_ends_begins_the_time_again() -> None:
 def test_only_a_gang_whose_ranks_all_wait_hangs_early(
     policy: Policy, stack: RankStack, limit: int, factor: int
 ) -> None:
+    """Hangs that repeat make the limits of ranks longer that may be at work, and no other ones."""
     training = trained(replace(policy, hang_factor=float(factor)))
     training.answers(waiting(0), stack, waiting(2))
-    training.run(factor * limit - 1)
+    all_wait = stack.waits or stack.stopped
+    training.run((1 if all_wait else factor) * limit - 1)
     assert training.watch.hang is None
     if limit >= 600:
         assert f"rank 1: {stack.stack}" in training.watch.at_work

@@ -643,7 +643,8 @@ class TrainingJobStatus(WithConditions):
         HangsStatus | None,
         Field(
             description="Restarts because the gang hung at one step. Each doubles the limits of the search "
-            "for hangs. Absent: the gang has passed the step at which it last hung."
+            "for hangs, except while every rank waits for others. Absent: the gang has passed the step at "
+            "which it last hung."
         ),
     ] = None
     node_failures: Annotated[

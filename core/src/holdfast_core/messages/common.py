@@ -127,7 +127,8 @@ class Policy:
     """The gang counts as hung after this time without a step, instead of `hang_steps`. 0: not by this
     rule."""
     hang_factor: Factor = 1.0
-    """Multiplies all limits of the search for hangs. It is above 1 after hangs at the same step."""
+    """Multiplies the limits of the search for hangs, except while every rank waits for others or is
+    stopped. It is above 1 after hangs at the same step."""
     straggler_factor: Factor = 0.0
     """A rank that takes this many times as long as the median for the same work is slow. 0: there are no
     stragglers."""

@@ -1,7 +1,8 @@
 """Count restarts of a gang that hangs at one step, and say how to announce a pause (ADR 0129). Pure.
 
 An honest pause that the script does not announce ends as a hang at the same step in each round. So each such
-restart doubles the limits, until the pause fits in or a user has announced it.
+restart doubles the limits, until the pause fits in or a user has announced it. It does not double the limit
+of a gang whose ranks all wait for others: that is a deadlock, and it spends the budget of restarts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MAX_CAUSE_CHARACTERS = 600
 
 
 def factor(status: TrainingJobStatus) -> float:
-    """Return by what the limits of the search for hangs are multiplied in this round."""
+    """Return by what the limits of ranks that may be at work are multiplied in this round."""
     return 1.0 if status.hangs is None else 2.0 ** min(status.hangs.restarts, MAX_DOUBLINGS)
 
 
@@ -47,10 +48,10 @@ def with_hang(status: TrainingJobStatus, world: World, cause: str, now: Now) -> 
         return status
     text = (
         f"no step followed step {hangs.step} in {hangs.restarts} rounds in a row: "
-        f"{cause[:_MAX_CAUSE_CHARACTERS]}. Until a step follows, the limits are {factor(status):.0f} times "
-        "as long. If the ranks were at work, announce it around that code: "
-        '`with checkpointer.paused("an evaluation"):`. Or set failurePolicy.hangs.seconds to more than it '
-        "takes"
+        f"{cause[:_MAX_CAUSE_CHARACTERS]}. Until a step follows, the limits of ranks that do not wait for "
+        f"others are {factor(status):.0f} times as long. If the ranks were at work, announce it around that "
+        'code: `with checkpointer.paused("an evaluation"):`. Or set failurePolicy.hangs.seconds to more than '
+        "it takes"
     )
     generation = world.observed.job.generation
     return status.with_condition(

@@ -10,6 +10,9 @@
    stacks are taken again after another limit. The gang counts as hung after IDLE_SECONDS if no rank is at
    work, and after WORKING_SECONDS if one is. If the user has set the limit in seconds, it counts as hung at
    once if no rank is at work, and after PATIENCE limits if one is.
+5. After hangs at the same step, the limits of point 4 are Policy.hang_factor times as long, because a pause
+   may be missing in the script. Those of point 3 are not: a rank that waits for others does no work that
+   could be announced, and a deadlock that repeats has to spend the budget of restarts.
 """
 
 from __future__ import annotations
@@ -119,11 +122,11 @@ class HangWatch:
     def _limit_seconds(self, policy: Policy) -> float | None:
         """Return the limit, or None while there is none: it is off, or too few steps were measured."""
         if policy.hang_seconds:
-            return policy.hang_seconds * policy.hang_factor
+            return policy.hang_seconds
         measured = self._gathered.step_seconds
         if not policy.hang_steps or not measured:
             return None
-        return max(MIN_SECONDS, policy.hang_steps * median(measured)) * policy.hang_factor
+        return max(MIN_SECONDS, policy.hang_steps * median(measured))
 
 
 def _patience_seconds(
@@ -131,12 +134,14 @@ def _patience_seconds(
 ) -> float:
     """Return the time without a step after which a gang whose ranks are in these places hangs."""
     works = any(s.moves for s in stacks.values())
-    if policy.hang_seconds:
-        return PATIENCE * limit if works else limit
-    if works:
-        return max(limit, WORKING_SECONDS * policy.hang_factor)
     waiting = sum(1 for s in stacks.values() if s.waits or s.stopped)
-    return limit if waiting == world_size else max(limit, IDLE_SECONDS * policy.hang_factor)
+    if not works and waiting == world_size:
+        return limit
+    if policy.hang_seconds:
+        longest = PATIENCE * limit if works else limit
+    else:
+        longest = max(limit, WORKING_SECONDS if works else IDLE_SECONDS)
+    return longest * policy.hang_factor
 
 
 def _described(stacks: Mapping[Rank, RankStack], waited: float, patience: float) -> str:
