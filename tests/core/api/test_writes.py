@@ -193,7 +193,7 @@ def test_short_names_of_a_spec_with_its_defaults() -> None:
         "kubernetes.io/hostname",
         "TLS",
     )
-    assert spec.checkpoint.node.volume_bytes == (20 << 30,)
+    assert spec.checkpoint.node.volume_bytes == 20 << 30
     assert spec.checkpoint.memory.size_limit_bytes is None
     assert spec.failure_policy.window_length == timedelta(hours=1)
 
@@ -216,7 +216,7 @@ def test_short_names_of_a_full_spec() -> None:
     spec = TrainingJob.from_dict(raw).spec
     assert (spec.store, spec.source_checkpoint) == ("main", "other-s1-r0")
     assert (spec.peer.copies, spec.peer.topology_key, spec.peer.encryption) == (2, "zone", "None")
-    assert spec.checkpoint.node.volume_bytes == (1 << 30,)
+    assert spec.checkpoint.node.volume_bytes == 1 << 30
     assert spec.checkpoint.memory.size_limit_bytes == 8 << 30
     assert spec.failure_policy.window_length == timedelta(minutes=90)
 
