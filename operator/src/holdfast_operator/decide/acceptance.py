@@ -140,8 +140,7 @@ def birth_problem(world: World) -> Note | None:
 def replacement_problem(world: World) -> Note | None:
     """Return why no pod is deleted to be created again from the present template, or None.
 
-    The server may still accept a create that its dry run refuses: the dry run is strict about fields that
-    the server does not know. So missing pods are created all the same, and pods that exist stay.
+    `World.may_replace_pods` says why the refusal of a dry run counts here and not in `birth_problem`.
     """
     return birth_problem(world) or _refused_template(world)
 

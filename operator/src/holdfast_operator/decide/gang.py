@@ -15,7 +15,7 @@ from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
 from holdfast_core.names import service_name
 from holdfast_operator.decide import avoidance
-from holdfast_operator.decide.acceptance import birth_problem, replacement_problem
+from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.edits import outdated
 from holdfast_operator.decide.facts.apart import with_released
 from holdfast_operator.decide.facts.interval import timing
@@ -71,9 +71,10 @@ def member_actions(world: World) -> list[Action]:
     births: list[Action] = []
     unstarted = any(world.awaits_start(m) for m in world.members)
     # acceptance.birth_problem checks what else a new pod requires.
-    if unstarted and world.may_create_pods and birth_problem(world) is None:
+    creatable = world.may_create_pods and birth_problem(world) is None
+    if unstarted and creatable:
         births = _births(world)
-    if world.may_create_pods and replacement_problem(world) is None:
+    if creatable and world.may_replace_pods:
         if unstarted:
             actions.extend(avoidance.replacements(world) or groups.strays(world))
         known = {a.uid for a in actions if isinstance(a, DeletePod)}
@@ -107,11 +108,12 @@ def spare_actions(world: World, memory: JobMemory, now: Now) -> tuple[list[Actio
     if not world.spares or world.observed.job.spec.suspend:
         return [], memory
     actions = delete_lost_spares(world)
-    if replacement_problem(world) is None:
+    creatable = birth_problem(world) is None
+    if creatable and world.may_replace_pods:
         actions.extend(avoidance.misplaced_spares(world))
     last = memory.spares_created_at
     recent = last is not None and now.monotonic - last < SPARES_EVERY_SECONDS
-    if recent or birth_problem(world) is not None:
+    if recent or not creatable:
         return actions, memory
     avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
     creates = create_spares(world, avoided, failed)

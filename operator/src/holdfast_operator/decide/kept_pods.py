@@ -18,6 +18,7 @@ from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
 from holdfast_operator.decide.report.status import Note, set_condition
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_of
 
 
 def why(world: World) -> Note | None:
@@ -36,7 +37,6 @@ def why(world: World) -> Note | None:
     newest, persisted = _newest(world, answered), apart.stored(world)
     if newest is None or (persisted is not None and persisted.step >= newest):
         return None
-    lost, obstacle = readable.on_nodes_only(newest, persisted), _obstacle(world)
     last, state = world.last_persisted, world.coordinator
     if last is not None and last.step >= newest and state is not None and _coordinates(world):
         text = (
@@ -45,6 +45,7 @@ def why(world: World) -> Note | None:
             "this job"
         )
         return Note(Reason.CHECKPOINT_MISSING, text)
+    lost, obstacle = readable.on_nodes_only(newest, persisted), _obstacle(world)
     if obstacle is not None:
         text = (
             f"{lost}, and it is not uploaded any more: {obstacle}. Its shards are in {_named(holding)}. To "
@@ -151,5 +152,4 @@ def _obstacle(world: World) -> str | None:
 
 def _named(members: list[MemberState]) -> str:
     pods = [m.pod for m in members if m.pod is not None]
-    more = f" and {len(pods) - 4} more" if len(pods) > 4 else ""
-    return ", ".join(f"pod {p.name} on node {p.node}" for p in pods[:4]) + more
+    return first_of([f"pod {p.name} on node {p.node}" for p in pods], 4)

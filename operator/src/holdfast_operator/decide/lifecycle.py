@@ -219,11 +219,11 @@ def resize_obstacle(world: World) -> Note | None:
 
 def suspended(world: World, now: Now) -> TrainingJobStatus:
     """Return the status of a suspended job."""
-    stored, last = world.observed.job.spec.store, world.status.last_persisted
+    store, last = world.observed.job.spec.store, world.status.last_persisted
     kept = "no committed step would be lost with the pods"
-    if stored is not None and last is not None:
+    if store is not None and last is not None:
         kept = (
-            f"step {last.step} is kept in the CheckpointStore {stored}, and the job resumes from it"
+            f"step {last.step} is kept in the CheckpointStore {store}, and the job resumes from it"
         )
     note = Note(Reason.SUSPENDED, f"spec.suspend is true: {kept}")
     # As for a Job of batch/v1, activeDeadlineSeconds counts from zero again when the job resumes.

@@ -27,13 +27,17 @@ def with_spec_applied(status: TrainingJobStatus, world: World, now: Now) -> Trai
         reason = Reason.INVALID_TEMPLATE
         problems.append(problem)
     elif found:
-        mixed = 0 < len(found.get(TEMPLATE, ())) < len(world.members)
-        reason = Reason.PODS_DIFFER if mixed else Reason.APPLIES_LATER
+        reason = Reason.PODS_DIFFER if _differ(world, found) else Reason.APPLIES_LATER
     problems.extend(_moments(world, found, replaceable=problem is None))
     if not problems and status.condition(kind) is None:
         return status
     text = ". ".join(problems) or "the gang has the present spec"
     return status.with_condition(kind, not problems, reason, text, now.utc, job.generation)
+
+
+def _differ(world: World, found: Mapping[str, list[MemberState]]) -> bool:
+    """Return whether some pods have an earlier template and others the present one."""
+    return 0 < len(found.get(TEMPLATE, ())) < len(world.members)
 
 
 def _moments(
@@ -52,7 +56,7 @@ def _moments(
     ]
     if named:
         problems.append(f"pods have earlier values of {', '.join(named)}")
-        if len(parts.get(TEMPLATE, ())) % total:
+        if _differ(world, found):
             problems.append("The gang runs with different templates, images included")
         problems.append("A pod gets the present values when it is replaced")
         if replaceable:

@@ -93,9 +93,8 @@ def stored(world: World) -> PersistedStep | None:
         return None
     state = world.coordinator
     compared = state is not None and bool(state.newest_is_stored)
-    doubtful = world.status.is_true(JobCondition.CHECKPOINT_MISSING) and last.round < world.round
-    doubtful = doubtful and not compared
-    return None if doubtful else last
+    was_missing = world.status.is_true(JobCondition.CHECKPOINT_MISSING)
+    return None if was_missing and last.round < world.round and not compared else last
 
 
 def with_missing_restore_point(

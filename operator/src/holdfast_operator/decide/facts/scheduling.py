@@ -193,7 +193,7 @@ def _to_avoid(world: World, memory: JobMemory, now: Now) -> tuple[list[str], str
     late = sorted(_nodes(_late(world, memory, now, limit)) - set(avoided))
     if not late:
         return [], ""
-    # Pods of one cause become late one after another, as they were created.
+    # Pods that wait for the same reason become late at different moments, as they were created.
     waiting = _nodes(_late(world, memory, now, limit / 2))
     used = _nodes((m, m.pod) for m in world.members if m.pod is not None)
     if len(waiting) > 1 and 2 * len(waiting) > len(used):

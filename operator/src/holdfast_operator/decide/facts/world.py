@@ -226,7 +226,9 @@ class World:
     def may_replace_pods(self) -> bool:
         """Return whether pods that exist may be deleted to be created again from the present template.
 
-        While the API server refuses them, the job could not come back.
+        While the API server refuses them, the job could not come back. Missing pods are created all the same:
+        the dry run that refuses them is strict about fields that the server does not know, and a create is
+        not.
         """
         return self.may_create_pods and self.observed.template_refusal is None
 
