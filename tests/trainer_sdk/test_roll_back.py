@@ -24,6 +24,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
+def save_steps(ckpt: holdfast.Checkpointer, training: Training, last: int) -> None:
+    """Train and save steps 1 to `last`, each of which is durable before the next one begins."""
+    for step in range(1, last + 1):
+        training.step()
+        ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
+
+
 def test_restore_sees_the_saves_of_this_process(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, when_busy="wait") as ckpt:
@@ -40,9 +47,7 @@ def test_restore_sees_the_saves_of_this_process(folder: Path) -> None:
 def test_saves_after_a_roll_back_replace_later_steps(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
-        for step in (1, 2, 3, 4):
-            training.step()
-            ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
+        save_steps(ckpt, training, 4)
         assert ckpt.restore(training.state, step=2) == 2
         assert training.done == 2
         with torch.no_grad():
@@ -77,9 +82,7 @@ def test_a_restore_of_an_absent_step_is_refused(folder: Path) -> None:
 def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
-        for step in (1, 2, 3):
-            training.step()
-            ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
+        save_steps(ckpt, training, 3)
         (shard,) = folder.rglob("s000000000002-*/*.shard")
         data = bytearray(shard.read_bytes())
         data[-100:] = bytes(100)
@@ -114,9 +117,7 @@ def test_the_error_of_a_step_that_is_pruned_after_it_was_looked_up_names_the_pru
 def test_the_error_of_a_step_that_was_never_there_names_what_is_kept(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, keep_last=2) as ckpt:
-        for step in (1, 2, 3):
-            training.step()
-            ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
+        save_steps(ckpt, training, 3)
     with holdfast.Checkpointer(dir=folder, keep_last=2) as ckpt:
         with pytest.raises(ConfigError, match=r"step=1\): .* has steps 2, 3.*keep_last=2"):
             ckpt.restore(training.state, step=1)

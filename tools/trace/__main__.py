@@ -17,24 +17,27 @@ because processes run side by side and look at each other from time to time.
 """
 
 
-def section(title: str, calls: Sequence[Call]) -> Iterator[str]:
-    """Yield the lines of one walk."""
-    files: dict[str, dict[str, list[str]]] = {}
-    for call in calls:
-        names = files.setdefault(call.file, {}).setdefault(call.process, [])
-        if call.function not in names:
-            names.append(call.function)
+def summary(calls: Sequence[Call]) -> str:
+    """Return how many files and functions run in a walk."""
     functions = {(call.file, call.function) for call in calls}
+    return f"{len({file for file, _ in functions})} files, {len(functions)} functions."
+
+
+def section(title: str, calls: Sequence[Call]) -> Iterator[str]:
+    """Yield the lines of the page about one walk."""
+    files: dict[str, list[Call]] = {}
+    for call in calls:
+        files.setdefault(call.file, []).append(call)
     yield f"## {title}"
     yield ""
-    yield f"{len(files)} files, {len(functions)} functions."
+    yield summary(calls)
     yield ""
     yield "| file | processes | functions | the first one |"
     yield "|---|---|---|---|"
-    for file, processes in files.items():
-        called = {name for names in processes.values() for name in names}
-        first = next(iter(processes.values()))[0]
-        yield f"| `{file}` | {', '.join(processes)} | {len(called)} | `{first}` |"
+    for file, here in files.items():
+        processes = ", ".join(dict.fromkeys(call.process for call in here))
+        functions = {call.function for call in here}
+        yield f"| `{file}` | {processes} | {len(functions)} | `{here[0].function}` |"
     yield ""
 
 
@@ -43,9 +46,8 @@ def main() -> None:
     for walk in WALKS:
         print(walk.title, end=" ... ", flush=True)
         calls = calls_of(walk)
-        found = list(section(walk.title, calls))
-        print(found[2])
-        lines += found
+        print(summary(calls))
+        lines += section(walk.title, calls)
     PAGE.write_text("\n".join(lines).rstrip() + "\n")
     print(PAGE)
 

@@ -6,21 +6,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from demo.local import Run, memory_of
-from tests.support.chart import NAMESPACE
-from tests.support.operator.operator_account import (
-    OperatorAccount,
-    audit_arguments,
-    install_crds,
-)
-from tests.support.operator.operator_bed import OperatorBed
-from tests.support.operator.played_kubelet import PlayedKubelet
-from tests.support.servers.control_plane import ControlPlane
+from tests.support.operator.operator_account import running_account
+from tests.support.operator.operator_bed import OperatorBed, opened_bed
 from tests.support.trainer.launched import until
 from tools.trace.recording import Call, Recording
 
@@ -58,7 +52,7 @@ def a_save_in_a_pod(recording: Recording, folder: Path) -> None:
     """Save a step in two workers, until the object store has it."""
     script = _script(folder)
     launch = (sys.executable, "-m", "holdfast", "run", "--", sys.executable, str(script))
-    with _variables(recording.environment()):
+    with patch.dict(os.environ, recording.environment()):  # the pods inherit them
         run = Run(folder, memory_of(folder), "job", (*launch, str(folder)))
         spec = TrainingJobSpec.from_dict(
             {
@@ -79,11 +73,7 @@ def a_save_in_a_pod(recording: Recording, folder: Path) -> None:
             return last is not None and last.step >= step
 
         try:
-            _tell(folder, 1)
-            until(lambda: persisted(1), "the first step in the object store", SECONDS)
-            with recording.walk():
-                _tell(folder, 2)
-                until(lambda: persisted(2), "the second step in the object store", SECONDS)
+            _record_second_save(recording, folder, persisted)
         finally:
             run.close()
 
@@ -99,11 +89,7 @@ def a_save_in_a_folder(recording: Recording, folder: Path) -> None:
         return (folder / f"local-{step}").exists()
 
     try:
-        _tell(folder, 1)
-        until(lambda: saved(1), "the first step in the folder", SECONDS)
-        with recording.walk():
-            _tell(folder, 2)
-            until(lambda: saved(2), "the second step in the folder", SECONDS)
+        _record_second_save(recording, folder, saved)
         _tell(folder, 3)
         process.wait(SECONDS)
     finally:
@@ -148,21 +134,10 @@ def calls_of(walk: Walk) -> Sequence[Call]:
 def _operator(recording: Recording, folder: Path) -> Iterator[OperatorBed]:
     """Run an operator with a real API server, in which no job exists."""
     folder.mkdir()
-    with ExitStack() as stack:
-        plane = stack.enter_context(ControlPlane(extra_args=audit_arguments(folder)))
-        install_crds(plane)
-        plane.create_namespace(NAMESPACE)
-        account = OperatorAccount(plane, folder)
-        account.install()
-        plane.create_namespace("team-a")
-        account.may_watch("team-a")
-        kubelet = PlayedKubelet(plane, "team-a", "node-a")
-        kubelet.register()
-        stack.callback(kubelet.close)
-        bed = OperatorBed(account, "team-a", folder, kubelet, executed=True)
+    with running_account(folder) as account, opened_bed(account, "team-a", folder) as bed:
+        bed.executed = True
         bed.settings |= recording.environment()
         bed.start_operator()
-        stack.callback(bed.kill_operator)
         yield bed
 
 
@@ -173,20 +148,16 @@ def _script(folder: Path) -> Path:
     return script
 
 
+def _record_second_save(
+    recording: Recording, folder: Path, is_saved: Callable[[int], bool]
+) -> None:
+    """Let the script save step 1, and record how it saves step 2."""
+    _tell(folder, 1)
+    until(lambda: is_saved(1), "the first save", SECONDS)
+    with recording.walk():
+        _tell(folder, 2)
+        until(lambda: is_saved(2), "the second save", SECONDS)
+
+
 def _tell(folder: Path, step: int) -> None:
     (folder / f"save-{step}").touch()
-
-
-@contextmanager
-def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process, which the pods inherit."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

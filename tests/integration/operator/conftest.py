@@ -6,17 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.chart import NAMESPACE
 from tests.support.operator.api_proxy import ApiProxy
-from tests.support.operator.operator_account import (
-    OperatorAccount,
-    audit_arguments,
-    install_crds,
-)
-from tests.support.operator.operator_bed import OperatorBed
-from tests.support.operator.played_kubelet import PlayedKubelet
+from tests.support.operator.operator_account import OperatorAccount, running_account
+from tests.support.operator.operator_bed import OperatorBed, opened_bed
 from tests.support.operator.write_rules import broken_rules
-from tests.support.servers.control_plane import ControlPlane
 
 
 @pytest.fixture(scope="session")
@@ -28,11 +21,7 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorAccoun
     """
     folder = tmp_path_factory.mktemp("operator-account")
     plugin = "--enable-admission-plugins=OwnerReferencesPermissionEnforcement"
-    with ControlPlane(extra_args=(*audit_arguments(folder), plugin)) as plane:
-        install_crds(plane)
-        plane.create_namespace(NAMESPACE)
-        account = OperatorAccount(plane, folder)
-        account.install()
+    with running_account(folder, plugin) as account:
         yield account
 
 
@@ -45,18 +34,9 @@ def empty_bed(
     A test fails if the operator has made a call for which the chart gives it no right.
     """
     namespace = f"t{abs(hash(request.node.name)) % 10**8}"
-    account.plane.create_namespace(namespace)
-    account.may_watch(namespace)
-    kubelet = PlayedKubelet(account.plane, namespace, f"node-{namespace}")
-    kubelet.register()
-    bed = OperatorBed(account, namespace, tmp_path, kubelet)
-    begin = account.mark()
-    try:
+    with opened_bed(account, namespace, tmp_path) as bed:
+        begin = account.mark()
         yield bed
-    finally:
-        if bed.process is not None:
-            bed.kill_operator()
-        kubelet.close()
     # A server that has just started refuses every call until it has read the rights.
     assert sorted(account.calls(begin).refused - account.rights(namespace)) == []
 

@@ -166,6 +166,13 @@ def fail_while_the_store_is_away(life: Life) -> CheckpointId:
     return newest
 
 
+def assert_persisted_when_the_store_is_back(life: Life, newest: CheckpointId) -> None:
+    life.cluster.store.away = False
+    life.run(120)
+    assert newest in life.cluster.store.checkpoints
+    assert not life.cluster.pods
+
+
 @pytest.mark.parametrize("worker", [0, 2], ids=["coordinator", "another member"])
 def test_pods_go_if_the_newest_step_is_stored_although_a_member_is_gone(worker: int) -> None:
     life = Life(store=True, every=5)
@@ -265,10 +272,7 @@ def test_another_member_coordinates_the_upload_if_the_coordinator_is_silent() ->
     life = failing_life(store=True)
     newest = fail_while_the_store_is_away(life)
     life.silence(0)
-    life.cluster.store.away = False
-    life.run(120)
-    assert newest in life.cluster.store.checkpoints
-    assert not life.cluster.pods
+    assert_persisted_when_the_store_is_back(life, newest)
 
 
 def test_a_coordinator_whose_sidecar_restarts_after_the_end_persists_the_step() -> None:
@@ -277,10 +281,7 @@ def test_a_coordinator_whose_sidecar_restarts_after_the_end_persists_the_step() 
     for worker in range(4):
         life.cluster.restart_sidecar(life.pod(worker))
     life.cluster.gang.run.is_over = False  # type: ignore[union-attr]
-    life.cluster.store.away = False
-    life.run(120)
-    assert newest in life.cluster.store.checkpoints
-    assert not life.cluster.pods
+    assert_persisted_when_the_store_is_back(life, newest)
 
 
 def test_pods_whose_sidecars_are_silent_stay_and_the_status_names_the_coordinator() -> None:
@@ -295,10 +296,7 @@ def test_pods_whose_sidecars_are_silent_stay_and_the_status_names_the_coordinato
     assert life.pod(0) in message
     assert "requests" not in message
     life.end_silence()
-    life.cluster.store.away = False
-    life.run(120)
-    assert newest in life.cluster.store.checkpoints
-    assert not life.cluster.pods
+    assert_persisted_when_the_store_is_back(life, newest)
 
 
 def test_a_checkpoint_object_that_a_user_deletes_after_the_end_is_not_created_again() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,22 @@ def _established(plane: ControlPlane, path: str) -> bool:
     return any(
         c["type"] == "Established" and c["status"] == "True" for c in status.get("conditions") or []
     )
+
+
+@contextmanager
+def running_account(folder: Path, *arguments: str) -> Iterator[OperatorAccount]:
+    """Run an API server with the CRDs and the operator's account. Its files are in the folder.
+
+    Args:
+        folder: Folder for the audit policy, the audit log and the kubeconfig.
+        arguments: Further arguments of the API server.
+    """
+    with ControlPlane(extra_args=(*audit_arguments(folder), *arguments)) as plane:
+        install_crds(plane)
+        plane.create_namespace(NAMESPACE)
+        account = OperatorAccount(plane, folder)
+        account.install()
+        yield account
 
 
 class OperatorAccount:

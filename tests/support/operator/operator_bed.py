@@ -10,7 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,19 @@ def training(version: int, round_: int, step: int) -> CoordinatorState:
         last_replicated=RestorePoint(Step(step), RestartRound(round_), DIGEST),
         times=RoundTimes(0.1, 0.2, 0.3),
     )
+
+
+@contextmanager
+def opened_bed(account: OperatorAccount, namespace: str, folder: Path) -> Iterator[OperatorBed]:
+    """Yield a bed in a new namespace, without a job and without a running operator, with one node."""
+    account.plane.create_namespace(namespace)
+    account.may_watch(namespace)
+    kubelet = PlayedKubelet(account.plane, namespace, f"node-{namespace}")
+    kubelet.register()
+    bed = OperatorBed(account, namespace, folder, kubelet)
+    try:
+        yield bed
+    finally:
+        if bed.process is not None:
+            bed.kill_operator()
+        kubelet.close()

@@ -5,8 +5,6 @@ Executed, each pod of a gang imports torch and the sidecar again, which takes fi
 
 from __future__ import annotations
 
-import subprocess
-import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +13,14 @@ import pytest
 from demo import local_pods
 from tests.support import zygote
 from tests.support.zygote.launcher import connection_of_launcher
+from tests.support.zygote.popen import subprocess_with
 
 
 @contextmanager
 def forked_pods() -> Iterator[None]:
     """Let the pods that start in this context fork their containers."""
-    module = types.SimpleNamespace(**{**vars(subprocess), "Popen": _start_container})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_pods, "subprocess", module)
+        patch.setattr(local_pods, "subprocess", subprocess_with(_start_container))
         yield
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from tests.support.zygote.helper import zygotes
-from tests.support.zygote.popen import Popen
+from tests.support.zygote.popen import Popen, subprocess_with
 
 from holdfast.base.settings import single_thread_defaults
 
@@ -40,5 +38,4 @@ def fork_fork_servers(connection: int) -> None:
 
     os.set_inheritable(connection, False)
     zygotes.give(socket.socket(fileno=connection))
-    module = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
-    vars(processes)["subprocess"] = module
+    vars(processes)["subprocess"] = subprocess_with(Popen)

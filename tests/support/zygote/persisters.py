@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.support.zygote.popen import Popen
+from tests.support.zygote.popen import Popen, subprocess_with
 
 from holdfast.places import persister_process
 
@@ -19,7 +17,6 @@ def forked_persisters() -> Iterator[None]:
 
     A persister needs 0.2 CPU seconds for its imports, and tests of the SDK start about a thousand.
     """
-    module = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(persister_process, "subprocess", module)
+        patch.setattr(persister_process, "subprocess", subprocess_with(Popen))
         yield

@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 import subprocess
+import types
 from pathlib import Path
 from typing import Any, AnyStr
 
@@ -95,6 +96,11 @@ class Popen(subprocess.Popen[AnyStr]):
             finally:
                 lock.release()
         return self.returncode
+
+
+def subprocess_with(popen: object) -> types.SimpleNamespace:
+    """Return what stands for the module subprocess in a module whose starts go through `popen`."""
+    return types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
 
 
 def run(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.obstructed import directory, fifo, link
 from tests.support.shards.folders import write_checkpoint
 from tests.support.shards.placements import Tensor
 
@@ -26,22 +26,6 @@ from holdfast_core.store_url import parse_store_url
 ROUND = RestartRound(1)
 CHECKPOINT = CheckpointId(Step(1), ROUND)
 IDENTITY = "0123456789abcdef"
-
-
-def link(path: Path) -> None:
-    kept = path.with_suffix(".moved")
-    path.rename(kept)
-    path.symlink_to(kept)
-
-
-def fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
 
 
 Damage = Callable[[Path], None]

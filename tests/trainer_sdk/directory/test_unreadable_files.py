@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.obstructed import directory, fifo, link
 
 import holdfast
 from holdfast.directory.choice import choose, read_patiently
@@ -25,23 +26,6 @@ MANIFEST = "manifests/s{step:012d}/*.json"
 def found(root: Path, pattern: str, step: int = 0) -> Path:
     (path,) = root.rglob(pattern.format(step=step))
     return path
-
-
-def link(path: Path) -> None:
-    kept = path.with_suffix(".moved")
-    path.rename(kept)
-    path.symlink_to(kept)
-
-
-def directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-    (path / "a file").write_text("of somebody")
-
-
-def fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 def cut(path: Path) -> None:
