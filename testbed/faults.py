@@ -38,6 +38,7 @@ iptables -S FORWARD | grep -e '--comment store-down' | sed 's/^-A/-D/' | while r
   iptables $rule
 done
 """
+_FREEZE_SECONDS = 60
 _FILL = "holdfast-fill"
 _OOM_BYTES = 64 << 20
 
@@ -68,8 +69,20 @@ def start_node(name: str, *, ready_within_seconds: float = 120) -> None:
 
 
 def pause_node(name: str) -> None:
-    """Freeze every process of the node. Its connections stay open and silent; its memory is kept."""
-    _docker("pause", name)
+    """Freeze every process of the node. Its connections stay open and silent; its memory is kept.
+
+    The freezer of cgroup v1 does not get hold of a node that is starting processes at that moment: runc
+    tries for a second, thaws the node again and reports "unable to freeze". A busy node is frozen between
+    two waves of new processes, hence the repetition.
+    """
+    ends = time.monotonic() + _FREEZE_SECONDS
+    while True:
+        try:
+            _docker("pause", name)
+            return
+        except BedError as error:
+            if "unable to freeze" not in str(error) or time.monotonic() > ends:
+                raise
 
 
 def unpause_node(name: str, *, ready_within_seconds: float = 120) -> None:
