@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15010,
+    "core": 14910,
     "operator": 13790,
     "sidecar": 9810,
     "trainer_sdk": 17280,

@@ -1,6 +1,6 @@
 """Programs for crash tests: what a sidecar does to its node tier in one save, and a check of what is left.
 
-usage: crash_programs.py kills|power|power-spares [MUTANT] | kills-clones | kills-spares | again |
+usage: crash_programs.py kills|power|power-spares [MUTANT] | kills-spares | again |
        crash_programs.py fails|fails-for-ever ERRNO
 
 The program prints a report as JSON. It must be a process of its own, because a tracer waits for all of its
@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from tests.support.crash.crash import (
@@ -39,15 +38,12 @@ from tests.support.shards.builders import (
     shard_header,
 )
 from tests.support.tiers.candidates import candidates
-from tests.support.trainer.launched import until
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.payload import PayloadPlan
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
-from holdfast_core.node.clone import Clone, clone_range
-from holdfast_core.node.files import write_at
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardHeader
 from holdfast_core.tiers.local_commit import build_manifest
@@ -59,8 +55,8 @@ KEPT = 2
 ROUND = RestartRound(3)
 
 
-def opened(directory: Path, clone: Clone = clone_range) -> DiskNodeTier:
-    tier = DiskNodeTier(directory / "node", capacity_bytes=64 << 20, clone=clone)
+def opened(directory: Path) -> DiskNodeTier:
+    tier = DiskNodeTier(directory / "node", capacity_bytes=64 << 20)
     tier.open()
     return tier
 
@@ -72,7 +68,7 @@ def plan_of(rank: int) -> tuple[bytes, PayloadPlan]:
 
 @functools.cache
 def bytes_of(step: int, rank: int) -> bytes:
-    """Return a payload. Its first half is the same at every step and is cloned where that is possible."""
+    """Return a payload. Its first half is the same at every step."""
     size = plan_of(rank)[1].total_bytes
     return payload(size // 2, seed=rank) + payload(size - size // 2, seed=100 * step + rank)
 
@@ -132,24 +128,6 @@ def next_save(directory: Path, announce: Announce, order: str = "") -> None:
     save(tier, 3, announce, order)
 
 
-def cloning_saves(directory: Path, announce: Announce) -> None:
-    """Save three steps, of which the third one clones, by writes that a tracer sees."""
-
-    def clone(source: int, offset: int, target: int, target_offset: int, length: int) -> None:
-        write_at(target, memoryview(os.pread(source, length, offset)), target_offset)
-        cloned.append(length)
-
-    cloned: list[int] = []
-    tier = opened(directory, clone)
-    for step in (3, 4, 5):
-        save(tier, step, announce)
-        # From step 4 on rank 0 may clone, and a thread of the tier removes the file of its old shard.
-        expected = 2 if step == 3 else 1
-        until(partial(has_spare_files, directory, expected), "spare files are removed")
-    if not cloned:
-        raise AssertionError("nothing was cloned")
-
-
 def saves_before_spares(directory: Path) -> None:
     """Save three steps, of which the first is pruned. Its two files are spare then."""
     tier = opened(directory)
@@ -184,11 +162,6 @@ def life_with_spares(directory: Path, announce: Announce) -> None:
 
 def spare_files(directory: Path) -> frozenset[int]:
     return frozenset(path.stat().st_ino for path in (directory / "node" / "spare").iterdir())
-
-
-def has_spare_files(directory: Path, count: int) -> bool:
-    # The files are not looked at: a thread of the tier may remove one after it was listed.
-    return len(os.listdir(directory / "node" / "spare")) == count
 
 
 def expect_spare_files(directory: Path, count: int) -> None:
@@ -353,8 +326,6 @@ def main(what: str, mutant: str = "") -> Report:
     if what == "kills":
         killed = lambda directory, announce: next_save(directory, announce, mutant)  # noqa: E731
         return kill_at_every_call(first_saves, killed, check, enough=1 if mutant else 20)
-    if what == "kills-clones":
-        return kill_at_every_call(first_saves, cloning_saves, check)
     if what == "kills-spares":
         return kill_at_every_call(saves_before_spares, overwriting_save, check)
     if what in ("power", "power-spares"):

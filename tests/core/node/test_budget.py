@@ -14,7 +14,7 @@ from holdfast_core.node.index import Budget
 TERABYTE = 1 << 40
 
 
-def test_blocks_that_files_share_count_against_the_size_limit(tmp_path: Path) -> None:
+def test_blocks_that_a_spare_file_has_count_against_the_size_limit(tmp_path: Path) -> None:
     """Kubernetes measures an emptyDir by the sizes of its files, and evicts a pod above the limit."""
     budget = Budget(tmp_path, 1000, 1.0)
     budget.add(500)

@@ -26,13 +26,6 @@ def test_a_save_killed_at_any_call_loses_nothing() -> None:
     assert found.tried == len(found.calls)
 
 
-def test_saves_that_clone_killed_at_any_call_lose_nothing() -> None:
-    """This includes the step that is cloned from. The step before that one is pruned."""
-    found = report_of(PROGRAMS, "kills-clones")
-    assert found.problems == ()
-    assert found.tried == len(found.calls) > 100
-
-
 def test_saves_into_the_files_of_deleted_shards_killed_at_any_call_lose_nothing() -> None:
     found = report_of(PROGRAMS, "kills-spares")
     assert found.problems == ()

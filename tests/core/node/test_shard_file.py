@@ -11,7 +11,7 @@ from tests.support.shards.builders import BytesSource, payload, shard_file, shar
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError
 from holdfast_core.node.files import BufferPool, PoisonedError
-from holdfast_core.node.shard_file import read_back
+from holdfast_core.node.shard_file import read_back, to_read_back
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import BLOCK_BYTES, trailer_offset
 from holdfast_core.shards.record import ShardRecord
@@ -91,6 +91,13 @@ def test_the_read_back_of_a_save_finds_two_blocks_in_each_others_places(tier: Di
         for chunk in (0, 1):
             with pytest.raises(PoisonedError, match=f"chunk {chunk} differs"):
                 read_back(file.fileno(), record, table, range(chunk, chunk + 1), BUFFERS)
+
+
+@pytest.mark.parametrize("chunks", [1, 63, 64, 65, 1000])
+def test_each_chunk_is_read_back_at_the_first_write_and_within_64_further_ones(chunks: int) -> None:
+    assert to_read_back(0, chunks) == range(chunks)
+    read = [chunk for written in range(7, 7 + 64) for chunk in to_read_back(written, chunks)]
+    assert sorted(read) == list(range(chunks))
 
 
 class Held:

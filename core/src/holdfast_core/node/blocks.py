@@ -10,9 +10,6 @@ from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
 
-Put = Callable[[int, memoryview, int], None]
-"""Function (fd, data, offset) that stores all of `data` in an open file. It raises OSError."""
-
 
 class BlockPipe:
     """Ring of blocks with one thread that digests and two that write. Not thread-safe.
@@ -43,9 +40,9 @@ class BlockPipe:
         """Call `update` with `data`, a part of the current block, in the order of the calls."""
         self._busy[self._turn].append(self._digests.submit(update, data))
 
-    def write(self, data: memoryview, offset: int, put: Put = write_at) -> None:
+    def write(self, data: memoryview, offset: int) -> None:
         """Start the write of `data`, the filled part of the current block, and move to the next block."""
-        self._busy[self._turn].append(self._writes.submit(put, self._fd, data, offset))
+        self._busy[self._turn].append(self._writes.submit(write_at, self._fd, data, offset))
         self._turn = (self._turn + 1) % len(self._blocks)
 
     def finish(self) -> None:

@@ -130,10 +130,10 @@ class Budget:
         """Reserve the room of a file that is written, until `give_back`.
 
         Args:
-            size: Size of the file. Kubernetes counts it whole, with the blocks that it shares with others.
+            size: Size of the file. Kubernetes counts it whole, with the blocks that a spare file had.
             what: The file, for the error.
             blocks: Bytes that the file is expected to take from the file system. None means `size`; less
-                where the file shares blocks with an earlier one, or is a spare one that has blocks.
+                where the file is a spare one that has blocks.
 
         Raises:
             CapacityError: There is no room.

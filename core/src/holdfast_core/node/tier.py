@@ -44,7 +44,6 @@ from holdfast_core.ids import (
     ShardRef,
     Worker,
 )
-from holdfast_core.node.clone import Clone, CloningWriter, clone_range
 from holdfast_core.node.copy import DiskCopyWriter
 from holdfast_core.node.documents import (
     read_document,
@@ -61,16 +60,21 @@ from holdfast_core.node.files import (
     TempFile,
     disk_errors,
     fsync_directory,
-    write_at,
 )
 from holdfast_core.node.index import VOLUME_ADVICE, IndexEntry, NodeIndex
-from holdfast_core.node.last_write import READ_BACK_EVERY, LastWrite, to_read_back
 from holdfast_core.node.layouts import LOCK_FILE, UnusedLayouts, locked, mark
 from holdfast_core.node.scan import list_manifests, read_shard, scan
-from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader, read_back, write_payload
+from holdfast_core.node.shard_file import (
+    READ_BACK_EVERY,
+    WRITE_BYTES,
+    DiskShardReader,
+    read_back,
+    to_read_back,
+    write_payload,
+)
 from holdfast_core.node.spares import SPARE
 from holdfast_core.node.volume import QUARANTINE, Volume
-from holdfast_core.shards.file import Trailer, check_header, chunk_count, file_bytes, head_bytes
+from holdfast_core.shards.file import Trailer, check_header, chunk_count, file_bytes
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
 from holdfast_core.tiers.base import PayloadSource
@@ -120,7 +124,6 @@ class DiskNodeTier:
         read_only: bool = False,
         name: str = "node tier",
         advice: str = VOLUME_ADVICE,
-        clone: Clone = clone_range,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a closed tier.
@@ -133,7 +136,6 @@ class DiskNodeTier:
                 and move no file.
             name: Name of the tier in messages.
             advice: What the user can do when the tier is full, for messages.
-            clone: Function that clones a range of a file.
             monotonic: Returns the seconds since any moment.
         """
         if not 0 < fill_limit <= 1 or capacity_bytes < 0:
@@ -153,9 +155,8 @@ class DiskNodeTier:
         self._deleted_checkpoints = 0
         self._unused_layouts = UnusedLayouts(root, _RESERVED, self._buffers)
         self._look_lock = threading.Lock()
-        self._last: dict[Rank, LastWrite] = {}
-        self._clone = clone
-        self._can_clone = True
+        self._written: dict[Rank, int] = {}
+        """Number of shards that this process has written for each rank."""
         self._monotonic = monotonic
         self._unreadable: dict[ShardRef, tuple[UnreadableError, float]] = {}
         """Shards whose files this process could not read, why, and when they are tried again. They stay in
@@ -292,9 +293,8 @@ class DiskNodeTier:
         self._forget(ref)
         volume.directories.remove_if_empty(entry.path.parent)
         # A rank writes one shard at a time, so that more spare files than ranks would never be taken.
-        most = sum(not self._may_clone(rank) for _, rank in self._index.ranks())
         with disk_errors(f"listing the spare files of {self._root}"):
-            volume.spares.trim(most)
+            volume.spares.trim(len(self._index.ranks()))
 
     def quarantine(self, ref: ShardRef, damage: CorruptionError) -> None:
         """See NodeTier. An absent shard is not an error. With `read_only` the file stays in place."""
@@ -481,26 +481,18 @@ class DiskNodeTier:
         )
 
     def _write_twice(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
-        """Write a shard. The second attempt writes all of it to a new file, and clones nothing."""
+        """Write a shard. The second attempt writes all of it to a new file."""
         size, what = file_bytes(header), f"shard of rank {header.rank} step {header.step}"
-        last = self._last.get(header.rank)
         directory, volume = self._shard_directory(header), self._volume
         for attempt in range(_WRITE_ATTEMPTS):
             with ExitStack() as stack:
-                cloning, spare, blocks = None, None, size
-                if attempt == 0:
-                    cloning = self._cloning(last, header, stack)
-                if cloning is not None and last is not None:
-                    blocks = size - last.repeated_bytes(header)
-                elif attempt == 0:
-                    spare = volume.take_spare(directory, size, stack)
-                    blocks = _new_bytes(size, spare)
-                stack.enter_context(volume.reserve(size, what, blocks))
+                spare = volume.take_spare(directory, size, stack) if attempt == 0 else None
+                stack.enter_context(volume.reserve(size, what, _new_bytes(size, spare)))
                 try:
                     with disk_errors(f"writing the {what}"):
                         temp = spare or TempFile.create(directory, volume.directories)
                         stack.callback(temp.discard)
-                        return self._write_once(temp, header, source, last, cloning)
+                        return self._write_once(temp, header, source)
                 except PoisonedError as error:
                     if attempt + 1 == _WRITE_ATTEMPTS:
                         raise
@@ -512,54 +504,21 @@ class DiskNodeTier:
                     raise CapacityError(
                         f"{error}: needed {size} bytes, {volume.budget.free_bytes()} available"
                     ) from error
-                finally:
-                    # Also after an error: if clones are refused, the next write needs its whole room.
-                    self._can_clone &= cloning is None or cloning.clones
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _write_once(
-        self,
-        temp: TempFile,
-        header: ShardHeader,
-        source: PayloadSource,
-        last: LastWrite | None,
-        cloning: CloningWriter | None,
+        self, temp: TempFile, header: ShardHeader, source: PayloadSource
     ) -> ShardRecord:
-        if cloning is None:
-            temp.preallocate(file_bytes(header))
+        written = self._written.get(header.rank, 0)
+        temp.preallocate(file_bytes(header))
         temp.use_direct_io()
-        put = write_at if cloning is None else cloning.put
-        record, table = write_payload(temp.fd, header, source, self._buffers, put)
+        record, table = write_payload(temp.fd, header, source, self._buffers)
         temp.sync()
-        chunks = to_read_back(last, chunk_count(header))
+        chunks = to_read_back(written, chunk_count(header))
         read_back(temp.fd, record, table, chunks, self._buffers, source.verified)
         self._publish(temp, record)
-        self._last[header.rank] = LastWrite.after(last, record, table)
+        self._written[header.rank] = written + 1
         return record
-
-    def _may_clone(self, rank: Rank) -> bool:
-        """Return whether the rank's next write may clone. It then overwrites no spare file."""
-        last = self._last.get(rank)
-        return self._can_clone and last is not None and last.repeats
-
-    def _cloning(
-        self, last: LastWrite | None, header: ShardHeader, stack: ExitStack
-    ) -> CloningWriter | None:
-        """Return a cloning writer if a clone is possible and likely to save writes, else None.
-
-        It is likely if the rank's last shard repeated many chunks of the one before. A state that
-        changes everywhere is written without a comparison with the last shard.
-        """
-        aligned = self._buffers.size_bytes % header.chunk_bytes == 0
-        if last is None or not self._may_clone(header.rank) or not aligned:
-            return None
-        try:
-            earlier = stack.enter_context(self.open_shard(last.ref))
-        except HoldfastError:  # it was pruned, quarantined or damaged since then
-            return None
-        if earlier.record.header.chunk_bytes != header.chunk_bytes:
-            return None
-        return CloningWriter(earlier, head_bytes(header), self._clone)
 
     def _publish_copy(self, temp: TempFile, trailer: Trailer) -> ShardRecord:
         record = trailer.record
