@@ -9,13 +9,20 @@ import pytest
 from tests.support.operator.builders import START, job, metadata, now, pod, sidecar, status
 from tests.support.operator.progress import progress_of
 
-from holdfast_core.api import FailureAction, FailureRule, RestartRecord, RestorePointStatus, changed
-from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
+from holdfast_core.api import (
+    FailureAction,
+    FailureRule,
+    LineageEntry,
+    RestartRecord,
+    RestorePointStatus,
+    changed,
+)
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.restarts import GATHER_SECONDS
 from holdfast_operator.model.actions import BeginRound
-from holdfast_operator.model.job import JobMemory, NodeView, Observed
+from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
 
 ROUND = RestartRound(6)
@@ -113,6 +120,72 @@ def test_the_wait_is_bounded() -> None:
     begun = changed(observed.job.status, recent_restarts=many)
     observed = replace(observed, job=job(2, begun, max_restarts=100))
     assert not begins(observed, 58.7)
+    assert begins(observed, 58.8)
+
+
+def aged(observed: Observed, hours: int) -> Observed:
+    """Return the world in which the restarts happened so many hours earlier."""
+    known = observed.job.status
+    records = tuple(changed(r, at=r.at - timedelta(hours=hours)) for r in known.recent_restarts)
+    return with_status(observed, recent_restarts=records)
+
+
+def with_status(observed: Observed, **fields: object) -> Observed:
+    known = changed(observed.job.status, **fields)
+    return replace(observed, job=changed(observed.job, status=known))
+
+
+def without_a_point(observed: Observed) -> Observed:
+    """Return the world in which a pod fails before the round has a restore point. Round 5 had one."""
+    last = LineageEntry(round=RestartRound(5), base_step=Step(10), base_round=RestartRound(1))
+    pods = (observed.pods[0], replace(observed.pods[1], phase=PodPhase.FAILED))
+    found = replace(observed, pods=pods, coordinator=None)
+    return with_status(found, restore_point=None, lineage=(last,))
+
+
+OF_ANOTHER_JOB = RestorePointStatus(
+    step=Step(10), round=RestartRound(40), manifest=Digest("b3:m"), job_uid=JobUid("other")
+)
+NO_PROGRESS = {
+    "the gang restores the same step each time": failing(4, trained=None, max_restarts=4),
+    "no step was ever committed": with_status(
+        failing(4, trained=None, max_restarts=4),
+        restore_point=RestorePointStatus(),
+        last_committed_step=None,
+    ),
+    "it restores a step of another job": with_status(
+        failing(4, trained=None, max_restarts=4),
+        restore_point=OF_ANOTHER_JOB,
+        last_committed_step=None,
+    ),
+    "the round has no restore point yet": without_a_point(failing(4, trained=None, max_restarts=4)),
+}
+PROGRESS = {
+    "a step was committed in this round": failing(4, committed=20, max_restarts=4),
+    "a step was committed in the round before": with_status(
+        failing(4, max_restarts=4), restore_point=changed(BASE, round=RestartRound(5))
+    ),
+    "it was committed in the last round that had a restore point": without_a_point(
+        failing(4, committed=20, max_restarts=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*NO_PROGRESS, *PROGRESS])
+def test_restarts_without_progress_count_outside_of_the_window(case: str) -> None:
+    spent = case in NO_PROGRESS
+    observed = NO_PROGRESS[case] if spent else PROGRESS[case]
+    assert "more than 4 restarts" in decide(observed, now(1700.0)).reason, "within the window"
+    decision = decide(aged(observed, hours=8), now(1700.0))
+    assert ("more than 4 restarts" in decision.reason) == spent
+    if not spent:
+        [begun] = (a for a in decision.actions if isinstance(a, BeginRound))
+        assert len(begun.status.recent_restarts) == 1, "older ones are dropped"
+
+
+def test_old_restarts_without_progress_lengthen_the_wait() -> None:
+    observed = aged(failing(4, trained=None), hours=8)
+    assert not begins(observed, 58.6)
     assert begins(observed, 58.8)
 
 

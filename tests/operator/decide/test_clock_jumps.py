@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 from tests.support.operator.builders import START, job, now, status
 
-from holdfast_core.api import JobCondition, RestartRecord, TrainingJob
-from holdfast_core.ids import RestartRound
+from holdfast_core.api import JobCondition, RestartRecord, RestorePointStatus, TrainingJob
+from holdfast_core.ids import RestartRound, Step
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.restarts import recent_restarts
+from holdfast_operator.decide.facts.restarts import counted
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import DeleteJob, WriteStatus
 from holdfast_operator.model.job import JobMemory, Now, Observed
@@ -61,5 +61,9 @@ def test_restarts_with_a_stamp_of_the_future_do_not_count() -> None:
         RestartRecord(round=RestartRound(n), at=now().utc - age, reason="RankFailed")
         for n, age in enumerate(ages)
     )
-    world = World(Observed(job=job(2, status(9, (0, 0), recent_restarts=records))))
-    assert [r.round for r in recent_restarts(world, now())] == [1, 2]
+    point = RestorePointStatus(step=Step(50), round=RestartRound(8))
+    known = status(
+        9, (0, 0), recent_restarts=records, last_committed_step=Step(50), restore_point=point
+    )
+    world = World(Observed(job=job(2, known)))
+    assert [r.round for r in counted(records, world, now())] == [1, 2]

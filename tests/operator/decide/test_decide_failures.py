@@ -433,19 +433,23 @@ def restarted(seconds: float, count: int) -> tuple[RestartRecord, ...]:
 
 
 @pytest.mark.parametrize(
-    ("recent", "ends"),
+    ("recent", "committed", "ends"),
     [
-        pytest.param(restarted(990, 2), True, id="budget spent"),
-        pytest.param(restarted(990, 1), False, id="one left"),
-        pytest.param(restarted(900, 2), False, id="outside the window"),
+        pytest.param(restarted(990, 2), 9, True, id="budget spent"),
+        pytest.param(restarted(990, 1), 9, False, id="one left"),
+        pytest.param(restarted(900, 2), 9, False, id="outside the window"),
+        pytest.param(restarted(900, 2), None, True, id="outside the window, and no step"),
+        pytest.param(restarted(900, 1), None, False, id="no step, and one left"),
     ],
 )
-def test_restart_budget(recent: tuple[RestartRecord, ...], ends: bool) -> None:
+def test_restart_budget(
+    recent: tuple[RestartRecord, ...], committed: int | None, ends: bool
+) -> None:
     spec = {"max_restarts": 2, "window": "60s"}
     decision = decide(
         world(
             coordinator=state(dead=DEAD),
-            status=running_status(recent_restarts=recent),
+            status=running_status(recent_restarts=recent, last_committed_step=committed),
             spec=spec,
         ),
         now(),

@@ -49,6 +49,26 @@ def test_an_outage_of_minutes_neither_fails_the_job_nor_costs_a_step(minutes: in
     assert restored_steps(life)[-1] == newest.step
 
 
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+@pytest.mark.parametrize("seconds", [1, 60, 200, 600])
+def test_the_budget_ends_a_job_however_long_its_ranks_take_to_fail(
+    seconds: int, trained: bool
+) -> None:
+    """The restarts are spread over hours then, and failurePolicy.window is an hour."""
+    life = trained_life() if trained else Life()
+    life.change_spec(failurePolicy={})
+    life.cluster.gang.seconds_to_failure = seconds
+    life.cluster.gang.data_is_away = True
+    if trained:
+        life.rank_dies()
+    life.run(11 * (seconds + 660), until=lambda s: s.is_true("Failed"))
+    failed = life.status.condition("Failed")
+    assert failed is not None
+    assert failed.reason == "BackoffLimitExceeded"
+    assert life.status.restarts == 10
+    assert life.status.restarts_count_towards_max == 10
+
+
 def test_a_checkpoint_is_released_if_the_older_one_fails_in_the_same_way() -> None:
     life = trained_life()
     newest = data_goes_away(life)

@@ -159,6 +159,8 @@ class ToyRun:
     saving: tuple[CheckpointId, int] | None = None
     last: dict[Level, CheckpointId] = field(default_factory=dict)
     dead: tuple[DeadRank, ...] = ()
+    waited_seconds: int = 0
+    """Time for which the ranks have waited for their data."""
     cannot_restore: str = ""
     restore_may_succeed: bool = False
     """Whether a place that may have what `cannot_restore` lacks did not answer."""
@@ -228,6 +230,8 @@ class ToyGang:
     """The checkpoint from which each round's training started."""
     data_is_away: bool = False
     """Whether ranks fail before their first step, because something else than the checkpoint is away."""
+    seconds_to_failure: int = 0
+    """Time for which ranks wait for it before they fail."""
     peers_hang: bool = False
     """Whether ranks wait for a lost peer without an error, because a machine without power closes no
     connection."""
@@ -327,8 +331,7 @@ class ToyGang:
             run.version += 1
         if point.step is None or point.round is None:
             self.restored[run.round] = None
-            run.started = True
-            run.version += 1
+            self._begin_steps(run)
             return
         id_ = CheckpointId(point.step, point.round)
         info = next((s.manifests[id_] for s in present if id_ in s.manifests), None)
@@ -356,16 +359,22 @@ class ToyGang:
             run.version += 1
             return
         self.restored[run.round] = id_
-        if self.data_is_away:
-            error = "FileNotFoundError: /data/train.bin"
-            run.dead = (DeadRank(Rank(0), Worker(0), 1, error),)
-            run.version += 1
-            return
         if id_ in self.poisoned:
             run.dead = (DeadRank(Rank(0), Worker(0), 1, "ValueError: NaN in the optimizer"),)
             run.version += 1
             return
-        run.started = True
+        self._begin_steps(run)
+
+    def _begin_steps(self, run: ToyRun) -> None:
+        """Begin the first step, or let a rank fail if its data stays away."""
+        run.waited_seconds += 1
+        if not self.data_is_away:
+            run.started = True
+        elif run.waited_seconds < self.seconds_to_failure:
+            return
+        else:
+            error = "FileNotFoundError: /data/train.bin"
+            run.dead = (DeadRank(Rank(0), Worker(0), 1, error),)
         run.version += 1
 
     def _save_phase(

@@ -293,7 +293,8 @@ class FailurePolicySpec(ApiModel):
             ge=0,
             le=1000,
             description=(
-                "Number of restarts within the window after which one more restart fails the job."
+                "Number of restarts within the window, or since the newest committed step was saved, after "
+                "which one more restart fails the job."
             ),
             json_schema_extra=remedy("0 fails the job at the first failure"),
         ),

@@ -614,14 +614,19 @@ class TrainingJobStatus(WithConditions):
     restarts: Annotated[int, Field(ge=0, description="All restarts of the gang.")] = 0
     restarts_count_towards_max: Annotated[
         int,
-        Field(ge=0, description="Restarts within failurePolicy.window that count."),
+        Field(
+            ge=0,
+            description="Restarts that count: those within failurePolicy.window, and all since the newest "
+            "committed step was saved.",
+        ),
     ] = 0
     recent_restarts: Annotated[
         tuple[RestartRecord, ...],
         Field(
             max_length=MAX_RECENT_RESTARTS,
-            description="Newest restarts within failurePolicy.window, oldest first, without those after "
-            "disruptions.",
+            description="Newest restarts within failurePolicy.window or since the newest committed step was "
+            "saved, and older ones that failed from a checkpoint of the job, oldest first. Those after "
+            "disruptions are left out.",
         ),
     ] = ()
     quarantined: Annotated[

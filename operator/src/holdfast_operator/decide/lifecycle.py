@@ -95,8 +95,8 @@ def failure_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
         window = int(policy.window_length.total_seconds())
         return Note(
             Reason.BACKOFF_LIMIT_EXCEEDED,
-            f"more than {policy.max_restarts} restarts within {window} s; the newest: "
-            f"{ruling.failures[0].message}",
+            f"more than {policy.max_restarts} restarts within {window} s, or since the newest committed "
+            f"step; the newest: {ruling.failures[0].message}",
         )
     return None
 

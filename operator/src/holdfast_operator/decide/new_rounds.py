@@ -27,7 +27,6 @@ from holdfast_operator.decide.facts.interval import with_expected_failures
 from holdfast_operator.decide.facts.node_failures import with_node_failures, workers_to_move
 from holdfast_operator.decide.facts.restarts import (
     counted,
-    in_window,
     is_ignored,
     kept_restarts,
     with_restart,
@@ -97,7 +96,7 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
         coordinator=None,
         restarts=status.restarts + 1,
         recent_restarts=recent,
-        restarts_count_towards_max=len(counted(in_window(recent, world, now))),
+        restarts_count_towards_max=len(counted(recent, world, now)),
     )
     if cause.reason is Reason.HUNG:
         status = with_hang(status, world, cause.message, now)

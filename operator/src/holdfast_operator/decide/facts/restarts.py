@@ -36,40 +36,59 @@ _LOSSES = _REMOVALS | {Reason.NODE_LOST}
 """Failures that often come with more of their kind."""
 
 
-def in_window(
-    records: Iterable[RestartRecord], world: World, now: Now
-) -> tuple[RestartRecord, ...]:
-    """Return the records that are inside failurePolicy.window."""
-    window = world.observed.job.spec.failure_policy.window_length
-    return tuple(r for r in records if now.is_within(window, r.at))
-
-
-def recent_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
-    """Return the entries of status.recentRestarts that are inside failurePolicy.window."""
-    return in_window(world.status.recent_restarts, world, now)
-
-
 def kept_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
-    """Return the restarts of the window, and older ones that are evidence about checkpoints.
+    """Return the restarts of the window, those that count, and those that are evidence about checkpoints.
 
-    These failed from the present restore point or from a quarantined checkpoint. A script that takes half an
-    hour until it fails would otherwise never fail often enough from one checkpoint.
+    The last ones failed from the present restore point or from a quarantined checkpoint. A script that takes
+    half an hour until it fails would otherwise never fail often enough from one checkpoint.
     """
     point = world.status.restore_point
     bases = {q.id for q in world.status.quarantined}
     if point is not None and point.id is not None:
         bases.add(point.id)
     window = world.observed.job.spec.failure_policy.window_length
+    saved_in = _round_of_newest_commit(world)
     return tuple(
         r
         for r in world.status.recent_restarts
-        if now.is_within(window, r.at) or r.failed_from in bases
+        if now.is_within(window, r.at)
+        or (r.round > saved_in and not r.ignored)
+        or r.failed_from in bases
     )
 
 
-def counted(records: Iterable[RestartRecord]) -> tuple[RestartRecord, ...]:
-    """Return the restarts that count towards failurePolicy.maxRestarts."""
-    return tuple(r for r in records if not r.ignored)
+def counted(records: Iterable[RestartRecord], world: World, now: Now) -> tuple[RestartRecord, ...]:
+    """Return the restarts that count towards failurePolicy.maxRestarts.
+
+    They are those within failurePolicy.window, and all since the newest committed step was saved. With the
+    window alone, a gang that fails slowly, or waits long before each restart, would restart for ever.
+    """
+    window = world.observed.job.spec.failure_policy.window_length
+    saved_in = _round_of_newest_commit(world)
+    return tuple(
+        r for r in records if not r.ignored and (r.round > saved_in or now.is_within(window, r.at))
+    )
+
+
+def _round_of_newest_commit(world: World) -> int:
+    """Return the round that saved the newest committed step, as far as the operator knows, or -1.
+
+    A round that has no restore point yet follows the last round that had one.
+    """
+    status = world.status
+    committed, point = status.last_committed_step, status.restore_point
+    if committed is None:
+        return -1  # a restore point of another job counts the rounds of that job
+    if point is not None:
+        present, step, round_ = world.round, point.step, point.round
+    elif status.lineage:
+        last = status.lineage[-1]
+        present, step, round_ = last.round, last.base_step, last.base_round
+    else:
+        return -1
+    if step is None or round_ is None or committed > step:
+        return present
+    return round_
 
 
 def with_restart(
@@ -100,7 +119,7 @@ def budget_spent(world: World, ruling: Ruling, now: Now) -> bool:
     """Return whether a restart for these failures would exceed failurePolicy.maxRestarts."""
     if is_disruption(ruling.failures) or is_ignored(ruling):
         return False
-    restarts = len(counted(recent_restarts(world, now)))
+    restarts = len(counted(world.status.recent_restarts, world, now))
     return restarts >= world.observed.job.spec.failure_policy.max_restarts
 
 
@@ -155,14 +174,8 @@ def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now)
     """
     if is_disruption(failures):
         return 0.0
-    status = world.status
-    point = status.restore_point
-    base_step = None if point is None else point.step
-    committed = status.last_committed_step
-    if committed is not None and (base_step is None or committed > base_step):
-        return 0.0
-    base_round = -1 if point is None or point.round is None else point.round
-    futile = sum(1 for r in recent_restarts(world, now) if r.round > base_round)
+    saved_in = _round_of_newest_commit(world)
+    futile = sum(1 for r in kept_restarts(world, now) if r.round > saved_in)
     if futile < FREE_RESTARTS:
         return 0.0
     doubled = 2.0 ** min(futile - FREE_RESTARTS, 10)
