@@ -77,15 +77,13 @@ def _round_of_newest_commit(world: World) -> int:
     """
     status = world.status
     committed, point = status.last_committed_step, status.restore_point
-    if committed is None:
+    if committed is None or (point is None and not status.lineage):
         return -1  # a restore point of another job counts the rounds of that job
     if point is not None:
         present, step, round_ = world.round, point.step, point.round
-    elif status.lineage:
+    else:
         last = status.lineage[-1]
         present, step, round_ = last.round, last.base_step, last.base_round
-    else:
-        return -1
     if step is None or round_ is None or committed > step:
         return present
     return round_
