@@ -57,7 +57,10 @@ class HoldfastSaver:
         self._state = {"model": state}
         self._root = directory / "holdfast"
         self._open = holdfast.Checkpointer(
-            dir=self._root, interval_steps=1, keep_last=1, on_save_error="raise", when_busy="wait"
+            holdfast.Folder(self._root, keep_last=1),
+            interval_steps=1,
+            on_save_error="raise",
+            when_busy="wait",
         )
         self._open.restore(self._state)
         self._open.allocate(self._state)
@@ -83,7 +86,9 @@ class Restoring:
     """A restarted training. It has opened its checkpointer and fetched nothing."""
 
     def __init__(self, root: Path) -> None:
-        self._checkpointer = holdfast.Checkpointer(dir=root, interval_steps=1, keep_last=1)
+        self._checkpointer = holdfast.Checkpointer(
+            holdfast.Folder(root, keep_last=1), interval_steps=1
+        )
         self._step = 0
 
     def __enter__(self) -> Restoring:

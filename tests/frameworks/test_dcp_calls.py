@@ -25,8 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Iterator[holdfast.Checkpointer]:
-    options: Any = {"when_busy": "wait", "on_save_error": "raise", "keep_last": 9}
-    with holdfast.Checkpointer(tmp_path / "ckpt", **options) as opened:
+    options: Any = {"when_busy": "wait", "on_save_error": "raise"}
+    with holdfast.Checkpointer(
+        holdfast.Folder(tmp_path / "ckpt", keep_last=9), **options
+    ) as opened:
         yield opened
 
 

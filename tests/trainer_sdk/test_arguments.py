@@ -42,7 +42,7 @@ def test_an_integer_of_every_kind_is_a_step(folder: Path, step: Any) -> None:
     "step", [-1, 2.0, 10**13, "5", None, True, torch.tensor(2.0), np.float32(1), torch.ones(2)]
 )
 def test_a_value_that_is_not_a_step_takes_no_slot(folder: Path, step: Any) -> None:
-    with holdfast.Checkpointer(dir=folder, slots=2) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, slots=2)) as ckpt:
         for _ in range(3):
             with pytest.raises(ConfigError, match=r"save\(step\): expected"):
                 ckpt.save(step, {"t": torch.ones(4)})
@@ -57,9 +57,6 @@ def test_a_value_that_is_not_a_step_takes_no_slot(folder: Path, step: Any) -> No
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"keep_last": "3"},
-        {"keep_last": None},
-        {"slots": 2.0},
         {"interval_steps": 2.5},
         {"interval_steps": "10"},
         {"interval_steps": True},
@@ -72,6 +69,22 @@ def test_a_wrong_option_is_refused_by_its_name(folder: Path, wrong: dict[str, An
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=.*expected"):
         holdfast.Checkpointer(dir=folder, **wrong)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep_last": "3"},
+        {"keep_last": None},
+        {"slots": 2.0},
+        {"store_keep_last": 0},
+        {"on_damage": "ignore"},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_in_a_folder_is_refused_by_its_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"Folder\({next(iter(wrong))}=.*expected"):
+        holdfast.Folder("ckpt", **wrong)
 
 
 def test_a_model_in_the_place_of_the_state_is_refused(folder: Path) -> None:

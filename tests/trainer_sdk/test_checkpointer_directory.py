@@ -44,7 +44,7 @@ PROGRAM = """
 import sys, holdfast, numpy as np
 directory, steps = sys.argv[1], int(sys.argv[2])
 state = {"w": np.zeros(1 << 18), "n": {"sum": 0}}
-with holdfast.Checkpointer(dir=directory, interval_steps=1, keep_last=2) as ckpt:
+with holdfast.Checkpointer(holdfast.Folder(directory, keep_last=2), interval_steps=1) as ckpt:
     for index in ckpt.steps(steps, state):
         assert state["w"][0] == state["w"][-1] == index, (state["w"], index)
         assert state["n"]["sum"] == index * (index - 1) // 2
@@ -55,7 +55,7 @@ with holdfast.Checkpointer(dir=directory, interval_steps=1, keep_last=2) as ckpt
 
 
 def saved(tmp_path: Path, state: dict[str, Any], *steps: int, **options: Any) -> None:
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path / "ckpt", **options)) as ckpt:
         for step in steps:
             ckpt.save(step, state).wait("local", timeout=HANG_SECONDS)
 
@@ -122,10 +122,11 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
 
 def test_steps_saves_by_interval_and_at_the_end(tmp_path: Path) -> None:
     state = {"t": torch.zeros(1)}
-    options: dict[str, Any] = {"interval_steps": 3, "keep_last": 10, "when_busy": "wait"}
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
+    options: dict[str, Any] = {"interval_steps": 3, "when_busy": "wait"}
+    folder = holdfast.Folder(tmp_path / "ckpt", keep_last=10)
+    with holdfast.Checkpointer(folder, **options) as ckpt:
         assert list(ckpt.steps(7, state)) == list(range(7))
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
+    with holdfast.Checkpointer(folder, **options) as ckpt:
         assert list(ckpt.steps(7, state)) == []
         assert list(ckpt.steps(9, state)) == [7, 8]
 
@@ -375,7 +376,7 @@ def test_a_start_waits_for_the_saves_of_an_ended_run(
 def test_a_reader_and_a_training_do_not_see_each_others_slots(tmp_path: Path, memory: Path) -> None:
     """A reader and a training, both rank 0. Neither sees the steps in the slots of the other."""
     state, seen = {"t": torch.full((1 << 12,), 1.0)}, {"t": torch.zeros(1 << 12)}
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=5) as training:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path / "ckpt", keep_last=5)) as training:
         training.save(1, state).wait("local", timeout=HANG_SECONDS)
         with holdfast.Checkpointer(dir=tmp_path / "ckpt") as looking:
             assert looking.restore(seen) == 1
@@ -528,7 +529,7 @@ def test_a_tensor_of_one_element_with_any_stride_is_saved_and_restored(tmp_path:
 def test_a_checkpointer_without_slots_is_refused(tmp_path: Path) -> None:
     """The error names what to use instead."""
     with pytest.raises(ConfigError, match=r"slots=0\).*at least 1.*slots=1 keeps one copy"):
-        holdfast.Checkpointer(tmp_path, slots=0)
+        holdfast.Checkpointer(holdfast.Folder(tmp_path, slots=0))
 
 
 def test_a_state_without_room_is_refused_before_the_first_step(

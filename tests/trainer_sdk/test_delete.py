@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def save(folder: Path, *steps: int) -> holdfast.Checkpointer:
     """Save some steps and return the open Checkpointer."""
-    ckpt = holdfast.Checkpointer(folder, keep_last=9, when_busy="wait")
+    ckpt = holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9), when_busy="wait")
     for step in steps:
         ckpt.save(step, {"weight": WEIGHT + step}).wait(timeout=60)
     return ckpt
@@ -35,7 +35,7 @@ def shards_of(folder: Path) -> list[str]:
 
 def test_a_listing_has_every_committed_step_in_the_order_of_restores(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(12)}
-    with holdfast.Checkpointer(tmp_path, keep_last=9) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path, keep_last=9)) as ckpt:
         ckpt.restore(state)
         for step in (1, 2, 3):
             ckpt.save(step, state).wait(timeout=60)
@@ -91,7 +91,7 @@ def test_the_newest_checkpoint_of_a_running_training_is_never_deleted(tmp_path: 
 
 def test_the_checkpoint_that_a_run_was_restored_from_is_not_deleted(tmp_path: Path) -> None:
     save(tmp_path, 1, 2).close()
-    with holdfast.Checkpointer(tmp_path, keep_last=9) as training:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path, keep_last=9)) as training:
         assert training.restore({"weight": torch.zeros(12)}) == 2
         training.save(3, {"weight": WEIGHT}).wait(timeout=60)
         other = holdfast.Checkpointer(tmp_path)
@@ -148,7 +148,7 @@ def test_a_kill_leaves_the_checkpoint_whole_or_absent_and_the_next_save_clears_t
         assert list(opened.steps()) == steps
         for step in steps:
             assert torch.equal(opened.at(step).tensors()["weight"].read(), WEIGHT + step)
-    with holdfast.Checkpointer(folder, keep_last=9) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
         assert ckpt.restore({"weight": torch.zeros(12)}) == 3
         ckpt.save(4, {"weight": WEIGHT}).wait(timeout=60)
     assert len(shards_of(folder / "tier/standalone")) == len(steps) + 1

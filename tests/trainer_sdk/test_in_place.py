@@ -47,7 +47,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 def save(root: Path, *steps: int) -> None:
-    with holdfast.Checkpointer(dir=root, keep_last=10) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(root, keep_last=10)) as ckpt:
         for step in steps:
             ckpt.save(step, state_of(step)).wait(timeout=HANG_SECONDS)
 
@@ -107,7 +107,7 @@ def test_an_older_checkpoint_must_overwrite_all_that_a_bad_one_wrote(
     tmp_path: Path, strict: bool
 ) -> None:
     """Otherwise the state would keep parts of the damaged checkpoint."""
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=10) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path / "ckpt", keep_last=10)) as ckpt:
         ckpt.save(1, {"n": 1}).wait(timeout=HANG_SECONDS)
         ckpt.save(2, state_of(2)).wait(timeout=HANG_SECONDS)
     damage(tmp_path / "ckpt", 2)

@@ -102,9 +102,9 @@ def test_a_sidecar_shows_what_a_restore_loads(
 def test_the_slot_of_a_look_is_removed(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.mkdir()
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=slots) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path / "ckpt", slots_dir=slots)) as ckpt:
         ckpt.save(2, state_of(7)).wait(timeout=HANG_SECONDS)
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=slots) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path / "ckpt", slots_dir=slots)) as ckpt:
         expect_step_2(ckpt.peek())
         assert list(slots.rglob("*.slot")) == []
 
@@ -117,7 +117,7 @@ def test_a_state_without_entries(tmp_path: Path) -> None:
 
 def test_a_restore_loads_the_step_that_was_looked_at(tmp_path: Path) -> None:
     training, other = Training(), Training()
-    with holdfast.Checkpointer(dir=tmp_path, keep_last=9) as trains:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path, keep_last=9)) as trains:
         trains.save(1, training.state).wait(timeout=HANG_SECONDS)
         with holdfast.Checkpointer(dir=tmp_path) as looks:
             found = looks.peek()
@@ -225,7 +225,7 @@ def damage(step, number, text):
         shard_of(step, number).write_bytes(data)
     dist.barrier()
 
-with holdfast.Checkpointer(dir=sys.argv[1], when_busy="wait", keep_last=9) as ckpt:
+with holdfast.Checkpointer(holdfast.Folder(sys.argv[1], keep_last=9), when_busy="wait") as ckpt:
     for step in (1, 2, 3):
         state["n"] = step
         state["data"].position = 10 * step + rank

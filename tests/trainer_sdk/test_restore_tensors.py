@@ -87,7 +87,9 @@ def test_an_empty_folder_has_nothing_to_restore(tmp_path: Path) -> None:
 
 def test_it_rolls_back_to_the_step_that_is_asked_for(tmp_path: Path) -> None:
     weight = torch.zeros(2)
-    with holdfast.Checkpointer(tmp_path, keep_last=9, on_save_error="raise") as ckpt:
+    with holdfast.Checkpointer(
+        holdfast.Folder(tmp_path, keep_last=9), on_save_error="raise"
+    ) as ckpt:
         for step in (1, 2, 3):
             weight += 1
             ckpt.save(step, {"weight": weight}).wait(timeout=HANG_SECONDS)

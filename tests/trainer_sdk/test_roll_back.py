@@ -46,7 +46,7 @@ def test_restore_sees_the_saves_of_this_process(folder: Path) -> None:
 
 def test_saves_after_a_roll_back_replace_later_steps(folder: Path) -> None:
     training = Training()
-    with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
         save_steps(ckpt, training, 4)
         assert ckpt.restore(training.state, step=2) == 2
         assert training.done == 2
@@ -81,7 +81,7 @@ def test_a_restore_of_an_absent_step_is_refused(folder: Path) -> None:
 
 def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> None:
     training = Training()
-    with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
         save_steps(ckpt, training, 3)
         (shard,) = folder.rglob("s000000000002-*/*.shard")
         data = bytearray(shard.read_bytes())
@@ -99,7 +99,7 @@ def test_the_error_of_a_step_that_is_pruned_after_it_was_looked_up_names_the_pru
 ) -> None:
     """Another run may prune it meanwhile. The script must not start from step 0."""
     state = Training().state
-    with holdfast.Checkpointer(dir=folder, keep_last=2) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=2)) as ckpt:
         ckpt.save(1, state).wait(timeout=HANG_SECONDS)
         start = FolderStart(folder, RankSettings(), keep_last=2)
         start.roll_back(None, Step(1))
@@ -116,9 +116,9 @@ def test_the_error_of_a_step_that_is_pruned_after_it_was_looked_up_names_the_pru
 
 def test_the_error_of_a_step_that_was_never_there_names_what_is_kept(folder: Path) -> None:
     training = Training()
-    with holdfast.Checkpointer(dir=folder, keep_last=2) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=2)) as ckpt:
         save_steps(ckpt, training, 3)
-    with holdfast.Checkpointer(dir=folder, keep_last=2) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=2)) as ckpt:
         with pytest.raises(ConfigError, match=r"step=1\): .* has steps 2, 3.*keep_last=2"):
             ckpt.restore(training.state, step=1)
 
@@ -220,7 +220,7 @@ def test_a_skipped_save_is_made_after_a_roll_back(tmp_path: Path) -> None:
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "t = torch.zeros(4)\n"
-        "with holdfast.Checkpointer(dir=sys.argv[1], interval_steps=2, slots=1) as ckpt:\n"
+        "with holdfast.Checkpointer(holdfast.Folder(sys.argv[1], slots=1), interval_steps=2) as ckpt:\n"
         "    def saved(*steps):\n"
         "        for step in steps:\n"
         "            t.add_(1)\n"

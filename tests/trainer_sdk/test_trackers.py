@@ -32,7 +32,7 @@ def test_a_folder_keeps_its_identity(tmp_path: Path) -> None:
 
 def test_the_restored_step_is_that_of_the_last_restore(tmp_path: Path) -> None:
     training = Training()
-    with holdfast.Checkpointer(dir=tmp_path, keep_last=9) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path, keep_last=9)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
         assert ckpt.restored_step is None

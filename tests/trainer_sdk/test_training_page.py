@@ -143,11 +143,11 @@ def test_numbers_of_a_batch_depend_on_its_samples() -> None:
 
 
 def test_checkpointers_of_a_folder_and_of_a_store(tmp_path: Path) -> None:
-    # FRAGMENT: holdfast.Checkpointer(dir="ckpt", interval_steps=50, keep_last=3)
-    folder = block_with('dir="ckpt", interval_steps=50')
-    # FRAGMENT: holdfast.Checkpointer(dir="ckpt", store="s3://bucket/my-training", store_keep_last=3)
+    # FRAGMENT: holdfast.Checkpointer(holdfast.Folder("ckpt", keep_last=3), interval_steps=50)
+    folder = block_with("keep_last=3), interval_steps=50")
+    # FRAGMENT: holdfast.Checkpointer(holdfast.Folder("ckpt", store="s3://bucket/run-7", store_keep_last=3))
     store = block_with("store_keep_last=3")
-    store = store.replace("s3://bucket/my-training", f"file://{tmp_path}/store")
+    store = store.replace("s3://bucket/run-7", f"file://{tmp_path}/store")
     for level, code in (("local", folder), ("persisted", store)):
         with eval(code.strip(), {"holdfast": holdfast}) as ckpt:
             ckpt.restore({"x": torch.ones(1)})

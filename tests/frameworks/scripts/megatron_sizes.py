@@ -49,7 +49,9 @@ def state(is_loading=False):
     return {"model": layers, "optimizer": moments}
 
 
-with holdfast.Checkpointer("ckpt", interval_steps=0, keep_last=4, on_save_error="raise") as ckpt:
+with holdfast.Checkpointer(
+    holdfast.Folder("ckpt", keep_last=4), interval_steps=0, on_save_error="raise"
+) as ckpt:
     if ckpt.peek() is None:
         for number in range(2):
             tokens = torch.arange(32).reshape(2, 16) + number

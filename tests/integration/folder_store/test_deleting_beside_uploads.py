@@ -21,7 +21,9 @@ def test_a_checkpoint_that_is_being_uploaded_is_not_deleted(
     for name, value in in_every_python(tmp_path, f"uploads.before_commit=wait:{go}").items():
         monkeypatch.setenv(name, value)
     state = {"t": torch.ones(4)}
-    with holdfast.Checkpointer(folder, store=f"file://{tmp_path}/store", when_busy="wait") as ckpt:
+    with holdfast.Checkpointer(
+        holdfast.Folder(folder, store=f"file://{tmp_path}/store"), when_busy="wait"
+    ) as ckpt:
         first = ckpt.save(1, state)
         until(lambda: any((folder / "readers").glob("s1-*")), "the upload of step 1")
         ckpt.save(2, state).wait(timeout=HANG_SECONDS)

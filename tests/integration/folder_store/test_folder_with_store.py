@@ -18,7 +18,9 @@ from holdfast_core.errors import SaveFailedError
 def trained(folder: Path, url: str, *steps: int, keep_last: int = 3) -> None:
     """Restore, and train and save up to each of these steps. Each is in the store when this returns."""
     training = Training()
-    with holdfast.Checkpointer(dir=folder, store=url, store_keep_last=keep_last) as ckpt:
+    with holdfast.Checkpointer(
+        holdfast.Folder(folder, store=url, store_keep_last=keep_last)
+    ) as ckpt:
         ckpt.restore(training.state)
         for step in steps:
             while training.done < step:
@@ -28,7 +30,7 @@ def trained(folder: Path, url: str, *steps: int, keep_last: int = 3) -> None:
 
 def restored(folder: Path, url: str | None) -> tuple[int | None, int]:
     training = Training()
-    with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as ckpt:
         return ckpt.restore(training.state), training.done
 
 
@@ -41,13 +43,13 @@ def manifests(minio: MinioServer, url: str) -> list[str]:
 
 def test_a_lost_folder_is_restored_from_the_store(folder: Path, url: str) -> None:
     state = {"t": torch.rand(300_000), "n": 5}
-    with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as ckpt:
         handle = ckpt.save(7, state)
         handle.wait("persisted", timeout=HANG_SECONDS)
         assert handle.level == "persisted"
     shutil.rmtree(folder)
     fresh = {"t": torch.zeros(300_000), "n": 0}
-    with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as ckpt:
         assert ckpt.restore(fresh) == 7
     assert torch.equal(fresh["t"].view(torch.int32), state["t"].view(torch.int32))  # type: ignore[attr-defined]
     assert fresh["n"] == 5
@@ -67,7 +69,7 @@ def test_a_step_that_was_restored_from_the_store_counts_as_one_of_the_folder(
     trained(folder, url, 1)
     other = tmp_path / "other"
     training = Training()
-    with holdfast.Checkpointer(dir=other, store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(other, store=url)) as ckpt:
         ckpt.restore(training.state)
         training.step()
         ckpt.save(2, training.state).wait(timeout=HANG_SECONDS)
@@ -85,7 +87,7 @@ def test_a_newer_step_of_the_folder_is_restored_and_then_uploaded(
         training.step()
         ckpt.save(2, training.state).wait(timeout=HANG_SECONDS)
     training = Training()
-    with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as ckpt:
         assert ckpt.restore(training.state) == 2
         ckpt.allocate(training.state)
     assert manifests(minio, url) == ["s000000000001/r000000.json", "s000000000002/r000001.json"]
@@ -150,18 +152,20 @@ def test_the_identity_of_a_training_comes_back_from_the_store(
     tmp_path: Path, folder: Path, has_store_first: bool
 ) -> None:
     url = f"file://{tmp_path / 'bucket'}"
-    with holdfast.Checkpointer(dir=folder, store=url if has_store_first else None) as ckpt:
+    with holdfast.Checkpointer(
+        holdfast.Folder(folder, store=url if has_store_first else None)
+    ) as ckpt:
         expected = ckpt.run_id
     trained(folder, url, 1)
     shutil.rmtree(folder)
     for machine in ("other", "third"):
-        with holdfast.Checkpointer(dir=tmp_path / machine, store=url) as ckpt:
+        with holdfast.Checkpointer(holdfast.Folder(tmp_path / machine, store=url)) as ckpt:
             assert ckpt.run_id == expected
 
 
 def test_without_a_store_no_save_is_persisted(folder: Path) -> None:
     with (
         holdfast.Checkpointer(dir=folder) as ckpt,
-        pytest.raises(SaveFailedError, match=r"Checkpointer\(store="),
+        pytest.raises(SaveFailedError, match=r"Folder\(store="),
     ):
         ckpt.save(1, {"t": torch.ones(3)}).wait("persisted", timeout=HANG_SECONDS)

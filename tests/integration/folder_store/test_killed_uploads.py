@@ -29,7 +29,7 @@ def test_the_next_persister_completes_an_upload(
     for name, value in in_every_python(tmp_path, f"{where}=panic@1").items():
         monkeypatch.setenv(name, value)
     state = {"t": torch.rand(50_000)}
-    ckpt = holdfast.Checkpointer(dir=folder, store=url, store_keep_last=1)
+    ckpt = holdfast.Checkpointer(holdfast.Folder(folder, store=url, store_keep_last=1))
     ckpt.open()
     monkeypatch.delenv(VARIABLE)  # later persisters are not killed
     with ckpt:
@@ -38,6 +38,6 @@ def test_the_next_persister_completes_an_upload(
             ckpt.save(step, state).wait("persisted", timeout=120)
     shutil.rmtree(folder)
     fresh = {"t": torch.zeros(50_000)}
-    with holdfast.Checkpointer(dir=folder, store=url) as again:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as again:
         assert again.restore(fresh) == 2
     assert torch.equal(fresh["t"].view(torch.int32), state["t"].view(torch.int32))

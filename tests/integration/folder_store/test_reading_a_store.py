@@ -25,7 +25,7 @@ def uploaded(folder: Path, url: str, *steps: int) -> None:
         "model": {"weight": WEIGHT.clone(), "bias": torch.zeros(4)},
         "epoch": 2,
     }
-    with holdfast.Checkpointer(dir=folder, store=url, when_busy="wait") as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url), when_busy="wait") as ckpt:
         for step in steps:
             state["model"]["bias"].fill_(step)
             ckpt.save(step, state).wait("persisted", timeout=HANG_SECONDS)

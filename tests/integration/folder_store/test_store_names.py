@@ -15,9 +15,4 @@ from holdfast_core.errors import ConfigError
 )
 def test_a_url_that_names_no_store_is_refused(folder: Path, store: str) -> None:
     with pytest.raises(ConfigError, match="store="):
-        holdfast.Checkpointer(dir=folder, store=store)
-
-
-def test_a_store_without_a_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dir="):
-        holdfast.Checkpointer(store="s3://bucket/x")
+        holdfast.Checkpointer(holdfast.Folder(folder, store=store))

@@ -25,14 +25,14 @@ from pathlib import Path
 from tests.support.trainer.counted import Training
 import holdfast
 training = Training()
-with holdfast.Checkpointer(dir=sys.argv[1], store=sys.argv[2]) as ckpt:
+with holdfast.Checkpointer(holdfast.Folder(sys.argv[1], store=sys.argv[2])) as ckpt:
     print("restored", ckpt.restore(training.state), training.done, flush=True)
 """
 
 
 def saved(folder: Path, url: str, step: int) -> None:
     training = Training()
-    with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as ckpt:
         ckpt.restore(training.state)
         while training.done < step:
             training.step()
@@ -77,7 +77,7 @@ import sys
 from tests.support.trainer.counted import Training
 import holdfast
 training = Training()
-with holdfast.Checkpointer(dir=sys.argv[1], store=sys.argv[2]) as ckpt:
+with holdfast.Checkpointer(holdfast.Folder(sys.argv[1], store=sys.argv[2])) as ckpt:
     for step in (1, 2):
         training.step()
         ckpt.save(step, training.state).wait("persisted", timeout=60)
@@ -115,7 +115,7 @@ def test_a_run_whose_folder_has_a_checkpoint_starts_without_the_store(
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{server.endpoint}")
         server.kill()
         training = Training()
-        with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+        with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as ckpt:
             assert ckpt.restore(training.state) == 1
             training.step()
             handle = ckpt.save(2, training.state)
@@ -134,7 +134,7 @@ def test_waits_end_for_uploads_that_are_not_reported_any_more(
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{server.endpoint}")
         server.kill()
         training = Training()
-        ckpt = holdfast.Checkpointer(dir=folder, store=url)
+        ckpt = holdfast.Checkpointer(holdfast.Folder(folder, store=url))
         ckpt.restore(training.state)
         training.step()
         before = ckpt.save(2, training.state)

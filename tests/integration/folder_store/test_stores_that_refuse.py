@@ -24,11 +24,11 @@ def test_a_store_that_refuses_is_an_error_before_the_first_step(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=reason):
-        holdfast.Checkpointer(dir=folder, store=url).open()
+        holdfast.Checkpointer(holdfast.Folder(folder, store=url)).open()
 
 
 def test_a_bucket_that_does_not_exist_is_an_error_before_the_first_step(
     folder: Path, url: str
 ) -> None:
     with pytest.raises(ConfigError, match="create the bucket or correct its name"):
-        holdfast.Checkpointer(dir=folder, store="s3://absent/x").open()
+        holdfast.Checkpointer(holdfast.Folder(folder, store="s3://absent/x")).open()

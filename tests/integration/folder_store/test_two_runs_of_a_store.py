@@ -16,11 +16,11 @@ def test_a_run_that_was_overtaken_uploads_nothing_more(
     tmp_path: Path, folder: Path, url: str
 ) -> None:
     first, second = Training(), Training()
-    with holdfast.Checkpointer(dir=folder, store=url) as early:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as early:
         early.restore(first.state)
         first.step()
         early.save(1, first.state).wait("persisted", timeout=HANG_SECONDS)
-        with holdfast.Checkpointer(dir=tmp_path / "other", store=url) as late:
+        with holdfast.Checkpointer(holdfast.Folder(tmp_path / "other", store=url)) as late:
             assert late.restore(second.state) == 1
             second.step()
             late.save(2, second.state).wait("persisted", timeout=HANG_SECONDS)
@@ -30,7 +30,7 @@ def test_a_run_that_was_overtaken_uploads_nothing_more(
         with pytest.raises(SaveFailedError, match="has taken the store since this run began"):
             handle.wait("persisted", timeout=HANG_SECONDS)
     third = Training()
-    with holdfast.Checkpointer(dir=tmp_path / "third", store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path / "third", store=url)) as ckpt:
         assert ckpt.restore(third.state) == 2
 
 
@@ -39,8 +39,8 @@ def test_of_two_runs_that_start_together_the_one_that_saves_first_uploads(
 ) -> None:
     first, second = Training(), Training()
     with (
-        holdfast.Checkpointer(dir=folder, store=url) as one,
-        holdfast.Checkpointer(dir=tmp_path / "other", store=url) as other,
+        holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as one,
+        holdfast.Checkpointer(holdfast.Folder(tmp_path / "other", store=url)) as other,
     ):
         assert one.restore(first.state) is None
         assert other.restore(second.state) is None
@@ -53,18 +53,18 @@ def test_a_folder_of_another_training_is_refused_before_the_first_step(
     tmp_path: Path, folder: Path, url: str
 ) -> None:
     training = Training()
-    with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as ckpt:
         ckpt.save(1, training.state).wait("persisted", timeout=HANG_SECONDS)
     foreign = tmp_path / "foreign"
     with holdfast.Checkpointer(dir=foreign) as ckpt:
         ckpt.save(5, training.state).wait(timeout=HANG_SECONDS)
     with pytest.raises(ConfigError, match="choose another prefix"):
-        holdfast.Checkpointer(dir=foreign, store=url).open()
+        holdfast.Checkpointer(holdfast.Folder(foreign, store=url)).open()
 
 
 def test_a_run_of_the_same_folder_takes_over_after_a_rollback(folder: Path, url: str) -> None:
     training = Training()
-    with holdfast.Checkpointer(dir=folder, store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as ckpt:
         for step in (1, 2):
             training.step()
             ckpt.save(step, training.state).wait("persisted", timeout=HANG_SECONDS)
@@ -72,5 +72,5 @@ def test_a_run_of_the_same_folder_takes_over_after_a_rollback(folder: Path, url:
         training.step()
         ckpt.save(2, training.state).wait("persisted", timeout=HANG_SECONDS)
     fresh = Training()
-    with holdfast.Checkpointer(dir=folder.with_name("other"), store=url) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder.with_name("other"), store=url)) as ckpt:
         assert ckpt.restore(fresh.state) == 2

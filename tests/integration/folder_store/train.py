@@ -24,7 +24,7 @@ def main() -> None:
     )
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model, "optim": optimizer, "rng": holdfast.RNG()}
-    with holdfast.Checkpointer(dir="ckpt", store=store, when_busy="wait") as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder("ckpt", store=store), when_busy="wait") as ckpt:
         done = ckpt.restore(state) or 0
         for step in range(done + 1, total + 1):
             optimizer.zero_grad()

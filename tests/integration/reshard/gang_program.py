@@ -160,7 +160,7 @@ def play(phase: Phase, before: Phase | None, rank: int, folder: Path, reference:
     own = torch.Generator()
     rng = holdfast.RNG(own)
     state = {"model": model, "optim": optimizer, "data": data, "rng": rng}
-    with holdfast.Checkpointer(dir=folder, interval_steps=0, keep_last=2) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=2), interval_steps=0) as ckpt:
         step = ckpt.restore(state)
         if before is None:
             assert step is None

@@ -38,7 +38,7 @@ def test_a_url_is_refused_and_no_directory_is_created(
         lambda: holdfast.restore({}, dir=text),
         lambda: holdfast.save(1, {}, dir=text),
     ):
-        with pytest.raises(ConfigError, match=r"not supported here. dir is a folder.*store=\"s3:"):
+        with pytest.raises(ConfigError, match=r"not supported here. A folder is.*store=\"s3:"):
             call()
     assert list(tmp_path.iterdir()) == []
 

@@ -141,17 +141,16 @@ def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
 def place(folder: Path, store: GangStore | None = None, rank: int = 0) -> FolderPlace:
     """Return an open place of one rank in a folder."""
     options = Options(
-        dir=folder,
+        folder=holdfast.Folder(folder),
         interval_steps=1,
-        keep_last=3,
-        slots=2,
-        slots_dir=None,
         strict=True,
         on_save_error="warn",
         when_busy="skip",
     )
     found = FolderPlace(
-        folder, options, RankSettings(rank=Rank(rank), world_size=2, local_world_size=2)
+        holdfast.Folder(folder),
+        options,
+        RankSettings(rank=Rank(rank), world_size=2, local_world_size=2),
     )
     found.open(store)
     return found

@@ -80,7 +80,7 @@ def test_a_folder_with_room_for_two_of_three_checkpoints_keeps_saving(
 ) -> None:
     """Regression: only a commit pruned, and without room for a further commit no later save succeeded."""
     folder = volume.path / "ckpt"
-    with holdfast.Checkpointer(dir=folder, keep_last=3, on_save_error="raise") as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=3), on_save_error="raise") as ckpt:
         for step in range(1, 9):
             ckpt.save(step, state(step)).wait(timeout=HANG_SECONDS)
         assert ckpt.saves_failed == 0
@@ -95,7 +95,7 @@ def test_a_folder_with_room_for_two_of_three_checkpoints_keeps_saving(
 @mounts
 def test_a_save_without_room_keeps_the_only_checkpoint(volume: Volume) -> None:
     folder = volume.path / "ckpt"
-    with holdfast.Checkpointer(dir=folder, keep_last=3) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=3)) as ckpt:
         ckpt.save(1, state(1, 6)).wait(timeout=HANG_SECONDS)
         for step in (2, 3):
             with pytest.raises(SaveFailedError, match=f"{folder} has no room for step {step}"):
@@ -283,14 +283,14 @@ def test_slots_are_in_the_directory_that_the_script_names(
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=other) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path / "ckpt", slots_dir=other)) as ckpt:
         ckpt.save(1, state(1, 20)).wait(timeout=HANG_SECONDS)
         assert list(other.rglob("*.slot"))
         assert list(small_memory.iterdir()) == []
     assert list(other.iterdir()) == []
     with (
         pytest.raises(CapacityError, match="set another directory"),
-        holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=small_memory) as ckpt,
+        holdfast.Checkpointer(holdfast.Folder(tmp_path / "ckpt", slots_dir=small_memory)) as ckpt,
     ):
         ckpt.allocate(state(1, 20))
 

@@ -58,9 +58,7 @@ class Training:
         """Restore, save `step` and wait until it is in the store. Return what was restored."""
         own = {"w": np.zeros(64), "n": 0}
         with holdfast.Checkpointer(
-            dir=self.folder,
-            interval_steps=0,
-            store=f"file://{self.store}",
+            holdfast.Folder(self.folder, store=f"file://{self.store}"), interval_steps=0
         ) as ckpt:
             restored = ckpt.restore(own)
             ckpt.save(step, {"w": np.full(64, float(step)), "n": step}).wait("persisted")

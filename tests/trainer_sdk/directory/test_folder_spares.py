@@ -20,7 +20,7 @@ def test_a_folder_at_rest_holds_only_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     spare = folder / "tier" / "spare"
     state = {"weights": torch.zeros(1 << 18)}
-    with holdfast.Checkpointer(dir=folder, keep_last=1) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=1)) as ckpt:
         ckpt.restore(state)
         for step in range(1, 5):
             state["weights"].fill_(step)

@@ -214,7 +214,7 @@ def test_saves_that_are_not_uploaded_because_another_run_took_the_store_count_as
     objects.mkdir()
     state = {"w": np.zeros(64)}
     with holdfast.Checkpointer(
-        dir=folder, store=f"file://{objects}", interval_steps=0, on_save_error="warn"
+        holdfast.Folder(folder, store=f"file://{objects}"), interval_steps=0, on_save_error="warn"
     ) as ckpt:
         assert ckpt.restore(state) is None
         ckpt.save(1, state).wait("persisted", timeout=HANG_SECONDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,12 +28,12 @@ def fill(volume: Path) -> Path:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_a_training_starts_beside_a_full_store_and_uploads_when_it_has_room(tmp_path: Path) -> None:
     with small_volume(tmp_path / "store", 4 << 20) as store:
-        options: dict[str, Any] = {"interval_steps": 0, "store": f"file://{store}"}
-        with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
+        folder = holdfast.Folder(tmp_path / "ckpt", store=f"file://{store}")
+        with holdfast.Checkpointer(folder, interval_steps=0) as ckpt:
             ckpt.restore({"w": np.zeros(64)})
             ckpt.save(1, {"w": np.ones(64)}).wait("persisted")
         filler = fill(store)
-        with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
+        with holdfast.Checkpointer(folder, interval_steps=0) as ckpt:
             assert ckpt.restore({"w": np.zeros(64)}) == 1
             last = ckpt.save(2, {"w": np.full(64, 2.0)})
             last.wait("local")

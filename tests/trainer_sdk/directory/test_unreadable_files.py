@@ -51,11 +51,10 @@ def state() -> dict[str, object]:
 def train(root: Path, steps: int = 3, store: Path | None = None) -> None:
     """Save steps 1 to `steps`, each with its number in the state."""
     with holdfast.Checkpointer(
-        dir=root,
+        holdfast.Folder(
+            root, keep_last=5, store=None if store is None else f"file://{store}", store_keep_last=5
+        ),
         interval_steps=0,
-        keep_last=5,
-        store=None if store is None else f"file://{store}",
-        store_keep_last=5,
     ) as ckpt:
         assert ckpt.restore(state()) is None
         for step in range(1, steps + 1):
@@ -65,7 +64,7 @@ def train(root: Path, steps: int = 3, store: Path | None = None) -> None:
 
 def restored(root: Path, **options: object) -> int | None:
     own = state()
-    with holdfast.Checkpointer(dir=root, interval_steps=0, **options) as ckpt:  # type: ignore[arg-type]
+    with holdfast.Checkpointer(holdfast.Folder(root, **options), interval_steps=0) as ckpt:  # type: ignore[arg-type]
         step = ckpt.restore(own)
     if step is not None:
         assert own["n"] == step
@@ -253,7 +252,7 @@ def test_a_read_is_repeated_only_while_it_may_pass(monkeypatch: pytest.MonkeyPat
 def test_a_directory_in_place_of_an_old_manifest_does_not_stop_retention(tmp_path: Path) -> None:
     train(tmp_path)
     directory(found(tmp_path, MANIFEST, step=1))
-    with holdfast.Checkpointer(dir=tmp_path, interval_steps=0, keep_last=1) as ckpt:
+    with holdfast.Checkpointer(holdfast.Folder(tmp_path, keep_last=1), interval_steps=0) as ckpt:
         ckpt.restore(state())
         ckpt.save(4, {"w": np.full(1 << 12, 4.0), "n": 4}).wait("local")
     assert holdfast.open(tmp_path).steps() == (3, 4)  # the restore point of this run stays

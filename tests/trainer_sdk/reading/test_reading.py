@@ -324,7 +324,9 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_says_so(sharded: Path) ->
 def test_a_folder_can_be_read_while_a_training_saves_in_it(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     module = torch.nn.Linear(4, 4)
-    with holdfast.Checkpointer(folder, interval_steps=1, keep_last=1, when_busy="wait") as ckpt:
+    with holdfast.Checkpointer(
+        holdfast.Folder(folder, keep_last=1), interval_steps=1, when_busy="wait"
+    ) as ckpt:
         for step in range(1, 8):
             with torch.no_grad():
                 module.weight.fill_(step)

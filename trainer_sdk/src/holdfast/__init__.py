@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast.api import restore, save
+    from holdfast.base.folder import Folder
     from holdfast.base.handle import SaveHandle, SaveTimeoutError
     from holdfast.base.restore_point import RestorePoint, TensorInfo
     from holdfast.checkpointer import Checkpointer
@@ -43,6 +44,7 @@ __all__ = [
     "Checkpoints",
     "ConfigError",
     "CorruptionError",
+    "Folder",
     "HoldfastError",
     "Interval",
     "LazyTensor",
@@ -72,6 +74,7 @@ _MODULES = {
     "Checkpoints": "holdfast.reading.opening",
     "ConfigError": "holdfast_core.errors",
     "CorruptionError": "holdfast_core.errors",
+    "Folder": "holdfast.base.folder",
     "HoldfastError": "holdfast_core.errors",
     "Interval": "holdfast_core.messages.schema",
     "LazyTensor": "holdfast.reading.tensor",

@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from holdfast.base.arguments import require_state
+from holdfast.base.folder import Folder
 from holdfast.base.handle import SaveHandle
-from holdfast.base.options import IntervalRule, OnDamage, OnSaveError, Options, WhenBusy
+from holdfast.base.options import IntervalRule, OnSaveError, Options, WhenBusy
 from holdfast.base.restore_point import RestorePoint
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import Decision, interval_of
@@ -53,7 +54,8 @@ _RELEASE_SECONDS = 5.0
 class Checkpointer:
     """Saves and restores the state of one rank. Use it as a context manager, in the main thread.
 
-    dir: folder for checkpoints. Leave it out in a worker pod, where the sidecar writes them.
+    dir: folder for checkpoints: its path, or a `Folder` that also says what to keep. Leave it out in a
+      worker pod, where the sidecar writes them.
     interval_steps: optimizer steps between saves, 100 by default; 0 saves only on request. In a pod the
       job's spec sets the interval, and the four arguments of the interval have no effect.
     interval_seconds: seconds between saves, instead of `interval_steps`. Rank 0 measures the steps, and all
@@ -61,62 +63,37 @@ class Checkpointer:
     interval: "auto" computes the seconds between saves from the measured cost of a save and `mtbf_seconds`,
       instead of `interval_steps`.
     mtbf_seconds: the mean time between failures that you expect, for interval="auto"; 6 hours by default.
-    keep_last: number of committed checkpoints to keep in `dir`, at least 1. A pod ignores it.
-    slots: number of slots per rank. A slot holds a copy of the rank's state until that copy is written to
-      `dir`. At least 1. A pod ignores it.
-    slots_dir: directory on this machine for the slots, instead of /dev/shm. It needs room for `slots`
-      copies of the state. A pod ignores it.
     strict: with True the checkpoint must hold exactly what the state contains. With False what does not
       fit is skipped and listed in `skipped`.
     on_save_error: "warn" logs and counts a failed save. "raise" raises its error in this save or in the
       next one.
     when_busy: what to do when a rank has no free slot for a save. With "skip" every rank leaves that save
       out; with "wait" the rank waits up to 10 minutes for a slot. Use the same value on every rank.
-    store: URL of an object store, such as "s3://bucket/prefix", to which each committed checkpoint of `dir`
-      is uploaded. A run whose `dir` lacks the newest checkpoint restores from it. Endpoint and keys come
-      from the environment, as for boto3. It needs the extra `holdfast-sdk[s3]`. A pod ignores it.
-    store_keep_last: number of checkpoints to keep in `store`, at least 1.
-    on_damage: what a restore does when the newest checkpoint is damaged or missing and no copy of it can be
-      read. With "older" it restores the newest one that can be read, and logs which newer steps exist and
-      which files are bad. With "raise" it raises CorruptionError. Use the same value on every rank. A pod
-      ignores it.
 
     Raises ConfigError for an invalid argument, and outside a worker pod when `dir` is missing.
     """
 
     def __init__(
         self,
-        dir: str | os.PathLike[str] | None = None,
+        dir: str | os.PathLike[str] | Folder | None = None,
         *,
         interval_steps: int | None = None,
         interval_seconds: float | None = None,
         interval: IntervalRule | None = None,
         mtbf_seconds: float | None = None,
-        keep_last: int = 3,
-        slots: int = 2,
-        slots_dir: str | os.PathLike[str] | None = None,
         strict: bool = True,
         on_save_error: OnSaveError = "warn",
         when_busy: WhenBusy = "skip",
-        store: str | None = None,
-        store_keep_last: int = 3,
-        on_damage: OnDamage = "older",
     ) -> None:
         self._options = Options(
-            dir,
+            dir if dir is None or isinstance(dir, Folder) else Folder(dir),
             interval_steps,
-            keep_last,
-            slots,
-            slots_dir,
             strict,
             on_save_error,
             when_busy,
             interval_seconds,
             interval,
             mtbf_seconds,
-            store,
-            store_keep_last,
-            on_damage,
         ).checked()
         self._settings = RankSettings.from_env()
         place = self._place = place_for(self._options, self._settings)
@@ -586,7 +563,7 @@ class Checkpointer:
         step: number of optimizer steps.
         even_last: delete it also if it is the newest one, which the next run would restore.
 
-        One rank calls it, at any time. A copy in the store (`store=`) stays.
+        One rank calls it, at any time. A copy in the store (`Folder.store`) stays.
 
         If the process ends during the call, the checkpoint exists completely or not at all, and the next
         save removes what is left of it.

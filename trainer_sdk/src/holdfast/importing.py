@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.base.folder import folder_path
+from holdfast.base.folder import Folder
 from holdfast.checkpointer import Checkpointer
 from holdfast.convert.dcp_files import read_dcp
 from holdfast.convert.exporting import DEFAULT_ENTRY, Format
@@ -35,9 +35,8 @@ def import_weights(wanted: Import) -> int:
     Raises ConfigError where the folder has checkpoints, and what the reader of the format raises.
     """
     with Checkpointer(
-        folder_path(wanted.folder),
+        Folder(wanted.folder, slots=1),
         interval_steps=0,
-        slots=1,
         on_save_error="raise",
     ) as ckpt:
         if found := ckpt.list():

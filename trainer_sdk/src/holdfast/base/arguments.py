@@ -14,10 +14,12 @@ from typing import Any
 from holdfast_core.errors import ConfigError
 
 
-def checked_count(value: Any, what: str, least: int, remedy: str = "") -> int:
+def checked_count(
+    value: Any, what: str, least: int, remedy: str = "", *, of: str = "Checkpointer"
+) -> int:
     """Return `value` as an integer of at least `least`.
 
-    Raises ConfigError that names the argument `what`, and ends with the remedy if there is one.
+    Raises ConfigError that names the argument `what` of `of`, and ends with the remedy if there is one.
     """
     try:
         number = operator.index(value)
@@ -25,17 +27,19 @@ def checked_count(value: Any, what: str, least: int, remedy: str = "") -> int:
         number = least - 1
     if number < least or isinstance(value, bool):
         raise ConfigError(
-            f"Checkpointer({what}={value!r}): expected an integer of at least {least}"
+            f"{of}({what}={value!r}): expected an integer of at least {least}"
             + (f": {remedy}" if remedy else "")
         )
     return number
 
 
-def require_one_of(value: Any, what: str, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError that names the argument `what`, unless `value` is one of `choices`."""
+def require_one_of(
+    value: Any, what: str, choices: tuple[str, ...], *, of: str = "Checkpointer"
+) -> None:
+    """Raise ConfigError that names the argument `what` of `of`, unless `value` is one of `choices`."""
     if value not in choices:
         expected = " or ".join(repr(one) for one in choices)
-        raise ConfigError(f"Checkpointer({what}={value!r}): expected {expected}")
+        raise ConfigError(f"{of}({what}={value!r}): expected {expected}")
 
 
 def require_seconds(value: Any, what: str) -> None:

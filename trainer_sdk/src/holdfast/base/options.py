@@ -2,65 +2,42 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
 
 from holdfast.base.arguments import checked_count, require_one_of, require_seconds
+from holdfast.base.folder import Folder
 from holdfast_core.contract import DEFAULT_MTBF_SECONDS
 from holdfast_core.errors import ConfigError
 from holdfast_core.messages.schema import Timing
 
 OnSaveError = Literal["warn", "raise"]
-OnDamage = Literal["older", "raise"]
 WhenBusy = Literal["skip", "wait"]
 IntervalRule = Literal["auto"]
-
-
-_LEAST_SLOTS = (
-    "slots=1 keeps one copy of the state, and slots_dir=... names a directory with more room "
-    "than /dev/shm"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a script passes to `Checkpointer`, which describes each of them."""
 
-    dir: str | os.PathLike[str] | None
+    folder: Folder | None
     interval_steps: int | None
-    keep_last: int
-    slots: int
-    slots_dir: str | os.PathLike[str] | None
     strict: bool
     on_save_error: OnSaveError
     when_busy: WhenBusy
     interval_seconds: float | None = None
     interval: IntervalRule | None = None
     mtbf_seconds: float | None = None
-    store: str | None = None
-    store_keep_last: int = 3
-    on_damage: OnDamage = "older"
 
     def checked(self) -> Self:
         """Return the options with counts as plain integers. Raises ConfigError for an invalid one."""
-        keep_last = checked_count(self.keep_last, "keep_last", 1)
-        slots = checked_count(self.slots, "slots", 1, _LEAST_SLOTS)
-        store_keep_last = checked_count(self.store_keep_last, "store_keep_last", 1)
         interval = self.interval_steps
         if interval is not None:
             interval = checked_count(interval, "interval_steps", 0)
         self._expect_one_interval()
         require_one_of(self.on_save_error, "on_save_error", get_args(OnSaveError))
-        require_one_of(self.on_damage, "on_damage", get_args(OnDamage))
         require_one_of(self.when_busy, "when_busy", get_args(WhenBusy))
-        return replace(
-            self,
-            keep_last=keep_last,
-            slots=slots,
-            interval_steps=interval,
-            store_keep_last=store_keep_last,
-        )
+        return replace(self, interval_steps=interval)
 
     @property
     def timing(self) -> Timing | None:

@@ -496,7 +496,7 @@ def _levels(checkpoint: CheckpointId, *, has_store: bool) -> list[Any]:
     ]
     if has_store:
         return reached
-    text = "the folder has no object store; set Checkpointer(store=...)"
+    text = "the folder has no object store; set Folder(store=...)"
     return [*reached, _failed(checkpoint, Level.PERSISTED, NO_OBJECT_TIER, text)]
 
 

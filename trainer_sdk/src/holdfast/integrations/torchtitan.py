@@ -30,6 +30,7 @@ from torchtitan.components.checkpointer.base import (
 )
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from holdfast.base.folder import Folder
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.futures import future_of
 from holdfast.integrations.versions import warn_if_untested
@@ -108,9 +109,10 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  #
                     f"{', '.join([OPTIMIZER, *self._rest])}"
                 )
         self._checkpointer = Checkpointer(
-            None if PodContract.from_env() is not None else self._folder,
+            None
+            if PodContract.from_env() is not None
+            else Folder(self._folder, keep_last=config.keep_latest_k or _KEEP_ALL),
             interval_steps=config.interval,
-            keep_last=config.keep_latest_k or _KEEP_ALL,
             when_busy="wait",
         )
 

@@ -7,8 +7,8 @@ import logging
 import os
 import secrets
 import socket
-from pathlib import Path
 
+from holdfast.base.folder import Folder, folder_path
 from holdfast.base.handle import SaveHandle
 from holdfast.base.object_store import required_store
 from holdfast.base.options import Options
@@ -69,28 +69,29 @@ class FolderPlace:
     """A folder, and the persister of this rank. The folder is created if it does not exist.
 
     Args:
-        root: Absolute path of the folder.
-        options: What the script passed to the Checkpointer.
+        folder: The folder, and what is kept in it.
+        options: What else the script passed to the Checkpointer.
         settings: Environment of this rank.
 
     Raises:
-        ConfigError: `root` cannot be created, or `slots_dir` cannot be written.
+        ConfigError: The folder cannot be created, or `slots_dir` cannot be written.
     """
 
-    def __init__(self, root: Path, options: Options, settings: RankSettings) -> None:
+    def __init__(self, folder: Folder, options: Options, settings: RankSettings) -> None:
+        root = folder_path(folder.path)
         try:
             make_directories(root)
         except OSError as error:
             # If the folder exists, only the fsync of its parent failed, which is harmless.
             if not root.is_dir():
-                raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
+                raise ConfigError(f"Folder({str(root)!r}): {error}") from error
         asked = options.interval_steps if options.timing is None else 0
         interval = _DEFAULT_INTERVAL_STEPS if asked is None else asked
-        self._policy = Policy(interval, options.slots, options.keep_last, peer_copies=0)
+        self._policy = Policy(interval, folder.slots, folder.keep_last, peer_copies=0)
         self.traits = Traits(
             job_uid=JOB_UID,
             peer=f"the process that writes to {root}",
-            slots=options.slots,
+            slots=folder.slots,
             advice=IN_A_FOLDER,
             interval_steps=interval,
             round=None,
@@ -101,26 +102,26 @@ class FolderPlace:
             timing=options.timing,
         )
         self._root = root
-        self._name = str(options.dir)
+        self._name = str(folder.path)
         self._settings = settings
         self._is_read_only = not all(
             os.access(p, os.W_OK) for p in (root, root / "tier") if p.exists()
         )
         self._memory = SlotDirectory.of_folder(
-            root, settings, options.slots_dir, is_read_only=self._is_read_only
+            root, settings, folder.slots_dir, is_read_only=self._is_read_only
         )
-        self._raises_on_damage = options.on_damage == "raise"
+        self._raises_on_damage = folder.on_damage == "raise"
         self._start = FolderStart(
             root,
             settings,
-            keep_last=options.keep_last,
+            keep_last=folder.keep_last,
             is_read_only=self._is_read_only,
             raises_on_damage=self._raises_on_damage,
         )
         self._training = TrainingLock(root, self._start.expect_nothing_newer)
         self._may_save = False
-        self._object_store = None if options.store is None else required_store(options.store)
-        self._store_keep_last = options.store_keep_last
+        self._object_store = None if folder.store is None else required_store(folder.store)
+        self._store_keep_last = folder.store_keep_last
         self._session: Session | None = None
         self._persister = PersisterProcess()
         self._processes = root / "processes"
@@ -297,9 +298,7 @@ class FolderPlace:
                 return
             except RefusedError as error:
                 text = str(error).removeprefix(f"{error.code}: ")
-                raise ConfigError(
-                    f"Checkpointer(store={str(self._object_store)!r}): {text}"
-                ) from error
+                raise ConfigError(f"Folder(store={str(self._object_store)!r}): {text}") from error
             except UnavailableError as error:
                 lost = error
         logger.warning("%s; the next process takes the store before its first upload", lost)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.base.folder import folder_path
 from holdfast.base.options import Options
 from holdfast.base.settings import RankSettings
 from holdfast.places.folder import FolderPlace
@@ -14,8 +13,8 @@ from holdfast_core.errors import ConfigError
 
 def place_for(options: Options, settings: RankSettings) -> Place:
     """Return the place of these options. Raises ConfigError where there is none."""
-    if options.dir is not None:
-        return FolderPlace(folder_path(options.dir), options, settings)
+    if options.folder is not None:
+        return FolderPlace(options.folder, options, settings)
     contract = PodContract.from_env()
     if contract is not None:
         return PodPlace(contract, settings)

@@ -73,7 +73,7 @@ class SlotDirectory:
             chosen = Path(slots_dir).absolute()
             if not os.access(chosen, os.W_OK):
                 raise ConfigError(
-                    f"Checkpointer(slots_dir={str(chosen)!r}): expected a directory that this process "
+                    f"Folder(slots_dir={str(chosen)!r}): expected a directory that this process "
                     "can write"
                 )
             path = chosen / f"holdfast-{os.getuid()}-{key}"

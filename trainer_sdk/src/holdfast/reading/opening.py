@@ -108,8 +108,9 @@ class Checkpoints(Closing):
 def open_checkpoints(path_or_url: str | os.PathLike[str]) -> Checkpoints:
     """Open the checkpoints of a folder or a store for reading, without the training script.
 
-    path_or_url: the folder in which a Checkpointer saved, or the store to which it uploaded (`store=`): a
-      path, file:///path, or s3://bucket/prefix with the endpoint and the keys as `store=` takes them.
+    path_or_url: the folder in which a Checkpointer saved, or the store to which it uploaded
+      (`Folder.store`): a path, file:///path, or s3://bucket/prefix with the endpoint and the keys as for
+      `Folder.store`.
 
     Nothing is changed, and a training may save there at the same time. Raises ConfigError for anything else
     than such a place.

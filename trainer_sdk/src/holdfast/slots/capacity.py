@@ -53,7 +53,7 @@ _LESS_IN_A_FOLDER = "or use fewer slots (slots=1 keeps one copy of the state)"
 IN_A_FOLDER = SlotAdvice(
     place="file system",
     volume="make it larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm); set "
-    f"another directory with Checkpointer(slots_dir=...); {_LESS_IN_A_FOLDER}",
+    f"another directory with Folder(slots_dir=...); {_LESS_IN_A_FOLDER}",
     memory="raise the memory limit of the container or batch job: slots count against it; "
     f"{_LESS_IN_A_FOLDER}",
 )

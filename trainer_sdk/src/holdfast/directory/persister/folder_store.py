@@ -131,7 +131,7 @@ class FolderStore:
         except (UnavailableError, CorruptionError):
             raise
         except (TierError, ConfigError) as error:
-            raise ConfigError(f"Checkpointer(store={str(self.url)!r}): {error}") from error
+            raise ConfigError(f"Folder(store={str(self.url)!r}): {error}") from error
 
     # ------------------------------------------------------------------ what the store holds
 
