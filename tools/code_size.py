@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14910,
+    "core": 14930,
     "operator": 13790,
     "sidecar": 9810,
-    "trainer_sdk": 17280,
+    "trainer_sdk": 17340,
     "cli": 650,
 }
 """Most lines of code of each package."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from tests.support.servers.minio_server import MinioServer
-from tests.support.servers.store_server import ACCESS_KEY, REGION, SECRET_KEY
 from tests.support.zygote.persisters import forked_persisters
 
 
@@ -29,10 +28,7 @@ def persister_starts() -> Iterator[None]:
 def url(minio: MinioServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """Return the URL of a prefix of this test's own, with the environment set for it."""
     for name, value in {
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        "AWS_ENDPOINT_URL": f"http://{minio.endpoint}",
-        "AWS_REGION": REGION,
+        **minio.client_environment(),
         # Profiles of the person who runs the test have no effect.
         "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
         "AWS_CONFIG_FILE": str(tmp_path / "config"),

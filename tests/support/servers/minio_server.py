@@ -36,6 +36,15 @@ class MinioServer(StoreServer):
             "MINIO_CI_CD": "on",
         }
 
+    def client_environment(self) -> dict[str, str]:
+        """Return endpoint, region and the keys of the administrator as boto3's users set them."""
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_ENDPOINT_URL": f"http://{self.endpoint}",
+            "AWS_REGION": REGION,
+        }
+
     def add_user(self, keys: Keys, prefix: str) -> None:
         self._users().add_service_account(
             access_key=keys.access_key,

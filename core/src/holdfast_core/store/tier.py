@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 
 from holdfast_core.errors import (
@@ -64,7 +65,7 @@ class ObjectTier:
             compressed: Receives the payload bytes of each compressed pack before and after compression.
         """
         self._store = store
-        self._prefix = prefix.strip("/")
+        self._base = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._compressed = compressed
         self._conflicts: set[str] = set()
         """Keys of shards under which the store holds other bytes that it does not replace."""
@@ -455,7 +456,25 @@ class ObjectTier:
         """Remove what interrupted uploads of the job left at least `older_than` ago; return how many."""
         return self._store.abort_stale([self._prefix_of(namespace, job_uid)], older_than)
 
+    def jobs(self) -> Iterator[tuple[str, JobUid]]:
+        """Yield namespace and uid of each job that has a manifest. It takes a request for each job."""
+        for namespace in self._names(self._base):
+            for uid in self._names(f"{self._base}{namespace}/"):
+                with suppress(FormatError):  # other programs may have folders here
+                    below = self._prefix_of(namespace, JobUid(uid))
+                    if keys.MANIFESTS in self._names(below):
+                        yield namespace, JobUid(uid)
+
     # ------------------------------------------------------------------ keys
+
+    def _names(self, prefix: str) -> list[str]:
+        """Return the names of the folders below a prefix, which is empty or ends with a slash."""
+        found = list[str]()
+        for page in self._pages(prefix, folders=True):
+            if page.objects and prefix != self._base:
+                return []  # a folder of another program, maybe with millions of objects
+            found += [folder[len(prefix) : -1] for folder in page.folders]
+        return found
 
     def _delete(self, namespace: str, job_uid: JobUid, relative: Iterable[str]) -> None:
         self._store.delete([self._key(namespace, job_uid, key) for key in relative])
@@ -463,7 +482,7 @@ class ObjectTier:
     def _delete_below(self, namespace: str, job_uid: JobUid, below: str) -> int:
         """Delete all objects below a path, and return how many there were."""
         count = 0
-        for page in self._pages(namespace, job_uid, below):
+        for page in self._pages(self._prefix_of(namespace, job_uid) + below):
             self._store.delete([item.key for item in page.objects])
             count += len(page.objects)
         return count
@@ -471,7 +490,7 @@ class ObjectTier:
     def _list(self, namespace: str, job_uid: JobUid, below: str) -> Iterator[Listed]:
         """Yield all objects below a path, one page at a time. Their keys are relative to the job's prefix."""
         base = self._prefix_of(namespace, job_uid)
-        for page in self._pages(namespace, job_uid, below):
+        for page in self._pages(base + below):
             for item in page.objects:
                 yield Listed(item.key.removeprefix(base), item.age)
 
@@ -480,17 +499,14 @@ class ObjectTier:
         base = self._prefix_of(namespace, job_uid)
         found = (
             keys.checkpoint_of_folder(folder.removeprefix(base))
-            for page in self._pages(namespace, job_uid, f"{kind}/", folders=True)
+            for page in self._pages(f"{base}{kind}/", folders=True)
             for folder in page.folders
         )
         return {checkpoint for checkpoint in found if checkpoint is not None}
 
-    def _pages(
-        self, namespace: str, job_uid: JobUid, below: str, *, folders: bool = False
-    ) -> Iterator[Page]:
+    def _pages(self, prefix: str, *, folders: bool = False) -> Iterator[Page]:
         """Yield the pages of a listing. Raises TierError if the store lists a page a second time."""
-        prefix, token = self._prefix_of(namespace, job_uid) + below, ""
-        last = ""
+        token, last = "", ""
         while True:
             page = self._store.list(prefix, token, folders=folders)
             yield page
@@ -513,7 +529,7 @@ class ObjectTier:
         return self._prefix_of(namespace, job_uid) + relative
 
     def _prefix_of(self, namespace: str, job_uid: JobUid) -> str:
-        return (f"{self._prefix}/" if self._prefix else "") + keys.job_prefix(namespace, job_uid)
+        return self._base + keys.job_prefix(namespace, job_uid)
 
 
 def _parsed(key: str) -> keys.Key | None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from holdfast.base.folder import folder_path
 from holdfast.base.object_store import required_store
 from holdfast.base.settings import current_environment
-from holdfast.directory.choice import JOB_UID, NAMESPACE
+from holdfast.directory.choice import JOB_UID
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.folder import FolderSource
 from holdfast.reading.source import CheckpointSource
@@ -108,18 +109,19 @@ class Checkpoints(Closing):
 def open_checkpoints(path_or_url: str | os.PathLike[str]) -> Checkpoints:
     """Open the checkpoints of a folder or a store for reading, without the training script.
 
-    path_or_url: the folder in which a Checkpointer saved, or the store to which it uploaded
-      (`Folder.store`): a path, file:///path, or s3://bucket/prefix with the endpoint and the keys as for
-      `Folder.store`.
+    path_or_url: the folder in which a Checkpointer saved, or the store to which it (`Folder.store`) or a
+      TrainingJob uploaded: a path, file:///path, or s3://bucket/prefix with the endpoint and the keys as
+      for `Folder.store`. Where a prefix holds several trainings, s3://bucket/prefix/namespace/uid names one.
 
     Nothing is changed, and a training may save there at the same time. Raises ConfigError for anything else
-    than such a place.
+    than such a place, and for a prefix of several trainings, which it lists. Raises AccessDeniedError and
+    UnavailableError where the store does not answer.
     """
     text = os.fspath(path_or_url)
     if isinstance(text, str) and text.strip().lower().startswith("s3:/"):
         return Checkpoints(_store(required_store(text)))
     root = folder_path(path_or_url)
-    if (root / NAMESPACE / JOB_UID / "manifests").is_dir():
+    if (root / "manifests").is_dir() or any(_jobs_below(root)):
         return Checkpoints(_store(required_store(f"file://{quote(str(root))}")))
     return Checkpoints(FolderSource(root))
 
@@ -127,4 +129,11 @@ def open_checkpoints(path_or_url: str | os.PathLike[str]) -> Checkpoints:
 def _store(url: StoreUrl) -> CheckpointSource:
     from holdfast.reading.object_store import StoreSource
 
-    return StoreSource(url, current_environment())
+    return StoreSource.open(url, current_environment())
+
+
+def _jobs_below(root: Path) -> Iterator[Path]:
+    """Yield the manifests of each job below a directory that serves as a store. A folder has a tier."""
+    return (
+        found for found in root.glob("*/*/manifests") if found.parent != root / "tier" / JOB_UID
+    )
