@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import condition, job, now, pod, sidecar, status
+from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
     Detection,
@@ -51,10 +52,22 @@ def of_kind(actions: tuple[Any, ...], kind: type) -> list[Any]:
     return [a for a in actions if isinstance(a, kind)]
 
 
-def observed(*stragglers: Straggler, before: TrainingJobStatus = CHOSEN) -> Observed:
-    """Return a gang that trains, whose coordinator has found these stragglers."""
-    pods = (pod(0, node="node-0"), pod(1, 1, node="node-1"))
-    state = CoordinatorState(5, RestartRound(1), running=True, stragglers=stragglers)
+def observed(
+    *stragglers: Straggler,
+    before: TrainingJobStatus = CHOSEN,
+    finished: int = 200,
+    node: str = "node-1",
+) -> Observed:
+    """Return a gang that trains, whose coordinator has found these stragglers.
+
+    Args:
+        finished: The newest step that all ranks have finished. They began the round at step 0.
+        node: The node of worker 1.
+    """
+    pods = (pod(0, node="node-0"), pod(1, 1, node=node))
+    state = CoordinatorState(
+        5, RestartRound(1), running=True, stragglers=stragglers, progress=progress_of(finished)
+    )
     return Observed(
         job=job(2, before, procs_per_worker=PROCS),
         pods=pods,
@@ -116,15 +129,45 @@ def test_stragglers_stay_while_the_coordinator_is_silent() -> None:
     assert write.status.stragglers == (SHOWN,)
 
 
-def test_a_new_round_begins_without_stragglers() -> None:
-    """Its ranks have not been measured. No Event says that the rank is as fast as the others."""
+def test_a_restart_writes_no_second_event_about_the_same_straggler() -> None:
+    """The ranks of the new round have not been measured, so that nothing shows that it is over."""
     dead = CoordinatorState(
         5, RestartRound(1), dead=(DeadRank(Rank(1), Worker(1), 1, "boom"),), stragglers=(SLOW,)
     )
     found = replace(observed(before=changed(CHOSEN, stragglers=(SHOWN,))), coordinator=dead)
-    actions = decide(found, now()).actions
-    assert of_kind(actions, BeginRound)[0].status.stragglers == ()
+    (begin,) = of_kind(decide(found, now()).actions, BeginRound)
     assert events(found) == []
+
+    known = changed(CHOSEN, stragglers=begin.status.stragglers)
+    starting = replace(observed(before=known), coordinator=None)
+    assert events(starting) == []
+    for finished in (1, 40, 61):
+        assert events(observed(before=known, finished=finished)) == []
+    again = replace(SLOW, since=Step(4))
+    assert events(observed(again, before=known, finished=40)) == []
+    (over,) = events(observed(before=known, finished=62))
+    assert over.reason == Reason.STRAGGLER_RECOVERED
+
+
+def test_a_straggler_on_another_node_has_an_event_of_its_own() -> None:
+    """A person who moved the pod has to see whether that helped."""
+    known = changed(CHOSEN, stragglers=(SHOWN,))
+    moved = decide(observed(before=known, finished=1, node="node-7"), now())
+    (write,) = of_kind(moved.actions, WriteStatus)
+    assert write.status.stragglers == ()
+    (event,) = events(observed(SLOW, before=write.status, finished=40, node="node-7"))
+    assert "node node-7" in event.message
+
+
+def test_a_job_that_is_over_or_does_not_look_has_no_stragglers() -> None:
+    known = observed(before=changed(CHOSEN, stragglers=(SHOWN,)), finished=1)
+    off = FailurePolicySpec(stragglers=StragglersSpec(detection=Detection.OFF))
+    job_off = changed(known.job, spec=changed(known.job.spec, failure_policy=off))
+    suspended = changed(known.job, spec=changed(known.job.spec, suspend=True))
+    for changed_job in (job_off, suspended):
+        actions = decide(replace(known, job=changed_job), now()).actions
+        (write,) = of_kind(actions, WriteStatus)
+        assert write.status.stragglers == ()
 
 
 def test_a_report_of_another_round_or_of_unknown_ranks_shows_nothing() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from holdfast_core.api import StragglerStatus, TrainingJobStatus, changed
 from holdfast_core.ids import Worker
+from holdfast_core.messages.bounds import MAX_STRAGGLERS
 from holdfast_core.messages.schema import Straggler
 from holdfast_operator.decide.facts.world import World, has_no_gang
 from holdfast_operator.model.actions import EmitEvent, EventKind
@@ -15,11 +16,19 @@ from holdfast_operator.model.reasons import Reason
 
 _PARTS = {"Input": "mostly for its input", "Forward": "mostly for its forward passes"}
 """Text for the slow part. A newer sidecar may report others."""
+_MEASURED_STEPS = 32
+"""Steps whose median a rank reports. Only later ones count as those of a straggler in a row."""
 
 
 def with_stragglers(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
-    """Return the status with the stragglers of its round. They stay while the coordinator is silent."""
-    if has_no_gang(status) or status.restart_round != world.status.restart_round:
+    """Return the status with the stragglers that the coordinator has found, and the known ones.
+
+    A known straggler stays while nothing shows that it is over: through restarts of the gang, while the
+    coordinator is silent, and until every rank has finished as many steps of the round as it takes to find
+    the straggler again. A restart would otherwise repeat the Event about it.
+    """
+    steps = world.observed.job.spec.failure_policy.stragglers.effective_steps
+    if has_no_gang(status) or not steps:
         return changed(status, stragglers=())
     state = world.coordinator
     if state is None or state.round != status.restart_round or status.restore_point is None:
@@ -30,7 +39,20 @@ def with_stragglers(status: TrainingJobStatus, world: World) -> TrainingJobStatu
         for straggler in state.stragglers
         if straggler.rank < procs * len(world.members)
     )
+    finished = -1 if state.progress is None else state.progress.first
+    if finished < (status.restore_point.step or 0) + steps + _MEASURED_STEPS:
+        found = {s.rank for s in shown}
+        kept = (s for s in status.stragglers if s.rank not in found and _is_in_place(world, s))
+        shown = tuple(sorted((*shown, *kept)[:MAX_STRAGGLERS], key=lambda s: s.rank))
     return changed(status, stragglers=shown)
+
+
+def _is_in_place(world: World, straggler: StragglerStatus) -> bool:
+    """Return whether the worker of a straggler is still a member, and on no other node."""
+    member = world.member(straggler.worker)
+    if member is None:
+        return False
+    return member.pod is None or member.pod.node in (None, straggler.node)
 
 
 def _shown(world: World, straggler: Straggler, worker: Worker) -> StragglerStatus:
