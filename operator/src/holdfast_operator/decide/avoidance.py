@@ -65,11 +65,7 @@ def waiting_note(world: World) -> Note | None:
     """Return why a pod has not started, if it is bound to a lost node or excludes nodes. Else None."""
     for member, pod in _waiting(world):
         if member.node_lost:
-            text = (
-                f"pod {pod.name} has not started on node {pod.node}, which is lost: the pod is created "
-                "again, so that the scheduler can choose another node"
-            )
-            return Note(Reason.WAITING_FOR_PODS, text)
+            return _note_of_lost_node(world, member, pod)
         if pod.node is None and pod.avoided_nodes:
             nodes = sorted(pod.avoided_nodes)
             text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
@@ -85,6 +81,17 @@ def waiting_note(world: World) -> Note | None:
             )
             return Note(Reason.WAITING_FOR_PODS, text)
     return None
+
+
+def _note_of_lost_node(world: World, member: MemberState, pod: PodView) -> Note:
+    why = world.observed.nodes[pod.node or ""].lost_because
+    text = f"pod {pod.name} has not started on node {pod.node}, which is lost: it {why}"
+    if world.fixed_node == pod.node:
+        return Note(Reason.NODE_NAME_UNUSABLE, f"{text}. {world.fixed_node_advice}")
+    return Note(
+        Reason.WAITING_FOR_PODS,
+        f"{text}. The pod is created again, so that the scheduler can choose another node",
+    )
 
 
 def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
@@ -103,8 +110,10 @@ def _is_misplaced(world: World, member: MemberState, pod: PodView) -> bool:
         return avoided and not pod.terminating
     if pod.terminating:
         return True  # no kubelet will confirm the delete
+    if world.fixed_node is not None:
+        return pod.node != world.fixed_node  # a new pod would be bound to the same node
     if pod.node in pod.avoided_nodes | pod.failed_nodes or world.nodes_are_fixed:
-        return False  # a new pod would be bound to the same node
+        return False  # likewise, or another controller creates it
     return pod.node not in _open_nodes(world) or pod.node in (
         *avoided_nodes(world),
         *avoided_for_failures(world),

@@ -96,6 +96,9 @@ class Reason(StrEnum):
     POD_NOT_STARTED = "PodNotStarted"
     """A pod has a node and has not started on it for 30 s, for example because a volume cannot be mounted.
     After startTimeoutSeconds it is created again on another node."""
+    NODE_NAME_UNUSABLE = "NodeNameUnusable"
+    """The template sets spec.nodeName, and a pod has not started there, because the node does not exist, is
+    lost or fails. The message names the node. Write a nodeSelector instead."""
     CREATE_REFUSED = "CreateRefused"
     """A pod, Secret, Service or Checkpoint of the job could not be created (quota, admission, LimitRange).
     The message contains the error. The operator retries the create."""

@@ -213,6 +213,9 @@ def _of_container(
         text = f"pod {pod.name} failed: {pod.reason or 'no reason given'}: {pod.message}"
         if oom:
             text = f"pod {pod.name} failed: {out_of_memory(pod)}"
+        elif world.fixed_node is not None and not pod.trainer_ran:
+            # No scheduler has compared the pod with the node, so its kubelet may have rejected the pod.
+            text = f"{text.rstrip(': ')}. {world.fixed_node_advice}"
         return Failure(
             Reason.OOM_KILLED if oom else Reason.POD_FAILED,
             text.rstrip(": "),

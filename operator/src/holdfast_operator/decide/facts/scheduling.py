@@ -153,6 +153,7 @@ def describe_late(
     text += f". They mount {first_of(mounts)}" if mounts else ""
     _, kept = _to_avoid(world, memory, now)
     text += f". {kept}" if kept else ""
+    text += f". {world.fixed_node_advice}" if world.fixed_node is not None else ""
     return f"{text}. `kubectl describe pod {pod.name}` shows what the kubelet says"
 
 

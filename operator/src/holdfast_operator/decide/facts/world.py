@@ -207,9 +207,22 @@ class World:
         Either the template sets spec.nodeName. Then no scheduler reads the affinity, and the kubelet of that
         node would reject a pod whose affinity excludes it. Or another controller creates the pods.
         """
-        if self.observed.job.spec.template is None:
-            return True
-        return bool(pod_spec(self.observed.job).get("nodeName"))
+        return self.observed.job.spec.template is None or self.fixed_node is not None
+
+    @property
+    def fixed_node(self) -> str | None:
+        """Return spec.nodeName of the template, the node to which every new pod is bound, or None."""
+        return pod_spec(self.observed.job).get("nodeName") or None
+
+    @property
+    def fixed_node_advice(self) -> str:
+        """Return what spec.nodeName of the template does and what to write instead, or "" without it."""
+        if self.fixed_node is None:
+            return ""
+        return (
+            f"spec.template.spec.nodeName is {self.fixed_node}, so every pod goes to this node: write a "
+            "nodeSelector instead, or the name of a node that can run the pods"
+        )
 
     @property
     def may_create_pods(self) -> bool:

@@ -44,7 +44,9 @@ _ENDS = {
     JobCondition.COMPLETE: "the end of the job",
 }
 """Conditions that end a recovery, and the text for each in the Event."""
-_TROUBLE = frozenset({Reason.CONTAINER_CANNOT_START, Reason.CREATE_REFUSED})
+_TROUBLE = frozenset(
+    {Reason.CONTAINER_CANNOT_START, Reason.CREATE_REFUSED, Reason.NODE_NAME_UNUSABLE}
+)
 """Reasons of Running=False for which no other code emits an Event on the job."""
 
 
