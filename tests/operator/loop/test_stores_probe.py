@@ -10,7 +10,6 @@ import pytest
 
 from holdfast_core.api import CheckpointStore, StoreFeatures, changed
 from holdfast_core.contract import StoreConfig
-from holdfast_operator.loop.observe import store_config, store_view
 from holdfast_operator.loop.stores_probe import (
     next_look_seconds,
     parse_message,
@@ -20,6 +19,7 @@ from holdfast_operator.loop.stores_probe import (
     result_of,
     store_status,
 )
+from holdfast_operator.model.store_view import store_config, store_view
 from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.watch.records import ProbePod
 

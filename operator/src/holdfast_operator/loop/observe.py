@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from urllib.parse import urlsplit
 
-from holdfast_core.api import Checkpoint, CheckpointStore, Gang, JobCondition, StoreCondition
+from holdfast_core.api import Checkpoint, CheckpointStore, Gang, JobCondition
 from holdfast_core.clock import Clock
-from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import FIRST_SPARE, Worker
 from holdfast_core.names import job_prefix
 from holdfast_operator.apply.job_effects import JobEffects
@@ -28,6 +26,7 @@ from holdfast_operator.model.job import (
 from holdfast_operator.model.keys import gang_key
 from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.model.routine import routine_seconds
+from holdfast_operator.model.store_view import store_view
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.watch.cache import ClusterCache
 
@@ -251,11 +250,11 @@ class Observer:
         """Return the objects that exist, concern this job and cannot be parsed."""
         found = list(self._cache.unreadable_pods(job.namespace, job.uid))
         prefix = f"{job_prefix(job.name, job.uid)}-"
-        found.extend(
-            c
-            for c in self._cache.unreadable_checkpoints(job.namespace)
-            if c.name == job.spec.source_checkpoint or c.name.startswith(prefix)
-        )
+        found.extend(self._cache.unreadable_checkpoints(job.namespace, prefix))
+        source = job.spec.source_checkpoint
+        if source is not None and not source.startswith(prefix):
+            hidden = self._cache.unreadable(Checkpoint.KIND, job.namespace, source)
+            found.extend(() if hidden is None else (hidden,))
         if job.spec.store is not None:
             kind = CheckpointStore.KIND
             store = self._cache.unreadable(kind, job.namespace, job.spec.store)
@@ -267,36 +266,6 @@ class Observer:
             return None
         store = self._cache.store(job.namespace, job.spec.store)
         return None if store is None or store.deleting else store_view(store)
-
-
-def store_config(store: CheckpointStore) -> StoreConfig:
-    """Return the store's configuration as sidecars receive it. The CRD has validated the endpoint."""
-    s3, features = store.spec.s3, store.status.features
-    url = urlsplit(s3.endpoint)
-    return StoreConfig(
-        endpoint=url.netloc,
-        secure=url.scheme == "https",
-        bucket=s3.bucket,
-        prefix=s3.prefix,
-        region=s3.region,
-        part_size_mib=s3.part_size_mib,
-        max_concurrency=s3.max_concurrency,
-        conditional_put=features is None or features.conditional_put is not False,
-    )
-
-
-def store_view(store: CheckpointStore) -> StoreView:
-    s3 = store.spec.s3
-    answered = store.status.observed_generation == store.generation
-    condition = store.status.condition(StoreCondition.AVAILABLE)
-    return StoreView(
-        name=store.name,
-        config=store_config(store),
-        credentials_secret=s3.credentials_secret_ref.name,
-        ca_secret=None if s3.ca_secret_ref is None else s3.ca_secret_ref.name,
-        available=store.available if answered else None,
-        message="" if condition is None else condition.message,
-    )
 
 
 def _is_member(job: Gang, pod: PodView) -> bool:

@@ -5,14 +5,11 @@ The operator holds no store keys: the pod mounts the Secret in the store's own n
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from holdfast_core.api import API_VERSION, CheckpointStore, merge_patch
 from holdfast_core.clock import Clock
 from holdfast_operator.base import logs
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
-from holdfast_operator.loop.observe import store_config
 from holdfast_operator.loop.stores_probe import (
     PROBE_REFUSED,
     ProbeResult,
@@ -24,6 +21,7 @@ from holdfast_operator.loop.stores_probe import (
     store_status,
 )
 from holdfast_operator.model.effects import NameTakenError
+from holdfast_operator.model.store_view import store_config
 from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.records import ProbePod
@@ -78,7 +76,7 @@ class Stores:
         if current is not None:
             return await self._look_at(store, current)
         now = self._clock.utc_now()
-        if not probe_due(store, self._newest_start(store), now):
+        if not probe_due(store, self._cache.newest_start(namespace, name), now):
             return next_look_seconds(store, now)
         body = render_probe(store, store_config(store), self._sidecar)
         refusal = await self._cluster.refusal_of_pod(namespace, body)
@@ -119,11 +117,3 @@ class Stores:
         subject = Subject(API_VERSION, CheckpointStore.KIND, store.namespace, store.name, store.uid)
         kind = "Normal" if result.available else "Warning"
         await self._events.emit(subject, kind, result.reason, result.message)
-
-    def _newest_start(self, store: CheckpointStore) -> datetime | None:
-        starts = [
-            j.created_at
-            for j in self._cache.jobs_of_store(store.namespace, store.name)
-            if j.status.restart_round is None and not j.deleting
-        ]
-        return max(starts, default=None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from holdfast_core.api import (
@@ -26,6 +28,7 @@ from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import NodeView, PodView, Unreadable
 from holdfast_operator.model.keys import Key, KeyKind, adoption_key, gang_key, job_key, store_key
+from holdfast_operator.model.store_view import store_view
 from holdfast_operator.watch.expectations import Expectations, created, deleted
 from holdfast_operator.watch.node_leases import NodeLeases
 from holdfast_operator.watch.pods import PodCache, key_of
@@ -39,6 +42,7 @@ from holdfast_operator.watch.records import (
     read_pod,
 )
 from holdfast_operator.watch.reflector import Collection, Reflector, Timings
+from holdfast_operator.watch.sorted_index import SortedIndex
 from holdfast_operator.watch.versions import is_at_least
 from holdfast_operator.watch.views import node_view
 
@@ -79,6 +83,10 @@ class ClusterCache:
         self._pods = PodCache()
         self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
         """Objects of our own kinds that cannot be parsed, by kind, namespace and name."""
+        self._unreadable_names: SortedIndex[tuple[str, str], str] = SortedIndex()
+        """Their names by kind and namespace."""
+        self._starts: SortedIndex[tuple[str, str], tuple[datetime, str]] = SortedIndex()
+        """Creation and uid of the jobs that have no round yet, by namespace and name of their store."""
         self._checkpoints: dict[tuple[str, str], Checkpoint] = {}
         self._checkpoints_of: dict[tuple[str, str], dict[str, Checkpoint]] = {}
         self._stores: dict[tuple[str, str], CheckpointStore] = {}
@@ -219,12 +227,12 @@ class ClusterCache:
         """Return all objects of our own kinds, and pods of jobs and stores, that cannot be parsed."""
         return (*self._unreadable.values(), *self._pods.all_unreadable())
 
-    def unreadable_checkpoints(self, namespace: str) -> tuple[Unreadable, ...]:
-        return tuple(
-            u
-            for u in self._unreadable.values()
-            if u.kind == Checkpoint.KIND and u.namespace == namespace
-        )
+    def unreadable_checkpoints(self, namespace: str, prefix: str) -> tuple[Unreadable, ...]:
+        """Return the Checkpoints that cannot be parsed and whose names begin with the prefix."""
+        kind = Checkpoint.KIND
+        names = self._unreadable_names.start_at((kind, namespace), prefix)
+        found = takewhile(lambda name: name.startswith(prefix), names)
+        return tuple(self._unreadable[kind, namespace, name] for name in found)
 
     def pods(self, job: Gang) -> tuple[PodView, ...]:
         """Return the worker pods whose controller is this job by uid, not another one of its name."""
@@ -266,6 +274,11 @@ class ClusterCache:
     def jobs_of_store(self, namespace: str, store: str) -> tuple[Gang, ...]:
         found = self._naming.get((CheckpointStore.KIND, namespace, store), {})
         return tuple(self._jobs[key] for key in found)
+
+    def newest_start(self, namespace: str, store: str) -> datetime | None:
+        """Return when the newest job was created that uses the store and has no round yet, or None."""
+        last = self._starts.last((namespace, store))
+        return None if last is None else last[0]
 
     def probe_pods(self, store: CheckpointStore) -> tuple[ProbePod, ...]:
         """Return the probe pods whose controller is this store by uid."""
@@ -337,6 +350,8 @@ class ClusterCache:
             self._jobs[key] = new
             for named in _named(new):
                 self._naming.setdefault(named, {})[key] = None
+            for start in _start(new):
+                self._starts.add(*start)
         if new is None:
             self._on_job_gone(job)
         self._enqueue(key)
@@ -349,6 +364,8 @@ class ClusterCache:
             of.pop(key, None)
             if not of:
                 del self._naming[named]
+        for start in () if job is None else _start(job):
+            self._starts.remove(*start)
 
     def _enqueue_stores_of(
         self, old: Gang | Unreadable | None, new: Gang | Unreadable | None
@@ -423,6 +440,8 @@ class ClusterCache:
         if isinstance(new, CheckpointStore):
             self._stores[name] = new
         self._enqueue(store_key(*name))
+        if _seen_by_jobs(old) == _seen_by_jobs(new):
+            return  # a probe with the same result: thousands of jobs may use the store
         for job in self.jobs_of_store(*name):
             self._enqueue(gang_key(job))
 
@@ -461,8 +480,10 @@ class ClusterCache:
             key = (old.kind, old.namespace, old.name)
             if key in self._unreadable and self._unreadable[key].uid == old.uid:
                 del self._unreadable[key]
+                self._unreadable_names.remove(key[:2], key[2])
         if isinstance(new, Unreadable):
             self._unreadable[new.kind, new.namespace, new.name] = new
+            self._unreadable_names.add((new.kind, new.namespace), new.name)
 
     @staticmethod
     def _is_known(index: Mapping[tuple[str, str], _NamedT], item: _NamedT) -> bool:
@@ -477,3 +498,16 @@ def _named(job: Gang) -> Iterable[tuple[str, str, str]]:
         yield CheckpointStore.KIND, job.namespace, job.spec.store
     if job.spec.source_checkpoint is not None:
         yield Checkpoint.KIND, job.namespace, job.spec.source_checkpoint
+
+
+def _start(job: Gang) -> Iterable[tuple[tuple[str, str], tuple[datetime, str]]]:
+    """Yield the key and the item of the job in the index of starts, if it has a store and no round yet."""
+    if job.spec.store is not None and job.status.restart_round is None and not job.deleting:
+        yield (job.namespace, job.spec.store), (job.created_at, job.uid)
+
+
+def _seen_by_jobs(store: CheckpointStore | Unreadable | None) -> object:
+    """Return what passes over jobs see of a store."""
+    if not isinstance(store, CheckpointStore):
+        return store
+    return store.uid, store.deleting, store_view(store)
