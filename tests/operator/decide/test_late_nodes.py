@@ -67,12 +67,12 @@ def says(observed: Observed) -> str:
     [
         pytest.param(1, 1, 1, id="the only node"),
         pytest.param(2, 1, 1, id="one of two"),
-        pytest.param(2, 2, 0, id="both of two"),
+        pytest.param(2, 2, 1, id="both of two"),
         pytest.param(8, 4, 4, id="half of them"),
-        pytest.param(8, 5, 0, id="more than half of them"),
+        pytest.param(8, 5, 1, id="more than half of them"),
         pytest.param(80, 33, AVOIDED, id="more than a pod can avoid"),
         pytest.param(600, 257, AVOIDED, id="more than the status has room for"),
-        pytest.param(600, 400, 0, id="more than half of many"),
+        pytest.param(600, 400, 1, id="more than half of many"),
     ],
 )
 def test_late_nodes_are_recorded_once_and_each_of_them_is_avoided(
@@ -92,15 +92,32 @@ def test_late_nodes_are_recorded_once_and_each_of_them_is_avoided(
 
 
 def test_a_common_cause_is_named() -> None:
-    observed = gang(8, 5)
-    assert "5 of the gang's 8 nodes, so the cause is probably no node" in says(observed)
+    """The pods of one node were tried on others, where they do not start either."""
+    known = after_record(gang(8, 5))
+    moved = replace(known.pods[0], node="node-9", failed_nodes=frozenset({"node-0"}))
+    known = replace(
+        known, pods=(moved, *known.pods[1:]), nodes={**known.nodes, "node-9": NodeView("node-9")}
+    )
+    assert len(recorded(known)) == 1
+    message = says(known)
+    assert "5 of the gang's 8 nodes" in message
+    assert "the pods of node-0 have not started on other nodes either" in message
+    assert "the cause is probably no node" in message
+
+
+def test_all_late_nodes_are_avoided_once_a_pod_of_one_of_them_has_started_elsewhere() -> None:
+    known = after_record(gang(8, 8))
+    moved = pod(0, node="node-9", failed_nodes=frozenset({"node-0"}))
+    nodes = {**known.nodes, "node-9": NodeView("node-9")}
+    known = replace(known, pods=(moved, *known.pods[1:]), nodes=nodes)
+    assert {f.node for f in recorded(known)} == {f"node-{n}" for n in range(8)}
 
 
 def test_pods_of_a_common_cause_become_late_one_after_another() -> None:
     observed = gang(8, 5)
     times = tuple((uid, 30.0 * i) for i, (uid, _) in enumerate(observed.memory.bound_since))
     staggered = replace(observed, memory=replace(observed.memory, bound_since=times))
-    assert recorded(staggered) == ()
+    assert [f.node for f in recorded(staggered)] == ["node-0"]
 
 
 def test_pods_on_further_nodes_stay_and_the_message_says_why() -> None:

@@ -433,3 +433,36 @@ def test_the_leaves_of_all_workers_of_a_block_are_there_when_a_round_takes_in_a_
     keys = life.cluster.api.objects["secrets", NAMESPACE, secret]["data"].keys()
     names = {pod_name("job", life.cluster.uid, worker, 1) for worker in range(WORKERS)}
     assert {key.removesuffix(".key") for key in keys if key.endswith(".key")} == names
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_gang_whose_only_two_nodes_are_lost_goes_on_elsewhere_or_says_why_it_waits(
+    store: bool,
+) -> None:
+    """Without a store, only the two nodes have the committed steps, and they may come back."""
+    life = Life(store=store, every=5)
+    life.cluster.pods_per_node = 2
+    life.cluster.full_nodes = {f"node-{n}" for n in range(2, 6)}
+    life.run(60)
+    life.run_until_committed(is_stored=store)
+    life.cluster.full_nodes = set()
+    for name in ("node-0", "node-1"):
+        life.cluster.nodes[name].dead = True
+    life.run(100)
+    assert life.nothing_was_deleted(), "the control plane may be cut off"
+    found = life.status.condition(JobCondition.SIDECARS_UNREACHABLE)
+    assert found is not None and found.is_true
+    assert "Nodes that are lost: node-0, node-1" in found.message
+    if store:
+        assert "A round on other nodes begins 300 s after their last answers" in found.message
+        life.run(400, until=lambda s: s.restart_round == 1 and s.is_true("Running"))
+        assert life.status.restart_round == 1
+        return
+    assert "the job goes on when the nodes are back" in found.message
+    life.run(600)
+    assert life.nothing_was_deleted()
+    for name in ("node-0", "node-1"):
+        life.cluster.nodes[name].dead = False
+    life.run(120, until=lambda s: not s.is_true("SidecarsUnreachable"))
+    assert life.status.is_true("Running")
+    assert broken_rules(life.cluster, life.copies) == []

@@ -65,6 +65,30 @@ def test_it_is_created_again_on_another_node_in_the_same_round() -> None:
     assert "30 s" not in text
 
 
+def test_a_gang_whose_only_nodes_start_no_pod_goes_on_elsewhere() -> None:
+    """A gang of two nodes cannot tell a bad node from a bad claim, so one node is left first."""
+    life = stuck_life()
+    life.cluster.pods_per_node = 2
+    life.cluster.full_nodes = {f"node-{n}" for n in range(2, 6)}
+    life.cluster.stuck_nodes = {"node-0", "node-1"}
+    life.run(10)
+    assert {p.view.node for p in life.cluster.pods.values()} == {"node-0", "node-1"}
+    life.cluster.full_nodes = set()
+    life.run(4 * TIME_OUT, until=lambda s: s.is_true("Running"))
+    assert life.status.is_true("Running")
+    assert life.status.restart_round == 0, "no container had run, so it costs no round"
+
+
+def test_a_cause_that_all_nodes_share_moves_the_pods_of_one_node_only() -> None:
+    life = stuck_life()
+    life.cluster.stuck_nodes = set(life.cluster.nodes)
+    life.run(4 * TIME_OUT)
+    found = life.status.condition("Running")
+    assert found is not None
+    assert "the cause is probably no node" in found.message
+    assert len({f.node for f in life.status.node_failures}) == 1
+
+
 def test_a_recovery_does_not_wait_for_ever_either() -> None:
     life = stuck_life()
     life.cluster.stuck_nodes = set()

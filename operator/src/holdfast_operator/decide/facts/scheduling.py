@@ -160,9 +160,9 @@ def describe_late(
 def with_late_nodes(world: World, memory: JobMemory, now: Now) -> TrainingJobStatus:
     """Return the status in which the nodes are avoided on which pods have not started in time.
 
-    It is the same status if there are none, if no affinity can keep pods off a node, or if pods wait on more
-    than half of the gang's nodes: the next nodes would not start them either. One late node is avoided even
-    if the gang uses no other one, because a single node says nothing about the cause.
+    It is the same status if there are none, or if no affinity can keep pods off a node. If pods wait on more
+    than half of the gang's nodes, the cause may be one that all nodes share. So the pods of one node are tried
+    on others first (ADR 0133).
     """
     nodes, _ = _to_avoid(world, memory, now)
     status = world.status
@@ -198,13 +198,34 @@ def _to_avoid(world: World, memory: JobMemory, now: Now) -> tuple[list[str], str
     waiting = _nodes(_late(world, memory, now, limit / 2))
     used = _nodes((m, m.pod) for m in world.members if m.pod is not None)
     if len(waiting) > 1 and 2 * len(waiting) > len(used):
-        return [], (
-            f"They wait on {len(waiting)} of the gang's {len(used)} nodes, so the cause is probably no node, "
-            "and the pods stay. Look for what they have in common: the image, a claim, a Secret, the network"
-        )
+        tried = _tried(world)
+        if not tried:
+            return late[:1], ""
+        if not _start_elsewhere(world, tried):
+            return [], (
+                f"They wait on {len(waiting)} of the gang's {len(used)} nodes, and the pods of "
+                f"{first_of(sorted(tried))} have not started on other nodes either. So the cause is probably "
+                "no node, and the pods stay. Look for what they have in common: the image, a claim, a "
+                "Secret, the network"
+            )
     room = max(0, MAX_NODES - len(avoided))
     why = "" if len(late) <= room else f"A pod avoids {MAX_NODES} nodes at most, so some pods stay"
     return late[:room], why
+
+
+def _tried(world: World) -> frozenset[str]:
+    """Return the nodes on which pods of this round have not started, so that they are tried on others."""
+    return frozenset(
+        f.node
+        for f in world.status.node_failures
+        if f.reason == Reason.POD_NOT_STARTED and f.round == world.round
+    )
+
+
+def _start_elsewhere(world: World, tried: frozenset[str]) -> bool:
+    """Return whether a pod that was created again to avoid one of these nodes has started."""
+    pods = (m.pod for m in world.members if m.pod is not None)
+    return any(p.started and not p.failed_nodes.isdisjoint(tried) for p in pods)
 
 
 def _nodes(pods: Iterable[tuple[MemberState, PodView]]) -> set[str]:

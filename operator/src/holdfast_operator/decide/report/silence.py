@@ -5,6 +5,8 @@ from __future__ import annotations
 from holdfast_core.api import JobCondition, TrainingJobStatus
 from holdfast_core.clock import stamp
 from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.failure import ALL_LOST_SECONDS
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.status import Note, set_condition
@@ -98,5 +100,20 @@ def _text(world: World, silent: list[MemberState], since: str) -> str:
         "and running ranks continue. Check that NetworkPolicies and the pod network let the "
         f"operator reach TCP port {CONTROL_PORT} in namespace {job.namespace}, and the logs of "
         f"container {SIDECAR_CONTAINER}. To give up the steps that only a silent pod has, delete "
-        f"the pod. Pods: {listed}"
+        f"the pod. Pods: {listed}{_lost_nodes(world)}"
     )
+
+
+def _lost_nodes(world: World) -> str:
+    """Return which nodes of the gang are lost and what follows, or ""."""
+    lost = {m.worker: m.pod.node for m in world.members if m.pod is not None and m.node_lost}
+    if not lost:
+        return ""
+    if readable.lost_can_be_given_up(world, list(lost)):
+        then = f"A round on other nodes begins {ALL_LOST_SECONDS:.0f} s after their last answers"
+    else:
+        then = (
+            "No committed step is known to be anywhere else, so their pods stay, and the job goes on when "
+            "the nodes are back. If they never come back, delete this job and create it again"
+        )
+    return f". Nodes that are lost: {first_of(sorted(set(map(str, lost.values()))))}. {then}"
