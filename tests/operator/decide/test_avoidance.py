@@ -14,7 +14,7 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.avoidance import MAX_AVOIDED
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.actions import CreatePod, DeletePod
+from holdfast_operator.model.actions import CreatePod, DeletePod, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
@@ -197,3 +197,49 @@ def test_the_message_of_a_waiting_pod_names_the_lost_nodes() -> None:
     reason = decide(observed, now()).reason
     assert message in reason and "conditions end: a" in reason
     assert "node a, which is lost" in decide(observe(waiting("a"), ["a"]), now()).reason
+
+
+OLDEST = [f"node-{i:03}" for i in reversed(range(MAX_AVOIDED + 1))]
+
+
+def with_spec(observed: Observed, **spec: Any) -> Observed:
+    return replace(observed, job=changed(observed.job, spec=changed(observed.job.spec, **spec)))
+
+
+@pytest.mark.parametrize(
+    ("observed", "part"),
+    [
+        pytest.param(
+            observe(waiting("a"), ["a"]), "created again, so that", id="another node fits"
+        ),
+        pytest.param(
+            observe(waiting("a"), ["a"], template_refusal='unknown field "tolerationz"'),
+            'unknown field "tolerationz"',
+            id="the server refuses the template",
+        ),
+        pytest.param(
+            with_spec(observe(waiting("a"), ["a"]), template={"spec": {"containers": []}}),
+            "trainer",
+            id="the template is invalid",
+        ),
+        pytest.param(
+            observe(waiting(OLDEST[-1]), OLDEST),
+            "a new pod might be bound to it again",
+            id="more lost nodes than a pod avoids",
+        ),
+        pytest.param(
+            observe(waiting(None, "a", "b"), ["b"], template_refusal='unknown field "tolerationz"'),
+            'unknown field "tolerationz"',
+            id="it avoids a node that is back, and the template is refused",
+        ),
+    ],
+)
+def test_the_status_says_that_a_pod_is_created_again_exactly_if_it_is(
+    observed: Observed, part: str
+) -> None:
+    decision = decide(observed, now())
+    written = [a for a in decision.actions if isinstance(a, WriteStatus)]
+    running = written[0].status.condition("Running")
+    assert running is not None
+    assert part in running.message
+    assert ("is created again, so that" in running.message) == (deletes(observed) != [])

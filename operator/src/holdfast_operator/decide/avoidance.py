@@ -15,6 +15,7 @@ This costs no round, because no container of the pod has run (World.awaits_start
 
 from __future__ import annotations
 
+from holdfast_operator.decide.acceptance import replacement_problem
 from holdfast_operator.decide.facts.node_failures import failed_nodes
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.status import Note
@@ -71,27 +72,45 @@ def waiting_note(world: World) -> Note | None:
             text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
             text += (
                 "; it avoids nodes that are lost or fail, until Kubernetes taints them, their kubelets "
-                f"renew their leases, or their failing conditions end: {first_of(nodes)}"
+                f"renew their leases, or their failing conditions end: {first_of(nodes)}{_kept(world)}"
             )
             return Note(Reason.WAITING_FOR_PODS, text)
         if pod.node is None and pod.failed_nodes:
             text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
             text += (
                 f"; it avoids nodes on which workers failed: {', '.join(sorted(pod.failed_nodes))}"
+                f"{_kept(world)}"
             )
             return Note(Reason.WAITING_FOR_PODS, text)
     return None
 
 
+def _kept(world: World) -> str:
+    """Return why a pod keeps its node affinity, which cannot be changed, although another would suit, or ""."""
+    problem = replacement_problem(world)
+    return "" if problem is None else f". It could not be created again: {problem.message}"
+
+
 def _note_of_lost_node(world: World, member: MemberState, pod: PodView) -> Note:
+    """Return what happens to a pod that has not started on a lost node."""
     why = world.observed.nodes[pod.node or ""].lost_because
     text = f"pod {pod.name} has not started on node {pod.node}, which is lost: it {why}"
+    problem = replacement_problem(world)
     if world.fixed_node == pod.node:
         return Note(Reason.NODE_NAME_UNUSABLE, f"{text}. {world.fixed_node_advice}")
-    return Note(
-        Reason.WAITING_FOR_PODS,
-        f"{text}. The pod is created again, so that the scheduler can choose another node",
-    )
+    if world.observed.job.spec.template is None:
+        then = "The pod stays until the node is back or its own controller replaces it"
+    elif not world.may_create_pods:
+        then = "The pod stays, because no pod is created while spec.suspend is true"
+    elif problem is not None:
+        then = f"The pod stays, because it could not be created again: {problem.message}"
+    elif _is_misplaced(world, member, pod):
+        then = "The pod is created again, so that the scheduler can choose another node"
+    else:
+        then = (
+            "The pod stays until Kubernetes taints the node: a new pod might be bound to it again"
+        )
+    return Note(Reason.WAITING_FOR_PODS, f"{text}. {then}")
 
 
 def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
