@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support.operator.api_proxy import (
     ApiProxy,
+    Call,
     Edit,
     Fault,
     Refuse,
@@ -245,3 +246,26 @@ def test_events_that_come_twice_change_nothing(gang: OperatorBed, proxy: ApiProx
         gang.lose(1)
         gang.until_recovered(round_)
     assert gang.status()["restarts"] == 3
+
+
+def creates_of_pods(call: Call) -> bool:
+    return call.verb == "post" and call.plural == "pods" and not call.dry_run
+
+
+def test_a_create_that_is_refused_is_named_until_it_succeeds(
+    gang: OperatorBed, proxy: ApiProxy
+) -> None:
+    """The error ends one action and no pass."""
+
+    def reconciled() -> dict[str, Any]:
+        found = (c for c in gang.status().get("conditions", []) if c["type"] == "Reconciled")
+        return next(found, {"status": "Unknown", "message": ""})
+
+    proxy.add(Refuse(403, "Forbidden"), creates_of_pods)
+    gang.lose(1)
+    gang.until("the condition names it", lambda: reconciled()["status"] == "False")
+    assert "ApiError: " in reconciled()["message"]
+    assert "action CreatePod " in reconciled()["message"]
+    proxy.heal()
+    gang.until_recovered(1)
+    gang.until("the condition turns true", lambda: reconciled()["status"] == "True")

@@ -15,6 +15,7 @@ from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import PruneReply, RestorePoint
 from holdfast_operator.apply.apply import ActionFailed, Applied, apply, memory_after
+from holdfast_operator.kube.api import ApiError
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -132,6 +133,35 @@ def test_a_failed_action_does_not_stop_the_others() -> None:
     applied = run(effects, SEAL, POD, OBSOLETE, RECORD)
     assert [f.action for f in applied.failed] == [SEAL]
     assert {"create_pod", "delete_pod", "create_checkpoint"} <= set(effects.calls)
+
+
+@pytest.mark.parametrize(
+    ("call", "action", "error", "text"),
+    [
+        pytest.param(
+            "create_pod",
+            POD,
+            ApiError(403, "Forbidden", "quota"),
+            f"action CreatePod {POD.name}",
+            id="create",
+        ),
+        pytest.param(
+            "write_job_status",
+            WRITE,
+            ApiError(500, "", "away"),
+            "action WriteStatus",
+            id="status",
+        ),
+        pytest.param("seal", SEAL, UnavailableError("no answer"), None, id="silent sidecar"),
+    ],
+)
+def test_an_error_names_its_action_unless_a_condition_names_the_sidecar(
+    call: str, action: Action, error: HoldfastError, text: str | None
+) -> None:
+    applied = run(Recorder(errors={call: error}), action)
+    assert not applied.complete
+    notes = [e.__notes__ for e in applied.errors]
+    assert notes == ([] if text is None else [[text]])
 
 
 def test_an_unexpected_exception_says_which_action_it_ended() -> None:

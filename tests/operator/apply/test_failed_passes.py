@@ -10,7 +10,7 @@ from tests.support.operator.builders import raw_job
 from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.api import TrainingJob
-from holdfast_core.errors import UnavailableError
+from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_operator.apply.failed_passes import FailedPasses
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
@@ -31,6 +31,11 @@ class Bed:
         with pytest.raises(type(error)):
             async with self.passes.reported(self.job):
                 raise error
+
+    async def fail_action(self, *errors: HoldfastError) -> None:
+        """Run a pass in which these errors end single actions."""
+        async with self.passes.reported(self.job) as failed:
+            failed.extend(errors)
 
     async def succeed(self) -> None:
         async with self.passes.reported(self.job):
@@ -135,3 +140,27 @@ async def test_an_exception_of_an_action_names_the_action_and_its_object() -> No
     await bed.fail(error)
     assert bed.reconciled is not None
     assert "(action CreatePod job-l2msg4-0-r0)" in bed.reconciled[1]
+
+
+def failed_create(text: str) -> HoldfastError:
+    """Return the error of a create as `apply` returns it."""
+    error = ApiError(403, "Forbidden", text)
+    error.add_note("action CreatePod job-l2msg4-0-r0")
+    return error
+
+
+async def test_an_error_of_an_action_is_reported_like_one_that_ends_the_pass() -> None:
+    bed = Bed()
+    text = "POST /pods: 403 Forbidden: exceeded quota"
+    for _ in range(2):
+        await bed.fail_action(failed_create(text), failed_create("another"))
+        assert bed.reconciled is None, "most are over by the next pass"
+    await bed.fail_action(failed_create(text), failed_create("another"))
+    assert bed.reconciled is not None
+    value, message = bed.reconciled
+    assert value == "False"
+    assert message.startswith(f"ApiError: {text} (action CreatePod job-l2msg4-0-r0). ")
+    assert message.endswith("correct what its answer names")
+    assert len(bed.api.all("events")) == 1
+    await bed.succeed()
+    assert bed.reconciled[0] == "True"

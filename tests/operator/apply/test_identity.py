@@ -323,13 +323,13 @@ async def test_unreadable_pods_and_checkpoints_belong_to_their_job() -> None:
     assert len(edge.cache.unreadable_objects()) == 2
     (pod,) = edge.cache.unreadable_pods(NAMESPACE, UID)
     assert (pod.name, pod.problem) == (POD, "ValueError: 'Paused' is not a valid PodPhase")
-    (found,) = edge.cache.unreadable_checkpoints(NAMESPACE)
+    (found,) = edge.cache.unreadable_checkpoints(NAMESPACE, name)
     assert (found.name, found.problem.partition(":")[0]) == (name, "status.round")
     edge.api.remove("pods", NAMESPACE, POD)
     edge.api.remove("checkpoints", NAMESPACE, name)
     await edge.look()
     assert edge.cache.unreadable_pods(NAMESPACE, UID) == ()
-    assert edge.cache.unreadable_checkpoints(NAMESPACE) == ()
+    assert edge.cache.unreadable_checkpoints(NAMESPACE, name) == ()
 
 
 # --------------------------------------------------------------------------- authorities

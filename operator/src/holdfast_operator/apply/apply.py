@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from holdfast_core.api import Gang
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -81,6 +81,11 @@ class Applied:
     @property
     def complete(self) -> bool:
         return not (self.conflict or self.not_gone or self.failed)
+
+    @property
+    def errors(self) -> tuple[HoldfastError, ...]:
+        """The errors of actions, without those of sidecars that do not answer (SidecarsUnreachable)."""
+        return tuple(f.error for f in self.failed if not isinstance(f.error, UnavailableError))
 
 
 async def apply(
@@ -251,6 +256,7 @@ class _Interpreter:
         except ConflictError:
             return Applied(conflict=True)
         except HoldfastError as error:
+            error.add_note(f"action {_described(action)}")
             return Applied(failed=(ActionFailed(action, error),))
         return Applied()
 
@@ -264,10 +270,10 @@ class _Interpreter:
         async with self._slots:
             try:
                 await call(action)
-            except HoldfastError as error:
-                return ActionFailed(action, error)
             except Exception as error:
                 error.add_note(f"action {_described(action)}")  # the error alone names no object
+                if isinstance(error, HoldfastError):
+                    return ActionFailed(action, error)
                 raise
         return None
 

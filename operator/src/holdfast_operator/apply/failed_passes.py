@@ -1,6 +1,6 @@
-"""Report passes over a gang that end with an exception: by condition Reconciled and by an Event.
+"""Report errors of passes over a gang, also those of single actions: by condition Reconciled and by an Event.
 
-Without it the exception would be in the operator's log only, and the job would stand still without a word.
+Without it the error would be in the operator's log only, and the job would stand still without a word.
 """
 
 from __future__ import annotations
@@ -40,13 +40,21 @@ class FailedPasses:
         self._failed.pop(uid, None)
 
     @asynccontextmanager
-    async def reported(self, job: Gang) -> AsyncIterator[None]:
-        """Report what the body raises, and raise it again. Report a success after a failure."""
+    async def reported(self, job: Gang) -> AsyncIterator[list[HoldfastError]]:
+        """Report what the body raises, and raise it again. Report a success after a failure.
+
+        Yields:
+            A list for the errors of single actions. The first of them is reported in the same way.
+        """
+        failed: list[HoldfastError] = []
         try:
-            yield
+            yield failed
         except Exception as error:
             await self._failure(job, error)
             raise
+        if failed:
+            await self._failure(job, failed[0])
+            return
         self._failed.pop(job.uid, None)
         known = job.status.condition(JobCondition.RECONCILED)
         if known is not None and known.is_false:
@@ -62,8 +70,8 @@ class FailedPasses:
         if count != (FAULTS_IN_A_ROW if isinstance(error, HoldfastError) else 1):
             return
         message = (
-            f"{text}. The pass is repeated. Until it succeeds, the operator may do nothing for this job. "
-            f"{_remedy(error)}"
+            f"{text}. The pass is repeated. Until it succeeds, the operator may do only a part of its work "
+            f"for this job, or nothing. {_remedy(error)}"
         )
         await self._write(job, ConditionStatus.FALSE, Reason.PASS_FAILED, message)
         subject = Subject(API_VERSION, job.KIND, job.namespace, job.name, job.uid)

@@ -86,7 +86,7 @@ def waiting_note(world: World) -> Note | None:
 
 
 def _kept(world: World) -> str:
-    """Return why a pod keeps its node affinity, which cannot be changed, although another would suit, or ""."""
+    """Return why a pod keeps an affinity that it may not need, which only a new pod could change, or ""."""
     problem = replacement_problem(world)
     return "" if problem is None else f". It could not be created again: {problem.message}"
 

@@ -267,8 +267,9 @@ class Controller:
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
-        async with self._failed_passes.reported(job):
+        async with self._failed_passes.reported(job) as errors:
             applied = await self._pass(key, job)
+            errors.extend(applied.errors)
         if not applied.complete:
             raise self._incomplete(key, job, applied)
 

@@ -247,7 +247,7 @@ class Reason(StrEnum):
 
     # --- Reconciled
     PASS_FAILED = "PassFailed"
-    """A pass of the operator over the job ended with an exception."""
+    """A pass of the operator over the job ended with an exception, or one of its actions failed."""
     PASS_SUCCEEDED = "PassSucceeded"
 
     # --- FailureRulesApply

@@ -161,8 +161,8 @@ def with_late_nodes(world: World, memory: JobMemory, now: Now) -> TrainingJobSta
     """Return the status in which the nodes are avoided on which pods have not started in time.
 
     It is the same status if there are none, or if no affinity can keep pods off a node. If pods wait on more
-    than half of the gang's nodes, the cause may be one that all nodes share. So the pods of one node are tried
-    on others first (ADR 0133).
+    than half of the gang's nodes, the cause may be one that all nodes share. So the pods of one node are
+    tried on others first (ADR 0133).
     """
     nodes, _ = _to_avoid(world, memory, now)
     status = world.status
