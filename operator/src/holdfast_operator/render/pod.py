@@ -257,7 +257,7 @@ def _sidecar_container(
             "failureThreshold": 120,
         },
         # The pod is ready while its ranks train, because the PodDisruptionBudget counts ready pods. A command
-        # every two seconds would take time from training.
+        # every two seconds would take time from training. Until then each probe causes an Event (limits.md).
         "readinessProbe": {
             "httpGet": {"path": "/readyz", "port": METRICS_PORT},
             "periodSeconds": 2,
