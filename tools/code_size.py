@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 14930,
-    "operator": 13790,
+    "operator": 13930,
     "sidecar": 9810,
     "trainer_sdk": 17340,
     "cli": 650,
