@@ -17,7 +17,7 @@ from tests.support.tiers.memory import MemoryTier
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import ShardRef
 from holdfast_core.messages.schema import PayloadSpan, ReadShard, Refusal
-from holdfast_core.net.admission import Places
+from holdfast_core.net.connections import ConnectionLimits
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import PIECE_BYTES, send_message
@@ -58,7 +58,7 @@ def test_silent_connections_do_not_stop_replication(
     for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
         with silent(pair.port, 400):
             assert copies(pair)
-            assert bulk_threads() <= 64 + 128 + 2
+            assert bulk_threads() <= 128 + 2
 
 
 def test_a_flood_from_another_process_stops_no_replication(
@@ -68,7 +68,7 @@ def test_a_flood_from_another_process_stops_no_replication(
         with flood(pair.port):
             for _ in range(5):
                 assert copies(pair)
-                assert bulk_threads() <= 64 + 128 + 64 + 2
+                assert bulk_threads() <= 128 + 64 + 2
 
 
 def test_connections_with_half_a_hello_do_not_stop_replication(
@@ -142,7 +142,7 @@ def test_a_member_that_reads_nothing_delays_no_other_member(
 
 
 def test_connections_of_a_member_are_bounded(certificates: tuple[TlsFiles, TlsFiles]) -> None:
-    limits = BulkLimits(places=Places(known_per_name=3), idle_seconds=HOUR)
+    limits = BulkLimits(connections=ConnectionLimits(per_caller=3), idle_seconds=HOUR)
     for pair in serving(certificates, limits):
         with ExitStack() as stack:
             lines = [stack.enter_context(pair.peer().connected()) for _ in range(4)]

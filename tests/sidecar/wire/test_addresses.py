@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.errors import ConfigError
-from holdfast_sidecar.wire.addresses import Endpoint, MemberAddresses, parse_address
+from holdfast_sidecar.wire.addresses import Endpoint, parse_address
 
 
 @pytest.mark.parametrize(
@@ -24,16 +21,6 @@ def test_parse(address: str, expected: Endpoint, url: str) -> None:
     endpoint = parse_address(address, control_port=7070, bulk_port=7071)
     assert endpoint == expected
     assert endpoint is not None and endpoint.url == url
-
-
-def test_callers_are_expected_from_the_addresses_without_their_ports() -> None:
-    message = round_message(workers=4)
-    addresses = ["10.1.2.3", "127.0.0.1:41:42", "fd00::2", "[fd00::3]:41:42"]
-    members = tuple(
-        replace(m, address=address) for m, address in zip(message.members, addresses, strict=True)
-    )
-    expected = MemberAddresses(lambda: accepted(replace(message, members=members)))
-    assert expected() == {"10.1.2.3", "127.0.0.1", "fd00::2", "fd00::3"}
 
 
 def test_unknown_yet() -> None:

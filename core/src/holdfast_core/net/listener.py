@@ -1,7 +1,7 @@
 """TCP port of an asyncio server that unauthenticated callers cannot block.
 
 asyncio's own servers accept every connection, allocate the buffers of a TLS session before the caller has
-sent a byte, and wait up to a minute for the handshake. Here a connection needs a place (`Admission`) before
+sent a byte, and wait up to a minute for the handshake. Here connections are bounded (`Connections`) before
 such buffers are allocated, and a handshake has a time-out of seconds.
 """
 
@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast_core.net.admission import Admission, Places
+from holdfast_core.net.connections import ConnectionLimits, Connections
 
 _BACKLOG = 1024
 _PAUSE_SECONDS = 0.1
@@ -26,12 +25,12 @@ _SHUTDOWN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ListenerLimits:
-    places: Places = field(default_factory=Places)
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     handshake_seconds: float = 10.0
 
 
 class Listener:
-    """TCP listener with bounded connections. Each one that has a place gets a protocol from `factory`."""
+    """TCP listener with bounded connections. Each one gets a protocol from `factory` after its handshake."""
 
     def __init__(
         self,
@@ -39,16 +38,14 @@ class Listener:
         *,
         context: ssl.SSLContext | None,
         limits: ListenerLimits,
-        expected: Callable[[], Container[str]] = frozenset,
         closed: Callable[[str, str], None],
     ) -> None:
         """Create a listener; it accepts nothing before it is started.
 
         Args:
-            factory: Makes the protocol of an admitted connection.
-            context: TLS settings. None serves without TLS, and then every caller counts as a stranger.
-            limits: Places and the time-out of the handshake.
-            expected: Returns the addresses that callers are expected from.
+            factory: Makes the protocol of a connection.
+            context: TLS settings. None serves without TLS, and then no caller is ever authenticated.
+            limits: Numbers of connections and the time-out of the handshake.
             closed: Called with the reason and a sentence for each connection that the listener closes before
                 its end or cannot accept. Strangers can cause many calls.
         """
@@ -56,13 +53,12 @@ class Listener:
         self._context = context
         self._limits = limits
         self._closed = closed
-        self._admission: Admission[_Connection] = Admission(
-            limits.places, self._displace, expected=expected
+        self._connections: Connections[_Connection] = Connections(
+            limits.connections, self._replaced
         )
         self._listener: socket.socket | None = None
         self._acceptor: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
-        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the bound port. Raises OSError."""
@@ -82,33 +78,20 @@ class Listener:
 
     @property
     def open(self) -> int:
-        """Return the number of connections that have a place now."""
-        return len(self._admission)
-
-    @contextmanager
-    def working(self, protocol: asyncio.BaseProtocol) -> Iterator[None]:
-        """Protect the connection of `protocol` from losing its place while a request is in progress.
-
-        Without TLS, where no caller is authenticated, this has no effect.
-        """
-        connection = self._connections.get(protocol)
-        if connection is None:
-            yield
-            return
-        with self._admission.working(connection):
-            yield
+        """Return the number of open connections."""
+        return len(self._connections)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, address = await loop.sock_accept(listener)
+                sock, _ = await loop.sock_accept(listener)
             except OSError as error:
                 self._closed("accept", f"accepting a connection failed: {error}")
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             connection = _Connection(self, sock)
-            self._admission.enter(connection, str(address[0]))
+            self._connections.add(connection)
             task = asyncio.create_task(self._connect(connection))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
@@ -128,49 +111,41 @@ class Listener:
                 ssl_shutdown_timeout=_SHUTDOWN_SECONDS if tls else None,
             )
         except OSError as error:
-            if not connection.is_displaced:
+            if not connection.is_replaced:
                 self._closed("handshake", f"a connection was closed during its handshake: {error}")
             self._left(connection)
 
     def _made(self, connection: _Connection, transport: asyncio.Transport) -> bool:
-        """Return whether the connection has a place after its handshake.
-
-        Without TLS its caller remains a stranger.
-        """
-        if connection.is_displaced:
+        """Return whether the connection may go on after its handshake."""
+        if connection.is_replaced:
             return False
         if self._context is not None:
-            name = ",".join(_dns_names(transport)) or "unnamed"
-            if not self._admission.is_known(connection, name):
-                self._closed("room", f"a connection of {name} was refused: too many connections")
+            caller = ",".join(dns_names(transport)) or "unnamed"
+            if not self._connections.authenticate(connection, caller):
+                self._closed("room", f"a connection of {caller} was refused: too many connections")
                 return False
         return True
 
-    def _opened(self, connection: _Connection, protocol: asyncio.Protocol) -> None:
-        self._connections[protocol] = connection
+    def _left(self, connection: _Connection) -> None:
+        self._connections.remove(connection)
 
-    def _left(self, connection: _Connection, protocol: asyncio.Protocol | None = None) -> None:
-        self._admission.leave(connection)
-        if protocol is not None:
-            self._connections.pop(protocol, None)
-
-    def _displace(self, connection: _Connection) -> None:
-        connection.displace()
+    def _replaced(self, connection: _Connection) -> None:
+        connection.replace()
         self._closed("room", "a connection was closed to make room for a newer one")
 
 
 class _Connection(asyncio.Protocol):
-    """Protocol between a transport and the server's protocol, which is created after admission only."""
+    """Protocol between a transport and the server's protocol, which is created after the handshake."""
 
     def __init__(self, listener: Listener, sock: socket.socket) -> None:
         self.sock = sock
-        self.is_displaced = False
+        self.is_replaced = False
         self._listener = listener
         self._transport: asyncio.Transport | None = None
         self._inner: asyncio.Protocol | None = None
 
-    def displace(self) -> None:
-        self.is_displaced = True
+    def replace(self) -> None:
+        self.is_replaced = True
         if self._transport is not None:
             self._transport.abort()
         else:
@@ -184,7 +159,6 @@ class _Connection(asyncio.Protocol):
             transport.abort()
             return
         self._inner = self._listener._factory()
-        self._listener._opened(self, self._inner)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -203,11 +177,14 @@ class _Connection(asyncio.Protocol):
             self._inner.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._listener._left(self, self._inner)
+        self._listener._left(self)
         if self._inner is not None:
             self._inner.connection_lost(error)
 
 
-def _dns_names(transport: asyncio.Transport) -> tuple[str, ...]:
-    certificate = transport.get_extra_info("peercert") or {}
+def dns_names(transport: asyncio.BaseTransport | None) -> tuple[str, ...]:
+    """Return the dNSNames of the caller's certificate. A closed connection and one without TLS have none."""
+    certificate = transport.get_extra_info("peercert") if transport is not None else None
+    if not certificate:
+        return ()
     return tuple(v for kind, v in certificate.get("subjectAltName", ()) if kind == "DNS")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Container
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -24,15 +23,13 @@ class Port:
         self,
         *,
         context: ssl.SSLContext | None,
-        limits: ListenerLimits,
+        limits: ListenerLimits | None = None,
         idle_seconds: float,
-        expected: Callable[[], Container[str]] = frozenset,
         closed: Callable[[str, str], None],
     ) -> None:
         self._context = context
-        self._limits = limits
+        self._limits = limits or ListenerLimits()
         self._idle_seconds = idle_seconds
-        self._expected = expected
         self._closed = closed
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
@@ -55,7 +52,6 @@ class Port:
             server,
             context=self._context,
             limits=self._limits,
-            expected=self._expected,
             closed=self._closed,
         )
         return await self._listener.start(host, port)
@@ -63,10 +59,6 @@ class Port:
     @property
     def connections(self) -> int:
         return 0 if self._listener is None else self._listener.open
-
-    def working(self, request: web.Request) -> AbstractContextManager[None]:
-        assert self._listener is not None
-        return self._listener.working(request.protocol)
 
     async def close(self) -> None:
         if self._listener is not None:

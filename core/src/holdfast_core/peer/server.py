@@ -1,9 +1,9 @@
 """Server of the bulk protocol: send parts of shards to members that copy or restore them.
 
 The handler decides who may read. The number of connections is limited, and unauthenticated callers cannot
-take the places of members (net.admission). The number of requests in progress has a limit of its own, so that
-idle connections do not block requests. Every wait has a time-out. The bytes are not verified here: the
-receiver verifies each chunk, and reports a shard that is bad.
+keep members out (net.connections). The number of requests in progress has a limit of its own, so that idle
+connections do not block requests. Every wait has a time-out. The bytes are not verified here: the receiver
+verifies each chunk, and reports a shard that is bad.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,7 +27,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.messages.schema import PayloadSpan, ReadReply, ReadShard
-from holdfast_core.net.admission import Admission, Places
+from holdfast_core.net.connections import ConnectionLimits, Connections
 from holdfast_core.peer.connection import Line
 from holdfast_core.peer.open_shard import KeptReader
 from holdfast_core.peer.protocol import (
@@ -45,7 +45,7 @@ from holdfast_core.tiers.base import NodeTier, ShardReader
 CONNECTION_THREAD = "bulk"
 """Name of each thread that serves a connection."""
 _ENDING = 64
-"""Number of threads allowed in addition to the places, for connections that have lost their place and are
+"""Number of threads allowed in addition to the connections, for connections that were replaced and are
 ending."""
 
 
@@ -73,7 +73,9 @@ class BulkHandler(Protocol):
 class BulkLimits:
     """Limits of a bulk server."""
 
-    places: Places = field(default_factory=lambda: Places(known=512))
+    connections: ConnectionLimits = field(
+        default_factory=lambda: ConnectionLimits(authenticated=512)
+    )
     requests: int = 32
     """Requests in progress at the same time, at most half of them of one member. Others wait for at most
     `io_seconds` and are then refused."""
@@ -95,7 +97,6 @@ class BulkServer:
         context: ssl.SSLContext,
         *,
         limits: BulkLimits | None = None,
-        expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Create a server; it accepts nothing before it is started.
@@ -105,9 +106,8 @@ class BulkServer:
             tier: Has the shards.
             context: TLS settings, which require a client certificate.
             limits: Limits other than the usual ones.
-            expected: Returns the addresses of members.
             dropped: Called with the reason, in any thread, for each connection that the server closes for
-                lack of a place, cannot accept, or loses in the first handshake.
+                a newer one, cannot accept, or loses in the first handshake.
         """
         self._handler = handler
         self._tier = tier
@@ -116,9 +116,7 @@ class BulkServer:
         self._turns = threading.BoundedSemaphore(self._limits.requests)
         self._turns_of: WeakValueDictionary[str, threading.BoundedSemaphore] = WeakValueDictionary()
         """The share of each member that has requests. Without it one that reads nothing blocks all others."""
-        self._admission: Admission[Line] = Admission(
-            self._limits.places, self._displace, expected=expected
-        )
+        self._connections: Connections[Line] = Connections(self._limits.connections, self._replaced)
         self._dropped = dropped
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
@@ -167,18 +165,18 @@ class BulkServer:
         listener = self._listener
         if listener is None:
             return
-        places = self._limits.places
-        most = places.unauthenticated + places.expected + places.known + _ENDING
+        limits = self._limits.connections
+        most = limits.handshakes + limits.authenticated + _ENDING
         while not self._closing.is_set():
             try:
-                sock, address = listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 # Listen again after an error such as a lack of descriptors, but not after `close`.
                 if not self._closing.wait(0.1):
                     self._dropped("accept")
                 continue
             line = Line(sock, self._wrap)
-            self._admission.enter(line, str(address[0]))
+            self._connections.add(line)
             thread = threading.Thread(
                 target=self._serve, args=(line, sock), name="bulk", daemon=True
             )
@@ -190,13 +188,13 @@ class BulkServer:
                 # The trainer may have reached the pod's limit of processes. Continue to listen.
                 with self._lock:
                     self._open.pop(thread, None)
-                self._admission.leave(line)
+                self._connections.remove(line)
                 sock.close()
                 self._dropped("accept")
             while len(self._open) >= most and not self._closing.wait(0.01):
-                continue  # wait for the threads of connections that lost their places
+                continue  # wait for the threads of connections that were replaced
 
-    def _displace(self, line: Line) -> None:
+    def _replaced(self, line: Line) -> None:
         self._dropped("room")
         line.interrupt()
 
@@ -217,7 +215,7 @@ class BulkServer:
                 except (OSError, HoldfastError):
                     self._dropped("handshake")
                     return
-                if not self._admission.is_known(line, peer):
+                if not self._connections.authenticate(line, peer):
                     self._dropped("room")
                     return
                 tune(line.sock)
@@ -227,7 +225,7 @@ class BulkServer:
             # A member logs the failure on its side. Errors of unauthenticated callers must not fill this log.
             return
         finally:
-            self._admission.leave(line)
+            self._connections.remove(line)
             with self._lock:
                 self._open.pop(threading.current_thread(), None)
 
@@ -239,8 +237,7 @@ class BulkServer:
             if request is None:
                 return
             line.sock.settimeout(self._limits.io_seconds)
-            with self._admission.working(line):
-                plain = self._answer(line, peer, request, kept)
+            plain = self._answer(line, peer, request, kept)
 
     @contextmanager
     def _turn(self, peer: str) -> Iterator[None]:

@@ -1,8 +1,7 @@
 """The operator's two ports without TLS: /metrics for Prometheus, /healthz and /readyz for the kubelet.
 
 Every pod of the cluster may be able to reach them, so the number of connections is limited: a new
-connection at the limit closes the oldest one of the address that has most. No connection uses a thread
-of its own.
+connection at the limit closes the oldest one. No connection uses a thread of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from aiohttp import web
 from prometheus_client import generate_latest
 
 from holdfast_core.clock import Clock
-from holdfast_core.net.admission import Places
-from holdfast_core.net.listener import ListenerLimits
 from holdfast_core.net.port import Port
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
@@ -23,7 +20,6 @@ from holdfast_operator.base.metrics import Metrics
 SILENT_WATCH_SECONDS = 180.0
 """Silence of one watch after which /readyz fails. The API server sends each watch a bookmark about once
 a minute, so a longer silence means that the operator does not see changes in the cluster."""
-PLACES = Places(unauthenticated=32, unauthenticated_per_address=16)
 _IDLE_SECONDS = 5.0
 _RENDERED_SECONDS = 0.2
 """Seconds for which one rendering of /metrics is reused. The rate of requests is not limited."""
@@ -38,7 +34,6 @@ class PlainPorts:
         watch_age_seconds: Callable[[], float | None],
         stalled_watches: Callable[[], Sequence[str]],
         clock: Clock,
-        limits: ListenerLimits | None = None,
     ) -> None:
         self._metrics = metrics
         self._watch_age_seconds = watch_age_seconds
@@ -49,7 +44,6 @@ class PlainPorts:
         self._ports = {
             name: Port(
                 context=None,
-                limits=limits or ListenerLimits(PLACES),
                 idle_seconds=_IDLE_SECONDS,
                 closed=partial(self._closed, name),
             )

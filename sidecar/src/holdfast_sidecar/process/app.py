@@ -45,7 +45,6 @@ from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.upkeep.replace import Replacer
 from holdfast_sidecar.upkeep.scrub import Scrubber
 from holdfast_sidecar.upkeep.verify import Verifier
-from holdfast_sidecar.wire.addresses import MemberAddresses
 from holdfast_sidecar.wire.bulk import BulkPeers, BulkServing
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.intake import Intake, LocalConnections
@@ -101,21 +100,18 @@ class Sidecar:
         )
         self._control = Control(journeys, self._lifecycle, receivers)
 
-        expected = MemberAddresses(current)
         self._bulk = BulkServing(
             contract,
             tiers.node,
             resources.server_tls,
             current,
             background.take,
-            expected=expected,
             dropped=dropped,
         )
         self._control_server = ControlServer(
             self._control,
             contract.job_uid,
             resources.server_tls,
-            expected=expected,
             dropped=dropped,
         )
         page = MetricsPage(metrics, journeys, sources, resources.disk)

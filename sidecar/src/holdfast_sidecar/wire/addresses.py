@@ -8,12 +8,9 @@ job.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast_core.errors import ConfigError
-from holdfast_core.messages.schema import Round
-from holdfast_sidecar.base.rounds import RoundState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +61,3 @@ def _is_ip(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-class MemberAddresses:
-    """Callable that returns the IP addresses of the current ROUND's members, or none while sealed."""
-
-    def __init__(self, current: Callable[[], RoundState]) -> None:
-        self._current = current
-        self._known: tuple[Round | None, frozenset[str]] = None, frozenset()
-
-    def __call__(self) -> frozenset[str]:
-        accepted = self._current().accepted
-        if accepted is not self._known[0]:
-            members = () if accepted is None else accepted.members
-            self._known = accepted, frozenset(_host(m.address) for m in members)
-        return self._known[1]
-
-
-def _host(address: str) -> str:
-    """Return the IP address without its ports. It is only compared, so that it is not checked."""
-    if address.startswith("["):
-        return address[1:].partition("]")[0]
-    host, _, _ = address.partition(":")
-    return host if "." in host else address

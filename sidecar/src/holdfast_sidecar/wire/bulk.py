@@ -7,7 +7,7 @@ The calls of `BulkPeers` block: run them in a pool.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import replace
 
 from holdfast_core.contract import SidecarContract
@@ -40,7 +40,6 @@ class BulkServing:
         current: Callable[[], RoundState],
         throttle: Callable[[int], None],
         *,
-        expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
     ) -> None:
         """Create the server; `start` begins to serve.
@@ -51,7 +50,6 @@ class BulkServing:
             context: TLS with the certificate of this pod.
             current: Returns the state of the round.
             throttle: Blocks until a background transfer may move so many more bytes.
-            expected: As in `ControlServer`.
             dropped: As in `ControlServer`.
         """
         self._contract = contract
@@ -59,7 +57,6 @@ class BulkServing:
         self._context = context
         self._current = current
         self._throttle = throttle
-        self._expected = expected
         self._closed = ClosedConnections("bulk", dropped)
         self._server: BulkServer | None = None
 
@@ -69,7 +66,6 @@ class BulkServing:
             self,
             self._node,
             self._context,
-            expected=self._expected,
             dropped=lambda reason: self._closed(reason, f"a bulk connection was closed: {reason}"),
         )
         return self._server.start(host, port)

@@ -1,7 +1,7 @@
 """The Unix socket for the launcher and the ranks of this pod (docs/protocol.md).
 
 It carries messages, never tensor bytes. Each request gets one reply; pushes get none. Whatever the trainer
-does, the memory of the sidecar stays bounded: connections are limited, and new ones displace those that have
+does, the memory of the sidecar stays bounded: connections are limited, and new ones replace those that have
 not sent Hello; a frame that is not finished in time ends its connection; large frames share a few MiB; and a
 connection that does not read is closed when its buffer is full.
 """
@@ -33,7 +33,7 @@ from holdfast_core.messages.schema import (
     Refusal,
 )
 from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
-from holdfast_core.net.admission import Admission, Places
+from holdfast_core.net.connections import ConnectionLimits, Connections
 from holdfast_core.shm.shared_files import listen_unix
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
@@ -47,16 +47,14 @@ _READ_BYTES = 16 << 10
 _LARGE_FRAMES_BYTES = 8 << 20
 """Limit on the bytes of all frames larger than `_READ_BYTES` that are being read."""
 _HELLO_BYTES = 4 << 10
-
-
-_PLACES = Places(unauthenticated=64, unauthenticated_per_address=64, known=256, known_per_name=8)
+_CONNECTIONS = ConnectionLimits(handshakes=64, authenticated=256, per_caller=8)
 
 
 @dataclass(frozen=True, slots=True)
 class IntakeLimits:
     """Limits on the socket's connections."""
 
-    places: Places = _PLACES
+    connections: ConnectionLimits = _CONNECTIONS
     hello_seconds: float = 10.0
     """Seconds from the connection to the end of Hello."""
     frame_seconds: float = 30.0
@@ -229,7 +227,7 @@ class Intake:
         self._limits = limits or IntakeLimits()
         self._closed = ClosedConnections("socket", dropped)
         self._large = ByteBudget(_LARGE_FRAMES_BYTES)
-        self._admission: Admission[Connection] = Admission(self._limits.places, self._displace)
+        self._open: Connections[Connection] = Connections(self._limits.connections, self._replaced)
         self._path = path
         self._job_uid = job_uid
         self._handler = handler
@@ -259,7 +257,7 @@ class Intake:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(writer)
         self._connections.add(connection)
-        self._admission.enter(connection, "")
+        self._open.add(connection)
         task = asyncio.current_task()
         if task is not None:
             self._tasks.add(task)
@@ -270,20 +268,20 @@ class Intake:
         except (OSError, UnavailableError) as error:
             self._closed("broken", f"a local connection broke: {error or type(error).__name__}")
         finally:
-            self._admission.leave(connection)
+            self._open.remove(connection)
             self._connections.discard(connection)
             if task is not None:
                 self._tasks.discard(task)
             self._forget(connection)
             connection.close()
 
-    def _displace(self, connection: Connection) -> None:
+    def _replaced(self, connection: Connection) -> None:
         connection.abort()
         self._closed("room", "a local connection was closed to make room for a newer one")
 
     @property
     def connections(self) -> int:
-        return len(self._admission)
+        return len(self._open)
 
     @property
     def large_bytes(self) -> int:
@@ -332,7 +330,7 @@ class Intake:
             )
             return
         connection.hello = hello
-        if not self._admission.is_known(connection, connection.name):
+        if not self._open.authenticate(connection, connection.name):
             connection.hello = None
             raise UnavailableError(f"too many connections of {hello.role} {hello.rank}")
         self._introduced.add(connection)

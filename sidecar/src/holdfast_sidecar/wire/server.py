@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -34,8 +34,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     Rendezvous,
 )
-from holdfast_core.net.admission import Places
-from holdfast_core.net.listener import ListenerLimits
+from holdfast_core.net.listener import ListenerLimits, dns_names
 from holdfast_core.net.port import Port
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
@@ -58,7 +57,6 @@ certificate of this job come so far."""
 _PLAIN_IDLE_SECONDS = 5.0
 _MAX_QUIET_SECONDS = 600.0
 """Longest time for which the operator may ask for urgent changes only."""
-_PLAIN_PLACES = Places(unauthenticated=32, unauthenticated_per_address=16)
 _RENDERED_SECONDS = 0.2
 """Seconds for which one rendering of /metrics is reused, because anyone may request it at any rate. A request
 that waited for a newer one could lose its connection to others meanwhile."""
@@ -107,14 +105,6 @@ def caller_of(names: tuple[str, ...], job_uid: str) -> Caller | None:
     return None
 
 
-def _dns_names(request: web.Request) -> tuple[str, ...]:
-    transport = request.transport
-    certificate = transport.get_extra_info("peercert") if transport is not None else None
-    if not certificate:
-        return ()
-    return tuple(v for kind, v in certificate.get("subjectAltName", ()) if kind == "DNS")
-
-
 class ControlServer:
     """Server of the control port, which passes requests to a `Handler`."""
 
@@ -126,14 +116,12 @@ class ControlServer:
         *,
         limits: ListenerLimits | None = None,
         bodies: BodyLimits | None = None,
-        expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
     ) -> None:
         """Create the server; `start` begins to serve.
 
         Args:
             limits, bodies: Limits other than the usual ones.
-            expected: Returns the addresses of members, whose connections other callers cannot displace.
             dropped: Called with the port's name and the reason for each connection that the server closes
                 before its end.
         """
@@ -144,9 +132,8 @@ class ControlServer:
         self._layouts_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._port = Port(
             context=context,
-            limits=limits or ListenerLimits(),
+            limits=limits,
             idle_seconds=_IDLE_SECONDS,
-            expected=expected,
             closed=ClosedConnections("control", dropped),
         )
 
@@ -193,11 +180,7 @@ class ControlServer:
         self, handle: Callable[[web.Request, Caller], Awaitable[Any]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def respond(request: web.Request) -> web.StreamResponse:
-            with self._port.working(request):
-                return await respond_to(request)
-
-        async def respond_to(request: web.Request) -> web.StreamResponse:
-            caller = caller_of(_dns_names(request), self._job_uid)
+            caller = caller_of(dns_names(request.transport), self._job_uid)
             state = self._handler.state
             if caller is None:
                 return _json(
@@ -284,7 +267,6 @@ class PlainServer:
         render: Callable[[], bytes],
         ready: Callable[[], bool],
         *,
-        limits: ListenerLimits | None = None,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
         clock: Clock | None = None,
     ) -> None:
@@ -293,7 +275,6 @@ class PlainServer:
         Args:
             render: Returns the page /metrics.
             ready: Whether /readyz answers 200, and not 503.
-            limits: Limits of the listener.
             dropped: Called with port and reason for each connection that is dropped.
             clock: Measures the age of a rendering.
         """
@@ -303,7 +284,6 @@ class PlainServer:
         self._rendered: tuple[float, bytes] | None = None
         self._port = Port(
             context=None,
-            limits=limits or ListenerLimits(_PLAIN_PLACES),
             idle_seconds=_PLAIN_IDLE_SECONDS,
             closed=ClosedConnections("metrics", dropped),
         )
