@@ -7,8 +7,8 @@ from holdfast_core.format.keys import (
     ManifestKey,
     NeededByKey,
     NeedsKey,
-    ShardKey,
     ShardObject,
+    ShardObjectKey,
     checked_job_uid,
     checkpoint_of_folder,
     job_prefix,
@@ -54,15 +54,15 @@ def test_keys_are_as_the_protocol_spells_them() -> None:
 
 def test_keys_parse_back() -> None:
     ref = ShardRef(JobUid("u"), Step(1200), RestartRound(3), Rank(7), DIGEST)
-    assert parse_key(shard_key(ref)) == ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef")
-    packed = ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef", ShardObject.PACK)
+    assert parse_key(shard_key(ref)) == ShardObjectKey(CHECKPOINT, Rank(7), "0123456789abcdef")
+    packed = ShardObjectKey(CHECKPOINT, Rank(7), "0123456789abcdef", ShardObject.PACK)
     assert parse_key(pack_key(ref)) == packed
     assert parse_key(needed_by_key(CHECKPOINT, LATER)) == NeededByKey(CHECKPOINT, LATER)
     assert parse_key(needs_key(LATER, CHECKPOINT, 7)) == NeedsKey(LATER, CHECKPOINT, 7)
     assert checkpoint_of_folder(shards_prefix(CHECKPOINT)) == CHECKPOINT
     assert checkpoint_of_folder(references_prefix(CHECKPOINT)) == CHECKPOINT
     assert checkpoint_of_folder("layouts/s000000001200-r000003/") is None
-    layout = ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef", ShardObject.LAYOUT)
+    layout = ShardObjectKey(CHECKPOINT, Rank(7), "0123456789abcdef", ShardObject.LAYOUT)
     assert parse_key(stored_layout_key(ref)) == layout
     assert parse_key(manifest_key(CHECKPOINT)) == ManifestKey(CHECKPOINT)
 

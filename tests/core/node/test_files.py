@@ -13,13 +13,19 @@ from tests.support.shards.builders import payload, shard_file, shard_header
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, StaleRoundError
 from holdfast_core.ids import RestartRound
 from holdfast_core.node.documents import read_document, read_round, write_document, write_round
-from holdfast_core.node.files import TEMP_PREFIX, Directories, TempFile, remove_dead_temp, write_at
+from holdfast_core.node.files import (
+    TEMP_PREFIX,
+    DurableDirectories,
+    TempFile,
+    remove_dead_temp,
+    write_at,
+)
 from holdfast_core.node.tier import DiskNodeTier
 
 
 @pytest.fixture
-def directories(tmp_path: Path) -> Directories:
-    return Directories(tmp_path)
+def directories(tmp_path: Path) -> DurableDirectories:
+    return DurableDirectories(tmp_path)
 
 
 @pytest.fixture
@@ -29,7 +35,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_a_temporary_file_that_a_scan_removed_is_created_again(
-    tmp_path: Path, directories: Directories, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, directories: DurableDirectories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scan of a process that starts sees the new file between its creation and its lock, as one of a
     dead writer. Without a new file, all bytes would be written to one that has no name."""
@@ -50,7 +56,7 @@ def test_a_temporary_file_that_a_scan_removed_is_created_again(
 
 
 def test_the_temporary_file_of_a_living_writer_is_not_removed(
-    tmp_path: Path, directories: Directories
+    tmp_path: Path, directories: DurableDirectories
 ) -> None:
     temp = TempFile.create(tmp_path, directories)
     assert not remove_dead_temp(temp.path)
@@ -62,7 +68,7 @@ def test_the_temporary_file_of_a_living_writer_is_not_removed(
 
 
 def test_a_name_is_durable_when_its_file_is_published(
-    tmp_path: Path, directories: Directories, synced: list[Path]
+    tmp_path: Path, directories: DurableDirectories, synced: list[Path]
 ) -> None:
     for publish in (TempFile.publish, TempFile.publish_if_absent):
         temp = TempFile.create(tmp_path / "below", directories)
@@ -72,7 +78,7 @@ def test_a_name_is_durable_when_its_file_is_published(
 
 
 def test_the_bytes_of_a_document_are_durable_before_its_name(
-    tmp_path: Path, directories: Directories, synced: list[Path]
+    tmp_path: Path, directories: DurableDirectories, synced: list[Path]
 ) -> None:
     """A power cut between the two would leave an empty file under the name."""
     path = tmp_path / "one.json"
@@ -89,7 +95,7 @@ def test_the_bytes_of_a_document_are_durable_before_its_name(
     [(3, 4, False), (3, 5, False), (4, 0, False), (3, 3, True), (2, 9, True)],
 )
 def test_an_older_round_or_version_is_refused(
-    tmp_path: Path, directories: Directories, round_: int, version: int, refused: bool
+    tmp_path: Path, directories: DurableDirectories, round_: int, version: int, refused: bool
 ) -> None:
     path = tmp_path / "round.json"
     write_round(path, RestartRound(3), 4, directories)
@@ -133,7 +139,7 @@ def test_a_write_that_the_disk_cuts_short_is_completed(
 
 @pytest.mark.parametrize("position", [3, -2, -20])
 def test_a_damaged_document_is_not_returned(
-    tmp_path: Path, directories: Directories, position: int
+    tmp_path: Path, directories: DurableDirectories, position: int
 ) -> None:
     """The node has no other record of what a manifest or layout was."""
     path = tmp_path / "one.json"
@@ -146,14 +152,14 @@ def test_a_damaged_document_is_not_returned(
 
 
 def test_a_document_that_exists_is_durable_before_it_is_relied_on(
-    tmp_path: Path, directories: Directories, synced: list[Path]
+    tmp_path: Path, directories: DurableDirectories, synced: list[Path]
 ) -> None:
     """The process that wrote it may live and still be before its fsync. A power cut would remove the name
     that this process has acknowledged."""
     path = tmp_path / "manifests" / "one.json"
     assert write_document(path, b"{}", directories)
     synced.clear()
-    assert not write_document(path, b"{}", Directories(tmp_path))
+    assert not write_document(path, b"{}", DurableDirectories(tmp_path))
     assert path.parent in synced
     synced.clear()
     with pytest.raises(AlreadyExistsError):
@@ -162,5 +168,5 @@ def test_a_document_that_exists_is_durable_before_it_is_relied_on(
 
 
 def test_a_new_directory_is_durable_with_its_parents(tmp_path: Path, synced: list[Path]) -> None:
-    Directories(tmp_path).ensure(tmp_path / "a" / "b")
+    DurableDirectories(tmp_path).ensure(tmp_path / "a" / "b")
     assert {tmp_path, tmp_path / "a"} <= set(synced)

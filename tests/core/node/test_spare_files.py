@@ -16,7 +16,7 @@ from tests.support.shards.builders import BytesSource, payload, shard_file, shar
 from tests.support.trainer.launched import until
 
 from holdfast_core.errors import CapacityError
-from holdfast_core.node.files import Directories
+from holdfast_core.node.files import DurableDirectories
 from holdfast_core.node.index import Budget
 from holdfast_core.node.spares import SpareFiles
 from holdfast_core.node.tier import DiskNodeTier
@@ -249,7 +249,7 @@ class SlowBudget(Budget):
 
 def test_counts_of_two_threads_end_with_the_newer_number(tmp_path: Path) -> None:
     budget = SlowBudget(tmp_path)
-    spares = SpareFiles(tmp_path / "spare", Directories(tmp_path), budget)
+    spares = SpareFiles(tmp_path / "spare", DurableDirectories(tmp_path), budget)
     shard = tmp_path / "a.shard"
     shard.write_bytes(bytes(1000))
     budget.meanwhile = lambda: spares.put_aside(shard)

@@ -12,7 +12,7 @@ from holdfast_core.ids import CheckpointId, Level, RestartRound, Step
 from holdfast_core.policy.retention import (
     MIN_KEPT,
     Committed,
-    Reason,
+    RetentionReason,
     RetentionState,
     plan_retention,
 )
@@ -92,14 +92,14 @@ def test_every_verdict_names_its_reason() -> None:
         )
     )
     assert [(v.checkpoint.step, v.reason) for v in plan.keep] == [
-        (70, Reason.NEWER_THAN_KEPT),
-        (60, Reason.KEEP_LAST),
-        (50, Reason.KEEP_LAST),
-        (30, Reason.UPLOADING),
-        (20, Reason.PINNED),
-        (10, Reason.RESTORE_POINT),
+        (70, RetentionReason.NEWER_THAN_KEPT),
+        (60, RetentionReason.KEEP_LAST),
+        (50, RetentionReason.KEEP_LAST),
+        (30, RetentionReason.UPLOADING),
+        (20, RetentionReason.PINNED),
+        (10, RetentionReason.RESTORE_POINT),
     ]
-    assert [(v.checkpoint.step, v.reason) for v in plan.prune] == [(40, Reason.SUPERSEDED)]
+    assert [(v.checkpoint.step, v.reason) for v in plan.prune] == [(40, RetentionReason.SUPERSEDED)]
 
 
 def test_a_step_that_one_round_keeps_is_not_pruned_by_step() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_core.reshard.boxes import Box, Run, intersect, runs, subtract
+from holdfast_core.reshard.boxes import Box, StridedRun, intersect, runs, subtract
 
 
 @st.composite
@@ -64,31 +64,33 @@ def test_runs_copy_the_common_part(case: tuple[tuple[int, ...], Box, Box]) -> No
 @pytest.mark.parametrize(
     ("part", "source", "target", "expected"),
     [
-        pytest.param(Box((), ()), Box((), ()), Box((), ()), [Run(0, 0, 1)], id="no dimensions"),
+        pytest.param(
+            Box((), ()), Box((), ()), Box((), ()), [StridedRun(0, 0, 1)], id="no dimensions"
+        ),
         pytest.param(
             Box((2, 0), (2, 3)),
             Box((0, 0), (4, 3)),
             Box((2, 0), (2, 3)),
-            [Run(6, 0, 6)],
+            [StridedRun(6, 0, 6)],
             id="rows are one run",
         ),
         pytest.param(
             Box((0, 2), (2, 2)),
             Box((0, 0), (2, 4)),
             Box((0, 2), (2, 2)),
-            [Run(2, 0, 2, 2, 4, 2)],
+            [StridedRun(2, 0, 2, 2, 4, 2)],
             id="columns are one run a row",
         ),
         pytest.param(
             Box((0, 1, 0), (2, 1, 5)),
             Box((0, 1, 0), (2, 1, 5)),
             Box((0, 0, 0), (2, 3, 5)),
-            [Run(0, 5, 5, 2, 5, 15)],
+            [StridedRun(0, 5, 5, 2, 5, 15)],
             id="whole in the source alone",
         ),
     ],
 )
 def test_runs_are_as_long_as_they_can_be(
-    part: Box, source: Box, target: Box, expected: list[Run]
+    part: Box, source: Box, target: Box, expected: list[StridedRun]
 ) -> None:
     assert runs(part, source, target) == expected

@@ -20,8 +20,8 @@ from holdfast_core.shards.file import FOOTER
 from holdfast_core.shards.pack import (
     HERE,
     MAX_EARLIER,
+    ChunkRun,
     PackIndex,
-    Run,
     index_bytes_of,
     pack_index,
     runs_within,
@@ -146,19 +146,21 @@ def plain(chunks: range) -> int:
 def test_runs_name_the_offset_of_each_chunk() -> None:
     runs = list(index().runs())
     assert runs == [
-        Run(range(1), HERE, 0),
-        Run(range(1, 3), 1, CHUNK),
-        Run(range(3, 4), HERE, CHUNK),
-        Run(range(4, 5), 2, 2 * CHUNK),
-        Run(range(5, 6), HERE, 2 * CHUNK),
+        ChunkRun(range(1), HERE, 0),
+        ChunkRun(range(1, 3), 1, CHUNK),
+        ChunkRun(range(3, 4), HERE, CHUNK),
+        ChunkRun(range(4, 5), 2, 2 * CHUNK),
+        ChunkRun(range(5, 6), HERE, 2 * CHUNK),
     ]
     assert list(runs_within(runs, range(2, 5), plain)) == [
-        Run(range(2, 3), 1, CHUNK),
-        Run(range(3, 4), HERE, CHUNK),
-        Run(range(4, 5), 2, 2 * CHUNK),
+        ChunkRun(range(2, 3), 1, CHUNK),
+        ChunkRun(range(3, 4), HERE, CHUNK),
+        ChunkRun(range(4, 5), 2, 2 * CHUNK),
     ]
-    long = [Run(range(8), HERE, 50)]
-    assert list(runs_within(long, range(3, 5), plain)) == [Run(range(3, 5), HERE, 50 + 3 * CHUNK)]
+    long = [ChunkRun(range(8), HERE, 50)]
+    assert list(runs_within(long, range(3, 5), plain)) == [
+        ChunkRun(range(3, 5), HERE, 50 + 3 * CHUNK)
+    ]
 
 
 @pytest.mark.parametrize("whole", [index(), CODED], ids=["as they are", "compressed"])

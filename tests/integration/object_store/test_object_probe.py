@@ -31,13 +31,13 @@ from tests.support.servers.hostile_s3 import (
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY, StoreServer
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.store.probe import ProbeReason, StoreFeatures, probe
+from holdfast_core.store.probe import ProbedFeatures, ProbeReason, probe
 from holdfast_core.store.s3.credentials import FileCredentials, Keys
 from holdfast_core.store.s3.http import Timeouts
 from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 
 pytestmark = pytest.mark.integration
-ALL = StoreFeatures(conditional_put=True, checksum=True, multipart=True, range_get=True)
+ALL = ProbedFeatures(conditional_put=True, checksum=True, multipart=True, range_get=True)
 FAST = Timeouts(2.0, idle_seconds=0.5)
 
 

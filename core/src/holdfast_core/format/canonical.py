@@ -24,10 +24,10 @@ MAX_DOCUMENT_BYTES = 64 << 20
 
 _ENCODER = msgspec.json.Encoder(order="sorted")
 
-S = TypeVar("S", bound="Versioned")
+S = TypeVar("S", bound="TypedDocument")
 
 
-class Versioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+class TypedDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """Base of the documents that have a type. No field of such a document may be a float."""
 
     format_version: int
@@ -39,7 +39,7 @@ class _AnyVersion(msgspec.Struct, rename="camel"):
     format_version: Any = None
 
 
-def encode_document(document: Versioned, what: str) -> bytes:
+def encode_document(document: TypedDocument, what: str) -> bytes:
     """Encode a document canonically. `what` names it in errors.
 
     Raises FormatError for text that is not Unicode, and if the document is too long.
@@ -85,7 +85,7 @@ def decode_document(decoder: msgspec.json.Decoder[S], data: bytes, what: str, ve
     return document
 
 
-def _encode(document: Versioned) -> bytes:
+def _encode(document: TypedDocument) -> bytes:
     """Encode a document whose fields may be dicts of very many names.
 
     The names are sorted here. msgspec's own sort takes seconds for some orders of 30,000 names, such as

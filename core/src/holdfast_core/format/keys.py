@@ -46,7 +46,7 @@ class ShardObject(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardKey:
+class ShardObjectKey:
     checkpoint: CheckpointId
     rank: Rank
     blake3_prefix: str
@@ -149,14 +149,14 @@ def checked_job_uid(job_uid: JobUid) -> JobUid:
     return job_uid
 
 
-Key = ShardKey | ManifestKey | NeededByKey | NeedsKey
+Key = ShardObjectKey | ManifestKey | NeededByKey | NeedsKey
 
 
 def parse_key(key: str) -> Key:
     """Parse a name that a `*_key` function produced for the store. Raises FormatError for any other name."""
     if match := _SHARD.fullmatch(key):
         step, round_, rank, prefix, kind = match.groups()
-        return ShardKey(_parsed(step, round_), Rank(int(rank)), prefix, ShardObject(kind))
+        return ShardObjectKey(_parsed(step, round_), Rank(int(rank)), prefix, ShardObject(kind))
     if match := _MANIFEST.fullmatch(key):
         return ManifestKey(_parsed(*match.groups()))
     if match := _NEEDED_BY.fullmatch(key):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast_core.errors import CorruptionError, FormatError
-from holdfast_core.format.canonical import Versioned, decode_document, encode_document
+from holdfast_core.format.canonical import TypedDocument, decode_document, encode_document
 from holdfast_core.format.checks import expect_digest, expect_int, expect_text
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
@@ -62,14 +62,14 @@ class ManifestShard(
     """The lowest rank that has the same boxes of the same tensors at the same bytes of its payload."""
 
 
-class _Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _JobIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: str
     name: str
     uid: str
 
 
-class _Document(Versioned, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    job: _Job
+class _StoredManifest(TypedDocument, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    job: _JobIdentity
     step: int
     restart_round: int
     world_size: int
@@ -77,7 +77,7 @@ class _Document(Versioned, frozen=True, forbid_unknown_fields=True, rename="came
     shards: tuple[ManifestShard, ...]
 
 
-_DECODER = msgspec.json.Decoder(_Document)
+_DECODER = msgspec.json.Decoder(_StoredManifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class Manifest:
         """Return the canonical document. Raises FormatError if `parse_manifest` would refuse it."""
         _check(self)
         return encode_document(
-            _Document(
+            _StoredManifest(
                 format_version=FORMAT_VERSION,
-                job=_Job(self.job.namespace, self.job.name, self.job.uid),
+                job=_JobIdentity(self.job.namespace, self.job.name, self.job.uid),
                 step=self.step,
                 restart_round=self.restart_round,
                 world_size=self.world_size,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.canonical import Versioned, decode_document, encode_document
+from holdfast_core.format.canonical import TypedDocument, decode_document, encode_document
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes
 from holdfast_core.format.keys import MAX_RANK
@@ -45,14 +45,14 @@ class _Place(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, 
     byte_range: ByteRange
 
 
-class _Document(Versioned, frozen=True, forbid_unknown_fields=True, rename="camel"):
+class _StoredLayout(TypedDocument, frozen=True, forbid_unknown_fields=True, rename="camel"):
     rank: int
     tensors: dict[str, TensorSlice]
     objects: dict[str, _Place]
     payload_bytes: int
 
 
-_DECODER = msgspec.json.Decoder(_Document)
+_DECODER = msgspec.json.Decoder(_StoredLayout)
 _ENCODER = msgspec.json.Encoder(order="sorted")
 
 
@@ -86,7 +86,7 @@ class RankLayout:
         """Return the canonical document. Raises FormatError if `parse_rank_layout` would refuse it."""
         _check(self)
         return encode_document(
-            _Document(
+            _StoredLayout(
                 format_version=FORMAT_VERSION,
                 rank=self.rank,
                 tensors=self.tensors,

@@ -53,7 +53,7 @@ class Listener:
         self._context = context
         self._limits = limits
         self._closed = closed
-        self._connections: Connections[_Connection] = Connections(
+        self._connections: Connections[_AcceptedConnection] = Connections(
             limits.connections, self._replaced
         )
         self._listener: socket.socket | None = None
@@ -90,7 +90,7 @@ class Listener:
                 self._closed("accept", f"accepting a connection failed: {error}")
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            connection = _Connection(self, sock)
+            connection = _AcceptedConnection(self, sock)
             self._connections.add(connection)
             task = asyncio.create_task(self._connect(connection))
             self._handshakes.add(task)
@@ -99,7 +99,7 @@ class Listener:
             # connects without a pause would keep the event loop here, and no connection would be closed.
             await asyncio.sleep(0)
 
-    async def _connect(self, connection: _Connection) -> None:
+    async def _connect(self, connection: _AcceptedConnection) -> None:
         loop = asyncio.get_running_loop()
         tls = self._context is not None
         try:
@@ -115,7 +115,7 @@ class Listener:
                 self._closed("handshake", f"a connection was closed during its handshake: {error}")
             self._left(connection)
 
-    def _made(self, connection: _Connection, transport: asyncio.Transport) -> bool:
+    def _made(self, connection: _AcceptedConnection, transport: asyncio.Transport) -> bool:
         """Return whether the connection may go on after its handshake."""
         if connection.is_replaced:
             return False
@@ -126,15 +126,15 @@ class Listener:
                 return False
         return True
 
-    def _left(self, connection: _Connection) -> None:
+    def _left(self, connection: _AcceptedConnection) -> None:
         self._connections.remove(connection)
 
-    def _replaced(self, connection: _Connection) -> None:
+    def _replaced(self, connection: _AcceptedConnection) -> None:
         connection.replace()
         self._closed("room", "a connection was closed to make room for a newer one")
 
 
-class _Connection(asyncio.Protocol):
+class _AcceptedConnection(asyncio.Protocol):
     """Protocol between a transport and the server's protocol, which is created after the handshake."""
 
     def __init__(self, listener: Listener, sock: socket.socket) -> None:

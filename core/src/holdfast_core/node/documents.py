@@ -22,7 +22,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.sealed import SEAL_BYTES, sealed, unsealed
 from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.node.files import (
-    Directories,
+    DurableDirectories,
     TempFile,
     disk_errors,
     fsync_directory,
@@ -41,7 +41,7 @@ def stored_bytes(document: bytes) -> int:
     return len(document) + SEAL_BYTES
 
 
-def write_document(path: Path, document: bytes, directories: Directories) -> bool:
+def write_document(path: Path, document: bytes, directories: DurableDirectories) -> bool:
     """Write the document durably, put-if-absent.
 
     Returns:
@@ -92,7 +92,9 @@ def read_document(path: Path) -> bytes:
     return unsealed(_read(path), str(path))
 
 
-def write_round(path: Path, round_: RestartRound, version: int, directories: Directories) -> None:
+def write_round(
+    path: Path, round_: RestartRound, version: int, directories: DurableDirectories
+) -> None:
     """Write (round, version) durably. Raises StaleRoundError if the file holds a newer pair."""
     recorded = read_round(path)
     if recorded is not None and recorded > (round_, version):
@@ -111,7 +113,7 @@ def read_round(path: Path) -> tuple[RestartRound, int] | None:
     return None if found is None else (RestartRound(found["round"]), found["version"])
 
 
-def write_worker(path: Path, worker: Worker, directories: Directories) -> None:
+def write_worker(path: Path, worker: Worker, directories: DurableDirectories) -> None:
     """Write the worker that a spare pod has become durably."""
     _write_numbers(path, {"worker": worker}, directories)
 
@@ -122,7 +124,7 @@ def read_worker(path: Path) -> Worker | None:
     return None if found is None else Worker(found["worker"])
 
 
-def _write_numbers(path: Path, numbers: dict[str, int], directories: Directories) -> None:
+def _write_numbers(path: Path, numbers: dict[str, int], directories: DurableDirectories) -> None:
     with disk_errors(f"creating a temporary file for {path}"):
         temp = TempFile.create(path.parent, directories)
     try:

@@ -128,7 +128,7 @@ def make_directories(path: Path, mode: int = 0o777) -> None:
         fsync_directory(directory.parent)
 
 
-class Directories:
+class DurableDirectories:
     """Creator of directories with durable names. It makes each name durable once per process."""
 
     def __init__(self, root: Path, mode: int = 0o700) -> None:
@@ -205,7 +205,7 @@ class TempFile:
         self._closed = False
 
     @classmethod
-    def create(cls, directory: Path, directories: Directories) -> Self:
+    def create(cls, directory: Path, directories: DurableDirectories) -> Self:
         """Create and lock a new file in `directory`. Raises OSError."""
         failpoint("node.before_temp")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

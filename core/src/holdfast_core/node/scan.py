@@ -11,8 +11,8 @@ from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, Un
 from holdfast_core.format.keys import (
     MANIFESTS,
     ManifestKey,
-    ShardKey,
     ShardObject,
+    ShardObjectKey,
     parse_key,
     shard_key,
 )
@@ -158,7 +158,7 @@ def read_shard(root: Path, path: Path, buffers: BufferPool) -> ShardRecord:
     """
     parts = path.relative_to(root).parts
     key = parse_key("/".join(parts[1:]))
-    if not isinstance(key, ShardKey) or key.kind is not ShardObject.WHOLE:
+    if not isinstance(key, ShardObjectKey) or key.kind is not ShardObject.WHOLE:
         raise FormatError(f"{path}: expected the path of a shard")
     fd = open_to_read(path)
     try:

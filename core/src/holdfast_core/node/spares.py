@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast_core.node.files import TEMP_PREFIX, Directories, TempFile, fsync_directory
+from holdfast_core.node.files import TEMP_PREFIX, DurableDirectories, TempFile, fsync_directory
 from holdfast_core.node.index import Budget
 
 SPARE = "spare"
@@ -40,7 +40,7 @@ class SpareFiles:
     The directory is the only state. The budget is updated after each change.
     """
 
-    def __init__(self, directory: Path, directories: Directories, budget: Budget) -> None:
+    def __init__(self, directory: Path, directories: DurableDirectories, budget: Budget) -> None:
         self._directory = directory
         self._directories = directories
         self._budget = budget

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from holdfast_core.errors import CapacityError
-from holdfast_core.node.files import Directories, TempFile, disk_errors, fsync_directory
+from holdfast_core.node.files import DurableDirectories, TempFile, disk_errors, fsync_directory
 from holdfast_core.node.index import Budget
 from holdfast_core.node.spares import SPARE, SpareFiles
 
@@ -28,7 +28,7 @@ class Volume:
     def __init__(self, root: Path, capacity_bytes: int, fill_limit: float, advice: str) -> None:
         """See DiskNodeTier for the arguments."""
         self.root = root
-        self.directories = Directories(root)
+        self.directories = DurableDirectories(root)
         self.budget = Budget(root, capacity_bytes, fill_limit, advice)
         self.spares = SpareFiles(root / SPARE, self.directories, self.budget)
         self._lock = threading.Lock()

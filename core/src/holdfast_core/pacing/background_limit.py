@@ -242,7 +242,7 @@ class Throttle:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _SlotCopy:
     slot: str
     round: RestartRound | None
     step: Step
@@ -266,7 +266,7 @@ class ForegroundCopyGate:
         self._monotonic = monotonic
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._seen_at: dict[_Copy, float] = {}
+        self._seen_at: dict[_SlotCopy, float] = {}
 
     def wait_for_copies(self) -> float:
         """Block while a rank copies a save, at most LONGEST_SECONDS for each copy.
@@ -289,12 +289,12 @@ class ForegroundCopyGate:
             return any(now - seen < LONGEST_SECONDS for seen in self._seen_at.values())
 
 
-def _copies(slots_dir: Path) -> list[_Copy]:
+def _copies(slots_dir: Path) -> list[_SlotCopy]:
     """Return the copies that run now.
 
     A slot that cannot be read counts as idle, because an error here must not stop a transfer.
     """
-    found: list[_Copy] = []
+    found: list[_SlotCopy] = []
     try:
         names = list_slots(slots_dir)
     except OSError:
@@ -308,7 +308,7 @@ def _copies(slots_dir: Path) -> list[_Copy]:
             header = slot.header()
             # A slot without a step is being filled by a restore, during which no rank trains.
             if header.state is SlotState.FILLING and header.step is not None:
-                found.append(_Copy(name, header.round, header.step))
+                found.append(_SlotCopy(name, header.round, header.step))
         except HoldfastError:
             continue  # the header is not written yet or not valid; Stage reports the latter
         finally:

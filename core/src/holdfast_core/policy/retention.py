@@ -21,7 +21,7 @@ MIN_KEPT = 2
 """Minimum number of checkpoints to keep. With only one, the newest may prove unreadable."""
 
 
-class Reason(StrEnum):
+class RetentionReason(StrEnum):
     """Reason why a checkpoint is kept or pruned."""
 
     NOT_PROTECTED_YET = "NotProtectedYet"
@@ -73,19 +73,19 @@ class RetentionState:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RetentionVerdict:
     """The reason why one checkpoint is kept or pruned."""
 
     checkpoint: CheckpointId
-    reason: Reason
+    reason: RetentionReason
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
     """Verdicts on all committed checkpoints. Each occurs once; both tuples are newest first."""
 
-    prune: tuple[Verdict, ...]
-    keep: tuple[Verdict, ...]
+    prune: tuple[RetentionVerdict, ...]
+    keep: tuple[RetentionVerdict, ...]
 
     @property
     def prune_steps(self) -> tuple[Step, ...]:
@@ -101,15 +101,15 @@ def plan_retention(state: RetentionState) -> RetentionPlan:
     protected = [c.checkpoint for c in newest_first if c.level.includes(state.protecting_level)]
     in_this_round = [p for p in protected if p.round == state.round]
     last = frozenset(protected[: max(MIN_KEPT, state.keep_last)])
-    prune: list[Verdict] = []
-    keep: list[Verdict] = []
+    prune: list[RetentionVerdict] = []
+    keep: list[RetentionVerdict] = []
     for item in newest_first:
         reason = _reason(item.checkpoint, state, in_this_round, protected, last)
-        target = prune if reason is Reason.SUPERSEDED else keep
-        target.append(Verdict(item.checkpoint, reason))
+        target = prune if reason is RetentionReason.SUPERSEDED else keep
+        target.append(RetentionVerdict(item.checkpoint, reason))
     for verdict in _without_room(keep, _anchor(state, in_this_round), state):
         keep.remove(verdict)
-        prune.append(Verdict(verdict.checkpoint, Reason.NO_ROOM))
+        prune.append(RetentionVerdict(verdict.checkpoint, RetentionReason.NO_ROOM))
     prune.sort(key=lambda verdict: verdict.checkpoint, reverse=True)
     return RetentionPlan(tuple(prune), tuple(keep))
 
@@ -122,8 +122,8 @@ def _anchor(state: RetentionState, in_this_round: list[CheckpointId]) -> Checkpo
 
 
 def _without_room(
-    kept: list[Verdict], anchor: CheckpointId | None, state: RetentionState
-) -> list[Verdict]:
+    kept: list[RetentionVerdict], anchor: CheckpointId | None, state: RetentionState
+) -> list[RetentionVerdict]:
     """Return the kept checkpoints that are pruned for lack of room.
 
     These are the older half, rounded up, of those that are older than the anchor, not pinned and not being
@@ -136,7 +136,7 @@ def _without_room(
             verdict
             for verdict in kept
             if verdict.checkpoint < anchor
-            and verdict.reason not in (Reason.PINNED, Reason.UPLOADING)
+            and verdict.reason not in (RetentionReason.PINNED, RetentionReason.UPLOADING)
             and verdict.checkpoint.step not in state.pinned
             and verdict.checkpoint not in state.uploading
         ),
@@ -151,20 +151,20 @@ def _reason(
     in_this_round: list[CheckpointId],
     protected: list[CheckpointId],
     last: frozenset[CheckpointId],
-) -> Reason:
+) -> RetentionReason:
     if not in_this_round or len(protected) < MIN_KEPT:
-        return Reason.NOT_PROTECTED_YET
+        return RetentionReason.NOT_PROTECTED_YET
     if checkpoint in last:
-        return Reason.KEEP_LAST
+        return RetentionReason.KEEP_LAST
     if checkpoint > min(last):
         # It does not have the protecting level yet, but may still reach it.
-        return Reason.NEWER_THAN_KEPT
+        return RetentionReason.NEWER_THAN_KEPT
     if checkpoint == state.restore_point:
-        return Reason.RESTORE_POINT
+        return RetentionReason.RESTORE_POINT
     if checkpoint.step in state.pinned:
-        return Reason.PINNED
+        return RetentionReason.PINNED
     if checkpoint in state.uploading:
-        return Reason.UPLOADING
+        return RetentionReason.UPLOADING
     if checkpoint == state.newest_persisted:
-        return Reason.NEWEST_PERSISTED
-    return Reason.SUPERSEDED
+        return RetentionReason.NEWEST_PERSISTED
+    return RetentionReason.SUPERSEDED

@@ -20,7 +20,7 @@ from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.record import ShardRecord
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """The part of tiers.base.ShardSource that this module needs."""
 
     @property
@@ -29,7 +29,7 @@ class Source(Protocol):
     def read(self, wanted: Iterable[range]) -> Generator[memoryview]: ...
 
 
-class Target(Protocol):
+class PayloadSink(Protocol):
     """The new payload."""
 
     def write_payload(self, offset: int, data: memoryview) -> None:
@@ -58,7 +58,7 @@ class Copying:
         self.read_bytes = 0
         """Payload bytes read so far from all sources, in whole verified chunks."""
 
-    def take(self, source: Source, target: Target) -> None:
+    def take(self, source: ChunkSource, target: PayloadSink) -> None:
         """Copy all bytes that are left from `source` to `target`.
 
         After an error, all bytes that were written come from verified chunks.

@@ -21,7 +21,7 @@ class Box(NamedTuple):
         return math.prod(self.lengths)
 
 
-class Run(NamedTuple):
+class StridedRun(NamedTuple):
     """`times` runs of `length` elements that are consecutive in both boxes, at equal distances.
 
     `source` and `target` are the positions of the first run, and the steps are the distances between
@@ -66,7 +66,7 @@ def subtract(whole: Box, part: Box) -> list[Box]:
     return left
 
 
-def runs(part: Box, source: Box, target: Box) -> list[Run]:
+def runs(part: Box, source: Box, target: Box) -> list[StridedRun]:
     """Return the runs of the elements of `part`, which lies within both boxes, in row-major order."""
     cut = len(part.lengths)
     while cut and part.lengths[cut - 1] == source.lengths[cut - 1] == target.lengths[cut - 1]:
@@ -86,10 +86,10 @@ def runs(part: Box, source: Box, target: Box) -> list[Run]:
             for i in range(part.lengths[axis])
         ]
     if outer == 0 or part.lengths[outer - 1] == 1:
-        return [Run(a, b, length) for a, b in starts]
+        return [StridedRun(a, b, length) for a, b in starts]
     count = part.lengths[outer - 1]
     from_step, to_step = math.prod(source.lengths[outer:]), math.prod(target.lengths[outer:])
-    return [Run(a, b, length, count, from_step, to_step) for a, b in starts]
+    return [StridedRun(a, b, length, count, from_step, to_step) for a, b in starts]
 
 
 def _position(part: Box, within: Box) -> int:

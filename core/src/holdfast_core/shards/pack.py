@@ -74,7 +74,7 @@ _BASE_FIELDS = frozenset({"restartRound", "step"})
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ChunkRun:
     """Consecutive chunks with the same place."""
 
     chunks: range
@@ -134,12 +134,12 @@ class PackIndex:
                 found[source.checkpoint] = held + self._bytes(run.chunks)
         return found
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[ChunkRun]:
         """Yield the runs of all chunks in order."""
         offset = start = 0
         for chunk in range(1, len(self.places) + 1):
             if chunk == len(self.places) or self.places[chunk] != self.places[start]:
-                run = Run(range(start, chunk), self.places[start], offset)
+                run = ChunkRun(range(start, chunk), self.places[start], offset)
                 yield run
                 if run.place == HERE:
                     offset += self.stored(run.chunks)
@@ -177,8 +177,8 @@ def overlapping(stretches: Sequence[S], chunks: range) -> Iterator[tuple[S, rang
 
 
 def runs_within(
-    runs: Sequence[Run], chunks: range, stored: Callable[[range], int]
-) -> Iterator[Run]:
+    runs: Sequence[ChunkRun], chunks: range, stored: Callable[[range], int]
+) -> Iterator[ChunkRun]:
     """Yield the runs of `chunks`.
 
     Args:
@@ -188,7 +188,7 @@ def runs_within(
     """
     for run, cut in overlapping(runs, chunks):
         skipped = stored(range(run.chunks.start, cut.start)) if run.place == HERE else 0
-        yield Run(cut, run.place, run.offset + skipped)
+        yield ChunkRun(cut, run.place, run.offset + skipped)
 
 
 def pack_index(index: PackIndex) -> bytes:

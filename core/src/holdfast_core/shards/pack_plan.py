@@ -71,20 +71,20 @@ def owner(group: Sequence[Rank], chunk: int) -> Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedChunks:
     """Chunks that another rank of the group owns and that have the same bytes in this rank's shard."""
 
     ref: ShardRef
     chunks: tuple[range, ...]
 
 
-def shared_with(trailer: Trailer, group: Sequence[Rank], other: Trailer) -> Shared:
+def shared_with(trailer: Trailer, group: Sequence[Rank], other: Trailer) -> SharedChunks:
     """Return the chunks of `trailer`'s shard that the rank of `other` owns and has with the same bytes."""
     own, theirs = trailer.table, other.table
     rank = other.record.header.rank
     header = trailer.record.header
     if rank == header.rank or other.record.header.chunk_bytes != header.chunk_bytes:
-        return Shared(other.record.ref, ())
+        return SharedChunks(other.record.ref, ())
     found: list[range] = []
     for chunk in range(min(len(own), len(theirs))):
         if owner(group, chunk) != rank or own.digest(chunk) != theirs.digest(chunk):
@@ -93,12 +93,12 @@ def shared_with(trailer: Trailer, group: Sequence[Rank], other: Trailer) -> Shar
             found[-1] = range(found[-1].start, chunk + 1)
         else:
             found.append(range(chunk, chunk + 1))
-    return Shared(other.record.ref, tuple(found))
+    return SharedChunks(other.record.ref, tuple(found))
 
 
 def plan_pack(
     trailer: Trailer,
-    shared: Iterable[Shared],
+    shared: Iterable[SharedChunks],
     earlier: Earlier | None,
     allowed: Collection[CheckpointId],
     base: CheckpointId | None,

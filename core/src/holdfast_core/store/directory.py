@@ -28,7 +28,7 @@ from holdfast_core.format.digest import append_crc, crc32c
 from holdfast_core.node.files import (
     MAY_PASS,
     TEMP_PREFIX,
-    Directories,
+    DurableDirectories,
     disk_error,
     fsync_directory,
     open_to_read,
@@ -61,7 +61,7 @@ class DirectoryObjectStore:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._directories = Directories(root, 0o777)
+        self._directories = DurableDirectories(root, 0o777)
 
     @property
     def name(self) -> str:

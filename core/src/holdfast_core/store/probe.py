@@ -82,7 +82,7 @@ class ProbeReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreFeatures:
+class ProbedFeatures:
     """Features that the probe found. A store needs all of them but `conditional_put`."""
 
     conditional_put: bool = False
@@ -103,7 +103,7 @@ class ProbeReport:
     """Whether checkpoints may be stored here."""
     reason: ProbeReason
     message: str
-    features: StoreFeatures = StoreFeatures()
+    features: ProbedFeatures = ProbedFeatures()
 
     def to_json(self) -> str:
         """Return the report as ASCII JSON that fits into a termination message of 4,096 bytes."""
@@ -166,7 +166,7 @@ def probe(
     return _judge(features, where, leftovers)
 
 
-def _judge(features: StoreFeatures, where: str, leftovers: str) -> ProbeReport:
+def _judge(features: ProbedFeatures, where: str, leftovers: str) -> ProbeReport:
     """Return the report of a probe that ran to its end. `leftovers` is why deleting failed, or ""."""
     lacking: Sequence[tuple[bool, ProbeReason, str]] = (
         (
@@ -240,12 +240,12 @@ class _Session:
         self._key = self._prefix + "object"
         self._written: set[str] = set()
 
-    def run(self) -> StoreFeatures:
+    def run(self) -> ProbedFeatures:
         self._first_put()
         self._listed()
         range_get = self._range_get()
         checksum = self._checksum()
-        return StoreFeatures(
+        return ProbedFeatures(
             conditional_put=self._conditional() and self._race(),
             checksum=checksum,
             multipart=checksum and self._multipart(),

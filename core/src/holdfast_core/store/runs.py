@@ -48,7 +48,7 @@ class RunMarker:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MarkedRound:
     """The marker of a round."""
 
     round: RestartRound
@@ -63,18 +63,18 @@ class StoreRuns:
         self._tier = tier
         self._prefix = tier.runs_prefix(namespace, job_uid)
 
-    def newest(self) -> Run | None:
+    def newest(self) -> MarkedRound | None:
         """Return the run of the highest round, or None where no run has uploaded."""
         found = self._rounds()
         while found:
             round_ = found.pop()
             try:
-                return Run(round_, self._read(round_))
+                return MarkedRound(round_, self._read(round_))
             except NotFoundError:
                 continue  # the run of a higher round has just removed it
         return None
 
-    def take(self, run: Run) -> None:
+    def take(self, run: MarkedRound) -> None:
         """Put the marker of a run, and remove those of older runs. It may be called again.
 
         Raises:
@@ -88,7 +88,7 @@ class StoreRuns:
         older = [round_ for round_ in self._rounds() if round_ < run.round]
         self._tier.delete_documents([self._key(round_) for round_ in older])
 
-    def expect_newest(self, run: Run) -> None:
+    def expect_newest(self, run: MarkedRound) -> None:
         """Raise TakenError if another run has taken the store.
 
         If the marker of this run is missing or damaged, it is put again: that is no proof of another run. A
@@ -114,7 +114,7 @@ class StoreRuns:
                 self._put(run)
         raise UnavailableError(f"the marker {key} cannot be read after it was written")
 
-    def expect_allowed(self, run: Run) -> None:
+    def expect_allowed(self, run: MarkedRound) -> None:
         """Raise TakenError where the markers show that this run may not upload."""
         found = self.newest()
         if found is None:
@@ -137,7 +137,7 @@ class StoreRuns:
         )
         return sorted(RestartRound(int(match.group(1))) for match in matches if match is not None)
 
-    def _put(self, run: Run) -> None:
+    def _put(self, run: MarkedRound) -> None:
         """Put the marker of a run. Raises AlreadyExistsError if there is another one."""
         if run.marker is None:
             raise ValueError(f"a run without a marker cannot take a store: {run}")
@@ -158,12 +158,12 @@ class StoreRuns:
         return f"{self._prefix}r{round_:06d}.json"
 
 
-def _is_lost(run: Run, newest: Run) -> bool:
+def _is_lost(run: MarkedRound, newest: MarkedRound) -> bool:
     """Return whether the newest marker shows that the one of this run is missing or damaged."""
     return newest.round < run.round or (newest.round == run.round and newest.marker is None)
 
 
-def _described(run: Run) -> str:
+def _described(run: MarkedRound) -> str:
     if run.marker is None:
         return f"the run of round {run.round}, whose marker is damaged,"
     return f"run {run.marker.run} on {run.marker.host} (round {run.round})"

@@ -26,7 +26,13 @@ from holdfast_core.messages.schema import PersistRequest, Reference
 from holdfast_core.shards.coding import chunk_widths
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import PackIndex, unshared_index
-from holdfast_core.shards.pack_plan import Earlier, Shared, plan_pack, replica_group, shared_with
+from holdfast_core.shards.pack_plan import (
+    Earlier,
+    SharedChunks,
+    plan_pack,
+    replica_group,
+    shared_with,
+)
 from holdfast_core.store.stored_as import StoredAs
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import NodeTier, ShardReader
@@ -190,7 +196,7 @@ class ShardUploader:
 
     def _shared(
         self, trailer: Trailer, manifest: Manifest, group: tuple[Rank, ...]
-    ) -> list[Shared]:
+    ) -> list[SharedChunks]:
         """Compare the shard with those of the other ranks in its group, by their chunk tables.
 
         A table is read from this node if it has a copy of the shard, else fetched. One table at a time is
@@ -199,7 +205,7 @@ class ShardUploader:
         own = trailer.record.header.rank
         refs = [manifest.ref(rank) for rank in group if rank != own]
         here = [ref for ref in refs if self._node.find(ref) is not None]
-        found: list[Shared] = []
+        found: list[SharedChunks] = []
         for ref in here:
             try:
                 with self._node.open_shard(ref) as reader:

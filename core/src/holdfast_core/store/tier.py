@@ -317,7 +317,7 @@ class ObjectTier:
         return frozenset(
             (key.rank, key.blake3_prefix)
             for key in (_parsed(item.key) for item in listed)
-            if isinstance(key, keys.ShardKey) and key.kind is not keys.ShardObject.LAYOUT
+            if isinstance(key, keys.ShardObjectKey) and key.kind is not keys.ShardObject.LAYOUT
         )
 
     # ------------------------------------------------------------------ markers of runs (store.runs)

@@ -21,7 +21,7 @@ from holdfast_core.shm.slot_header import SlotHeader
 class FillTarget:
     """Target of one fill, which owns the descriptor of its slot. Thread-safe.
 
-    It implements `reshard.assemble.Target`.
+    It implements `reshard.assemble.PayloadSink`.
     """
 
     def __init__(self, rank: Rank) -> None:

@@ -17,7 +17,7 @@ from holdfast_core.errors import CorruptionError, HoldfastError, UnreadableError
 from holdfast_core.node.documents import read_document
 from holdfast_core.node.files import (
     TEMP_PREFIX,
-    Directories,
+    DurableDirectories,
     TempFile,
     disk_errors,
     fsync_directory,
@@ -56,7 +56,7 @@ def kept_run_id(root: Path, *, read_only: bool) -> str | None:
         for left in root.glob(f"{TEMP_PREFIX}*"):
             with suppress(OSError, UnreadableError):
                 remove_dead_temp(left)
-        temp = TempFile.create(root, Directories(root))
+        temp = TempFile.create(root, DurableDirectories(root))
         try:
             created = _of_store(root) or secrets.token_hex(16)
             write_at(temp.fd, memoryview(f"{created}\n".encode()), 0)

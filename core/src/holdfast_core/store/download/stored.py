@@ -22,8 +22,8 @@ from holdfast_core.shards.file import (
 )
 from holdfast_core.shards.pack import (
     HERE,
+    ChunkRun,
     PackIndex,
-    Run,
     index_bytes_of,
     overlapping,
     runs_within,
@@ -76,26 +76,28 @@ class StoredShard:
     """None if the shard is stored whole."""
 
     @cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ChunkRun]:
         """The runs of all chunks, in order."""
         if self.index is not None:
             return list(self.index.runs())
-        return [Run(range(len(self.trailer.table)), HERE, head_bytes(self.trailer.record.header))]
+        return [
+            ChunkRun(range(len(self.trailer.table)), HERE, head_bytes(self.trailer.record.header))
+        ]
 
     @property
     def has_coding(self) -> bool:
         """Whether chunks of this object are compressed."""
         return self.index is not None and self.index.coding is not None
 
-    def source(self, run: Run) -> ShardRef | None:
+    def source(self, run: ChunkRun) -> ShardRef | None:
         """Return the shard that stores a run; None if this object stores it."""
         return None if self.index is None else self.index.source(run.place)
 
-    def within(self, chunks: range) -> Iterator[Run]:
+    def within(self, chunks: range) -> Iterator[ChunkRun]:
         """Return the runs that cover these chunks, cut to them, in order."""
         return runs_within(self.runs, chunks, self._stored)
 
-    def extent(self, run: Run) -> Extent:
+    def extent(self, run: ChunkRun) -> Extent:
         """Return the extent of a run that this object stores."""
         coding = None if self.index is None else self.index.coding
         if coding is not None:

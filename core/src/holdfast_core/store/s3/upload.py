@@ -161,7 +161,7 @@ class Upload:
         """Send the parts and complete the upload. Afterwards abort the other unfinished uploads."""
         leftovers = self._leftovers()
         upload_id = fullest_upload(leftovers) or self._begin()
-        sent = _Parts(leftovers.get(upload_id, ()))
+        sent = _UploadParts(leftovers.get(upload_id, ()))
         ended = completing = False
         try:
             self._send_parts(upload_id, made, rest, sent)
@@ -217,7 +217,7 @@ class Upload:
             return None
 
     def _send_parts(
-        self, upload_id: str, made: deque[Part], rest: Iterator[Part], sent: _Parts
+        self, upload_id: str, made: deque[Part], rest: Iterator[Part], sent: _UploadParts
     ) -> None:
         """Send the parts that the store does not hold yet.
 
@@ -325,7 +325,7 @@ class Upload:
         self._throttle(waiting.length_bytes)
         return self._retrier.call(what, attempt)
 
-    def _complete(self, upload_id: str, sent: _Parts) -> bool:
+    def _complete(self, upload_id: str, sent: _UploadParts) -> bool:
         """Complete the multipart upload.
 
         Returns True if a completion of this upload was acknowledged. Returns False if the object was
@@ -465,7 +465,7 @@ class _WaitingPart:
             room.release()
 
 
-class _Parts:
+class _UploadParts:
     """The parts of one multipart upload as they are made and sent."""
 
     def __init__(self, listed: Sequence[UploadedPart]) -> None:

@@ -32,7 +32,7 @@ from holdfast_core.ids import CheckpointId, RestartRound, ShardRef
 from holdfast_core.node.documents import read_document
 from holdfast_core.node.files import disk_errors, fsync_directory, make_directories
 from holdfast_core.store.open import open_tier, probe_url
-from holdfast_core.store.runs import Run, RunMarker, StoreRuns
+from holdfast_core.store.runs import MarkedRound, RunMarker, StoreRuns
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import StoreUrl
 
@@ -223,13 +223,13 @@ class FolderStore:
                 # A full folder can be restored from. The next start or the first upload records it.
                 logger.warning("%s", error)
 
-    def run(self, round_: RestartRound) -> Run:
+    def run(self, round_: RestartRound) -> MarkedRound:
         """Return this run as its marker describes it."""
         training = self._training()
         if training is None:
             training = self._new_training()
             self._record(_TRAINING, training.encode())
-        return Run(round_, RunMarker(training, self._run_id, socket.gethostname()))
+        return MarkedRound(round_, RunMarker(training, self._run_id, socket.gethostname()))
 
     def take(self, round_: RestartRound, *, has_checkpoints: bool) -> None:
         """Check that checkpoints can be stored, and make this run the one that uploads.
