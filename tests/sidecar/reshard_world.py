@@ -37,7 +37,7 @@ from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill_target import FillTarget
 from holdfast_sidecar.restore.reshard import Resharder, Saved
-from holdfast_sidecar.restore.sources import Places
+from holdfast_sidecar.restore.sources import ShardLocations
 
 NAMESPACE = "ns"
 JOB = JobIdentity(NAMESPACE, "job", JobUid("job"))
@@ -161,7 +161,7 @@ class World:
     def resharder(self, pools: Pools) -> Resharder:
         store = ObjectTier(FaultyObjectStore(self.objects, self.store_faults))
         bulk: Any = self
-        places = Places(Tiers(self.node, store, pools), bulk, bulk, self.metrics, 1)
+        places = ShardLocations(Tiers(self.node, store, pools), bulk, bulk, self.metrics, 1)
         return Resharder(places, bulk, pools, self.metrics, self.clock.patience)
 
     def fill(self, wanted: RankLayout = WANTED, slot: SlotFile | None = None) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from holdfast_cli.cluster import VERSION, Cluster, ClusterError
-from holdfast_cli.gangs import KINDS, Member
+from holdfast_cli.cluster import VERSION, ClusterClient, ClusterError
+from holdfast_cli.gangs import KINDS, MemberPod
 from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
 from holdfast_core.names import GROUP
 
@@ -35,7 +35,9 @@ def main() -> None:
     if everywhere and (arguments.job or arguments.namespace):
         parser.error("--all-namespaces lists everything: omit it, or omit the job and --namespace")
     try:
-        cluster = Cluster.connect(arguments.context, arguments.namespace, everywhere=everywhere)
+        cluster = ClusterClient.connect(
+            arguments.context, arguments.namespace, everywhere=everywhere
+        )
         arguments.run(cluster, arguments)
     except ClusterError as error:
         print(f"kubectl holdfast: {error}", file=sys.stderr)
@@ -115,7 +117,7 @@ def _add_output(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def _status(cluster: Cluster, arguments: argparse.Namespace) -> None:
+def _status(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
     def now() -> RenderableType:
         if arguments.job is None:
             return gangs_view(_gangs(cluster), everywhere=cluster.everywhere)
@@ -135,13 +137,13 @@ def _status(cluster: Cluster, arguments: argparse.Namespace) -> None:
             live.update(now(), refresh=True)
 
 
-def _gangs(cluster: Cluster) -> list[dict[str, Any]]:
+def _gangs(cluster: ClusterClient) -> list[dict[str, Any]]:
     return [gang for plural in KINDS.values() for gang in cluster.items(plural)]
 
 
-def _screen(cluster: Cluster, name: str) -> Screen:
+def _screen(cluster: ClusterClient, name: str) -> Screen:
     gang = cluster.gang(name)
-    members: list[Member] = []
+    members: list[MemberPod] = []
     problems: list[str] = []
     try:
         members = cluster.members(gang)
@@ -150,7 +152,7 @@ def _screen(cluster: Cluster, name: str) -> Screen:
     return Screen(gang, members, cluster.tiers(members), cluster.checkpoints(gang), problems)
 
 
-def _document(cluster: Cluster, name: str) -> dict[str, Any]:
+def _document(cluster: ClusterClient, name: str) -> dict[str, Any]:
     screen = _screen(cluster, name)
     return {
         "kind": screen.gang["kind"],
@@ -162,7 +164,7 @@ def _document(cluster: Cluster, name: str) -> dict[str, Any]:
     }
 
 
-def _checkpoints(cluster: Cluster, arguments: argparse.Namespace) -> None:
+def _checkpoints(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
     items = [
         item
         for item in cluster.items("checkpoints")
@@ -174,7 +176,7 @@ def _checkpoints(cluster: Cluster, arguments: argparse.Namespace) -> None:
         Console().print(checkpoints_view(items, everywhere=cluster.everywhere))
 
 
-def _save(cluster: Cluster, arguments: argparse.Namespace) -> None:
+def _save(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
     job = cluster.gang(arguments.job)
     # No step in the name: the step that the request reaches is a later one than that of now.
     letters = "".join(secrets.choice(_LETTERS) for _ in range(5))

@@ -16,7 +16,7 @@ from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION as KUBECO
 from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 from urllib3.exceptions import HTTPError, ProtocolError
 
-from holdfast_cli.gangs import KINDS, Member, accepted, members
+from holdfast_cli.gangs import KINDS, MemberPod, accepted, members
 from holdfast_core.contract import METRICS_PORT
 from holdfast_core.errors import HoldfastError
 from holdfast_core.names import GROUP, JOB_UID_LABEL
@@ -39,7 +39,7 @@ class NotFound(ClusterError):
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterClient:
     """Client for one kubeconfig context and namespace. Requests raise ClusterError."""
 
     api: Any
@@ -53,7 +53,7 @@ class Cluster:
     @classmethod
     def connect(
         cls, context: str | None, namespace: str | None, *, everywhere: bool = False
-    ) -> Cluster:
+    ) -> ClusterClient:
         """Open a context of the kubeconfig.
 
         Args:
@@ -126,7 +126,7 @@ class Cluster:
         """Return the Checkpoints that the gang has committed."""
         return self.items("checkpoints", f"{JOB_UID_LABEL}={gang['metadata']['uid']}")
 
-    def members(self, gang: dict[str, Any]) -> list[Member]:
+    def members(self, gang: dict[str, Any]) -> list[MemberPod]:
         """Return the workers of the gang with their pods."""
         core = client.CoreV1Api(self.api)
         selector = f"{JOB_UID_LABEL}={gang['metadata']['uid']}"
@@ -216,7 +216,7 @@ class Cluster:
                 )
         return f"{server} refused {what} ({error.status}): {message or error.reason}"
 
-    def tiers(self, gang: Iterable[Member]) -> dict[int, dict[str, int]]:
+    def tiers(self, gang: Iterable[MemberPod]) -> dict[int, dict[str, int]]:
         """Return the newest step by rank and tier, from the metrics of the members' sidecars.
 
         Sidecars that cannot be read, with a time-out of 3 s, are left out.

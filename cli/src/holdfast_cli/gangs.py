@@ -13,7 +13,7 @@ KINDS = {"TrainingJob": "trainingjobs", "CheckpointAdoption": "checkpointadoptio
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MemberPod:
     """A worker of the current round and its pod. The texts are "-" if the pod does not exist."""
 
     worker: int
@@ -38,7 +38,7 @@ def _is_refused(gang: dict[str, Any]) -> bool:
     return any((c["type"], c["status"]) == ("Accepted", "False") for c in conditions)
 
 
-def members(gang: dict[str, Any], pods: Iterable[dict[str, Any]]) -> list[Member]:
+def members(gang: dict[str, Any], pods: Iterable[dict[str, Any]]) -> list[MemberPod]:
     """Return the workers of the current round by index.
 
     Args:
@@ -58,15 +58,15 @@ def members(gang: dict[str, Any], pods: Iterable[dict[str, Any]]) -> list[Member
     return [_member(worker, pod) for worker, pod in enumerate(present)]
 
 
-def _member(worker: int, pod: dict[str, Any] | None) -> Member:
+def _member(worker: int, pod: dict[str, Any] | None) -> MemberPod:
     if pod is None:
-        return Member(worker, "-", "-", "-", 0)
+        return MemberPod(worker, "-", "-", "-", 0)
     status = pod.get("status") or {}
     statuses = [
         *(status.get("initContainerStatuses") or []),
         *(status.get("containerStatuses") or []),
     ]
-    return Member(
+    return MemberPod(
         worker,
         pod["metadata"]["name"],
         pod["spec"].get("nodeName") or "-",

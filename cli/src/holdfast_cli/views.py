@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdfast_cli.gangs import KINDS, Member
+from holdfast_cli.gangs import KINDS, MemberPod
 
 TIERS = ("memory", "node", "peer", "object")
 RECOVERY_PHASES = {
@@ -80,7 +80,7 @@ class Screen:
 
     gang: dict[str, Any]
     """The TrainingJob or the CheckpointAdoption."""
-    members: Sequence[Member] = ()
+    members: Sequence[MemberPod] = ()
     tiers: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """Newest step by rank and tier."""
     checkpoints: Sequence[dict[str, Any]] = ()
@@ -200,7 +200,7 @@ def spares_row(gang: dict[str, Any]) -> list[tuple[str, str]]:
     return [("spares", f"{ready}/{wanted} ready")] if wanted else []
 
 
-def members_view(members: Sequence[Member]) -> Table:
+def members_view(members: Sequence[MemberPod]) -> Table:
     """Return the table of the workers' pods."""
     table = Table(box=None, padding=(0, 2))
     for column in ("WORKER", "POD", "NODE", "PHASE", "RESTARTS"):

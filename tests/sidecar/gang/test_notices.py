@@ -20,7 +20,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_sidecar.base.pod import CurrentRound
 from holdfast_sidecar.gang.notices import RankNotices
-from holdfast_sidecar.wire.intake import Connection, LocalConnections
+from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
 
 ROUND, STEP = RestartRound(0), Step(10)
 NO_STORE = Policy(interval_steps=1)
@@ -50,7 +50,7 @@ class RankZero:
 
 def connected(policy: Policy) -> tuple[RankNotices, RankZero]:
     rank, connections = RankZero(), LocalConnections()
-    connections.add(cast("Connection", rank))
+    connections.add(cast("LocalConnection", rank))
     state = CurrentRound(accepted(round_message(policy=policy)))
     return RankNotices(state, connections), rank
 
@@ -75,7 +75,7 @@ def test_a_rank_that_connects_again_is_told_so_again() -> None:
     notices, rank = connected(NO_STORE)
     notices.level(level(Level.LOCAL))
     first = list(rank.pushed)
-    notices.repeat(cast("Connection", rank))
+    notices.repeat(cast("LocalConnection", rank))
     assert rank.pushed == [*first, *first]
 
 

@@ -23,7 +23,7 @@ from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.wire.client import Peers
-from holdfast_sidecar.wire.intake import Connection, Intake, LocalConnections
+from holdfast_sidecar.wire.intake import Intake, LocalConnection, LocalConnections
 
 STATE = RoundState(Worker(0), 1, RestartRound(1), "gpt-0-r0")
 
@@ -37,16 +37,16 @@ class Handler:
     def state(self) -> RoundState:
         return STATE
 
-    def hello(self, connection: Connection) -> HelloReply:
+    def hello(self, connection: LocalConnection) -> HelloReply:
         return HelloReply(STATE.round)
 
-    def gone(self, connection: Connection) -> None:
+    def gone(self, connection: LocalConnection) -> None:
         self.starter.gone(connection)
 
-    async def request(self, connection: Connection, message: object) -> object:
+    async def request(self, connection: LocalConnection, message: object) -> object:
         raise AssertionError(message)
 
-    def notify(self, connection: Connection, message: object) -> None:
+    def notify(self, connection: LocalConnection, message: object) -> None:
         self.starter.ended(message.round)  # type: ignore[attr-defined]
 
 

@@ -27,7 +27,7 @@ from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.notices import RankNotices
-from holdfast_sidecar.process.manifests import Manifests
+from holdfast_sidecar.process.manifests import ManifestRequests
 from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.save.room import Room
@@ -91,7 +91,7 @@ class World:
             dropped=Signal(),
         )
         no_peers: Any = None
-        self.manifests = Manifests(pod, tiers, saves, no_peers, failures)
+        self.manifests = ManifestRequests(pod, tiers, saves, no_peers, failures)
         notices = RankNotices(self.current, LocalConnections())
         self.copies = IncomingCopies(pod, tiers, no_peers)
         self.pruner = Pruner(pod, tiers, saves, self.copies, notices, failures)

@@ -20,7 +20,7 @@ from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.process.manifests import Manifests
+from holdfast_sidecar.process.manifests import ManifestRequests
 
 DOCUMENT = b"a layout" * 1000
 MESSAGE = KeepLayout(RestartRound(0), Worker(1), digest_of(DOCUMENT))
@@ -46,7 +46,7 @@ async def keep(folder: Path, capacity_bytes: int) -> tuple[Ok, Sender]:
     )
     node.open()
     pod = Pod(Settings(CONTRACT), ManualClock(), CurrentRound(first_round()))
-    manifests = Manifests(
+    manifests = ManifestRequests(
         pod, Tiers(node, None, pools), cast(Any, None), cast(Any, sender), Failures(lambda: None)
     )
     try:

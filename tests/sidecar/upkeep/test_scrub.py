@@ -40,7 +40,7 @@ from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.upkeep.replace import Replacer
-from holdfast_sidecar.upkeep.scrub import Schedule, Scrubber, bad_documents
+from holdfast_sidecar.upkeep.scrub import Scrubber, ScrubPace, bad_documents
 
 STATE = accepted(round_message(1))
 
@@ -252,7 +252,7 @@ async def test_a_document_that_changed_is_replaced(tmp_path: Path, document: str
 
 
 def test_a_pass_waits_for_saves_and_still_ends_in_time() -> None:
-    schedule = Schedule(total_bytes=1000, pass_seconds=100.0, started=0.0)
+    schedule = ScrubPace(total_bytes=1000, pass_seconds=100.0, started=0.0)
     assert not schedule.is_late(49.0), "half of the time it may wait"
     schedule.done_bytes = 300
     assert not schedule.is_late(64.0)
@@ -263,9 +263,9 @@ def test_a_pass_waits_for_saves_and_still_ends_in_time() -> None:
 
 def test_idle_reads_take_half_of_a_pass() -> None:
     total = 1 << 40
-    schedule = Schedule(total, 43_200.0, 0.0)
+    schedule = ScrubPace(total, 43_200.0, 0.0)
     assert schedule.pause_seconds(total) == pytest.approx(21_600.0)
-    assert Schedule(10, 43_200.0, 0.0).pause_seconds(4 << 20) == 1.0, "not slower than that"
+    assert ScrubPace(10, 43_200.0, 0.0).pause_seconds(4 << 20) == 1.0, "not slower than that"
 
 
 async def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) -> None:

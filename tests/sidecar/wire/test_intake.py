@@ -37,7 +37,7 @@ from holdfast_core.messages.socket_frames import (
 )
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.wire.intake import Attached, Connection, Intake, LocalConnections
+from holdfast_sidecar.wire.intake import Attached, Intake, LocalConnection, LocalConnections
 
 JOB = JobUid("job-1")
 FILE = ShardFile(
@@ -59,16 +59,16 @@ class Failing:
     def state(self) -> RoundState:
         return STATE
 
-    def hello(self, connection: Connection) -> HelloReply:
+    def hello(self, connection: LocalConnection) -> HelloReply:
         return HelloReply(STATE.round)
 
-    def gone(self, connection: Connection) -> None:
+    def gone(self, connection: LocalConnection) -> None:
         return
 
-    async def request(self, connection: Connection, message: object) -> object:
+    async def request(self, connection: LocalConnection, message: object) -> object:
         raise self._error
 
-    def notify(self, connection: Connection, message: object) -> None:
+    def notify(self, connection: LocalConnection, message: object) -> None:
         raise AssertionError(message)
 
 
@@ -121,7 +121,7 @@ class Opening(Failing):
         super().__init__(UnavailableError("unused"))
         self._path = path
 
-    async def request(self, connection: Connection, message: object) -> object:
+    async def request(self, connection: LocalConnection, message: object) -> object:
         return Attached(FILE, os.open(self._path, os.O_RDONLY))
 
 
@@ -166,7 +166,7 @@ class Listening(Failing):
         super().__init__(UnavailableError("no request is expected"))
         self.received: list[object] = []
 
-    def notify(self, connection: Connection, message: object) -> None:
+    def notify(self, connection: LocalConnection, message: object) -> None:
         self.received.append(message)
 
 

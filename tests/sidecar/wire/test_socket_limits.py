@@ -22,7 +22,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.messages.socket_frames import read_frame, write_frame
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.wire.intake import Connection, Intake, IntakeLimits, LocalConnections
+from holdfast_sidecar.wire.intake import Intake, IntakeLimits, LocalConnection, LocalConnections
 
 JOB = JobUid("job-1")
 NOW = RestartRound(5)
@@ -34,16 +34,16 @@ class Local:
 
     state = RoundState(Worker(0), 2, NOW, "gpt-0-r0")
 
-    def hello(self, connection: Connection) -> Ok:
+    def hello(self, connection: LocalConnection) -> Ok:
         return Ok(NOW)
 
-    def gone(self, connection: Connection) -> None:
+    def gone(self, connection: LocalConnection) -> None:
         return
 
-    async def request(self, connection: Connection, message: object) -> object:
+    async def request(self, connection: LocalConnection, message: object) -> object:
         return Ok(NOW)
 
-    def notify(self, connection: Connection, message: object) -> None:
+    def notify(self, connection: LocalConnection, message: object) -> None:
         return
 
 

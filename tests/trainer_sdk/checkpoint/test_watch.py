@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.watch import CommitWatch
+from holdfast.checkpoint.watch import StallCounter
 from holdfast_core.ids import Step
 
 
-def reports(watch: CommitWatch, *times: float) -> list[float | None]:
+def reports(watch: StallCounter, *times: float) -> list[float | None]:
     found = []
     for now in times:
         watch.saved(now)
@@ -15,7 +15,7 @@ def reports(watch: CommitWatch, *times: float) -> list[float | None]:
 
 
 def test_a_stall_is_reported_once_until_a_save_becomes_durable() -> None:
-    watch = CommitWatch()
+    watch = StallCounter()
     assert reports(watch, 0, 20, 40, 60) == [None] * 4
     assert reports(watch, 80, 100, 120) == [80, None, None]
     assert watch.saves_since_commit == 7
@@ -25,18 +25,18 @@ def test_a_stall_is_reported_once_until_a_save_becomes_durable() -> None:
 
 
 def test_many_saves_in_a_short_time_are_a_slow_disk() -> None:
-    assert reports(CommitWatch(), *(0.1 * i for i in range(100))) == [None] * 100
+    assert reports(StallCounter(), *(0.1 * i for i in range(100))) == [None] * 100
 
 
 def test_a_long_interval_is_not_reported_as_a_stall() -> None:
-    watch = CommitWatch()
+    watch = StallCounter()
     for hour in range(10):
         assert reports(watch, 3600.0 * hour) == [None]
         watch.committed(Step(hour), 3600.0 * hour + 5)
 
 
 def test_the_newest_step_counts_where_commits_come_late() -> None:
-    watch = CommitWatch()
+    watch = StallCounter()
     watch.committed(Step(20), 1)
     watch.committed(Step(10), 2)
     assert watch.last_committed == 20

@@ -23,7 +23,7 @@ from holdfast.base.handle import SaveHandle
 from holdfast.base.options import IntervalRule, OnSaveError, Options, WhenBusy
 from holdfast.base.restore_point import RestorePoint
 from holdfast.base.settings import RankSettings
-from holdfast.checkpoint.decisions import Decision, interval_of
+from holdfast.checkpoint.decisions import SaveDecision, interval_of
 from holdfast.checkpoint.opened import Opened
 from holdfast.checkpoint.restoring import Fetched
 from holdfast.checkpoint.status import SaveStatus
@@ -703,7 +703,7 @@ class Checkpointer:
         start = f"continuing after step {done}" if done else "starting at step 0"
         parts.restorer.notify_user("nothing to restore from %s: %s", self._place.location, start)
 
-    def _decide(self, step: Step) -> Decision:
+    def _decide(self, step: Step) -> SaveDecision:
         self._later_rng.expect_loaded(f"step {step} is done")
         parts = self._parts()
         parts.saves.hand_over_left()

@@ -21,7 +21,7 @@ from holdfast_core.messages.schema import (
     StopRequested,
 )
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.wire.intake import Connection, LocalConnections
+from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
 from holdfast_sidecar.wire.verbs import STOP
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class RankNotices:
         self._requests.append(request)
         self._connections.push_rank(Rank(0), request)
 
-    def repeat(self, connection: Connection) -> None:
+    def repeat(self, connection: LocalConnection) -> None:
         """Send the newest notices to a rank that has connected again."""
         for reached in self._levels.values():
             self._push(connection, reached)
@@ -112,7 +112,7 @@ class RankNotices:
         for connection in self._ranks():
             self._push(connection, reached)
 
-    def _push(self, connection: Connection, reached: LevelReached) -> None:
+    def _push(self, connection: LocalConnection, reached: LevelReached) -> None:
         """Push a level, and for a committed step of a job without a store that it is never persisted.
 
         A wait for that level would otherwise never end.
@@ -126,7 +126,7 @@ class RankNotices:
             step, round_ = reached.step, reached.round
             connection.push(SaveFailed(step, round_, Level.PERSISTED, NO_OBJECT_TIER, text))
 
-    def _ranks(self) -> list[Connection]:
+    def _ranks(self) -> list[LocalConnection]:
         ranks = self._connections.ranks
         return [ranks[Rank(r)] for r in self._current().own_ranks if Rank(r) in ranks]
 

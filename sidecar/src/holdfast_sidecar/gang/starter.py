@@ -28,7 +28,7 @@ from holdfast_sidecar.base.tree import relay_of
 from holdfast_sidecar.gang.barrier import Facts, open_barrier
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.wire.client import Peers
-from holdfast_sidecar.wire.intake import Connection, LocalConnections
+from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
 
 _POLL_SECONDS = 20.0
 
@@ -161,7 +161,7 @@ class Starter:
         self.evaluate()
         self._on_change()
 
-    def gone(self, connection: Connection) -> None:
+    def gone(self, connection: LocalConnection) -> None:
         """Handle the end of the launcher's connection.
 
         If the launcher does not reconnect within `launcher_grace_seconds`, its ranks are reported dead.

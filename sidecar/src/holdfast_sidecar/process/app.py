@@ -35,7 +35,7 @@ from holdfast_sidecar.process.hook_server import HookServer
 from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.process.lifecycle import Lifecycle
 from holdfast_sidecar.process.local import Local
-from holdfast_sidecar.process.manifests import Manifests
+from holdfast_sidecar.process.manifests import ManifestRequests
 from holdfast_sidecar.process.metrics_page import MetricsPage
 from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.process.resources import Resources, open_resources
@@ -91,7 +91,7 @@ class Sidecar:
         self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)
         self._verifier = Verifier(tiers, telemetry)
         receivers = Receivers(
-            Manifests(pod, tiers, saves, peers, telemetry.failures),
+            ManifestRequests(pod, tiers, saves, peers, telemetry.failures),
             self._incoming,
             self._pruner,
             self._verifier,

@@ -44,7 +44,7 @@ from holdfast_sidecar.base.rounds import (
 from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.process.lifecycle import Lifecycle
-from holdfast_sidecar.process.manifests import Manifests
+from holdfast_sidecar.process.manifests import ManifestRequests
 from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.upkeep.verify import Verifier
@@ -56,7 +56,7 @@ from holdfast_sidecar.wire.relaying import Relaying
 class Receivers:
     """The handlers of the messages that do not begin or end a round."""
 
-    manifests: Manifests
+    manifests: ManifestRequests
     copies: IncomingCopies
     pruner: Pruner
     verifier: Verifier

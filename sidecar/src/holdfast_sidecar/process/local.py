@@ -32,7 +32,7 @@ from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.save.slot_writes import Outcome
-from holdfast_sidecar.wire.intake import Connection, LocalConnections
+from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
 
 _LAST_MESSAGES_SECONDS = 5.0
 """Seconds that Finish waits for the ranks' connections to end."""
@@ -74,7 +74,7 @@ class Local:
 
     # ------------------------------------------------------------------ connections
 
-    def hello(self, connection: Connection) -> HelloReply:
+    def hello(self, connection: LocalConnection) -> HelloReply:
         state = self.state
         hello = connection.hello
         if hello is not None:
@@ -86,7 +86,7 @@ class Local:
         policy = None if state.accepted is None else state.accepted.policy
         return HelloReply(state.round, policy, self._node_bytes)
 
-    def gone(self, connection: Connection) -> None:
+    def gone(self, connection: LocalConnection) -> None:
         hello = connection.hello
         if hello is not None and hello.role is LocalRole.LAUNCHER:
             if self._connections.launcher is None:
@@ -95,7 +95,7 @@ class Local:
 
     # ------------------------------------------------------------------ requests
 
-    async def request(self, connection: Connection, message: Any) -> Any:
+    async def request(self, connection: LocalConnection, message: Any) -> Any:
         match message:
             case Stage():
                 # The rank trains on meanwhile. A refusal would lose its last save after a restart.
@@ -142,7 +142,7 @@ class Local:
 
     # ------------------------------------------------------------------ pushes
 
-    def notify(self, connection: Connection, message: Any) -> None:
+    def notify(self, connection: LocalConnection, message: Any) -> None:
         match message:
             case Progress() if message.round == self.state.round and self._own(message.rank):
                 self._progressed(message)

@@ -20,7 +20,7 @@ from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.wire.client import Peers, raise_refused
 
 
-class Manifests:
+class ManifestRequests:
     """Handler of requests for manifests and layouts, of ManifestPut and of KeepLayout."""
 
     def __init__(

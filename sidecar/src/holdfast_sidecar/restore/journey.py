@@ -10,7 +10,7 @@ from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.restore.reshard import Resharder
-from holdfast_sidecar.restore.sources import Places
+from holdfast_sidecar.restore.sources import ShardLocations
 from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.wire.members import Members
 
@@ -33,7 +33,9 @@ class RestoreJourney:
         self.progressed.subscribe(changed)
         self.fetcher = Fetcher(pod, tiers, members, metrics)
         self.rehydrator = Rehydrator(pod, self.fetcher, metrics, self.progressed)
-        places = Places(tiers, members.bulk, self.fetcher, metrics, pod.contract.procs_per_worker)
+        places = ShardLocations(
+            tiers, members.bulk, self.fetcher, metrics, pod.contract.procs_per_worker
+        )
         resharder = Resharder(places, self.fetcher, tiers.pools, metrics, pod.patience)
         self.filler = Filler(pod, tiers, saves, self.rehydrator, resharder, metrics)
         self.filler.changed.subscribe(changed)

@@ -34,7 +34,7 @@ from holdfast_sidecar.base.backoff import Patience
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.restore.fill_target import FillTarget
-from holdfast_sidecar.restore.sources import Place
+from holdfast_sidecar.restore.sources import ShardLocation
 
 _ORDER = (TierName.NODE, TierName.PEER, TierName.OBJECT)
 
@@ -71,11 +71,11 @@ class Saved:
 
 
 class Shards(Protocol):
-    """The part of `sources.Places` that a Resharder needs."""
+    """The part of `sources.ShardLocations` that a Resharder needs."""
 
-    def of(self, ref: ShardRef, namespace: str) -> Sequence[Place]: ...
+    def of(self, ref: ShardRef, namespace: str) -> Sequence[ShardLocation]: ...
 
-    async def bad(self, place: Place, ref: ShardRef, damage: CorruptionError) -> None: ...
+    async def bad(self, place: ShardLocation, ref: ShardRef, damage: CorruptionError) -> None: ...
 
 
 class Layouts(Protocol):
@@ -256,7 +256,12 @@ class Resharder:
         raise NotFoundError("; ".join(source_errors))
 
     def _copy(
-        self, place: Place, saved: Saved, ref: ShardRef, copying: Copying, target: FillTarget
+        self,
+        place: ShardLocation,
+        saved: Saved,
+        ref: ShardRef,
+        copying: Copying,
+        target: FillTarget,
     ) -> None:
         """Copy what is left of the moves from one place. Blocks. Raises HoldfastError."""
         before, table_bytes = copying.read_bytes, 0

@@ -1,7 +1,7 @@
-"""List the places that may hold one shard of the restore point, for reads of byte ranges.
+"""List the locations that may hold one shard of the restore point, for reads of byte ranges.
 
 The order is this node, then the other members, then the object store, as for whole shards. Among the
-members, the worker whose rank saved the shard comes first. A place is opened only when it is used.
+members, the worker whose rank saved the shard comes first. A location is opened only when it is used.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from holdfast_sidecar.wire.bulk import BulkPeers
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One place that may hold a shard."""
+class ShardLocation:
+    """One location that may hold a shard."""
 
     tier: TierName
     name: str
@@ -37,8 +37,8 @@ class Place:
     """The member, where the tier is PEER."""
 
 
-class Places:
-    """The places of a shard, and the handling of places whose copy was bad."""
+class ShardLocations:
+    """The locations of a shard, and the handling of those whose copy was bad."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Places:
         self._metrics = metrics
         self._procs_per_worker = procs_per_worker
 
-    def of(self, ref: ShardRef, namespace: str) -> tuple[Place, ...]:
-        """Return the places of a shard, in the order in which to try them.
+    def of(self, ref: ShardRef, namespace: str) -> tuple[ShardLocation, ...]:
+        """Return the locations of a shard, in the order in which to try them.
 
         Args:
             ref: The shard.
@@ -65,9 +65,11 @@ class Places:
         """
         home = worker_of(ref.rank, self._procs_per_worker)
         members = sorted(self._fetcher.others(), key=lambda member: member.worker != home)
-        found = [Place(TierName.NODE, "node tier", partial(self._own, ref), self._pools.fill)]
+        found = [
+            ShardLocation(TierName.NODE, "node tier", partial(self._own, ref), self._pools.fill)
+        ]
         found += [
-            Place(
+            ShardLocation(
                 TierName.PEER,
                 f"worker {member.worker}",
                 partial(self._bulk.open, member, ref),
@@ -78,10 +80,10 @@ class Places:
         ]
         if self._store is not None:
             opened = partial(self._store.open_shard, namespace, ref)
-            found.append(Place(TierName.OBJECT, "object store", opened, self._pools.fetch))
+            found.append(ShardLocation(TierName.OBJECT, "object store", opened, self._pools.fetch))
         return tuple(found)
 
-    async def bad(self, place: Place, ref: ShardRef, damage: CorruptionError) -> None:
+    async def bad(self, place: ShardLocation, ref: ShardRef, damage: CorruptionError) -> None:
         """Handle a damaged copy: quarantine the one on this node, or ask the member to verify its own."""
         self._metrics.corruption(place.tier)
         if place.member is not None:

@@ -35,7 +35,7 @@ _BUSY_POLL_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class Schedule:
+class ScrubPace:
     """Pace of one pass. Without saves or restores it reads evenly and takes half of `pass_seconds`."""
 
     total_bytes: int
@@ -126,7 +126,7 @@ class Scrubber:
         """
         records = list(self._node.list_shards())
         random.shuffle(records)
-        schedule = Schedule(
+        schedule = ScrubPace(
             sum(r.header.payload_bytes for r in records),
             self._settings.scrub_pass_seconds,
             self._clock.monotonic(),
@@ -147,7 +147,7 @@ class Scrubber:
 
     # ------------------------------------------------------------------ shards
 
-    async def _shard_is_bad(self, ref: ShardRef, schedule: Schedule) -> bool:
+    async def _shard_is_bad(self, ref: ShardRef, schedule: ScrubPace) -> bool:
         """Verify a shard. If it is damaged or missing, pass it to the replacer and return True."""
         try:
             await self._read(ref, schedule)
@@ -171,7 +171,7 @@ class Scrubber:
             return True
         return False
 
-    async def _read(self, ref: ShardRef, schedule: Schedule) -> None:
+    async def _read(self, ref: ShardRef, schedule: ScrubPace) -> None:
         """Read and verify a shard at the pace of the schedule. Raises NotFoundError, CorruptionError."""
         reader = await self._pools.scrub.run(self._node.open_shard, ref)
         try:
@@ -190,7 +190,7 @@ class Scrubber:
         finally:
             reader.close()
 
-    async def _turn(self, schedule: Schedule) -> None:
+    async def _turn(self, schedule: ScrubPace) -> None:
         """Wait while a save or a restore moves bytes, as long as the pass can still end in time."""
         while self._busy() and not schedule.is_late(self._clock.monotonic()):
             await self._clock.sleep(_BUSY_POLL_SECONDS)

@@ -71,15 +71,15 @@ class LocalHandler(Protocol):
     @property
     def state(self) -> RoundState: ...
 
-    def hello(self, connection: Connection) -> HelloReply:
+    def hello(self, connection: LocalConnection) -> HelloReply:
         """Return the reply to a Hello that was accepted."""
         ...
 
-    def gone(self, connection: Connection) -> None:
+    def gone(self, connection: LocalConnection) -> None:
         """Handle the end of a connection whose Hello was accepted."""
         ...
 
-    async def request(self, connection: Connection, message: Any) -> Any:
+    async def request(self, connection: LocalConnection, message: Any) -> Any:
         """Return the reply to a request.
 
         Raises:
@@ -87,7 +87,7 @@ class LocalHandler(Protocol):
         """
         ...
 
-    def notify(self, connection: Connection, message: Any) -> None:
+    def notify(self, connection: LocalConnection, message: Any) -> None:
         """Handle a push from the launcher or a rank."""
         ...
 
@@ -100,7 +100,7 @@ class Attached:
     fd: int
 
 
-class Connection:
+class LocalConnection:
     """Connection of one launcher or rank. `hello` is None until its Hello was accepted."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
@@ -169,8 +169,8 @@ class LocalConnections:
     """The newest connection of the launcher and of each rank, whose Hello was accepted."""
 
     def __init__(self) -> None:
-        self.launcher: Connection | None = None
-        self.ranks: dict[Rank, Connection] = {}
+        self.launcher: LocalConnection | None = None
+        self.ranks: dict[Rank, LocalConnection] = {}
         self._left = asyncio.Event()
 
     def push_launcher(self, message: Any) -> bool:
@@ -194,14 +194,14 @@ class LocalConnections:
             return False
         return True
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: LocalConnection) -> None:
         """Keep a connection whose Hello was accepted, in place of an older one."""
         if connection.hello is not None and connection.hello.role is LocalRole.LAUNCHER:
             self.launcher = connection
         elif connection.rank is not None:
             self.ranks[connection.rank] = connection
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: LocalConnection) -> None:
         """Drop a connection that has ended. One that a newer connection has replaced is ignored."""
         if self.launcher is connection:
             self.launcher = None
@@ -227,14 +227,16 @@ class Intake:
         self._limits = limits or IntakeLimits()
         self._closed = ClosedConnections("socket", dropped)
         self._large = ByteBudget(_LARGE_FRAMES_BYTES)
-        self._open: Connections[Connection] = Connections(self._limits.connections, self._replaced)
+        self._open: Connections[LocalConnection] = Connections(
+            self._limits.connections, self._replaced
+        )
         self._path = path
         self._job_uid = job_uid
         self._handler = handler
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._requests = Tasks()
-        self._connections: set[Connection] = set()
+        self._connections: set[LocalConnection] = set()
         self._introduced = connections
 
     async def start(self) -> None:
@@ -255,7 +257,7 @@ class Intake:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(writer)
+        connection = LocalConnection(writer)
         self._connections.add(connection)
         self._open.add(connection)
         task = asyncio.current_task()
@@ -275,7 +277,7 @@ class Intake:
             self._forget(connection)
             connection.close()
 
-    def _replaced(self, connection: Connection) -> None:
+    def _replaced(self, connection: LocalConnection) -> None:
         connection.abort()
         self._closed("room", "a local connection was closed to make room for a newer one")
 
@@ -288,7 +290,7 @@ class Intake:
         """Bytes taken by large frames that are being read."""
         return self._large.taken_bytes
 
-    async def _read(self, reader: asyncio.StreamReader, connection: Connection) -> None:
+    async def _read(self, reader: asyncio.StreamReader, connection: LocalConnection) -> None:
         async with asyncio.timeout(self._limits.hello_seconds):
             while connection.hello is None:
                 frame = await read_frame(reader, limit_bytes=_HELLO_BYTES)
@@ -313,7 +315,7 @@ class Intake:
     def _room(self, length: int) -> AbstractAsyncContextManager[None]:
         return nullcontext() if length <= _READ_BYTES else self._large.take(length)
 
-    def _introduce(self, connection: Connection, hello: Hello, id_: int) -> None:
+    def _introduce(self, connection: LocalConnection, hello: Hello, id_: int) -> None:
         state = self._handler.state
         if hello.job_uid != self._job_uid or hello.version != PROTOCOL_VERSION:
             refused = state.refused(
@@ -337,7 +339,7 @@ class Intake:
         connection.send(self._handler.hello(connection), id_)
 
     async def _answer(
-        self, connection: Connection, frame: Frame, release: Callable[[], None]
+        self, connection: LocalConnection, frame: Frame, release: Callable[[], None]
     ) -> None:
         state = self._handler.state
         try:
@@ -355,7 +357,7 @@ class Intake:
         else:
             connection.send(reply, frame.id)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: LocalConnection) -> None:
         self._introduced.remove(connection)
         if connection.hello is not None:
             self._handler.gone(connection)

@@ -18,7 +18,7 @@ from holdfast_core.messages.schema import (
 from holdfast_sidecar.base.pod import CurrentRound
 from holdfast_sidecar.base.rounds import RULES, Caller, From, To
 from holdfast_sidecar.wire.client import Dispatch, Peers, body_of
-from holdfast_sidecar.wire.verbs import BY_PATH, Endpoint
+from holdfast_sidecar.wire.verbs import BY_PATH, Route
 
 _MEMBER_SECONDS = 10.0
 """How long a relay waits for a worker of its group. It is less than a sender waits for the relay."""
@@ -107,6 +107,6 @@ class Relaying:
             return Answer(503, str(error).encode())
 
 
-def _is_for_coordinator(endpoint: Endpoint) -> bool:
+def _is_for_coordinator(endpoint: Route) -> bool:
     rule = RULES[endpoint.request]
     return rule.sender is From.MEMBER and rule.receiver is To.COORDINATOR

@@ -41,7 +41,7 @@ from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_ca
 from holdfast_sidecar.wire.bodies import Bodies, BodyLimits, in_pieces
 from holdfast_sidecar.wire.client import raise_refused
 from holdfast_sidecar.wire.closed import ClosedConnections
-from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Endpoint
+from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Route
 
 MAX_POLL_SECONDS = 60.0
 _LAYOUTS_AT_ONCE = 4
@@ -159,7 +159,7 @@ class ControlServer:
     async def close(self) -> None:
         await self._port.close()
 
-    def _post(self, endpoint: Endpoint) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _post(self, endpoint: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request, caller: Caller) -> Any:
             refused = refuse_caller(
                 self._handler.state, caller, endpoint.request, _round_of_header(request)

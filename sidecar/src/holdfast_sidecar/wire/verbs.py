@@ -42,7 +42,7 @@ ROUND_HEADER = "Holdfast-Round"
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class Route:
     """A path with the types of its message and reply."""
 
     path: str
@@ -50,27 +50,27 @@ class Endpoint:
     reply: type[Any]
 
 
-POSTS: tuple[Endpoint, ...] = (
-    Endpoint("/v1/seal", Seal, Inventory),
-    Endpoint("/v1/round", Round, Inventory),
-    Endpoint("/v1/finish-commit", FinishCommit, Inventory),
-    Endpoint(SAVE_NOW, GangRequest, Ok),
-    Endpoint(STOP, GangRequest, Ok),
-    Endpoint(END, GangRequest, Ok),
-    Endpoint("/v1/prepared", Prepared, PreparedReply),
-    Endpoint("/v1/buffered", Buffered, BufferedReply),
-    Endpoint("/v1/copy", CopyRequest, CopyReply),
-    Endpoint("/v1/replicated", Replicated, Ok),
-    Endpoint("/v1/uploaded", Uploaded, Ok),
-    Endpoint("/v1/report", WorkerReport, Ok),
-    Endpoint("/v1/manifest", ManifestPut, Ok),
-    Endpoint("/v1/layout", KeepLayout, Ok),
-    Endpoint("/v1/level", LevelNotice, Ok),
-    Endpoint("/v1/buffer-notice", BufferNotice, Ok),
-    Endpoint("/v1/persist", PersistRequest, Ok),
-    Endpoint("/v1/suspect", Suspect, Ok),
-    Endpoint("/v1/prune", Prune, PruneReply),
-    Endpoint("/v1/relay", Relay, RelayReply),
+POSTS: tuple[Route, ...] = (
+    Route("/v1/seal", Seal, Inventory),
+    Route("/v1/round", Round, Inventory),
+    Route("/v1/finish-commit", FinishCommit, Inventory),
+    Route(SAVE_NOW, GangRequest, Ok),
+    Route(STOP, GangRequest, Ok),
+    Route(END, GangRequest, Ok),
+    Route("/v1/prepared", Prepared, PreparedReply),
+    Route("/v1/buffered", Buffered, BufferedReply),
+    Route("/v1/copy", CopyRequest, CopyReply),
+    Route("/v1/replicated", Replicated, Ok),
+    Route("/v1/uploaded", Uploaded, Ok),
+    Route("/v1/report", WorkerReport, Ok),
+    Route("/v1/manifest", ManifestPut, Ok),
+    Route("/v1/layout", KeepLayout, Ok),
+    Route("/v1/level", LevelNotice, Ok),
+    Route("/v1/buffer-notice", BufferNotice, Ok),
+    Route("/v1/persist", PersistRequest, Ok),
+    Route("/v1/suspect", Suspect, Ok),
+    Route("/v1/prune", Prune, PruneReply),
+    Route("/v1/relay", Relay, RelayReply),
 )
 
 BY_PATH = {e.path: e for e in POSTS}

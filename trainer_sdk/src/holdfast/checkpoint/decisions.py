@@ -48,7 +48,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SaveDecision:
     """What this rank does after a step. All ranks decide the same."""
 
     saves: bool
@@ -94,7 +94,7 @@ class SaveDecisions:
         self._schedule = Schedule(0, 0)
         """Schedule of a measured interval."""
         self._skipped = 0
-        self._decided: tuple[Step, Decision] | None = None
+        self._decided: tuple[Step, SaveDecision] | None = None
         self._left_out: Step | None = None
 
     def begin(self, step: int) -> None:
@@ -106,7 +106,7 @@ class SaveDecisions:
             if self._schedule.interval_steps == 0:
                 self._schedule = Schedule(step, 0)
 
-    def after_step(self, step: Step) -> Decision:
+    def after_step(self, step: Step) -> SaveDecision:
         """Decide about `step`, which is done. A second call for the same step decides the same."""
         if not self._has_begun:
             self.begin(step - 1)
@@ -114,7 +114,7 @@ class SaveDecisions:
             self._decided = step, self._decide(step)
         return self._decided[1]
 
-    def _decide(self, step: Step) -> Decision:
+    def _decide(self, step: Step) -> SaveDecision:
         verdict = self._agreement.after_step(step)
         self._propose_interval()
         self.stopping = self.stopping or verdict.stop
@@ -124,7 +124,7 @@ class SaveDecisions:
             self._change_interval(step, verdict.interval_steps)
         if not (is_due or is_requested):
             self.foresee(Step(step + 1))
-        return Decision(is_due or is_requested, is_requested)
+        return SaveDecision(is_due or is_requested, is_requested)
 
     def was_requested(self, step: Step) -> bool:
         """Return whether a save or a stop was requested for `step`, the last one that was decided."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from holdfast.base.handle import SaveHandle
-from holdfast.checkpoint.watch import CommitWatch
+from holdfast.checkpoint.watch import StallCounter
 
 _MAX_DURABLE = 64
 """Durable saves whose upload is still watched. An upload waits behind at most two others."""
@@ -19,7 +19,7 @@ class Outcomes:
     """
 
     def __init__(self) -> None:
-        self.watch = CommitWatch()
+        self.watch = StallCounter()
         self._handles: list[SaveHandle] = []
         self._durable: deque[SaveHandle] = deque(maxlen=_MAX_DURABLE)
 

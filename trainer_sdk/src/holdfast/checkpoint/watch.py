@@ -8,7 +8,7 @@ STALLED_SAVES = 5
 STALLED_SECONDS = 60.0
 
 
-class CommitWatch:
+class StallCounter:
     """Counter of the saves since the last one became durable.
 
     A stall is at least `STALLED_SAVES` saves (failed and skipped saves included) during at least

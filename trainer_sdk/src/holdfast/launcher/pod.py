@@ -24,7 +24,7 @@ from typing import Any
 
 from holdfast.launcher.channel import SidecarChannel
 from holdfast.launcher.memory import ContainerMemory
-from holdfast.launcher.ranks.gang import STORE_SECRET_BYTES, Gang, RoundPlan
+from holdfast.launcher.ranks.gang import STORE_SECRET_BYTES, Gang, RoundSettings
 from holdfast.launcher.ranks.processes import Processes, RankProcess
 from holdfast.launcher.record import RoundRecord
 from holdfast_core.contract import PodContract
@@ -279,8 +279,8 @@ class PodLauncher:
             self.channel.notify(message)
 
 
-def _plan(run: Run, contract: PodContract) -> RoundPlan:
-    return RoundPlan(
+def _plan(run: Run, contract: PodContract) -> RoundSettings:
+    return RoundSettings(
         round=run.round,
         world_size=run.world_size,
         first_rank=run.first_rank,

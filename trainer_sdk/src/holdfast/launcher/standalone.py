@@ -10,7 +10,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 
-from holdfast.launcher.ranks.gang import STORE_SECRET_BYTES, Gang, RoundPlan
+from holdfast.launcher.ranks.gang import STORE_SECRET_BYTES, Gang, RoundSettings
 from holdfast.launcher.ranks.processes import Processes, RankProcess
 from holdfast_core.ids import Rank, RestartRound
 
@@ -70,7 +70,7 @@ class StandaloneLauncher:
         options = self._options
         gang = Gang(
             self._processes,
-            RoundPlan(
+            RoundSettings(
                 round=round_,
                 world_size=options.procs,
                 first_rank=Rank(0),

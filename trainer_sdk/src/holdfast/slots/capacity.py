@@ -21,7 +21,7 @@ _LOCK = ".allocate"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Headroom:
     """Bytes that may still be allocated, the limit that they come from, and how to raise it."""
 
     available_bytes: int
@@ -63,17 +63,17 @@ class VolumeFullError(CapacityError):
     """The volume of the slots has no room. Another volume may have."""
 
 
-def volume_room(directory: Path, advice: SlotAdvice = IN_A_POD) -> Room:
+def volume_room(directory: Path, advice: SlotAdvice = IN_A_POD) -> Headroom:
     """Return the free room of the volume that holds `directory`."""
     stats = os.statvfs(directory)
-    return Room(
+    return Headroom(
         stats.f_bavail * stats.f_frsize,
         f"the {advice.place} of {directory}",
         advice.volume,
     )
 
 
-def memory_room(root: Path = _CGROUP, advice: SlotAdvice = IN_A_POD) -> Room | None:
+def memory_room(root: Path = _CGROUP, advice: SlotAdvice = IN_A_POD) -> Headroom | None:
     """Return the free room of this process's memory cgroup, or None where no limit is visible."""
     unified = _read_int(root / "memory.max"), _read_int(root / "memory.current")
     stat, cache = root / "memory.stat", "inactive_file"
@@ -88,7 +88,7 @@ def memory_room(root: Path = _CGROUP, advice: SlotAdvice = IN_A_POD) -> Room | N
     if limit is None or used is None or limit >= 1 << 62:
         return None
     reclaimable = _stat_value(stat, cache)
-    return Room(
+    return Headroom(
         max(0, limit - used + reclaimable), "the memory limit of the container", advice.memory
     )
 
@@ -115,7 +115,7 @@ def require_room(
     """
     pending = reserved_bytes(directory)
 
-    def text(room: Room) -> str:
+    def text(room: Headroom) -> str:
         return (
             f"{room.limit} needs {needed_bytes + pending} more bytes for {slots} slots ({pending} "
             f"of them are being allocated by other ranks), has {room.available_bytes}: "

@@ -47,7 +47,7 @@ def position_of(point: holdfast.RestorePoint) -> str:
     return str(part[_POSITION])
 
 
-class Progress:
+class TrainerProgress:
     """The part "trainer" of the saved state, and the decisions about saves.
 
     trainer: the Trainer, with its Checkpointer as `ckpt`. Only the training thread uses both.
@@ -254,10 +254,10 @@ class Progress:
             self._trainer.ckpt.wait_staged()
 
 
-class Events(TrainerCallback):  # type: ignore[misc]
-    """Calls `Progress` at the events of the loop, and reports what the Trainer logs."""
+class TrainerEvents(TrainerCallback):  # type: ignore[misc]
+    """Calls `TrainerProgress` at the events of the loop, and reports what the Trainer logs."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TrainerProgress) -> None:
         self._progress = progress
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:

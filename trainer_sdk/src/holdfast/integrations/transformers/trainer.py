@@ -23,9 +23,9 @@ from transformers.trainer_utils import SaveStrategy
 
 import holdfast
 from holdfast.integrations.transformers.progress import (
-    Events,
     OlderStepError,
-    Progress,
+    TrainerEvents,
+    TrainerProgress,
     position_of,
 )
 from holdfast.integrations.transformers.supported import require_supported
@@ -56,8 +56,8 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         require_supported(self)
         self.ckpt = ckpt
-        self._holdfast = Progress(self)
-        self.add_callback(Events(self._holdfast))
+        self._holdfast = TrainerProgress(self)
+        self.add_callback(TrainerEvents(self._holdfast))
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **kwargs: Any

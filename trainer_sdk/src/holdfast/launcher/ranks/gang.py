@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from holdfast.base.settings import RankSettings, rank_environment
 from holdfast.launcher.ranks.processes import Processes, RankProcess
-from holdfast.launcher.ranks.stacks import Found
+from holdfast.launcher.ranks.stacks import LocatedRank
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import Timing
 
@@ -18,7 +18,7 @@ STORE_SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class RoundPlan:
+class RoundSettings:
     """Settings of the ranks of one round on this node."""
 
     round: RestartRound
@@ -38,7 +38,7 @@ class RoundPlan:
     max_restarts: int = 0
 
 
-def environments(plan: RoundPlan) -> list[tuple[Rank, dict[str, str]]]:
+def environments(plan: RoundSettings) -> list[tuple[Rank, dict[str, str]]]:
     """Return the variables that each rank of this pod gets, in the order of ranks."""
     result = []
     for local_rank in range(plan.procs):
@@ -71,7 +71,7 @@ def environments(plan: RoundPlan) -> list[tuple[Rank, dict[str, str]]]:
 class Gang:
     """The ranks of one round on this node."""
 
-    def __init__(self, processes: Processes, plan: RoundPlan) -> None:
+    def __init__(self, processes: Processes, plan: RoundSettings) -> None:
         self.plan = plan
         self._processes = processes
         self._ranks: list[RankProcess] = []
@@ -100,7 +100,7 @@ class Gang:
                 future.cancel()
         return min((waiting[future] for future in done), key=lambda process: process.rank)
 
-    async def find_stacks(self) -> tuple[Found, ...]:
+    async def find_stacks(self) -> tuple[LocatedRank, ...]:
         """Return where each rank is that runs. It takes some seconds."""
         return await self._processes.find_stacks()
 

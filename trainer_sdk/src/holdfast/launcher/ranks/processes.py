@@ -24,7 +24,7 @@ from holdfast.launcher.ranks import wire
 from holdfast.launcher.ranks.forkserver import TORCH_MODULES, kill_group
 from holdfast.launcher.ranks.log_files import LogFiles, StreamFile
 from holdfast.launcher.ranks.output import OutputPump, Tail
-from holdfast.launcher.ranks.stacks import Found, Watched, find
+from holdfast.launcher.ranks.stacks import LocatedRank, Watched, find
 from holdfast_core.errors import ConfigError, HoldfastError
 from holdfast_core.ids import Rank
 
@@ -140,7 +140,7 @@ class Processes:
     def ranks(self) -> tuple[RankProcess, ...]:
         return tuple(self._ranks.values())
 
-    async def find_stacks(self) -> tuple[Found, ...]:
+    async def find_stacks(self) -> tuple[LocatedRank, ...]:
         """Return where each rank is that runs. It takes some seconds."""
         with contextlib.ExitStack() as files:
             running = []

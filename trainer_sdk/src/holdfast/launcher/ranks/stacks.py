@@ -56,19 +56,19 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocatedRank:
     """Where a rank is, and what the launcher writes to its log."""
 
     stack: RankStack
     log: str
 
 
-async def find(ranks: Sequence[Watched]) -> tuple[Found, ...]:
+async def find(ranks: Sequence[Watched]) -> tuple[LocatedRank, ...]:
     """Return where each rank is. It takes some seconds."""
     return tuple(await asyncio.gather(*(_find_rank(rank) for rank in ranks)))
 
 
-async def _find_rank(watched: Watched) -> Found:
+async def _find_rank(watched: Watched) -> LocatedRank:
     texts: list[str] = []
     before = measure(watched.pid)
     process = _look_at(watched.pid)
@@ -84,19 +84,19 @@ async def _find_rank(watched: Watched) -> Found:
     busy = is_at_work(before, measure(watched.pid), written)
     if process.stopped or process.ended:
         stack = RankStack(watched.rank, process.problem, False, stopped=process.stopped)
-        return Found(stack, process.problem)
+        return LocatedRank(stack, process.problem)
     known = [text for text in texts if text]
     if not known:
         problem = process.problem or (
             f"it has written no stack within {ANSWER_SECONDS:g} s, in state {process.state}"
         )
-        return Found(RankStack(watched.rank, problem, False, moves=busy), problem)
+        return LocatedRank(RankStack(watched.rank, problem, False, moves=busy), problem)
     places = [main_thread(text) for text in known]
     last = places[-1]
     waits = any(part in frame for frame in last[:_WAITING_FRAMES] for part in _WAITING_FILES)
     # A rank that waits for others may use a processor all the same: a wait for a device spins.
     moves = any(place != last for place in places) or (busy and not waits)
-    return Found(RankStack(watched.rank, shortened(last), True, waits, moves), known[-1])
+    return LocatedRank(RankStack(watched.rank, shortened(last), True, waits, moves), known[-1])
 
 
 @dataclass(frozen=True, slots=True)
