@@ -30,7 +30,7 @@ from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide import rounds
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.restore import restore_point
-from holdfast_operator.decide.restore.restore_point import Choice, Chosen, Finish, Wait
+from holdfast_operator.decide.restore.restore_point import Choice, Chosen, InterruptedCommit, Wait
 from holdfast_operator.model.actions import FinishInterruptedCommit
 from holdfast_operator.model.job import JobMemory, Observed, PodView, SidecarView
 from holdfast_operator.model.reasons import Reason
@@ -84,14 +84,14 @@ COMPLETE = (answer(A, uncommitted(20, 0, 0)), answer(B, uncommitted(20, 0, 1)))
 
 def test_a_step_whose_shards_are_all_there_is_committed_first() -> None:
     choice = choose(*COMPLETE)
-    assert isinstance(choice, Finish)
+    assert isinstance(choice, InterruptedCommit)
     assert choice.id == CheckpointId(Step(20), RestartRound(0))
     assert "interrupted the commit of step 20" in choice.note.message
 
 
 def test_the_manifest_is_the_one_that_the_coordinator_would_have_built() -> None:
     choice = choose(*COMPLETE)
-    assert isinstance(choice, Finish)
+    assert isinstance(choice, InterruptedCommit)
     found = parse_manifest_of(choice.manifest.encode(), UID, choice.id)
     assert found.parent == manifest_digest(5, 0)
     assert found.world_size == 2
@@ -136,7 +136,7 @@ def test_the_choice_waits_for_a_survivor_that_still_writes_its_shard() -> None:
 
 
 def test_a_refused_manifest_delays_the_choice_for_60_seconds_at_most() -> None:
-    assert isinstance(choose(*COMPLETE, waited=59.0), Finish)
+    assert isinstance(choose(*COMPLETE, waited=59.0), InterruptedCommit)
     assert chosen_step(choose(*COMPLETE, waited=60.0)) == 10
 
 
@@ -176,14 +176,14 @@ def test_the_newest_of_two_interrupted_steps_is_finished() -> None:
         answer(A, uncommitted(15, 0, 0), uncommitted(20, 0, 0)),
         answer(B, uncommitted(15, 0, 1), uncommitted(20, 0, 1)),
     )
-    assert isinstance(choice, Finish) and choice.id.step == 20
+    assert isinstance(choice, InterruptedCommit) and choice.id.step == 20
 
 
 def test_a_step_that_only_some_have_does_not_hide_an_older_one() -> None:
     choice = choose(
         answer(A, uncommitted(15, 0, 0), uncommitted(20, 0, 0)), answer(B, uncommitted(15, 0, 1))
     )
-    assert isinstance(choice, Finish) and choice.id.step == 15
+    assert isinstance(choice, InterruptedCommit) and choice.id.step == 15
 
 
 def test_an_older_step_than_the_newest_checkpoint_is_left_alone() -> None:
@@ -212,7 +212,7 @@ def test_a_quarantined_step_is_not_finished() -> None:
 
 def test_before_the_first_restore_point_there_is_nothing_to_finish() -> None:
     choice = choose(*COMPLETE, state=status(1, (0, 0)))
-    assert not isinstance(choice, Finish)
+    assert not isinstance(choice, InterruptedCommit)
 
 
 # --------------------------------------------------------------------------- whole lives

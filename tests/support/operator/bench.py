@@ -18,7 +18,7 @@ from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarVie
 from holdfast_operator.model.keys import Key, job_key
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import (
-    Leaf,
+    LeafCertificate,
     client_context,
     new_authority,
     new_leaf,
@@ -83,7 +83,7 @@ class Bench:
     """Each is raised once when the bench is notified of a change, as a defect of the operator would be."""
     servers: dict[int, FakeSidecar] = field(default_factory=dict)
 
-    async def serve(self, pod: PodView, leaf: Leaf | None = None) -> FakeSidecar:
+    async def serve(self, pod: PodView, leaf: LeafCertificate | None = None) -> FakeSidecar:
         server = FakeSidecar(pod.worker, pod.name, pod.birth_round)
         leaf = leaf or new_leaf(AUTHORITY, peer_dns_name(pod.name, UID))
         await server.start(pod.ip or "", self.port, AUTHORITY.certificate, leaf)

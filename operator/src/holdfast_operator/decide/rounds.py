@@ -80,7 +80,7 @@ def record_births(world: World, memory: JobMemory, now: Now) -> Decision | None:
 
 def choose(world: World, memory: JobMemory, now: Now) -> Decision:
     choice = restore_point.choose(world, memory, now)
-    if isinstance(choice, restore_point.Finish):
+    if isinstance(choice, restore_point.InterruptedCommit):
         actions = [*gang.member_actions(world), *_finishes(world, choice)]
         return with_status_write(world, memory, now, actions, choice.note, STARTING_SECONDS)
     if isinstance(choice, restore_point.Wait):
@@ -101,7 +101,7 @@ def choose(world: World, memory: JobMemory, now: Now) -> Decision:
     return Decision(tuple(actions), 0.0, choice.message, memory)
 
 
-def _finishes(world: World, choice: restore_point.Finish) -> Iterator[Action]:
+def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator[Action]:
     """Yield the requests to some members to write the manifest. The others read it from one of them."""
     message = FinishCommit(world.round, choice.id.step, choice.id.round, choice.manifest)
     for member in world.members[:FINISHING_MEMBERS]:

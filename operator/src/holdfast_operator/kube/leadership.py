@@ -82,7 +82,7 @@ class LeaseName:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ForeignRecord:
     """One record of another holder, and the monotonic times between which it was read unchanged."""
 
     version: str
@@ -114,7 +114,7 @@ class Leadership:
         self._identity = identity
         self._clock = clock
         self._log_changes = logs.Changed()
-        self._seen: _Seen | None = None
+        self._seen: _ForeignRecord | None = None
         self._write_until: float | None = None
         self.gained = asyncio.Event()
         """Set when this process has taken the lease. It stays set."""
@@ -212,7 +212,7 @@ class Leadership:
         now, version = self._clock.monotonic(), str(raw["metadata"]["resourceVersion"])
         seen = self._seen
         if seen is None or seen.version != version or now - seen.last > self._times.gap_seconds:
-            self._seen = _Seen(version, now, now)
+            self._seen = _ForeignRecord(version, now, now)
             return False
         seen.last = now
         duration = _spec(raw).get("leaseDurationSeconds") or self._times.lease_seconds

@@ -52,7 +52,7 @@ class Authority:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class LeafCertificate:
     """Certificate and private key of a pod or of the operator, as PEM."""
 
     certificate: str
@@ -78,7 +78,7 @@ def new_authority(job_uid: str) -> Authority:
     return Authority(_pem(certificate), _key_pem(key))
 
 
-def new_leaf(authority: Authority, dns_name: str) -> Leaf:
+def new_leaf(authority: Authority, dns_name: str) -> LeafCertificate:
     """Return a leaf for one dNSName, usable as client and as server. Raises HoldfastError."""
     issuer = x509.load_pem_x509_certificate(authority.certificate.encode())
     issuer_key = serialization.load_pem_private_key(authority.key.encode(), None)
@@ -110,7 +110,7 @@ def new_leaf(authority: Authority, dns_name: str) -> Leaf:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(issuer_key, hashes.SHA256())
     )
-    return Leaf(_pem(certificate), _key_pem(key))
+    return LeafCertificate(_pem(certificate), _key_pem(key))
 
 
 def secret_data(authority: Authority, job_uid: str, pods: Iterable[str]) -> dict[str, str]:
@@ -123,7 +123,7 @@ def secret_data(authority: Authority, job_uid: str, pods: Iterable[str]) -> dict
     return data
 
 
-def client_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
+def client_context(authority: Authority, leaf: LeafCertificate) -> ssl.SSLContext:
     """Return a TLS 1.3 context in which the job's authority alone authenticates both sides."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

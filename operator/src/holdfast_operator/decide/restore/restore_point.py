@@ -67,7 +67,7 @@ class Exhausted:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class InterruptedCommit:
     """A step whose commit the failure has interrupted is committed first. The choice waits for that."""
 
     id: CheckpointId
@@ -75,7 +75,7 @@ class Finish:
     note: Note
 
 
-Choice = Chosen | Wait | Exhausted | Finish
+Choice = Chosen | Wait | Exhausted | InterruptedCommit
 
 
 def choose(world: World, memory: JobMemory, now: Now) -> Choice:
@@ -133,7 +133,7 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
     return _from_spec(world, newest)
 
 
-def _finish(world: World, best: Candidate | None) -> Finish | Wait | None:
+def _finish(world: World, best: Candidate | None) -> InterruptedCommit | Wait | None:
     """Return the newer step than `best` that is to be committed first, or why the choice waits for one."""
     found = unfinished(world, None if best is None else best.id.step)
     if found is None:
@@ -143,7 +143,7 @@ def _finish(world: World, best: Candidate | None) -> Finish | Wait | None:
         text = f"{text}, and its last shards are being written"
         return Wait(Note(Reason.WAITING_FOR_HOLDERS, text))
     note = Note(Reason.WAITING_FOR_HOLDERS, f"{text}. All of its shards are there: it is finished")
-    return Finish(found.id, found.manifest, note)
+    return InterruptedCommit(found.id, found.manifest, note)
 
 
 def _may_be_joined(member: MemberState, world: World, memory: JobMemory, now: Now) -> bool:
