@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14930,
-    "operator": 13930,
-    "sidecar": 9810,
+    "core": 14840,
+    "operator": 13920,
+    "sidecar": 9780,
     "trainer_sdk": 17340,
-    "cli": 650,
+    "cli": 660,
 }
 """Most lines of code of each package."""
 
