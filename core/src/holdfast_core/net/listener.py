@@ -114,6 +114,9 @@ class Listener:
             if not connection.is_replaced:
                 self._closed("handshake", f"a connection was closed during its handshake: {error}")
             self._left(connection)
+            # The traceback holds the frame that waited, and the frame holds the error. Without this, the TLS
+            # buffers of a failed handshake, 256 KiB, would stay until the collector of cycles runs.
+            error.__traceback__ = None
 
     def _made(self, connection: _AcceptedConnection, transport: asyncio.Transport) -> bool:
         """Return whether the connection may go on after its handshake."""
