@@ -10,9 +10,9 @@ import pytest
 from tests.support.shards.builders import shard_header
 from tests.support.shards.replicas import NAMESPACE
 from tests.support.shards.shard_files import write_shard
-from tests.support.tiers.object_store_contract import everything
 from tests.support.tiers.objects import MemoryObjectStore
 
+from holdfast.testing.object_store_contract import everything
 from holdfast_core.errors import AlreadyExistsError, UnavailableError
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.objects import ObjectSource

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 from tests.support.servers.store_server import StoreServer
-from tests.support.tiers.object_store_contract import ObjectStoreContract
 from tests.support.tiers.object_tier_contract import ObjectTierContract
 from tests.support.tiers.stores import s3_store
 
+from holdfast.testing import ObjectStoreContract
 from holdfast_core.contract import StoreConfig
 from holdfast_core.tiers.objects import ObjectStore
 

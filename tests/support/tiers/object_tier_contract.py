@@ -20,8 +20,8 @@ from tests.support.shards.builders import (
 )
 from tests.support.shards.replicas import NAMESPACE, Compressing
 from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
-from tests.support.tiers.object_store_contract import everything
 
+from holdfast.testing.object_store_contract import everything
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, ShardRef, Step

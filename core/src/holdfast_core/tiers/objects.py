@@ -151,8 +151,8 @@ class Page:
     """Beginnings of keys, each up to and with a `/`, if the listing has folders."""
 
 
-class ObjectStore(Protocol):
-    """Immutable objects under keys. Safe for use by many threads and processes.
+class ReadableStore(Protocol):
+    """Immutable objects under keys, to be read. Safe for use by many threads and processes.
 
     A key consists of names of letters, digits, `.`, `_` and `-`, separated by `/`. No name begins with a
     dot or ends with `.bad`. Calls block and retry temporary failures themselves. They raise errors of
@@ -163,27 +163,6 @@ class ObjectStore(Protocol):
     @property
     def name(self) -> str:
         """What an operator calls this store, for error messages."""
-        ...
-
-    def write(self, key: str, source: ObjectSource, *, replace: bool = False) -> None:
-        """Write an object if the key is free. It is durable and complete when the call returns.
-
-        The object appears at once or not at all. If the key holds an object of the same length and
-        CRC32C, nothing is written. If several writers write different objects, exactly one succeeds.
-        A part whose bytes do not match its CRC32C is never stored.
-
-        Args:
-            key: Key of the object.
-            source: Its bytes. If `made_while_sent` is set and the key is not free, nothing is compared.
-            replace: The caller has found that the stored object is damaged. It is replaced atomically.
-                A store that detects damage by its own checksums may ignore this.
-
-        Raises:
-            AlreadyExistsError: The key holds another object, or any object if the parts of `source` are
-                made while they are sent.
-            CorruptionError: The source is damaged.
-            CapacityError: The store is full.
-        """
         ...
 
     def get(self, key: str) -> bytes:
@@ -229,6 +208,35 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End all waits, and release connections and threads. Calls in progress raise UnavailableError."""
+        ...
+
+
+class ObjectStore(ReadableStore, Protocol):
+    """A ReadableStore that can also be written."""
+
+    def write(self, key: str, source: ObjectSource, *, replace: bool = False) -> None:
+        """Write an object if the key is free. It is durable and complete when the call returns.
+
+        The object appears at once or not at all. If the key holds an object of the same length and
+        CRC32C, nothing is written. If several writers write different objects, exactly one succeeds.
+        A part whose bytes do not match its CRC32C is never stored.
+
+        Args:
+            key: Key of the object.
+            source: Its bytes. If `made_while_sent` is set and the key is not free, nothing is compared.
+            replace: The caller has found that the stored object is damaged. It is replaced atomically.
+                A store that detects damage by its own checksums may ignore this.
+
+        Raises:
+            AlreadyExistsError: The key holds another object, or any object if the parts of `source` are
+                made while they are sent.
+            CorruptionError: The source is damaged.
+            CapacityError: The store is full.
+        """
+        ...
+
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects durably. Absent objects are ignored."""
         ...
@@ -238,8 +246,4 @@ class ObjectStore(Protocol):
 
         Return how many were removed. A write that goes on later begins from its first byte.
         """
-        ...
-
-    def close(self) -> None:
-        """End all waits, and release connections and threads. Calls in progress raise UnavailableError."""
         ...

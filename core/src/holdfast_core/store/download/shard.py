@@ -32,7 +32,7 @@ from holdfast_core.store.download.decode import fill_decoded
 from holdfast_core.store.download.source import READS, Source
 from holdfast_core.store.download.stored import Extent, ShardPlaces, StoredShards, places_in
 from holdfast_core.tiers.base import OpenWriter
-from holdfast_core.tiers.objects import ObjectStore
+from holdfast_core.tiers.objects import ReadableStore
 from holdfast_core.tiers.pooled import CLOSING, submit, wait_all
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ FindBad = Callable[[Trailer, range, memoryview], Iterable[int]]
 
 
 def open_stored_shard(
-    store: ObjectStore, shards: StoredShards, workers: ThreadPoolExecutor, ref: ShardRef
+    store: ReadableStore, shards: StoredShards, workers: ThreadPoolExecutor, ref: ShardRef
 ) -> StoredShardReader:
     """Read and verify the end of a shard, and return a source of its ranges.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from holdfast_core.tiers.objects import ObjectStore
+from holdfast_core.tiers.objects import ReadableStore
 
 READS = 2
 """How often bytes that do not verify are read in all. A bit may have flipped in transit."""
@@ -15,13 +15,13 @@ READS = 2
 class Source:
     """One object of a store."""
 
-    store: ObjectStore
+    store: ReadableStore
     key: str
     stopped: threading.Event = field(default_factory=threading.Event)
     """Set when the download has failed or ended. No further request is sent then."""
 
     def fill(self, start: int, buffer: memoryview) -> None:
-        """Read the object's bytes [start, start + len(buffer)). See ObjectStore.read_into."""
+        """Read the object's bytes [start, start + len(buffer)). See ReadableStore.read_into."""
         self.store.read_into(self.key, start, buffer, self.stopped)
 
     def last_bytes(self, count: int, size_bytes: int) -> bytes:

@@ -32,7 +32,7 @@ from holdfast_core.shards.pack import (
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.shards.stream import check_ref
 from holdfast_core.store.download.source import READS, Source
-from holdfast_core.tiers.objects import ObjectStore
+from holdfast_core.tiers.objects import ReadableStore
 from holdfast_core.tiers.pooled import run_all
 
 _LOG = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class StoredShard:
 class StoredShards:
     """Lookup of shards in one store."""
 
-    def __init__(self, store: ObjectStore, key_of: KeyOf) -> None:
+    def __init__(self, store: ReadableStore, key_of: KeyOf) -> None:
         self._store = store
         self._key_of = key_of
 

@@ -1,7 +1,12 @@
-"""The contract of every ObjectStore as tests. A store's test class subclasses ObjectStoreContract."""
+"""The contract of every object store as tests. The author of a store subclasses one of these classes.
+
+The module needs pytest and nothing of this repository's own tests, so that the suite can run wherever a
+store is written.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,15 +14,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
-from tests.support.shards.builders import payload
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, HoldfastError, NotFoundError
 from holdfast_core.format.digest import crc32c
-from holdfast_core.tiers.objects import Document, Listed, ObjectStore, Part
+from holdfast_core.tiers.objects import Document, Listed, ObjectStore, Part, ReadableStore
 
 WRITERS = 8
 LARGE = 11 << 20
 """An object of three parts in a store whose parts have 5 MiB."""
+
+Put = Callable[[str, bytes], object]
+"""Puts an object under a key. The store that is tested shows it when the call returns."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +72,85 @@ class Overtaken:
         """Do nothing."""
 
 
-class ObjectStoreContract:
+class ReadableStoreContract:
+    """Tests of a store that is only read, and of the reads of every other store.
+
+    The module of a subclass `TestX(ReadableStoreContract)` has two fixtures: `objects`, a store without
+    objects, and `put`, which puts an object where that store finds it.
+    """
+
+    @pytest.mark.parametrize("size", [0, 1, 70_001, LARGE])
+    def test_an_object_reads_back_as_it_was_written(
+        self, objects: ReadableStore, put: Put, size: int
+    ) -> None:
+        data = payload(size)
+        put("a/b/one", data)
+        assert objects.size("a/b/one") == size
+        assert objects.get("a/b/one") == data
+        assert read(objects, "a/b/one", size // 3, size) == data[size // 3 :]
+        assert read(objects, "a/b/one", size // 3, size // 2) == data[size // 3 : size // 2]
+
+    def test_an_absent_object_is_reported(self, objects: ReadableStore) -> None:
+        assert objects.size("a/one") is None
+        assert objects.size("a/one", sure=True) is None
+        with pytest.raises(NotFoundError):
+            objects.get("a/one")
+        with pytest.raises(NotFoundError):
+            read(objects, "a/one", 0, 1)
+        assert everything(objects, "a/") == []
+
+    @pytest.mark.parametrize("start", [5, 10, 20])
+    def test_a_range_beyond_the_end_is_refused(
+        self, objects: ReadableStore, put: Put, start: int
+    ) -> None:
+        put("a/one", bytes(10))
+        with pytest.raises(HoldfastError):
+            read(objects, "a/one", start, start + 10)
+
+    def test_a_listing_has_the_keys_of_the_prefix_in_order(
+        self, objects: ReadableStore, put: Put
+    ) -> None:
+        names = [f"a/s{number:03d}/r{number % 3}.json" for number in range(205)]
+        with ThreadPoolExecutor(WRITERS) as threads:
+            for _ in threads.map(lambda name: put(name, b"x"), names):
+                pass
+        put("b/s000/r0.json", b"x")
+        put("a-b/s000/r0.json", b"x")
+        found = everything(objects, "a/")
+        assert [item.key for item in found] == sorted(names)
+        assert all(timedelta(0) <= item.age < timedelta(minutes=10) for item in found)
+        assert [item.key for item in everything(objects, "a/s00")] == sorted(names)[:10]
+
+    def test_a_listing_by_folder_has_each_folder_once(
+        self, objects: ReadableStore, put: Put
+    ) -> None:
+        names = [
+            f"a/s{number:03d}-r{part}/{part}"
+            for number in range(105)
+            for part in range(1 + number % 3)
+        ]
+        with ThreadPoolExecutor(WRITERS) as threads:
+            for _ in threads.map(lambda name: put(name, b"x"), names):
+                pass
+        put("a/one", b"x")
+        put("a/s000-r0/below/two", b"x")
+        put("a-b/one", b"x")
+        found, folders = by_folder(objects, "a/")
+        assert found == ["a/one"]
+        assert folders == sorted({f"{name.rpartition('/')[0]}/" for name in names})
+        assert by_folder(objects, "a/s000-r0/") == (["a/s000-r0/0"], ["a/s000-r0/below/"])
+        assert by_folder(objects, "b/") == ([], [])
+
+
+class ObjectStoreContract(ReadableStoreContract):
     """Tests of an ObjectStore.
 
     The module of a subclass `TestX(ObjectStoreContract)` has the fixture `objects`: a store without objects.
     """
 
-    @pytest.mark.parametrize("size", [0, 1, 70_001, LARGE])
-    def test_an_object_reads_back_as_it_was_written(self, objects: ObjectStore, size: int) -> None:
-        data = payload(size)
-        objects.write("a/b/one", Document(data))
-        assert objects.size("a/b/one") == size
-        assert objects.get("a/b/one") == data
-        assert read(objects, "a/b/one", size // 3, size) == data[size // 3 :]
-        assert read(objects, "a/b/one", size // 3, size // 2) == data[size // 3 : size // 2]
+    @pytest.fixture
+    def put(self, objects: ObjectStore) -> Put:
+        return lambda key, data: objects.write(key, Document(data))
 
     def test_an_object_whose_parts_are_made_while_they_are_sent(self, objects: ObjectStore) -> None:
         data = payload(LARGE)
@@ -132,52 +204,6 @@ class ObjectStoreContract:
             assert objects.get("a/one") == b"good"
         assert [item.key for item in everything(objects, "a/")] == ["a/one"]
 
-    def test_an_absent_object_is_reported(self, objects: ObjectStore) -> None:
-        assert objects.size("a/one") is None
-        assert objects.size("a/one", sure=True) is None
-        with pytest.raises(NotFoundError):
-            objects.get("a/one")
-        with pytest.raises(NotFoundError):
-            read(objects, "a/one", 0, 1)
-        assert everything(objects, "a/") == []
-        objects.delete(["a/one"])
-
-    @pytest.mark.parametrize("start", [5, 10, 20])
-    def test_a_range_beyond_the_end_is_refused(self, objects: ObjectStore, start: int) -> None:
-        objects.write("a/one", Document(bytes(10)))
-        with pytest.raises(HoldfastError):
-            read(objects, "a/one", start, start + 10)
-
-    def test_a_listing_has_the_keys_of_the_prefix_in_order(self, objects: ObjectStore) -> None:
-        names = [f"a/s{number:03d}/r{number % 3}.json" for number in range(205)]
-        with ThreadPoolExecutor(WRITERS) as threads:
-            for _ in threads.map(lambda name: objects.write(name, Document(b"x")), names):
-                pass
-        objects.write("b/s000/r0.json", Document(b"x"))
-        objects.write("a-b/s000/r0.json", Document(b"x"))
-        found = everything(objects, "a/")
-        assert [item.key for item in found] == sorted(names)
-        assert all(timedelta(0) <= item.age < timedelta(minutes=10) for item in found)
-        assert [item.key for item in everything(objects, "a/s00")] == sorted(names)[:10]
-
-    def test_a_listing_by_folder_has_each_folder_once(self, objects: ObjectStore) -> None:
-        names = [
-            f"a/s{number:03d}-r{part}/{part}"
-            for number in range(105)
-            for part in range(1 + number % 3)
-        ]
-        with ThreadPoolExecutor(WRITERS) as threads:
-            for _ in threads.map(lambda name: objects.write(name, Document(b"x")), names):
-                pass
-        objects.write("a/one", Document(b"x"))
-        objects.write("a/s000-r0/below/two", Document(b"x"))
-        objects.write("a-b/one", Document(b"x"))
-        found, folders = by_folder(objects, "a/")
-        assert found == ["a/one"]
-        assert folders == sorted({f"{name.rpartition('/')[0]}/" for name in names})
-        assert by_folder(objects, "a/s000-r0/") == (["a/s000-r0/0"], ["a/s000-r0/below/"])
-        assert by_folder(objects, "b/") == ([], [])
-
     def test_a_folder_ends_with_its_last_object(self, objects: ObjectStore) -> None:
         for name in ("a/one/1", "a/two/1", "a/two/2"):
             objects.write(name, Document(b"x"))
@@ -211,14 +237,17 @@ class ObjectStoreContract:
         assert errors == [None] * WRITERS
         assert [item.key for item in everything(objects, "a/")] == ["a/one"]
 
+    def test_the_deletion_of_an_absent_object_is_no_error(self, objects: ObjectStore) -> None:
+        objects.delete(["a/one"])
 
-def read(objects: ObjectStore, key: str, start: int, stop: int) -> bytes:
+
+def read(objects: ReadableStore, key: str, start: int, stop: int) -> bytes:
     buffer = bytearray(stop - start)
     objects.read_into(key, start, memoryview(buffer))
     return bytes(buffer)
 
 
-def everything(objects: ObjectStore, prefix: str) -> list[Listed]:
+def everything(objects: ReadableStore, prefix: str) -> list[Listed]:
     """Return all objects of a listing, from all of its pages."""
     found, page = list[Listed](), ""
     while True:
@@ -229,7 +258,7 @@ def everything(objects: ObjectStore, prefix: str) -> list[Listed]:
             return found
 
 
-def by_folder(objects: ObjectStore, prefix: str) -> tuple[list[str], list[str]]:
+def by_folder(objects: ReadableStore, prefix: str) -> tuple[list[str], list[str]]:
     """Return the objects and the folders of a listing by folder, from all of its pages."""
     found, folders, page = list[str](), list[str](), ""
     while True:
@@ -255,3 +284,8 @@ def at_once(write: Callable[[int], object]) -> list[AlreadyExistsError | None]:
 
     with ThreadPoolExecutor(WRITERS) as threads:
         return list(threads.map(run, range(WRITERS)))
+
+
+def payload(size_bytes: int, *, seed: int = 0) -> bytes:
+    """Return random bytes that depend only on `size_bytes` and `seed`."""
+    return random.Random(seed).randbytes(size_bytes)
