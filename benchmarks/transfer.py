@@ -499,7 +499,7 @@ def main() -> None:
         ports = ours.recv()
         stack.callback(ours.send, ("stop",))
         tier = opened(folder / "ours")
-        ours.send(("write", "disk", shard_header(size, rank=1), payload))
+        ours.send(("write", "disk", shard_header(size, rank=1, step=11), payload))
         fetched = ours.recv()
         ours.send(("write", "memory", shard_header(size, rank=2), payload))
         files = TlsFiles.in_directory(authority.write_leaf(folder / "client", CLIENT))
