@@ -15,11 +15,12 @@ from tests.support.tiers.memory import MemoryTier
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
-from holdfast_core.peer.copy import Copied, copy_shard
+from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.server import BulkLimits, BulkServer
 from holdfast_core.peer.shard import PeerShard
 from holdfast_core.shards.record import ShardRecord
+from holdfast_core.store.download.copy import Copied
 from holdfast_core.tiers.base import NodeTier
 
 SERVER = "gpt-1-r0.uid.holdfast"

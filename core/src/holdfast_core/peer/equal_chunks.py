@@ -8,22 +8,14 @@ memory for each stored shard.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from holdfast_core.ids import ShardRef
 from holdfast_core.shards.chunk_table import DIGEST_BYTES, ChunkTable
 from holdfast_core.shards.record import ShardRecord
+from holdfast_core.store.download.copy import Run
 
 MAX_SOURCES = 16
 """Largest number of shards that one shard is compared with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive chunks that equal the chunks with the same numbers in the shard `source`."""
-
-    chunks: range
-    source: ShardRef
 
 
 def likely_sources(records: Iterable[ShardRecord], ref: ShardRef) -> tuple[ShardRef, ...]:

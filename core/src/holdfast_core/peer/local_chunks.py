@@ -10,13 +10,14 @@ import contextlib
 from collections.abc import Callable
 
 from holdfast_core.closing import Closing
-from holdfast_core.errors import CorruptionError, HoldfastError, UnavailableError
+from holdfast_core.errors import CorruptionError, HoldfastError
 from holdfast_core.ids import ShardRef
 from holdfast_core.messages.gang import MAX_SPANS
-from holdfast_core.peer.equal_chunks import Run, equal_runs, likely_sources
+from holdfast_core.peer.equal_chunks import equal_runs, likely_sources
 from holdfast_core.peer.protocol import PIECE_BYTES
 from holdfast_core.shards.chunks import payload_span
 from holdfast_core.shards.file import Trailer
+from holdfast_core.store.download.copy import Run
 from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 
 
@@ -34,8 +35,8 @@ class LocalChunks(Closing):
             with contextlib.suppress(HoldfastError, OSError):
                 self._readers[source] = self._open.enter_context(tier.open_shard(source))
 
-    def runs(self, position: int) -> tuple[Run, ...]:
-        """Return the runs of chunks that this node has, of the payload from byte `position` on."""
+    def runs(self, first_chunk: int) -> tuple[Run, ...]:
+        """See store.download.copy.LocalSource."""
         header = self._trailer.record.header
         if header.chunk_bytes > PIECE_BYTES:
             return ()
@@ -44,19 +45,12 @@ class LocalChunks(Closing):
             for ref, reader in self._readers.items()
             if reader.record.header.chunk_bytes == header.chunk_bytes
         ]
-        first = -(-position // header.chunk_bytes)
-        # Each run may leave a span before it to request, and there may be one after the last.
+        # Each run leaves a run before it to request, and a request has at most MAX_SPANS.
         found = equal_runs(self._trailer.table, sources, MAX_SPANS - 1)
-        return tuple(run for run in found if run.chunks.start >= first)
+        return tuple(run for run in found if run.chunks.start >= first_chunk)
 
-    def take(self, run: Run, writer: CopyWriter, may_go_on: Callable[[], None]) -> None:
-        """Append the chunks of `run`, which the copy has reached, to the copy.
-
-        Raises:
-            UnavailableError: The source is corrupt. It is quarantined, so that the next attempt requests
-                these chunks from the peer.
-            HoldfastError: What `may_go_on` and the writer raise.
-        """
+    def take(self, run: Run, writer: CopyWriter, may_go_on: Callable[[], None]) -> bool:
+        """See store.download.copy.LocalSource. A source that is damaged is quarantined."""
         header = self._trailer.record.header
         span = payload_span(header, run.chunks)
         step = PIECE_BYTES - PIECE_BYTES % header.chunk_bytes
@@ -68,10 +62,9 @@ class LocalChunks(Closing):
             except CorruptionError as error:
                 self._readers.pop(run.source)
                 self._tier.quarantine(run.source, error)
-                raise UnavailableError(
-                    f"copy of {self._trailer.record.ref}: {run.source} on this node: {error}"
-                ) from error
+                return False
             writer.advance(len(room))
+        return True
 
     def close(self) -> None:
         self._open.close()

@@ -30,7 +30,7 @@ from holdfast_core.peer.protocol import (
     receive_message,
     send_message,
 )
-from holdfast_core.shards.chunks import bad_chunks, payload_span
+from holdfast_core.shards.chunks import FindBad, bad_chunks, payload_span
 from holdfast_core.shards.file import Trailer, unpack_trailer
 from holdfast_core.shards.stream import check_ref
 
@@ -107,7 +107,15 @@ class PeerShard(Closing):
         return self._trailer
 
     def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
-        """See tiers.base.ShardSource.
+        """See tiers.base.ShardSource."""
+        return self._read(wanted, bad_chunks)
+
+    def pieces(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        """See store.download.copy.PieceSource."""
+        return self._read(wanted, _none_bad)
+
+    def _read(self, wanted: Iterable[range], find_bad: FindBad) -> Generator[memoryview]:
+        """Yield the bytes of each run.
 
         One request names up to MAX_SPANS runs. The peer sends them as fast as they are taken. After a
         broken connection the rest is requested again.
@@ -117,15 +125,15 @@ class PeerShard(Closing):
         while left := deque(itertools.islice(source, MAX_SPANS)):
             while left:
                 try:
-                    with closing(self._read_runs(left)) as views:
+                    with closing(self._read_runs(left, find_bad)) as views:
                         for view in views:
                             attempts.progressed()
                             yield view
                 except UnavailableError as error:
                     attempts.failed(error)
 
-    def _read_runs(self, left: deque[range]) -> Generator[memoryview]:
-        """Yield the bytes of each run. A run is removed from `left` once its bytes are verified."""
+    def _read_runs(self, left: deque[range], find_bad: FindBad) -> Generator[memoryview]:
+        """Yield the bytes of each run. A run is removed from `left` once `find_bad` has passed its bytes."""
         header = self.trailer.record.header
         spans = [payload_span(header, chunks) for chunks in left]
         with self.answer(spans) as answer:
@@ -134,7 +142,7 @@ class PeerShard(Closing):
                     self._buffer = memoryview(bytearray(span.length_bytes))
                 view = self._buffer[: span.length_bytes]
                 answer.receive_into(view)
-                if bad := bad_chunks(self.trailer, left[0], view):
+                if bad := list(find_bad(self.trailer, left[0], view)):
                     raise CorruptionError(
                         f"bulk: {self._ref} at {self._peer}: chunks {bad[:8]} do not match its "
                         "chunk table"
@@ -249,3 +257,8 @@ class PeerShard(Closing):
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.close()
+
+
+def _none_bad(trailer: Trailer, chunks: range, data: memoryview) -> tuple[int, ...]:
+    """Verify nothing: the writer of a copy does."""
+    return ()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import chunk_digest
 from holdfast_core.ids import ByteRange
 from holdfast_core.shards.file import Trailer, chunk_count
 from holdfast_core.shards.record import ShardHeader
+
+FindBad = Callable[[Trailer, range, memoryview], Iterable[int]]
+"""Returns those of some chunks whose bytes do not verify."""
 
 
 def payload_span(header: ShardHeader, chunks: range) -> ByteRange:

@@ -6,8 +6,7 @@ part of it: one for a whole shard, several for a pack. The worker that fetches a
 decodes it. Each chunk is verified; a wrong chunk is read again, alone. At most MAX_AHEAD_BYTES are in
 memory, or one run if it is longer.
 
-The shard file is written from the same runs. Head, padding and trailer are made from the end of the
-object, which determines them.
+The shard file is written from the same runs (copy).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import logging
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -24,10 +23,11 @@ from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import ShardRef
-from holdfast_core.shards.chunks import bad_chunks, payload_runs, payload_span
+from holdfast_core.shards.chunks import FindBad, bad_chunks, payload_span
 from holdfast_core.shards.coding import Coding
-from holdfast_core.shards.file import Trailer, head_bytes, pack_head, pack_trailer, trailer_offset
+from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.record import ShardRecord
+from holdfast_core.store.download.copy import copy_file
 from holdfast_core.store.download.decode import fill_decoded
 from holdfast_core.store.download.source import READS, Source
 from holdfast_core.store.download.stored import Extent, ShardPlaces, StoredShards, places_in
@@ -42,9 +42,6 @@ compressed."""
 MAX_AHEAD_BYTES = 48 << 20
 """Memory limit of the buffers of one reader, including compressed bytes. A sidecar, whose memory limit is
 1 GiB, runs a few downloads at a time."""
-
-FindBad = Callable[[Trailer, range, memoryview], Iterable[int]]
-"""Returns those of some chunks whose bytes do not verify."""
 
 
 def open_stored_shard(
@@ -99,10 +96,15 @@ class StoredShardReader(Closing):
         """See tiers.base.ShardSource."""
         return self._read(wanted, bad_chunks)
 
+    def pieces(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        """See store.download.copy.PieceSource.
+
+        The chunks are compared by CRC32C, so that one that is wrong is read again.
+        """
+        return self._read(wanted, _bad_crcs)
+
     def copy_to(self, open_writer: OpenWriter) -> ShardRecord:
         """Write the whole shard file and commit the writer. Return the record of the shard.
-
-        The chunks are compared by CRC32C, because the writer verifies identity and BLAKE3 itself.
 
         Raises:
             NotFoundError: The shard is gone.
@@ -110,26 +112,9 @@ class StoredShardReader(Closing):
             UnavailableError: The store cannot be reached, or the tier is being closed.
             HoldfastError: Whatever else the writer raises. It is aborted after any error.
         """
-        record, table = self._trailer.record, self._trailer.table
-        header = record.header
         self._places.look(self._workers)
         run_bytes = RUN_BYTES // 2 if self._places.has_coding else RUN_BYTES
-        runs = payload_runs(header, run_bytes)
-        padding = trailer_offset(header) - head_bytes(header) - header.payload_bytes
-        writer = open_writer(record.ref, record.file_bytes)
-        try:
-            writer.write(pack_head(header))
-            views = self._read(runs, _bad_crcs)
-            try:
-                for view in views:
-                    writer.write(view)
-            finally:
-                views.close()
-            writer.write(bytes(padding) + pack_trailer(header, record.blake3, table))
-        except BaseException:
-            writer.abort()
-            raise
-        return writer.commit()
+        return copy_file(self, open_writer, run_bytes).record
 
     def _read(self, wanted: Iterable[range], find_bad: FindBad) -> Generator[memoryview]:
         runs = iter(wanted)
