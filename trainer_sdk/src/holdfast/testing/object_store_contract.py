@@ -28,7 +28,7 @@ Put = Callable[[str, bytes], object]
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceInMemory:
     """An ObjectSource in memory whose bytes may differ from their checksums."""
 
     data: bytes
@@ -154,10 +154,10 @@ class ObjectStoreContract(ReadableStoreContract):
 
     def test_an_object_whose_parts_are_made_while_they_are_sent(self, objects: ObjectStore) -> None:
         data = payload(LARGE)
-        objects.write("a/one", Source(data, made_while_sent=True))
+        objects.write("a/one", SourceInMemory(data, made_while_sent=True))
         assert objects.get("a/one") == data
         with pytest.raises(AlreadyExistsError):
-            objects.write("a/one", Source(data, made_while_sent=True))
+            objects.write("a/one", SourceInMemory(data, made_while_sent=True))
 
     @pytest.mark.parametrize("size", [70_001, LARGE])
     def test_an_object_is_written_once(self, objects: ObjectStore, size: int) -> None:
@@ -175,10 +175,10 @@ class ObjectStoreContract(ReadableStoreContract):
         self, objects: ObjectStore, size: int, made_while_sent: bool
     ) -> None:
         with pytest.raises(CorruptionError):
-            objects.write("a/one", Source(payload(size), made_while_sent, is_damaged=True))
+            objects.write("a/one", SourceInMemory(payload(size), made_while_sent, is_damaged=True))
         assert objects.size("a/one") is None
         assert everything(objects, "a/") == []
-        objects.write("a/one", Source(payload(size), made_while_sent))
+        objects.write("a/one", SourceInMemory(payload(size), made_while_sent))
         assert objects.get("a/one") == payload(size)
 
     def test_an_object_that_another_writer_makes_meanwhile_is_compared(
