@@ -34,7 +34,6 @@ from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, TierName,
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import (
-    BufferNotice,
     Inventory,
     LevelNotice,
     ListedManifest,
@@ -48,6 +47,7 @@ from holdfast_core.messages.schema import (
     Replicated,
     ShardInfo,
     WorkerReport,
+    WriteNext,
 )
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
@@ -227,8 +227,8 @@ class PlayedMember:
                 self._replicating[step] = asyncio.create_task(self._replicate(step))
             case "/v1/level":
                 self._notice(loads(LevelNotice, body))
-            case "/v1/buffer-notice":
-                self._prune(loads(BufferNotice, body).prune)
+            case "/v1/write-next":
+                self._prune(loads(WriteNext, body).prune)
             case "/v1/inventory":
                 return dumps(self._inventory())
             case other:

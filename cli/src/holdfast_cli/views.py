@@ -98,10 +98,10 @@ def status_view(screen: Screen) -> RenderableType:
         ("phase", status.get("phase", "Pending")),
         ("round", status.get("restartRound", "-")),
         ("step", status.get("step", "-")),
-        ("memory", memory_line(status)),
         ("committed", status.get("lastCommittedStep", "-")),
         ("replicated", status.get("lastReplicatedStep", "-")),
         ("persisted", persisted.get("step", "-")),
+        *dropped_row(status),
         ("workers", workers_text(job)),
         *spares_row(job),
         ("restarts", status.get("restarts", 0)),
@@ -233,10 +233,10 @@ def tier_map(tiers: Mapping[int, Mapping[str, int]]) -> Table:
     return table
 
 
-def memory_line(status: dict[str, Any]) -> str:
-    """Return the newest step at level memory, and how many steps of the round were replaced by newer ones."""
-    step, dropped = status.get("lastMemoryStep", "-"), status.get("stepsDropped", 0)
-    return f"{step} ({dropped} dropped)" if dropped else str(step)
+def dropped_row(status: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return the number of steps of the round that newer ones replaced, if there are any."""
+    dropped = status.get("stepsDropped", 0)
+    return [("dropped", dropped)] if dropped else []
 
 
 def goodput_bar(ratio: float | None) -> str:

@@ -44,9 +44,6 @@ class Level(StrEnum):
     docs/guarantees.md lists when each level is reached and what it survives.
     """
 
-    MEMORY = "memory"
-    """Each rank's shard is digested and lies in its pod's shared memory or on its node. The step
-    survives the end of processes, but not the loss of a pod."""
     LOCAL = "local"
     """Each rank's shard and the manifest are durable on the node's disk."""
     REPLICATED = "replicated"

@@ -64,7 +64,6 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "step": None,
         "lastCommittedStep": None,
         "lastReplicatedStep": None,
-        "lastMemoryStep": None,
         "stepsDropped": None,
         "flushSeconds": None,
         "gracePeriodSeconds": None,

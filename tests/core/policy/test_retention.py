@@ -145,7 +145,7 @@ def test_every_plan_keeps_what_must_be_kept(
     assert not pruned & given_state.uploading
     assert not {c.step for c in pruned} & given_state.pinned
     if pruned:
-        levels = {Level.MEMORY: 0, Level.LOCAL: 1, Level.REPLICATED: 2, Level.PERSISTED: 3}
+        levels = {Level.LOCAL: 1, Level.REPLICATED: 2, Level.PERSISTED: 3}
         protected = [
             c.checkpoint
             for c in given_state.committed

@@ -1,4 +1,4 @@
-"""A gang that saves every step, where the disk of one worker does not keep up: its steps wait in memory."""
+"""A gang that saves every step, where the disk of one worker does not keep up: its steps wait in slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import Level, Step, TierName
 from holdfast_core.messages.schema import (
     OVERTAKEN,
-    CoordinatorState,
     Inventory,
     Policy,
     RestorePoint,
@@ -108,28 +107,40 @@ def point_of(inventories: dict[int, Inventory], step: int) -> RestorePoint:
     return RestorePoint(Step(step), round_, manifest)
 
 
-async def in_memory(gang: Gang, step: int, *, coordinator: int = 0) -> CoordinatorState:
-    """Wait until the step is committed in memory."""
-
-    def there(state: CoordinatorState) -> bool:
-        return state.last_memory is not None and state.last_memory.step == step
-
-    return await gang.operator.state_until(coordinator, there, f"step {step} in memory")
-
-
-def newest_in_memory(gang: Gang, rank: int) -> int | None:
-    """Return the newest step of the rank in shared memory, as its sidecar's metrics name it."""
-    wanted = f'holdfast_newest_step{{rank="{rank}",tier="memory"}} '
-    found = [line for line in gang.metrics(rank).splitlines() if line.startswith(wanted)]
-    return int(float(found[0].split()[-1])) if found else None
+async def finished(gang: Gang, sealed: dict[int, Inventory]) -> dict[int, Inventory]:
+    """Finish the commit of the newest step that all members have handed over, as the operator does."""
+    listed = {
+        worker: {item.step: item for item in inventory.uncommitted}
+        for worker, inventory in sealed.items()
+    }
+    step = max(set.intersection(*map(set, listed.values())), default=None)
+    if step is None or step < max(await complete_steps(gang, sealed), default=-1):
+        return sealed
+    return {w: await gang.finish(w, [listed[o][step] for o in sorted(listed)]) for w in sealed}
 
 
-async def test_the_newest_step_in_memory_is_restored_when_ranks_die(slow: SlowGang) -> None:
+def waiting(gang: Gang, worker: int) -> list[int]:
+    """Return the steps in the slots that the worker's sidecar owns."""
+    rank = gang.ranks[worker]
+    owned = (h for name in rank.names if (h := rank.header(name)).state is SlotState.OWNED)
+    return sorted(h.step for h in owned if h.step is not None)
+
+
+async def handed_over(gang: Gang, step: int) -> dict[int, bytes]:
+    """Save a step, and wait until it has replaced the older ones that waited on the slow worker."""
+    saved = await gang.save(step)
+    await until(lambda: waiting(gang, 1)[1:] == [step], f"only step {step} waits")
+    return saved
+
+
+async def test_the_newest_step_that_all_ranks_handed_over_is_restored_when_ranks_die(
+    slow: SlowGang,
+) -> None:
     async with slow as gang:
         await gang.save(1)
         for step in range(2, 8):
-            saved = await gang.commit(step, Level.MEMORY)
-        state = await in_memory(gang, 7)
+            saved = await handed_over(gang, step)
+        state = await gang.operator.state(0)
         assert state.last_local is None
         assert state.steps_dropped == 5
         assert state.saves_skipped == 0
@@ -142,9 +153,8 @@ async def test_the_newest_step_in_memory_is_restored_when_ranks_die(slow: SlowGa
         await until(notified, "the rank receives which steps were dropped")
         dropped = "holdfast_steps_dropped_total 5.0"
         await until(lambda: dropped in gang.metrics(1), "five steps are counted")
-        assert 'holdfast_committed_step{level="memory"} 7.0' in gang.metrics(0)
 
-        inventories = await slow.seal(1)
+        inventories = await finished(gang, await slow.seal(1))
         assert await complete_steps(gang, inventories) == [7]
         await gang.begin(1, restore=point_of(inventories, 7), policy=POLICY)
         assert await gang.restored() == saved
@@ -158,11 +168,11 @@ async def test_after_the_loss_of_a_pod_the_newest_step_on_the_nodes_is_restored(
         saved = await gang.commit(1, Level.REPLICATED)
         slow.gate.unlink()
         await gang.save(2)
-        await gang.commit(3, Level.MEMORY)
-        await gang.commit(4, Level.MEMORY)
+        await handed_over(gang, 3)
+        await handed_over(gang, 4)
         gang.lose(1)
         inventories = {0: await gang.operator.seal(0, 1)}
-        assert 4 in [m.step for m in inventories[0].manifests]
+        assert 4 in [s.step for s in inventories[0].uncommitted]
         assert await complete_steps(gang, inventories) == [1]
         slow.gate.touch()
         await gang.launch(1, birth_round=1)
@@ -171,19 +181,27 @@ async def test_after_the_loss_of_a_pod_the_newest_step_on_the_nodes_is_restored(
         assert [m.step for m in (await gang.operator.inventory(0)).manifests] == [1]
 
 
-async def test_a_step_without_a_manifest_is_not_written_by_a_seal(slow: SlowGang) -> None:
+async def test_a_step_that_one_rank_alone_handed_over_is_not_restored(slow: SlowGang) -> None:
+    """Nor is the step that this rank was copying into a slot: it is in no inventory."""
     async with slow as gang:
         await gang.save(1)
-        await gang.commit(2, Level.MEMORY)
-        await gang.ranks[1].save(3, b"one rank alone" * 1000)
-        await until(lambda: newest_in_memory(gang, 1) == 3, "step 3 is digested")
+        saved = await handed_over(gang, 2)
+        rank: FakeRank = gang.ranks[1]
+        name = await rank.save(3, b"one rank alone" * 1000)
         inventories = await slow.seal(1)
+        assert 3 in [s.step for s in inventories[1].uncommitted]
+        rank.fill_slot(name, 4, b"not handed over" * 1000)
+        repeated = {w: await gang.operator.seal(w, 1) for w in inventories}
+        for worker, inventory in repeated.items():
+            assert inventory.uncommitted == inventories[worker].uncommitted
+        inventories = await finished(gang, repeated)
         assert await complete_steps(gang, inventories) == [2]
-        found = {s.step for i in inventories.values() for s in i.shards}
-        assert 3 not in found
         await gang.begin(1, restore=point_of(inventories, 2), policy=POLICY)
-        states = {gang.ranks[1].header(n).state for n in gang.ranks[1].names}
-        assert states == {SlotState.FREE}
+        assert {rank.header(n).state for n in rank.names} == {SlotState.FREE}
+        assert await gang.restored() == saved
+        for worker in (0, 1):
+            shards = (await gang.operator.inventory(worker)).shards
+            assert {s.step for s in shards if s.tier is TierName.NODE} == {2}
 
 
 async def test_a_disk_that_continues_writes_the_newest_step_and_drops_the_older_ones(
@@ -192,7 +210,7 @@ async def test_a_disk_that_continues_writes_the_newest_step_and_drops_the_older_
     async with slow as gang:
         await gang.save(1)
         for step in range(2, 6):
-            await gang.commit(step, Level.MEMORY)
+            await handed_over(gang, step)
         slow.gate.touch()
         for rank in gang.ranks.values():
             await rank.reached(5, Level.REPLICATED)
@@ -203,11 +221,11 @@ async def test_a_disk_that_continues_writes_the_newest_step_and_drops_the_older_
             assert {s.step for s in inventory.shards if s.tier is TierName.NODE} == {1, 5, 6}
 
 
-async def test_a_restarted_sidecar_finds_the_steps_that_it_had_in_memory(slow: SlowGang) -> None:
+async def test_a_restarted_sidecar_finds_the_steps_that_waited_in_slots(slow: SlowGang) -> None:
     async with slow as gang:
         await gang.save(1)
-        await gang.commit(2, Level.MEMORY)
-        saved = await gang.commit(3, Level.MEMORY)
+        await handed_over(gang, 2)
+        saved = await handed_over(gang, 3)
         gang.sidecars[1].kill()
         await slow.relaunch()
         for rank in gang.ranks.values():
@@ -218,25 +236,16 @@ async def test_a_restarted_sidecar_finds_the_steps_that_it_had_in_memory(slow: S
         assert await gang.restored() == saved
 
 
-async def test_a_restarted_coordinator_commits_the_steps_that_it_had_in_memory(
-    slow: SlowGang, tmp_path: Path
+async def test_a_restarted_coordinator_has_the_steps_written_that_wait_in_slots(
+    slow: SlowGang,
 ) -> None:
-    """It receives the manifests before it has digested its own shards again."""
     slow.gang.failpoints[0] = slow.gang.failpoints[1]
     async with slow as gang:
         await gang.save(1)
-        await gang.commit(2, Level.MEMORY)
-        saved = await gang.commit(3, Level.MEMORY)
+        await handed_over(gang, 2)
+        saved = await handed_over(gang, 3)
         gang.sidecars[0].kill()
-        digest = tmp_path / "digest"
-        await slow.relaunch(0, f"memory.after_digest=wait:{digest}")
-
-        def adopted(state: CoordinatorState) -> bool:
-            return Step(3) in [s.step for s in state.steps]
-
-        await gang.operator.state_until(0, adopted, "the manifest is known")
-        digest.touch()
-        await in_memory(gang, 3)
+        await slow.relaunch(0)
         slow.gate.touch()
         for rank in gang.ranks.values():
             await rank.reached(3, Level.REPLICATED)
@@ -245,17 +254,16 @@ async def test_a_restarted_coordinator_commits_the_steps_that_it_had_in_memory(
         assert await gang.restored() == saved
 
 
-async def test_another_coordinator_commits_the_steps_that_are_in_memory(slow: SlowGang) -> None:
+async def test_another_coordinator_has_the_steps_written_that_wait_in_slots(slow: SlowGang) -> None:
     async with slow as gang:
         await gang.save(1)
-        await gang.commit(2, Level.MEMORY)
-        await gang.commit(3, Level.MEMORY)
+        await handed_over(gang, 2)
+        await handed_over(gang, 3)
         message = gang.operator.message(
             0, version=2, copies=gang.copies, policy=POLICY, coordinator=1
         )
         await gang.operator.round_all(message)
-        await in_memory(gang, 3, coordinator=1)
-        saved = await gang.commit(4, Level.MEMORY)
+        saved = await handed_over(gang, 4)
         slow.gate.touch()
         for rank in gang.ranks.values():
             await rank.reached(4, Level.REPLICATED)
@@ -278,20 +286,24 @@ async def test_one_slow_rank_of_a_pod_costs_only_older_steps(gangs: Gangs, tmp_p
         await other.connect()
         ranks = (gang.ranks[0], other)
 
-        async def save(step: int, level: Level | None) -> None:
+        def owned() -> set[int]:
+            headers = [rank.header(name) for rank in ranks for name in rank.names]
+            return {h.step for h in headers if h.state is SlotState.OWNED and h.step is not None}
+
+        async def save(step: int) -> None:
             for rank in ranks:
                 await rank.save(step, bytes([step, rank.rank]) * 5000)
-            for rank in ranks if level is not None else ():
-                await rank.reached(step, level)
 
-        await save(1, None)
+        await save(1)
         for step in range(2, 6):
-            await save(step, Level.MEMORY)
+            await save(step)
+            await until(lambda step=step: owned() <= {1, step}, f"only step {step} waits")
         gate.touch()
         for rank in ranks:
             await rank.reached(5, Level.LOCAL)
-        await save(6, Level.LOCAL)
+        await save(6)
         for rank in ranks:
+            await rank.reached(6, Level.LOCAL)
             await until(
                 lambda rank=rank: {rank.header(n).state for n in rank.names} == {SlotState.FREE},
                 "every slot is free",
@@ -302,19 +314,14 @@ async def test_one_slow_rank_of_a_pod_costs_only_older_steps(gangs: Gangs, tmp_p
         other.close()
 
 
-@pytest.mark.parametrize(
-    "dies",
-    ["memory.after_digest=panic@2", "node.before_tombstone=panic@1", "memory.before_free=panic@1"],
-    ids=["after digest", "before the manifest is deleted", "before the slot is free"],
-)
-async def test_a_sidecar_that_dies_while_step_3_replaces_step_2_loses_no_slot(
-    slow: SlowGang, dies: str
+async def test_a_sidecar_that_dies_before_it_frees_a_dropped_step_loses_no_slot(
+    slow: SlowGang,
 ) -> None:
     """Step 3 is committed, step 2 is either complete or deleted, and every slot becomes free."""
-    slow.gang.failpoints[1] += f",{dies}"
+    slow.gang.failpoints[1] += ",memory.before_free=panic@1"
     async with slow as gang:
         await gang.save(1)
-        await gang.commit(2, Level.MEMORY)
+        await handed_over(gang, 2)
         await gang.ranks[0].save(3, b"rank 0" * 1000)
         with suppress(UnavailableError):  # the sidecar may die before it answers
             await gang.ranks[1].save(3, b"rank 1" * 1000)
@@ -341,7 +348,7 @@ async def test_a_sidecar_that_dies_in_a_seal_writes_the_step_when_it_is_sealed_a
     slow.gang.failpoints[1] += "@1,node.mid_write=panic@2"
     async with slow as gang:
         await gang.save(1)
-        saved = await gang.commit(2, Level.MEMORY)
+        saved = await handed_over(gang, 2)
         with pytest.raises(aiohttp.ClientError):
             await slow.seal(1)
         gang.launchers.pop(1).close()
@@ -350,7 +357,7 @@ async def test_a_sidecar_that_dies_in_a_seal_writes_the_step_when_it_is_sealed_a
         assert early.round == 0 or 2 in [s.step for s in early.shards], (
             "the inventory is of round 0, or has step 2"
         )
-        inventories = await slow.seal(1)
+        inventories = await finished(gang, await slow.seal(1))
         assert await complete_steps(gang, inventories) == [2]
         assert {i.round for i in inventories.values()} == {1}
         await gang.begin(1, restore=point_of(inventories, 2), policy=POLICY)

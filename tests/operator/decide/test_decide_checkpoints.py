@@ -344,11 +344,10 @@ def test_delete_data_gets_our_finalizer() -> None:
 # --------------------------------------------------------------------------- status
 
 
-def test_the_newest_step_in_memory_is_shown_and_promises_nothing() -> None:
-    given = world(coordinator={"last_memory": point(43), "steps_dropped": 2})
+def test_steps_that_newer_ones_replaced_are_shown() -> None:
+    given = world(coordinator={"steps_dropped": 2})
     (write,) = only(decide(given, now()), WriteStatus)
-    assert (write.status.last_memory_step, write.status.steps_dropped) == (43, 2)
-    assert write.status.last_committed_step != 43
+    assert write.status.steps_dropped == 2
 
 
 def test_levels_are_written_at_most_every_10_seconds() -> None:

@@ -53,7 +53,6 @@ FULL = TrainingJobStatus(
     step=Step(0),
     last_committed_step=Step(0),
     last_replicated_step=Step(0),
-    last_memory_step=Step(0),
     steps_dropped=0,
     restarts=2,
     restarts_count_towards_max=1,

@@ -23,8 +23,6 @@ from holdfast_core.ids import (
 )
 from holdfast_core.messages.relay import Letter, Relay
 from holdfast_core.messages.schema import (
-    Buffered,
-    BufferNotice,
     CopyAssignment,
     CopyRequest,
     DeadRank,
@@ -36,7 +34,6 @@ from holdfast_core.messages.schema import (
     PersistRequest,
     Prepared,
     Prune,
-    RankBuffered,
     RankProgress,
     Refusal,
     Replicated,
@@ -46,6 +43,7 @@ from holdfast_core.messages.schema import (
     Suspect,
     Uploaded,
     WorkerReport,
+    WriteNext,
 )
 from holdfast_sidecar.base.rounds import (
     OPERATOR,
@@ -143,12 +141,8 @@ def level(round_: RestartRound = NOW) -> LevelNotice:
     return LevelNotice(round_, Step(7), NOW, Level.LOCAL)
 
 
-def said_to_hold(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Buffered:
-    return Buffered(round_, Worker(worker), (RankBuffered(Rank(rank)),))
-
-
-def hold(round_: RestartRound = NOW) -> BufferNotice:
-    return BufferNotice(round_, (Step(7),))
+def write_next(round_: RestartRound = NOW) -> WriteNext:
+    return WriteNext(round_, Step(7))
 
 
 def persist(round_: RestartRound = NOW) -> PersistRequest:
@@ -253,7 +247,6 @@ CASES = [
     Case("round: from a member", sealed(0), MEMBER[1], round_of_three(), Refusal.NOT_MEMBER),
     # messages to the coordinator
     *fenced("prepared", prepared, 1, MEMBER[0]),
-    *fenced("holding", said_to_hold, 1, MEMBER[0]),
     *fenced("replicated", replicated, 1, MEMBER[0]),
     *fenced("uploaded", uploaded, 1, MEMBER[0]),
     *fenced("report", report, 1, MEMBER[0]),
@@ -261,7 +254,6 @@ CASES = [
         case
         for name, make in (
             ("prepared", prepared),
-            ("holding", said_to_hold),
             ("replicated", replicated),
             ("uploaded", uploaded),
             ("report", report),
@@ -296,14 +288,14 @@ CASES = [
     # messages of the coordinator
     *fenced("manifest", manifest, 0, MEMBER[1]),
     *fenced("level", level, 0, MEMBER[1]),
-    *fenced("hold", hold, 0, MEMBER[1]),
+    *fenced("hold", write_next, 0, MEMBER[1]),
     *fenced("persist", persist, 0, MEMBER[1]),
     Case("manifest: to itself", COORDINATOR, MEMBER[1], manifest(), None),
     Case("manifest: from another member", PLAIN, MEMBER[2], manifest(), Refusal.NOT_MEMBER),
     Case("manifest: from a stranger", PLAIN, STRANGER, manifest(), Refusal.NOT_MEMBER),
     Case("manifest: from the operator", PLAIN, OPERATOR, manifest(), Refusal.NOT_MEMBER),
     Case("level: from another member", PLAIN, MEMBER[2], level(), Refusal.NOT_MEMBER),
-    Case("hold: from another member", PLAIN, MEMBER[2], hold(), Refusal.NOT_MEMBER),
+    Case("write next: from another member", PLAIN, MEMBER[2], write_next(), Refusal.NOT_MEMBER),
     Case("persist: from another member", PLAIN, MEMBER[2], persist(), Refusal.NOT_MEMBER),
     # messages between members
     *fenced("keep layout", keep_layout, 2, MEMBER[0]),

@@ -18,8 +18,6 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
-    Buffered,
-    DigestedShard,
     LevelNotice,
     ListedManifest,
     ManifestList,
@@ -28,11 +26,12 @@ from holdfast_core.messages.schema import (
     Policy,
     Prepared,
     Prune,
-    RankBuffered,
+    RankSaves,
     Refusal,
     Replicated,
     RestorePoint,
     WorkerReport,
+    WriteNext,
 )
 from holdfast_core.store.tier import ObjectTier
 
@@ -76,18 +75,19 @@ class World(CoordinatorWorld):
                 Prepared(ROUND, Step(step), Worker(rank), shard_info(rank), layout)
             )
 
-    def buffer(self, step: int) -> None:
+    def report(self, *waiting: int, done: bool = False) -> None:
+        """Let every rank report the steps that wait in its slots."""
+        steps = tuple(map(Step, waiting))
         for rank in RANKS:
-            document = rank_document(rank, shard_info(rank).payload_bytes)
-            shards = (DigestedShard(Step(step), shard_info(rank), digest_of(document)),)
-            self.coordinator.buffered(
-                Buffered(
-                    ROUND,
-                    Worker(rank),
-                    (RankBuffered(Rank(rank), shards),),
-                    (layout_digests(document),),
-                )
+            saves = (RankSaves(Rank(rank), steps[-1], steps, steps),) if steps else ()
+            message = WorkerReport(
+                ROUND,
+                Worker(rank),
+                saves=saves,
+                reported_to=self.coordinator.instance,
+                done=done,
             )
+            self.coordinator.report(message)
 
     async def reaches(self, level: Level, step: int) -> None:
         await until(lambda: self.coordinator.levels()[level] == step, f"step {step} is {level}")
@@ -163,7 +163,7 @@ async def test_the_operator_cannot_delete_what_a_restore_needs_from_the_store(
         assert found.value.code is Refusal.PROTECTED
 
 
-async def test_the_end_of_a_job_uploads_the_step_in_memory_and_not_an_older_one(
+async def test_the_end_of_a_job_uploads_the_step_that_waits_in_slots_and_not_an_older_one(
     tmp_path: Path,
 ) -> None:
     """An upload of the older step first would take as long again, while the pods wait for their end."""
@@ -174,13 +174,32 @@ async def test_the_end_of_a_job_uploads_the_step_in_memory_and_not_an_older_one(
         world.coordinator.start()
         world.prepare(1)
         await world.reaches(Level.LOCAL, 1)
-        world.buffer(2)
-        await world.reaches(Level.MEMORY, 2)
-        for rank in RANKS:
-            world.coordinator.report(WorkerReport(ROUND, Worker(rank), done=True))
+        world.report(2)
+        world.report(2, done=True)
+        await until(lambda: members.of(WriteNext), "the step that waits is chosen")
+        assert {m.step for m in members.of(WriteNext)} == {2}
         for _ in range(200):  # every loop of the coordinator looks at the reports
             await asyncio.sleep(0)
+        assert members.of(PersistRequest) == []
         world.prepare(2)
+        world.report(done=True)
         await world.reaches(Level.LOCAL, 2)
         await until(lambda: members.of(PersistRequest), "the newest step is to be uploaded")
         assert {m.step for m in members.of(PersistRequest)} == {2}
+
+
+async def test_a_dropped_step_that_ranks_save_again_is_dropped_again(tmp_path: Path) -> None:
+    """Ranks that go back in one round repeat their steps. No other message would free the slot."""
+    members = Members()
+    policy = Policy(interval_steps=1, slots=3)
+    async with World(tmp_path, members, policy, round=ROUND) as world:
+        world.coordinator.start()
+        world.report(2, 3)
+
+        def prunes() -> int:
+            return sum(Step(2) in m.prune for m in members.of(WriteNext))
+
+        await until(lambda: prunes() == len(RANKS), "step 3 has replaced step 2")
+        world.report(3)
+        world.report(2, 3)
+        await until(lambda: prunes() > len(RANKS), "the slot of step 2 is freed again")

@@ -12,7 +12,7 @@ from tests.support.sidecar.waiting import until
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.format.keys import manifest_key
-from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
+from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
 from holdfast_core.messages.schema import Policy, RestorePoint
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.failures import Failures
@@ -73,7 +73,7 @@ class World:
         """Commit a step locally. Return whether it is queued for the store."""
         for rank in (0, 1):
             self.ledger.prepared(Step(step), shard_info(rank), LAYOUT)
-        assert acknowledge(self.ledger, step) == [Level.LOCAL]
+        assert acknowledge(self.ledger, step) == [True]
         self.uploads.committed(Step(step))
         return Step(step) in self.ledger.on_way_to_store
 

@@ -15,17 +15,13 @@ from tests.support.sidecar.ranks import rank_document
 from tests.support.sidecar.waiting import until
 
 from holdfast_core.errors import UnavailableError
-from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import layout_digests
-from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import Level, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
-    Buffered,
-    DigestedShard,
     ManifestPut,
     Ok,
     Policy,
     Prepared,
-    RankBuffered,
 )
 
 ROUND = RestartRound(0)
@@ -68,16 +64,6 @@ class World(CoordinatorWorld):
                 Prepared(ROUND, Step(step), Worker(rank), shard_info(rank), layout)
             )
 
-    def buffer(self, rank: int, *steps: int) -> None:
-        """Let a rank report the steps that it buffers now."""
-        document = rank_document(rank, shard_info(rank).payload_bytes)
-        digest = digest_of(document)
-        shards = tuple(DigestedShard(Step(s), shard_info(rank), digest) for s in steps)
-        buffered = (RankBuffered(Rank(rank), shards),)
-        self.coordinator.buffered(
-            Buffered(ROUND, Worker(rank), buffered, (layout_digests(document),))
-        )
-
 
 @asynccontextmanager
 async def world_in(folder: Path) -> AsyncIterator[World]:
@@ -96,16 +82,3 @@ async def test_a_step_is_local_when_its_manifest_was_built_late(tmp_path: Path) 
         world.go_on.set()
         await until(lambda: world.coordinator.levels()[Level.LOCAL] == 1, "step 1 is local")
         assert sorted(world.members.manifests) == [(0, 1), (1, 1)], "one manifest for each member"
-
-
-async def test_a_step_that_is_lost_before_its_manifest_is_built_reaches_no_member(
-    tmp_path: Path,
-) -> None:
-    async with world_in(tmp_path) as world:
-        for rank in (0, 1):
-            world.buffer(rank, 1)
-        world.buffer(1)
-        world.go_on.set()
-        world.prepare(2)
-        await until(lambda: world.coordinator.levels()[Level.LOCAL] == 2, "step 2 is local")
-        assert {step for _, step in world.members.manifests} == {2}

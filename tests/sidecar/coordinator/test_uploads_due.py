@@ -8,7 +8,7 @@ import pytest
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.ledgers import LAYOUT, acknowledge, new_ledger, shard_info
 
-from holdfast_core.ids import Level, RestartRound, Step
+from holdfast_core.ids import RestartRound, Step
 from holdfast_core.messages.schema import Policy, RestorePoint
 from holdfast_sidecar.coordinator.ledger import Ledger
 from holdfast_sidecar.coordinator.uploads import Uploads
@@ -51,7 +51,7 @@ def uploads(
 def local(ledger: Ledger, uploaded: Uploads, step: int) -> None:
     for rank in (0, 1):
         ledger.prepared(Step(step), shard_info(rank), LAYOUT)
-    assert acknowledge(ledger, step) == [Level.LOCAL]
+    assert acknowledge(ledger, step) == [True]
     uploaded.committed(Step(step))
 
 

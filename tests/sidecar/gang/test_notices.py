@@ -61,12 +61,10 @@ def level(level: Level) -> LevelNotice:
 
 def test_a_committed_step_of_a_job_without_a_store_is_never_persisted() -> None:
     notices, rank = connected(NO_STORE)
-    notices.in_memory((STEP,))
-    assert rank.outcomes == [(Level.MEMORY, None)]
     notices.level(level(Level.LOCAL))
     notices.level(level(Level.REPLICATED))
     absent = (Level.PERSISTED, NO_OBJECT_TIER)
-    assert rank.outcomes[1:] == [(Level.LOCAL, None), absent, (Level.REPLICATED, None), absent]
+    assert rank.outcomes == [(Level.LOCAL, None), absent, (Level.REPLICATED, None), absent]
     (failed, _) = [m for m in rank.pushed if isinstance(m, SaveFailed)]
     assert "spec.checkpoint.object" in failed.message
 

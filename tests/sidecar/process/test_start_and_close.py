@@ -34,7 +34,6 @@ OPENED = [
     "Flow.reset",
     "Rehydrator.reset",
     "Starter.reset",
-    "SaveJourney.close",
     "Reporter.close",
     "HookServer.close",
     "Scrubber.close",

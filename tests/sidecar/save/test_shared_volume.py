@@ -30,13 +30,13 @@ from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.process.app import start_sidecar
 from holdfast_sidecar.save.layouts import RankLayouts
-from holdfast_sidecar.save.slot_notes import SlotNotes
+from holdfast_sidecar.save.slot_notes import SlotNote, SlotNotes
 from holdfast_sidecar.wire.intake import Intake, LocalConnections
 
 GUARD_SECONDS = 60
 COMMITTED = b"bytes of a committed shard" * 1000
 SLOT = "rank000000.0.slot"
-NOTE = Stage(RestartRound(0), Step(3), Rank(0), SLOT, 5, digest_of(b"layout"))
+NOTE = SlotNote(Stage(RestartRound(0), Step(3), Rank(0), SLOT, 5, digest_of(b"layout")), 2)
 
 
 @pytest.fixture

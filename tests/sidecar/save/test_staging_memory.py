@@ -1,4 +1,4 @@
-"""Slots of a sidecar whose disk is too slow: which steps are written and which stay in memory."""
+"""Slots of a sidecar whose disk is too slow: which steps are written and which wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.sidecar.gated_stager import (
     running,
 )
 
-from holdfast_core.ids import CheckpointId, Step
+from holdfast_core.ids import Step
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
 
@@ -30,8 +30,7 @@ async def test_with_two_slots_every_step_is_written_at_once(tmp_path: Path) -> N
         world.node.let(1, 2)
         await world.until(lambda: world.slots() == [FREE, FREE])
         assert sorted(world.node.begun) == [1, 2]
-        assert world.buffered().shards == ()
-        assert world.stager.unreported is None
+        assert not world.stager.waits
 
 
 async def test_a_write_waits_while_a_rank_copies(tmp_path: Path) -> None:
@@ -51,58 +50,31 @@ async def test_one_write_at_a_time_and_the_chosen_step_next(tmp_path: Path) -> N
         await world.save(0, 1)
         await world.save(1, 2)
         await world.save(2, 3)
-        await world.digested(2, 3)
-        assert world.buffered().writing == 1
+        assert world.stager.waiting(RANK) == (2, 3)
+        assert world.stager.writes(RANK)
         world.stager.choose(Step(3))
-        assert world.node.begun == [1]
+        assert world.stager.waiting(RANK) == (2, 3), "step 1 is being written"
         world.node.let(1)
-        await world.until(lambda: world.buffered().writing == 3)
+        await world.until(lambda: world.stager.waiting(RANK) == (2,))
         assert world.slots() == [FREE, OWNED, OWNED]
+        assert world.stager.under_way(RANK) == (2, 3)
         world.node.let(3)
         await world.until(lambda: world.slots() == [FREE, OWNED, FREE])
         assert world.stored() == [1, 3]
-        reported = {s.step: s.stored for s in world.buffered().shards}
-        assert reported == {2: False, 3: True}, "so that step 3 does not count as lost"
-        world.stager.mark_reported(world.stager.buffered())
-        assert [s.step for s in world.buffered().shards] == [2]
         record = next(r for r in world.node.list_shards() if r.header.step == 3)
         assert world.stager.memory[slot_name(RANK, 2)] == record
 
 
-async def test_a_step_in_memory_has_the_digests_that_its_file_gets(tmp_path: Path) -> None:
-    async with running(tmp_path, 3) as world:
-        await world.save(0, 1)
-        await world.save(1, 2)
-        await world.digested(2)
-        (reported,) = world.buffered().shards
-        world.stager.choose(Step(2))
-        world.node.let(1, 2)
-        await world.until(lambda: world.stored() == [1, 2])
-        stored = next(r for r in world.node.list_shards() if r.header.step == 2)
-        assert (reported.shard.blake3, reported.shard.chunk_table) == (
-            stored.blake3,
-            stored.chunk_table,
-        )
-
-
-async def test_a_slot_is_free_when_its_step_is_dropped_and_the_manifests_are_gone(
-    tmp_path: Path,
-) -> None:
+async def test_a_slot_is_free_when_its_step_is_dropped(tmp_path: Path) -> None:
     async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.save(2, 3)
-        await world.digested(2, 3)
         world.stager.forget(frozenset({Step(2)}))
-        assert world.slots() == [OWNED, OWNED, OWNED]
-        assert world.stager.find(RANK, CheckpointId(Step(2), ROUND)) is None
-        world.stager.release(frozenset({Step(3)}))
-        assert world.slots() == [OWNED, OWNED, OWNED], "step 3 is still needed"
-        world.stager.release(frozenset({Step(2)}))
         assert world.slots() == [OWNED, FREE, OWNED]
         assert world.metric("holdfast_steps_dropped_total") == 1
         await world.save(1, 4)
-        await world.digested(3, 4)
+        assert world.stager.waiting(RANK) == (3, 4)
 
 
 async def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_disk(
@@ -112,7 +84,6 @@ async def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_di
         await world.save(0, 1)
         await world.save(1, 2)
         world.stager.forget(frozenset({Step(1)}))
-        world.stager.release(frozenset({Step(1)}))
         assert world.slots() == [OWNED, OWNED, FREE]
         world.stager.choose(Step(2))
         world.node.let(1, 2)
@@ -122,34 +93,17 @@ async def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_di
         assert [o.stage.step for o in world.outcomes] == [2]
 
 
-async def test_a_chosen_step_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> None:
+async def test_a_chosen_step_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> None:
     async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
-        await world.digested(2)
         world.node.fails = {2}
         world.stager.choose(Step(2))
         world.node.let(1, 2)
-        await world.until(
-            lambda: [s.failed for s in world.buffered().shards if s.step == 2] == [True]
-        )
-        assert world.slots() == [FREE, OWNED, FREE]
-        assert world.outcomes[-1].failed is not None
-        world.node.fails = set()
-        world.stager.seal()
-        assert await world.stager.write_buffered(frozenset({CheckpointId(Step(2), ROUND)}), 30)
-        assert world.stored() == [1, 2]
-
-
-async def test_a_step_that_is_written_at_once_is_not_reported_as_buffered(tmp_path: Path) -> None:
-    async with running(tmp_path, 3) as world:
-        await world.save(0, 1)
-        assert world.stager.unreported is None
-        assert not world.stager.idle
-        world.node.let(1)
         await world.until(lambda: world.slots() == [FREE] * 3)
-        assert world.stager.unreported is None
-        assert world.stager.idle
+        await world.until(lambda: len(world.outcomes) == 2)
+        assert world.outcomes[-1].failed is not None
+        assert world.stager.under_way(RANK) == (), "so that the other ranks give it up"
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from holdfast_core.ids import (
     FIRST_SPARE,
     CheckpointId,
     JobUid,
-    Level,
     RestartRound,
     Step,
     is_spare,
@@ -263,8 +262,7 @@ class FakeCluster:
         found = [
             p.id
             for p in self.gang.promises
-            if p.level is not Level.MEMORY
-            and is_ancestor(p.id, max(bases), bases)
+            if is_ancestor(p.id, max(bases), bases)
             and (
                 p.id in self.store.checkpoints
                 or (

@@ -100,8 +100,6 @@ def holds(promise: Promise, readable: frozenset[str], copies: int) -> bool:
     """Return whether the promise still holds if only the disks of the `readable` pods can be read."""
     lost = len(promise.pods - readable)
     match promise.level:
-        case Level.MEMORY:
-            return False  # the level promises nothing to the operator
         case Level.LOCAL:
             return lost == 0
         case Level.REPLICATED:

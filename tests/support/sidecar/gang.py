@@ -7,7 +7,7 @@ import json
 import random
 import time
 import urllib.request
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -20,16 +20,30 @@ from tests.support.sidecar.ranks import FakeRank
 
 from holdfast_core.contract import SidecarContract, StoreConfig, operator_dns_name, peer_dns_name
 from holdfast_core.format.dtypes import element_bytes
+from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
-from holdfast_core.ids import ByteRange, JobUid, Level, Rank, RestartRound, TierName, Worker
+from holdfast_core.ids import (
+    ByteRange,
+    CheckpointId,
+    JobUid,
+    Level,
+    Rank,
+    RestartRound,
+    TierName,
+    Worker,
+)
+from holdfast_core.messages.manifests import manifest_document
 from holdfast_core.messages.schema import (
     CoordinatorState,
+    FinishCommit,
+    Inventory,
     Member,
     Policy,
     Prune,
     PruneReply,
     RestorePoint,
     Round,
+    UncommittedShard,
 )
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_sidecar.base.settings import PORTS_FILE
@@ -249,6 +263,21 @@ class Gang:
         """Return the bytes that the worker has sent to the tier, as its sidecar counts them."""
         counted = await asyncio.to_thread(self.counted, worker, "holdfast_sent_bytes_total")
         return counted.get(tier, 0)
+
+    async def finish(self, worker: int, shards: Sequence[UncommittedShard]) -> Inventory:
+        """Have a sealed worker write the manifest of a step, as the operator does (ADR 0115).
+
+        Args:
+            worker: The worker.
+            shards: The shards of the step, in order of the ranks.
+        """
+        id_ = CheckpointId(shards[0].step, shards[0].round)
+        document = manifest_document(
+            JobIdentity(NAMESPACE, "gpt", JOB_UID), id_, None, [(s.shard, s.layout) for s in shards]
+        )
+        sealed = (await self.operator.inventory(worker)).round
+        message = FinishCommit(sealed, id_.step, id_.round, document.decode())
+        return await self.operator.call(worker, "/v1/finish-commit", message, Inventory)
 
     async def prune(self, *points: RestorePoint) -> None:
         """Let the coordinator (worker 0) delete these checkpoints from the store."""

@@ -17,7 +17,7 @@ from tests.support.sidecar.stagers import stager_of
 from holdfast_core.errors import UnavailableError
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.messages.schema import RankBuffered, Stage
+from holdfast_core.messages.schema import Stage
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shm.slot_file import SlotFile
@@ -91,7 +91,6 @@ class World:
         """Start another sidecar process over the same slots and the same disk, in the same round."""
         self.stager = self.process()
         self.stager.recover(self.state)
-        self.stager.coordinator_replied()
         return self.stager
 
     def process(self) -> Stager:
@@ -100,7 +99,7 @@ class World:
             self.settings, self.state, self.node, self.pools, Failures(lambda: None), self.metrics
         )
         stager.ended.subscribe(self.note)
-        stager.buffered_changed.subscribe(self._changed.set)
+        stager.changed.subscribe(self._changed.set)
         return stager
 
     def note(self, outcome: Outcome) -> None:
@@ -142,13 +141,6 @@ class World:
         while not condition():
             self._changed.clear()
             await asyncio.wait_for(self._changed.wait(), 120)
-
-    def buffered(self) -> RankBuffered:
-        (found,) = self.stager.buffered()
-        return found
-
-    async def digested(self, *steps: int) -> None:
-        await self.until(lambda: [s.step for s in self.buffered().shards] == list(steps))
 
     def slots(self) -> list[SlotState]:
         states = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import ShardInfo
 from holdfast_sidecar.coordinator.ledger import Ledger
 
@@ -13,7 +13,6 @@ MANIFEST_DIGEST = Digest("b3:" + "c" * 64)
 
 
 LAYOUT = LayoutDigests(SHARD_DIGEST, SHARD_DIGEST, SHARD_DIGEST)
-LAYOUTS = {LAYOUT.layout: LAYOUT}
 
 
 def shard_info(rank: int, digest: Digest = SHARD_DIGEST) -> ShardInfo:
@@ -27,10 +26,10 @@ def new_ledger(*, workers: int = 2, expects_copies: bool = True) -> Ledger:
     return Ledger(RestartRound(1), workers, names, expects_copies=expects_copies)
 
 
-def acknowledge(ledger: Ledger, *steps: int) -> list[Level | None]:
+def acknowledge(ledger: Ledger, *steps: int) -> list[bool]:
     """Build the manifest of each step and let every worker acknowledge it.
 
-    Returns the level that each step reached by that.
+    Returns whether each step became local by that.
     """
     risen = []
     for step in map(Step, steps):

@@ -73,7 +73,7 @@ class PlayedStager:
         await self.wait()
         return True
 
-    async def write_buffered(self, manifests: object, seconds: float) -> bool:
+    async def write_waiting(self, seconds: float) -> bool:
         self.write_seconds.append(seconds)
         await self.wait()
         return True

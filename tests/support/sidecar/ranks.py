@@ -44,6 +44,7 @@ from holdfast_core.shm.slot_header import (
     pack_state,
     slot_name,
 )
+from holdfast_sidecar.save.slot_notes import SlotNote
 
 
 def rank_document(rank: int, payload_bytes: int) -> bytes:
@@ -142,11 +143,12 @@ class FakeRank(LocalClient):
             file.seek(STATE_OFFSET)
             file.write(pack_state(SlotState.FREE))
 
-    def own_slot(self, name: str, message: Stage) -> None:
+    def own_slot(self, name: str, message: Stage, *, world_size: int = 1) -> None:
         """Put the slot into the state in which a sidecar leaves it that dies between Staged and the shard."""
         staged = self._shared / "staged"
         staged.mkdir(exist_ok=True)
-        (staged / f"{name}.json").write_bytes(dumps(message))
+        note = SlotNote(message, world_size)
+        (staged / f"{name}.json").write_bytes(dumps(note))
         with self.path(name).open("r+b") as file:
             file.seek(STATE_OFFSET)
             file.write(pack_state(SlotState.OWNED))
@@ -188,13 +190,10 @@ class FakeRank(LocalClient):
 
     async def reached(self, step: int, level: Level) -> None:
         """Wait until the sidecar has reported this level, or a higher one, for the step."""
-        order = (Level.MEMORY, Level.LOCAL, Level.REPLICATED, Level.PERSISTED)
 
         def seen() -> bool:
             return any(
-                isinstance(m, LevelReached)
-                and m.step == step
-                and order.index(m.level) >= order.index(level)
+                isinstance(m, LevelReached) and m.step == step and m.level.includes(level)
                 for m in self.pushed
             )
 

@@ -45,22 +45,15 @@ def test_an_unknown_level_is_refused(handle: SaveHandle) -> None:
         handle.wait("everywhere")
 
 
-def test_level_memory_is_below_local_and_does_not_settle_a_save(handle: SaveHandle) -> None:
-    handle.reach(Level.MEMORY)
-    handle.wait("memory", timeout=0)
-    assert not handle.settled
-    assert not handle.durable
-    with pytest.raises(TimeoutError):
-        handle.wait("local", timeout=0)
-    handle.reach(Level.LOCAL)
-    assert handle.settled
-    assert handle.durable
+def test_a_wait_for_level_memory_names_what_to_wait_for_instead(handle: SaveHandle) -> None:
+    with pytest.raises(ValueError, match="no level 'memory' any more: wait for 'local'"):
+        handle.wait("memory")
 
 
 def test_a_wait_for_an_overtaken_step_raises_an_error(handle: SaveHandle) -> None:
-    handle.fail(Level.MEMORY, "Overtaken: by a newer step")
+    handle.fail(Level.LOCAL, "Overtaken: by a newer step")
     assert handle.settled
-    for level in ("memory", "local", "persisted"):
+    for level in ("local", "persisted"):
         with pytest.raises(SaveFailedError, match="Overtaken"):
             handle.wait(level, timeout=0)
 
@@ -70,7 +63,7 @@ def test_a_level_that_was_reached_does_not_fail_afterwards() -> None:
     prunes it."""
     handle = SaveHandle(Step(3), RestartRound(0))
     handle.reach(Level.LOCAL)
-    handle.fail(Level.MEMORY, "Overtaken")
+    handle.fail(Level.LOCAL, "Overtaken")
     assert handle.failure is None
     handle.fail(Level.REPLICATED, "no peer")
     assert handle.failure == "no peer"

@@ -109,16 +109,15 @@ def test_an_overtaken_save_does_not_count_as_failed(slot: Slot) -> None:
     session = session_with(link)
     handle = save(session, slot, 1)
     link.sent[0][1].set_result(Staged(Step(1)))
-    session.push(LevelReached(Step(1), ROUND, Level.MEMORY))
     session.push(SaveFailed(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
-    assert handle.level is Level.MEMORY
+    assert handle.level is None
     assert handle.overtaken
     assert handle.failure is None
     with pytest.raises(SaveFailedError, match="by step 2"):
         handle.wait("persisted", timeout=0)
     reached = save(session, slot, 3)
     session.push(LevelReached(Step(3), ROUND, Level.LOCAL))
-    session.push(SaveFailed(Step(3), ROUND, Level.MEMORY, OVERTAKEN, "by step 4"))
+    session.push(SaveFailed(Step(3), ROUND, Level.LOCAL, OVERTAKEN, "by step 4"))
     with pytest.raises(SaveTimeoutError):
         reached.wait("persisted", timeout=0)
 
@@ -198,13 +197,13 @@ def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
     ring, link, session = handing_over(tmp_path, 2)
     first, again = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Staged(Step(10)))
-    session.push(SaveFailed(Step(10), ROUND, Level.MEMORY, OVERTAKEN, "by step 20"))
+    session.push(SaveFailed(Step(10), ROUND, Level.LOCAL, OVERTAKEN, "by step 20"))
     link.sent[1][1].set_result(Staged(Step(10)))
     assert again.settled and again.overtaken
     for handle in (first, again):
         assert handle.failure is None
         with pytest.raises(SaveFailedError, match="Overtaken: by step 20"):
-            handle.wait("memory", timeout=0)
+            handle.wait("local", timeout=0)
 
 
 def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Path) -> None:

@@ -666,15 +666,6 @@ class TrainingJobStatus(WithConditions):
     last_replicated_step: Annotated[
         StepField | None, Field(description="Newest step committed at level replicated.")
     ] = None
-    last_memory_step: Annotated[
-        StepField | None,
-        Field(
-            description=(
-                "Newest step whose shards are all in the pods' shared memory or on their "
-                "nodes. It survives the end of processes, but not of pods."
-            )
-        ),
-    ] = None
     steps_dropped: Annotated[
         int | None,
         Field(

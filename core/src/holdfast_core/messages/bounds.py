@@ -107,7 +107,6 @@ _MAX_BYTES = MappingProxyType(
         "Round": 4 * MIB,
         "WorkerReport": 4 * MIB,
         "Prepared": 16 * MIB,
-        "Buffered": 32 * MIB,
         "ManifestPut": 64 * MIB,
         "FinishCommit": 64 * MIB,
         "Relay": 64 * MIB,

@@ -144,8 +144,8 @@ class Policy:
         return self.object_every_steps is not None or self.object_every_seconds is not None
 
     @property
-    def memory_level_enabled(self) -> bool:
-        """Return whether a step that is staged during an earlier one's write waits in memory.
+    def keeps_newest(self) -> bool:
+        """Return whether a step that is staged during an earlier one's write waits in its slot.
 
         This takes three slots: one is being written, one holds the newest complete step, and one is
         being filled. With two slots, a step that waits would occupy the slot of the next step.

@@ -141,75 +141,24 @@ class Uploaded:
 
 
 @dataclass(frozen=True, slots=True)
-class DigestedShard:
-    """A shard that was digested in its pod's shared memory."""
-
-    step: Step
-    shard: ShardInfo
-    layout: Digest
-    stored: bool = False
-    """The node tier has the shard, too."""
-    failed: bool = False
-    """The write to the node tier failed. The bytes in memory are valid, but the coordinator does not wait for
-    the shard."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankBuffered:
-    """Steps of one rank that waited in shared memory before they were written."""
-
-    rank: Rank
-    shards: tuple[DigestedShard, ...] = ()
-    digesting: tuple[Step, ...] = ()
-    """Steps that are not digested yet. They count neither as buffered nor as lost."""
-    writing: Step | None = None
-    """The step that is being written to the node tier now, whether it waited before or not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Buffered:
-    """POST /v1/buffered, sidecar -> coordinator: everything that this worker buffers in memory now.
-
-    A shard that an earlier message names and this one does not is no longer in memory.
-    """
+class WriteNext:
+    """POST /v1/write-next, coordinator -> sidecar: what becomes of the steps that wait in slots."""
 
     round: RestartRound
-    worker: Worker
-    ranks: tuple[RankBuffered, ...]
-    layouts: tuple[LayoutDigests, ...] = ()
-    """The layouts that the shards name."""
-
-
-@dataclass(frozen=True, slots=True)
-class BufferedReply:
-    drop: tuple[Step, ...] = ()
-    """Steps of the message that the worker drops: they are pruned, too old, or contradict other shards."""
-
-
-@dataclass(frozen=True, slots=True)
-class BufferNotice:
-    """POST /v1/buffer-notice, coordinator -> sidecar: steps at level memory, and the next step to write."""
-
-    round: RestartRound
-    memory: tuple[Step, ...] = ()
-    """Steps that have reached level memory since the last notice."""
-    chosen: Step | None = None
-    """The step that every sidecar that buffers it writes to its node tier."""
+    step: Step | None = None
+    """The step that every rank whose slot holds it writes to its node tier next."""
     prune: tuple[Step, ...] = ()
     """See LevelNotice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestPut:
-    """POST /v1/manifest, coordinator -> sidecar. The reply Ok means that the manifest is durable there."""
+    """POST /v1/manifest, coordinator -> sidecar. The reply Ok means that it is durable there."""
 
     round: RestartRound
     step: Step
     manifest: Document
     """Canonical JSON text."""
-    buffered: bool = False
-    """Some shards may be in shared memory only, the receiver's among them, and copies wait for level local.
-    Where it is False, the reply Ok also means that the receiver's shards are durable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,9 +300,6 @@ class CoordinatorState:
     finished: bool = False
     """All ranks returned 0, and no step is being written, copied or uploaded any more."""
     saves_skipped: Natural = 0
-    last_memory: RestorePoint | None = None
-    """Newest step of this round at level memory or above: every shard is digested, in shared memory or on a
-    node tier. The loss of a pod may lose it."""
     steps_dropped: Natural = 0
     """Steps that newer ones replaced before they were written or copied, since this coordinator started."""
     interval: Interval | None = None

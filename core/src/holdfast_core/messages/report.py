@@ -52,6 +52,10 @@ class RankSaves:
     """The newest step that the rank has staged."""
     under_way: tuple[Step, ...] = ()
     """Staged steps that have not failed and that the coordinator has no PREPARED for yet."""
+    waiting: tuple[Step, ...] = ()
+    """Those of them that wait in slots. Only the coordinator's choice, or a seal, has them written."""
+    writes: bool = False
+    """Whether a slot of the rank is being written now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +89,8 @@ class AcceptedRound:
 class WorkerReport:
     """POST /v1/report, sidecar -> coordinator; reply Ok. This worker's part of CoordinatorState.
 
-    The sidecar sends it immediately when its urgent part changes. Otherwise it sends it at most twice a
-    second, less often in a large gang, and every few seconds without a change.
+    The sidecar sends it immediately when its urgent part or what waits in its slots changes. Otherwise it
+    sends it at most twice a second, less often in a large gang, and every few seconds without a change.
     """
 
     round: RestartRound
@@ -123,6 +127,11 @@ class WorkerReport:
     accepted: AcceptedRound | None = None
     restored_from: Annotated[tuple[TierName, ...], PerRank] = ()
     """The farthest tier from which the state of each own rank was read. Empty before all shards are here."""
+
+    @property
+    def waiting(self) -> tuple[RankSaves, ...]:
+        """The saves of the ranks that have steps waiting in slots, which they need for further saves."""
+        return tuple(saves for saves in self.saves if saves.waiting)
 
     @property
     def urgent(self) -> tuple[object, ...]:

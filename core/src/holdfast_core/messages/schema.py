@@ -24,12 +24,8 @@ from holdfast_core.messages.common import (
     Timing,
 )
 from holdfast_core.messages.gang import (
-    Buffered,
-    BufferedReply,
-    BufferNotice,
     CopyReply,
     CopyRequest,
-    DigestedShard,
     KeepLayout,
     LevelNotice,
     ManifestDocument,
@@ -38,7 +34,6 @@ from holdfast_core.messages.gang import (
     PersistRequest,
     Prepared,
     PreparedReply,
-    RankBuffered,
     ReadReply,
     ReadShard,
     Reference,
@@ -46,6 +41,7 @@ from holdfast_core.messages.gang import (
     Replicated,
     Suspect,
     Uploaded,
+    WriteNext,
 )
 from holdfast_core.messages.operator import (
     CoordinatorState,

@@ -7,7 +7,6 @@ it FREE. They differ in when they write and in what commits the step (ADR 0061).
 from __future__ import annotations
 
 from holdfast_core.errors import FormatError, RefusedError
-from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import JobUid
 from holdfast_core.messages.schema import Refusal, Stage
 from holdfast_core.shards.record import ShardHeader, ShardRecord
@@ -56,7 +55,6 @@ def digest_slot(header: ShardHeader, slot: PayloadSource) -> ShardRecord:
     digester = PayloadDigester(header)
     for piece in payload_pieces(slot, 0, header.payload_bytes):
         digester.update(piece)
-    failpoint("memory.after_digest")
     record, _ = digester.finish()
     return record
 

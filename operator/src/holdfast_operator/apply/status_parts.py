@@ -63,7 +63,6 @@ def with_known_details(new: TrainingJobStatus, known: TrainingJobStatus) -> Trai
     return changed(
         new,
         step=known.step,
-        last_memory_step=known.last_memory_step,
         steps_dropped=known.steps_dropped,
         recoveries=known.recoveries,
         goodput=known.goodput,

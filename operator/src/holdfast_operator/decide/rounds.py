@@ -141,7 +141,6 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
         step=point.step,
         last_committed_step=own,
         last_replicated_step=None if replicated is None or own is None else min(replicated, own),
-        last_memory_step=own,
         steps_dropped=0,
         goodput=_less_lost_work(status.goodput, lost, status.step),
     )

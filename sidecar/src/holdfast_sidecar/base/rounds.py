@@ -19,8 +19,6 @@ from holdfast_core.ids import Digest, RestartRound, Worker, is_spare, ranks_of
 from holdfast_core.messages.relay import Relay
 from holdfast_core.messages.schema import (
     AcceptedRound,
-    Buffered,
-    BufferNotice,
     CopyRequest,
     FinishCommit,
     GangRequest,
@@ -39,6 +37,7 @@ from holdfast_core.messages.schema import (
     Suspect,
     Uploaded,
     WorkerReport,
+    WriteNext,
 )
 from holdfast_sidecar.base.tree import relay_of
 
@@ -171,7 +170,6 @@ RULES: dict[type[Any], Rule] = {
     GangRequest: Rule(From.OPERATOR_OR_COORDINATOR, To.REQUESTED, fenced=True),
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
     Prepared: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
-    Buffered: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     CopyRequest: Rule(From.MEMBER, To.ANY, fenced=True),
     Replicated: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Uploaded: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
@@ -179,7 +177,7 @@ RULES: dict[type[Any], Rule] = {
     KeepLayout: Rule(From.MEMBER, To.ANY, fenced=True),
     ManifestPut: Rule(From.COORDINATOR, To.ANY, fenced=True),
     LevelNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
-    BufferNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
+    WriteNext: Rule(From.COORDINATOR, To.ANY, fenced=True),
     PersistRequest: Rule(From.COORDINATOR, To.ANY, fenced=True),
     Suspect: Rule(From.MEMBER, To.ANY, fenced=False),
     Relay: Rule(From.OTHER_END, To.ANY, fenced=True),
@@ -485,7 +483,7 @@ def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None
 
 def _check_sender(state: RoundState, caller: Caller, message: Any) -> Refused | None:
     """Return why a message is refused that a member sends for another worker or for ranks it does not run."""
-    if not isinstance(message, Prepared | Buffered | Replicated | Uploaded | WorkerReport):
+    if not isinstance(message, Prepared | Replicated | Uploaded | WorkerReport):
         return None
     member = state.member_of_pod(caller.pod)
     if member is None or member.worker != message.worker:
@@ -495,10 +493,6 @@ def _check_sender(state: RoundState, caller: Caller, message: Any) -> Refused | 
     match message:
         case Prepared():
             ranks = [message.shard.rank]
-        case Buffered():
-            ranks = [
-                rank for r in message.ranks for rank in (r.rank, *(s.shard.rank for s in r.shards))
-            ]
         case Replicated() | Uploaded():
             ranks = [message.rank]
         case WorkerReport():

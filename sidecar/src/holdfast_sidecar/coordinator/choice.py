@@ -1,118 +1,95 @@
-"""Choose which step in shared memory is written to the node tiers next, and which steps are dropped.
+"""Choose which step that waits in slots is written to the node tiers next, and which steps are dropped.
 
 These functions are pure. The coordinator chooses for all ranks, because a step is local only when every
-rank has written it, and ranks that chose independently would seldom choose the same step.
+rank has written it, and ranks that chose independently would seldom choose the same step. What it knows of
+the slots is what the reports of the workers list (`RankSaves`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast_core.ids import Level, Rank, Step
-from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
+from holdfast_core.messages.schema import RankSaves
+from holdfast_sidecar.coordinator.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The buffered step to write next, and the steps to drop."""
+    """What becomes of the steps that wait in slots."""
 
-    chosen: Step | None
-    dropped: tuple[Step, ...]
-    """Steps to drop, oldest first."""
+    chosen: Step | None = None
+    """The step to write next."""
+    dropped: tuple[Step, ...] = ()
+    """Steps whose slots are freed, oldest first."""
+    newest: Step | None = None
+    """The newest waiting step that every rank has handed over. A seal would have it restored."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step that waits or waited in slots becomes local without another save."""
+        return self.newest is not None or self.chosen is not None
 
 
-def choose(ledger: Ledger, slots: int) -> Choice:
+def choose(ledger: Ledger, saves: Mapping[Rank, RankSaves]) -> Choice:
     """Return the choice that follows from the messages received so far.
 
     Args:
-        slots: Number of slots of each rank.
+        ledger: The steps, with those that are written.
+        saves: The reported saves of each rank whose worker has sent this coordinator everything it had to
+            send.
     """
-    chosen = _chosen(ledger)
-    stuck = _stuck(ledger, slots)
-    newest = ledger.newest(Level.MEMORY)
-    dropped = [
-        entry.step
-        for entry in ledger.steps.values()
-        if not entry.local
-        and (
-            entry.lost
-            or entry.step in stuck
-            or (
-                newest is not None
-                and entry.step < newest.step
-                and entry.step != chosen
-                and entry.buffered
-            )
-        )
-    ]
-    return Choice(chosen, tuple(sorted(dropped)))
+    waiting = {
+        step for found in saves.values() for step in found.waiting if not ledger.is_forgotten(step)
+    }
+    newest = max((s for s in waiting if _is_complete(s, ledger, saves)), default=None)
+    chosen = _chosen(ledger, saves, newest)
+    local = ledger.newest(Level.LOCAL)
+    replaced_below = max(-1 if newest is None else newest, -1 if local is None else local.step)
+    dropped = (
+        step
+        for step in waiting
+        if step != chosen and (step < replaced_below or _is_skipped(step, ledger, saves))
+    )
+    return Choice(chosen, tuple(sorted(dropped)), newest)
 
 
-def _chosen(ledger: Ledger) -> Step | None:
+def _chosen(ledger: Ledger, saves: Mapping[Rank, RankSaves], newest: Step | None) -> Step | None:
     """Return the step to write next.
 
-    An earlier choice is kept as long as it can become local. Otherwise this is the newest step at level
-    memory, once no rank that buffers it is writing another step: a busy rank would have to keep the chosen
-    step in a slot that it needs for later saves.
+    An earlier choice is kept until it is local, unless a rank has lost it. Otherwise this is the newest step
+    that every rank has handed over, once no rank in whose slot it waits is writing another step: a busy
+    rank would have to keep the chosen step in a slot that it needs for later saves.
     """
-    earlier = None if ledger.chosen is None else ledger.steps.get(ledger.chosen)
-    if earlier is None:
-        # A buffered step that is being written was chosen by an earlier instance of the coordinator.
-        under_way = [e for e in ledger.steps.values() if _is_open(e) and _is_written(e, ledger)]
-        earlier = max(under_way, key=lambda e: e.step, default=None)
-    if (
-        earlier is not None
-        and _is_open(earlier)
-        and (earlier.memory or _is_written(earlier, ledger))
-    ):
-        return earlier.step
-    newest = ledger.newest(Level.MEMORY)
-    if newest is None or not _is_open(newest):
+    earlier = ledger.chosen
+    if earlier is not None and _is_complete(earlier, ledger, saves):
+        entry = ledger.steps.get(earlier)
+        if entry is None or not entry.local:
+            return earlier
+    if newest is None:
         return None
-    return None if any(rank in ledger.writing for rank in newest.buffered) else newest.step
+    return None if any(newest in s.waiting and s.writes for s in saves.values()) else newest
 
 
-def _is_open(entry: StepEntry) -> bool:
-    """Return whether a rank buffers the step, which can still become local and is not yet."""
-    return bool(entry.buffered) and not (entry.local or entry.lost or entry.failed)
+def _is_complete(step: Step, ledger: Ledger, saves: Mapping[Rank, RankSaves]) -> bool:
+    """Return whether every rank has the step, in a slot or on its node tier."""
+    if ledger.is_forgotten(step):
+        return False
+    ranks = map(Rank, range(ledger.world_size))
+    return all(_has(rank, step, ledger, saves) for rank in ranks)
 
 
-def _is_written(entry: StepEntry, ledger: Ledger) -> bool:
-    """Return whether a rank that buffers the step is writing it.
+def _is_skipped(step: Step, ledger: Ledger, saves: Mapping[Rank, RankSaves]) -> bool:
+    """Return whether a rank has saved this step or a newer one, but does not have it and never will.
 
-    A rank that writes a step without buffering it first does not count: no coordinator chose that step.
+    Ranks save in order. While other ranks kept such a step, their slots could fill with steps that never
+    become complete, and they would not save again.
     """
-    return any(ledger.writing.get(rank) == entry.step for rank in entry.buffered)
+    return any(s.newest >= step and not _has(r, step, ledger, saves) for r, s in saves.items())
 
 
-def _stuck(ledger: Ledger, slots: int) -> frozenset[Step]:
-    """Return the steps to drop so that ranks whose slots are all occupied can save again.
-
-    A rank without a free slot skips a step that other ranks buffer. If each rank skips different steps, no
-    step becomes complete, none is written, and a rank whose slots are full of such steps never saves
-    again. The result has the oldest skipped step of each such rank.
-    """
-    found = set[Step]()
-    skipped: dict[Step, bool] = {}
-    for rank, named in ledger.named.items():
-        entries = [ledger.steps[s] for s in named if s in ledger.steps]
-        goes_on = rank in ledger.writing or any(e.complete and not e.failed for e in entries)
-        if len(entries) >= slots and not goes_on:
-            for entry in entries:
-                if entry.step not in skipped:
-                    skipped[entry.step] = _is_skipped(entry, ledger)
-            found.update(sorted(e.step for e in entries if skipped[e.step])[:1])
-    return frozenset(found)
-
-
-def _is_skipped(entry: StepEntry, ledger: Ledger) -> bool:
-    """Return whether a rank has saved a newer step but not this one. It never will: ranks save in order."""
-    newer = [e for e in ledger.steps.values() if e.step > entry.step]
-    for number in range(entry.world_size):
-        rank = Rank(number)
-        under_way = ledger.named.get(rank, frozenset()) | {ledger.writing.get(rank)}
-        if rank in entry.shards or entry.step in under_way:
-            continue
-        if any(rank in e.shards for e in newer):
-            return True
-    return False
+def _has(rank: Rank, step: Step, ledger: Ledger, saves: Mapping[Rank, RankSaves]) -> bool:
+    entry, found = ledger.steps.get(step), saves.get(rank)
+    is_durable = entry is not None and rank in entry.durable
+    return is_durable or (found is not None and step in found.under_way)

@@ -1,13 +1,15 @@
 """The coordinator of a round, which decides that a step is committed and at which level.
 
-1. Every rank has sent PREPARED or BUFFERED: the coordinator builds the manifest. It is deterministic, so
-   any coordinator of the round builds the same bytes.
+1. Every rank has sent PREPARED: the coordinator builds the manifest. It is deterministic, so any
+   coordinator of the round builds the same bytes.
 2. The manifest is durable on the coordinator's own node tier, then on every member's: the step is at level
-   local, or at level memory while a shard is in shared memory only. `choice.py` chooses which of those
-   steps is written next.
+   local.
 3. Every rank has sent REPLICATED: the step is at level replicated, and older steps may be pruned.
 4. Every rank has sent UPLOADED: the manifest is put into the store if absent, and the step is at level
    persisted.
+
+Where ranks save faster than a node writes, steps wait in slots. `choice.py` chooses which of them all ranks
+write next, and which are dropped.
 
 The operator decides about rounds. A new coordinator can rebuild this state: members repeat their messages
 when they see a new `instance`, and inventories list the manifests that exist.
@@ -20,7 +22,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
-from holdfast_core.errors import FormatError, HoldfastError, RefusedError
+from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import (
     CheckpointId,
@@ -33,8 +35,6 @@ from holdfast_core.ids import (
     ranks_of,
 )
 from holdfast_core.messages.schema import (
-    Buffered,
-    BufferedReply,
     CoordinatorState,
     Failure,
     GangRequest,
@@ -59,7 +59,7 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.alarm import CommitAlarm
-from holdfast_sidecar.coordinator.choice import choose
+from holdfast_sidecar.coordinator.choice import Choice, choose
 from holdfast_sidecar.coordinator.documents import build_manifest, shard_infos
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
@@ -87,8 +87,8 @@ _LOOK_SECONDS = 1.0
 _COMPARED_PER_SECOND = 4096
 """Ranks that the search for stragglers compares in a second, at most."""
 _WEIGH_AFTER_SECONDS = 0.01
-"""Time for which BUFFERED messages are gathered before the step to write is chosen again. Each choice looks
-at all ranks."""
+"""Time for which reports are gathered before the step to write is chosen again. Each choice looks at all
+ranks."""
 
 
 class Coordinator:
@@ -212,7 +212,8 @@ class Coordinator:
     @property
     def idle(self) -> bool:
         """Whether no step can reach a higher level without another save."""
-        return not self._ledger.pending and not self._ledger.on_way_to_store
+        pending = self._choice().pending or self._ledger.pending
+        return not (pending or self._ledger.on_way_to_store)
 
     @property
     def may_end(self) -> bool:
@@ -254,31 +255,6 @@ class Coordinator:
         self._is_known(entry)
         return PreparedReply()
 
-    def buffered(self, message: Buffered) -> BufferedReply:
-        """Record all shards that a member buffers in shared memory.
-
-        Raises:
-            FormatError: The message lacks the digests of a layout that a shard names.
-        """
-        layouts = {digests.layout: digests for digests in message.layouts}
-        missing = {s.layout for r in message.ranks for s in r.shards} - layouts.keys()
-        if missing:
-            raise FormatError(
-                f"BUFFERED of worker {message.worker} names layouts without their digests: "
-                f"{sorted(missing)[:4]}"
-            )
-        base = self._message.restore_point.step
-        drop: set[Step] = set()
-        for buffered in message.ranks:
-            drop.update(self._ledger.update_buffered(buffered, layouts, base))
-        for buffered in message.ranks:
-            for shard in buffered.shards:
-                entry = self._ledger.steps.get(shard.step)
-                if entry is not None:
-                    self._is_known(entry)
-        self._weigh_soon()
-        return BufferedReply(drop=tuple(sorted(drop)))
-
     def replicated(self, message: Replicated) -> Ok:
         if not self._ledger.is_forgotten(message.step):
             with _Conflicts():
@@ -303,6 +279,9 @@ class Coordinator:
         if before is not None and before.instance != message.instance:
             self._outbox.repeat(message.worker)
         urgent = self._gathered.receive(message, self._clock.monotonic())
+        known = None if before is None else (before.saves, before.reported_to)
+        if known != (message.saves, message.reported_to):
+            self._slots_changed(message)
         self._alarm.look(self._message.policy)
         pressed = self._gathered.pressed
         if pressed:
@@ -417,7 +396,6 @@ class Coordinator:
             restore_may_succeed=gathered.restore_may_succeed,
             finished=self._finished_version is not None,
             saves_skipped=gathered.saves_skipped,
-            last_memory=_point(self._ledger.newest(Level.MEMORY)),
             steps_dropped=self._dropped,
             interval=gathered.interval,
             hang=self._hangs.hang,
@@ -453,12 +431,11 @@ class Coordinator:
 
     def _is_known(self, entry: StepEntry) -> None:
         """Act on a shard of the step that has become known, or that has become durable."""
-        if entry.complete and entry.manifest is None and not entry.lost:
+        if entry.complete and entry.manifest is None:
             self._build(entry)
-        level = self._ledger.rise(entry.step)
-        if level is not None:
-            self._risen(entry.step, level)
-        elif self._ledger.named:
+        if self._ledger.settle_local(entry.step):
+            self._is_local(entry.step)
+        else:
             self._weigh_soon()
         self._versioned.bump(urgent=False)
 
@@ -480,7 +457,7 @@ class Coordinator:
             return
         finally:
             self._building.discard(entry.step)
-        if self._ledger.steps.get(entry.step) is not entry or entry.lost:
+        if self._ledger.steps.get(entry.step) is not entry:
             return  # The step was given up meanwhile.
         try:
             self._ledger.committed(entry.step, built.manifest, built.digest, built.shards)
@@ -494,49 +471,57 @@ class Coordinator:
         """Record that a member has the manifest on its disk."""
         if step not in self._ledger.steps:
             return
-        level = self._ledger.acknowledged(step, worker)
-        if level is not None:
-            self._risen(step, level)
+        if self._ledger.acknowledged(step, worker):
+            self._is_local(step)
         elif worker == self._message.coordinator:
             self._changed()  # The other members may have the manifest now.
 
-    def _risen(self, step: Step, level: Level) -> None:
-        """Act on the level that a step has just reached."""
-        if level is Level.MEMORY:
-            logs.info("committed in memory", step=step, round=self._message.round)
-            self._outbox.in_memory(step)
-        elif level is Level.LOCAL:
-            logs.info("committed locally", step=step, round=self._message.round)
-            self._ledger.settle_replicated(step)
-            self._uploads.committed(step)
-            if self._ledger.steps[step].copied:
-                self._retain()
-            elif gone := self._ledger.overtaken():
-                self._dropped += len(gone)
-                self._outbox.prune(gone)
+    def _is_local(self, step: Step) -> None:
+        """Act on a step that has just become local."""
+        logs.info("committed locally", step=step, round=self._message.round)
+        self._ledger.settle_replicated(step)
+        self._uploads.committed(step)
+        if self._ledger.steps[step].copied:
+            self._retain()
+        elif gone := self._ledger.overtaken():
+            self._dropped += len(gone)
+            self._outbox.prune(gone)
         self._weigh()
         self._changed()
 
+    def _slots_changed(self, message: WorkerReport) -> None:
+        """Choose again soon, because what a worker's ranks have saved has changed."""
+        waiting = {step for saves in message.waiting for step in saves.waiting}
+        # A rank that goes back saves a dropped step again. Nothing would free the slot of that save.
+        if again := tuple(sorted(step for step in waiting if self._ledger.is_forgotten(step))):
+            self._outbox.prune(again, in_slots=True)
+        self._weigh_soon()
+
     def _weigh_soon(self) -> None:
-        """Call `_weigh` after a short time, once for all messages until then."""
-        if self._weighing is None:
+        """Call `_weigh` after a short time, once for all messages until then, if a step waits."""
+        if self._weighing is None and self._gathered.waits:
             loop = asyncio.get_running_loop()
             self._weighing = loop.call_later(_WEIGH_AFTER_SECONDS, self._weigh)
 
+    def _choice(self) -> Choice:
+        """Return what becomes of the steps that wait in slots. If there are none, this looks at no rank."""
+        if not self._gathered.waits and self._ledger.chosen is None:
+            return Choice()
+        return choose(self._ledger, self._gathered.saves(self.instance))
+
     def _weigh(self) -> None:
-        """Choose again which buffered step is written next, and drop those that are no longer needed."""
+        """Choose again which waiting step is written next, and drop those that are no longer needed."""
         if self._weighing is not None:
             self._weighing.cancel()
             self._weighing = None
-        before = self._ledger.chosen
-        choice = choose(self._ledger, self._message.policy.slots)
+        before, choice = self._ledger.chosen, self._choice()
         self._ledger.chosen = choice.chosen
         if choice.chosen != before:
             self._outbox.wake()
         if choice.dropped:
-            logs.info("dropped from memory", steps=list(choice.dropped), chosen=choice.chosen)
+            logs.info("dropped from slots", steps=list(choice.dropped), chosen=choice.chosen)
             self._dropped += len(choice.dropped)
-            self._outbox.prune(choice.dropped)
+            self._outbox.prune(choice.dropped, in_slots=True)
 
     def _retain(self) -> None:
         """Prune what the retention policy no longer keeps. Call this when a step has all its copies."""
@@ -585,15 +570,10 @@ class Coordinator:
     def _lost(self, step: Step) -> None:
         """Handle a member's reply that it lacks its shard of a manifest of this round.
 
-        If the step is held in memory anywhere, it is lost. Otherwise the member pruned its shard before this
-        coordinator started: the step is not sent to members again and is left to retention.
+        The member pruned its shard before this coordinator started: the step is not sent to members again
+        and is left to retention.
         """
-        entry = self._ledger.steps.get(step)
-        if entry is not None and entry.buffered:
-            entry.lost = True
-            self._weigh()
-            self._changed()
-        elif entry is not None:
+        if step in self._ledger.steps:
             self._ledger.forget((step,), pruned=False)
             self._older.add(CheckpointId(step, self._message.round))
             self._changed()
@@ -729,8 +709,8 @@ class Coordinator:
         The members have its shards, from which the ranks were to restore.
         """
         point = self._message.restore_point.own_checkpoint
-        newest = self._ledger.newest(Level.MEMORY) or self._ledger.newest(Level.LOCAL)
-        if point is None or newest is not None or self._uploads.has(point):
+        has_saved = self._choice().pending or self._ledger.newest(Level.LOCAL) is not None
+        if point is None or has_saved or self._uploads.has(point):
             return
         try:
             found = await self._pools.read.run(
@@ -748,11 +728,9 @@ class Coordinator:
     def _newest_that_stays(self) -> StepEntry | None:
         """Return the newest local step, which the end of the job uploads.
 
-        None while a newer step in memory can still become local, because that one is uploaded then.
+        None while a step that waits in slots can still become local, because that one is uploaded then.
         """
-        newest, local = self._ledger.newest(Level.MEMORY), self._ledger.newest(Level.LOCAL)
-        waits = newest is not None and not newest.local and not newest.failed
-        return None if waits else local
+        return None if self._choice().pending else self._ledger.newest(Level.LOCAL)
 
     def _settled(self) -> bool:
         if self._gave_up:

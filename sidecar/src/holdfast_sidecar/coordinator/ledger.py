@@ -2,20 +2,18 @@
 
 It decides what may be committed, uploaded and pruned.
 
-A step advances in this order: all ranks have prepared or buffer their shards; the manifest exists; every
-member has acknowledged it (level memory, or local once every rank's shard is on its node tier); all ranks
-have replicated it; all ranks have uploaded it and its manifest is in the store (persisted). Each method is
-idempotent, because senders repeat their messages after every reconnect.
+A step advances in this order: all ranks have prepared their shards; the manifest exists; every member has
+acknowledged it (local); all ranks have replicated it; all ranks have uploaded it and its manifest is in the
+store (persisted). Each method is idempotent, because senders repeat their messages after every reconnect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import RankBuffered, RestorePoint, ShardInfo, StepState
+from holdfast_core.messages.schema import RestorePoint, ShardInfo, StepState
 from holdfast_core.store.stored_as import StoredAs
 from holdfast_sidecar.coordinator.forgotten import Forgotten
 
@@ -36,12 +34,6 @@ class StepEntry:
     durable: set[Rank] = field(default_factory=set)
     """Ranks that reported their shard as stored on their node tier. This is never inferred: an acknowledged
     manifest does not prove it."""
-    buffered: set[Rank] = field(default_factory=set)
-    """Ranks that reported their shard as buffered in shared memory only."""
-    failed: bool = False
-    """A buffered shard could not be written. A seal may still write it, but nothing waits for the step."""
-    lost: bool = False
-    """A buffered shard is gone, so the step can no longer become local."""
     manifest: bytes | None = None
     manifest_digest: Digest | None = None
     acknowledged: set[Worker] = field(default_factory=set)
@@ -49,7 +41,6 @@ class StepEntry:
     uploaded: dict[Rank, StoredAs] = field(default_factory=dict)
     whole: bool = False
     """An object that the shards referred to is gone from the store: they are uploaded without references."""
-    memory: bool = False
     local: bool = False
     copied: bool = False
     persisted: bool = False
@@ -58,8 +49,7 @@ class StepEntry:
     def level(self) -> Level | None:
         """The highest level reached, from local on.
 
-        A persisted step need not be replicated. Level memory is in `memory`, because it is no
-        promise.
+        A persisted step need not be replicated.
         """
         if self.persisted:
             return Level.PERSISTED
@@ -116,12 +106,8 @@ class Ledger:
         self.uploading: Step | None = None
         self.waiting_uploads: list[Step] = []
         self._forgotten = Forgotten()
-        self.writing: dict[Rank, Step] = {}
-        """The step that each rank writes now, as its last BUFFERED reported."""
-        self.named: dict[Rank, frozenset[Step]] = {}
-        """The steps in each rank's slots that are not on its node tier, digested or not."""
         self.chosen: Step | None = None
-        """The buffered step that is written next or is being written."""
+        """The step that ranks write next from slots where it waits, or that they are writing."""
 
     # ------------------------------------------------------------------ messages of members
 
@@ -136,12 +122,6 @@ class Ledger:
         Raises:
             Conflict: The rank reported another digest for this step before.
         """
-        entry = self._take(step, shard, layout)
-        entry.durable.add(shard.rank)
-        entry.buffered.discard(shard.rank)
-        return entry
-
-    def _take(self, step: Step, shard: ShardInfo, layout: LayoutDigests) -> StepEntry:
         entry = self.entry(step)
         known = entry.shards.get(shard.rank)
         if known is not None and known.blake3 != shard.blake3:
@@ -151,57 +131,8 @@ class Ledger:
             )
         entry.shards[shard.rank] = shard
         entry.layouts[shard.rank] = layout
+        entry.durable.add(shard.rank)
         return entry
-
-    def update_buffered(
-        self,
-        buffered: RankBuffered,
-        layouts: Mapping[Digest, LayoutDigests],
-        base: Step | None = None,
-    ) -> tuple[Step, ...]:
-        """Record all shards that a rank buffers in memory now.
-
-        A step that the rank buffered before and does not name now is lost, unless its shard is durable.
-
-        Args:
-            buffered: What the rank buffers.
-            layouts: The layouts of its shards.
-            base: The step of the restore point.
-
-        Returns:
-            The steps that the rank is to drop: those that are forgotten or not above `base`, and those whose
-            digest differs from the known one, which are lost.
-        """
-        drop: list[Step] = []
-        for shard in buffered.shards:
-            if self.is_forgotten(shard.step) or (base is not None and shard.step <= base):
-                drop.append(shard.step)
-                continue
-            try:
-                entry = self._take(shard.step, shard.shard, layouts[shard.layout])
-            except Conflict:
-                drop.append(shard.step)
-                self.steps[shard.step].lost = True
-                continue
-            entry.failed = entry.failed or shard.failed
-            if shard.stored:
-                entry.durable.add(buffered.rank)
-                entry.buffered.discard(buffered.rank)
-            elif buffered.rank not in entry.durable:
-                entry.buffered.add(buffered.rank)
-        present = {s.step for s in buffered.shards}.union(buffered.digesting)
-        self.named[buffered.rank] = frozenset(
-            present - {s.step for s in buffered.shards if s.stored}
-        )
-        for entry in self.steps.values():
-            if buffered.rank in entry.buffered and entry.step not in present:
-                entry.buffered.discard(buffered.rank)
-                entry.lost = True
-        if buffered.writing is None:
-            self.writing.pop(buffered.rank, None)
-        else:
-            self.writing[buffered.rank] = buffered.writing
-        return tuple(drop)
 
     def committed(
         self, step: Step, manifest: bytes, digest: Digest, shards: tuple[ShardInfo, ...]
@@ -229,28 +160,25 @@ class Ledger:
         entry.manifest, entry.manifest_digest = manifest, digest
         entry.shards = {s.rank: s for s in shards}
         entry.acknowledged, entry.durable = set(self.workers), set(entry.shards)
-        entry.memory = entry.local = entry.copied = True
+        entry.local = entry.copied = True
         self.steps[id_.step] = entry
 
-    def acknowledged(self, step: Step, worker: Worker) -> Level | None:
-        """Record that a worker of this round has the manifest on its disk. Return what `rise` returns."""
+    def acknowledged(self, step: Step, worker: Worker) -> bool:
+        """Record that a worker has the manifest on its disk. Return what `settle_local` returns."""
         self.entry(step).acknowledged.add(worker)
-        return self.rise(step)
+        return self.settle_local(step)
 
-    def rise(self, step: Step) -> Level | None:
-        """Raise the step to level memory or local if its conditions are met. Return the new level if so."""
+    def settle_local(self, step: Step) -> bool:
+        """Raise a step to level local if all ranks and all members have it. Return whether it rose."""
         entry = self.steps[step]
-        if entry.local or entry.lost or len(entry.acknowledged) < len(self.workers):
-            return None
-        if len(entry.durable) == entry.world_size:
-            entry.memory = entry.local = True
-            if not self.expects_copies:
-                entry.copied = True
-            return Level.LOCAL
-        if entry.memory or len(entry.durable | entry.buffered) < entry.world_size:
-            return None
-        entry.memory = True
-        return Level.MEMORY
+        if entry.local or len(entry.acknowledged) < len(self.workers):
+            return False
+        if len(entry.durable) < entry.world_size:
+            return False
+        entry.local = True
+        if not self.expects_copies:
+            entry.copied = True
+        return True
 
     def replicated(self, step: Step, rank: Rank, blake3: Digest) -> bool:
         """Record that all copies of a rank's shard exist. Return whether the step is replicated by this.
@@ -354,8 +282,6 @@ class Ledger:
 
         def reached(entry: StepEntry) -> bool:
             match level:
-                case Level.MEMORY:
-                    return entry.memory and not entry.lost
                 case Level.LOCAL:
                     return entry.local
                 case Level.REPLICATED:
@@ -369,11 +295,7 @@ class Ledger:
     @property
     def pending(self) -> tuple[Step, ...]:
         """Complete steps that can still reach level local or replicated without another save."""
-        return tuple(
-            s
-            for s, e in self.steps.items()
-            if e.complete and not (e.local and e.copied) and not (e.failed or e.lost)
-        )
+        return tuple(s for s, e in self.steps.items() if e.complete and not (e.local and e.copied))
 
     def overtaken(self, *, pressed: bool = False) -> tuple[Step, ...]:
         """Return the committed steps to give up because their copies are late.
@@ -399,8 +321,8 @@ class Ledger:
             pruned: Their shards are to be deleted wherever they still appear.
         """
         for step in sorted(set(steps) - self.on_way_to_store):
-            if self.steps.pop(step, None) is not None:
-                self._forgotten.add(step, pruned=pruned)
+            self.steps.pop(step, None)
+            self._forgotten.add(step, pruned=pruned)
 
     def is_forgotten(self, step: Step) -> bool:
         return self._forgotten.has(step, self.steps)

@@ -18,13 +18,13 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, NotFoundError, StaleRoundError
 from holdfast_core.ids import Digest, Level, Step, Worker
 from holdfast_core.messages.schema import (
-    BufferNotice,
     GangRequest,
     LevelNotice,
     ManifestPut,
     Ok,
     PersistRequest,
     Round,
+    WriteNext,
 )
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
@@ -47,8 +47,6 @@ class _Acknowledged:
     persists: dict[Step, PersistRequest] = field(default_factory=dict)
     pruned: int = 0
     """Number of acknowledged entries of `Outbox._prunes`."""
-    memory: int = 0
-    """Number of acknowledged entries of `Outbox._memory`."""
     chosen: Step | None = None
     requests: int = 0
     """Number of acknowledged entries of `Outbox._requests`."""
@@ -111,9 +109,10 @@ class Outbox:
         self._acknowledged: dict[Worker, _Acknowledged] = {}
         self._requests: list[tuple[str, GangRequest]] = []
         self._prunes = Recent()
-        self._memory = Recent()
+        self._urgent_prunes = 0
+        """Number of entries of `_prunes` up to the last one whose slot a rank needs."""
         self._persist: dict[Step, PersistRequest] = {}
-        self._puts: dict[tuple[Digest | None, bool], ManifestPut] = {}
+        self._puts: dict[Digest | None, ManifestPut] = {}
         """The newest messages with manifests. All members share them: one has megabytes in a large gang."""
         self._released = False
         self._released_at: float | None = None
@@ -158,8 +157,14 @@ class Outbox:
             event.set()
         return True
 
-    def prune(self, steps: tuple[Step, ...]) -> None:
-        """Forget these steps and have members delete them, except for those on their way to the store."""
+    def prune(self, steps: tuple[Step, ...], *, in_slots: bool = False) -> None:
+        """Forget these steps and have members delete them, except for those on their way to the store.
+
+        Args:
+            steps: The steps.
+            in_slots: They wait in slots, which ranks need for their next saves. Members are sent these before
+                anything else, because they may take long to store a manifest.
+        """
         going = [step for step in steps if step not in self._ledger.on_way_to_store]
         if not going:
             return
@@ -170,11 +175,8 @@ class Outbox:
             for record in self._acknowledged.values():
                 record.levels.pop(step, None)
                 record.persists.pop(step, None)
-        self.wake()
-
-    def in_memory(self, step: Step) -> None:
-        """Have members notified that the step has reached level memory."""
-        self._memory.add(step)
+        if in_slots:
+            self._urgent_prunes = self._prunes.count
         self.wake()
 
     def persist(self, request: PersistRequest) -> None:
@@ -195,7 +197,6 @@ class Outbox:
         record = _Acknowledged()
         # The last prunes are sent again: the sidecar may have ended before it had deleted those steps.
         record.pruned = max(0, self._acknowledged[worker].pruned - _REPEATED_PRUNES)
-        record.memory = self._acknowledged[worker].memory
         self._acknowledged[worker] = record
         self._wakes[worker].set()
 
@@ -247,8 +248,8 @@ class Outbox:
         if worker == 0 and record.requests < len(self._requests):
             path, message = self._requests[record.requests]
             return message, path, record.request_acknowledged
-        if (notice := self._buffer_notice(worker)) is not None:
-            return notice
+        if (write_next := self._write_next(worker)) is not None:
+            return write_next
         for step in sorted(self._ledger.steps):
             entry = self._ledger.steps[step]
             put = self._manifest_for(worker, entry)
@@ -275,14 +276,11 @@ class Outbox:
             return None
         if worker != self._own and self._own not in entry.acknowledged:
             return None
-        buffered = len(entry.durable) < entry.world_size
-        key = (entry.manifest_digest, buffered)
+        key = entry.manifest_digest
         if key not in self._puts:
             if len(self._puts) >= _PUTS_KEPT:
                 self._puts.pop(next(iter(self._puts)))
-            self._puts[key] = ManifestPut(
-                self._ledger.round, entry.step, entry.manifest.decode(), buffered=buffered
-            )
+            self._puts[key] = ManifestPut(self._ledger.round, entry.step, entry.manifest.decode())
         return self._puts[key]
 
     def _notice(
@@ -299,29 +297,22 @@ class Outbox:
         notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, prune)
         return notice, None, acknowledged
 
-    def _buffer_notice(
-        self, worker: Worker
-    ) -> tuple[BufferNotice, None, Callable[[], None]] | None:
-        """Return the notice about buffered steps, if this member lacks any of it.
+    def _write_next(self, worker: Worker) -> tuple[WriteNext, None, Callable[[], None]] | None:
+        """Return the message about steps that wait in slots, if this member lacks any of it.
 
-        It also carries the prunes while no step is local yet, because a LevelNotice must name a local step.
+        It also carries all prunes while no step is local yet, because a LevelNotice must name a local step.
         """
         record, chosen = self._acknowledged[worker], self._ledger.chosen
-        pruned, reached = self._prunes.count, self._memory.count
-        urgent = record.pruned < pruned and self._newest() is None
-        if (record.chosen, record.memory) == (chosen, reached) and not urgent:
+        pruned = self._prunes.count
+        urgent = record.pruned < (pruned if self._newest() is None else self._urgent_prunes)
+        if record.chosen == chosen and not urgent:
             return None
 
         def acknowledged() -> None:
-            record.chosen, record.pruned, record.memory = chosen, pruned, reached
+            record.chosen, record.pruned = chosen, pruned
 
-        notice = BufferNotice(
-            self._ledger.round,
-            self._memory.after(record.memory),
-            chosen,
-            self._prunes.after(record.pruned),
-        )
-        return notice, None, acknowledged
+        message = WriteNext(self._ledger.round, chosen, self._prunes.after(record.pruned))
+        return message, None, acknowledged
 
     def _newest(self) -> StepEntry | None:
         return self._ledger.newest(Level.LOCAL)

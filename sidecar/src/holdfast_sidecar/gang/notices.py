@@ -51,21 +51,15 @@ class RankNotices:
         if message.level is Level.LOCAL:
             self._requests = [a for a in self._requests if isinstance(a, StopRequested)]
 
-    def in_memory(self, steps: tuple[Step, ...]) -> None:
-        """Notify the ranks that these steps have reached level memory."""
-        for step in steps:
-            self._reached(LevelReached(step, self._current().round, Level.MEMORY))
-
     def dropped(self, steps: tuple[Step, ...]) -> None:
         """Notify the ranks of pruned steps that have not reached level local. They never will."""
         for step in steps:
-            reached = self._levels.get(step)
-            if reached is not None and reached.level is not Level.MEMORY:
+            if step in self._levels:
                 continue
             failed = SaveFailed(
                 step,
                 self._current().round,
-                Level.MEMORY if reached is None else Level.LOCAL,
+                Level.LOCAL,
                 OVERTAKEN,
                 "a newer step replaced it before it was on the node tiers",
             )
@@ -105,9 +99,6 @@ class RankNotices:
         self._overtaken = {}
 
     def _reached(self, reached: LevelReached) -> None:
-        before = self._levels.get(reached.step)
-        if before is not None and reached.level is Level.MEMORY:
-            return  # The notice is late: one of this level or a higher one has arrived before.
         _remember(self._levels, reached.step, reached)
         for connection in self._ranks():
             self._push(connection, reached)
@@ -119,9 +110,7 @@ class RankNotices:
         """
         connection.push(reached)
         accepted = self._current().accepted
-        if reached.level is Level.MEMORY or accepted is None:
-            return
-        if not accepted.policy.has_object_tier:
+        if accepted is not None and not accepted.policy.has_object_tier:
             text = "the job has no object store; set spec.checkpoint.object"
             step, round_ = reached.step, reached.round
             connection.push(SaveFailed(step, round_, Level.PERSISTED, NO_OBJECT_TIER, text))

@@ -88,7 +88,14 @@ def _saves(state: RoundState, sources: Sources) -> Iterator[RankSaves]:
         newest = sources.stager.newest(rank)
         if newest is not None:
             under_way = {*sources.stager.under_way(rank), *sources.flow.unacknowledged(rank)}
-            yield RankSaves(rank, newest, tuple(sorted(under_way)))
+            stager = sources.stager
+            yield RankSaves(
+                rank,
+                newest,
+                tuple(sorted(under_way)),
+                stager.waiting(rank),
+                writes=stager.writes(rank),
+            )
 
 
 def gauges(state: RoundState, sources: Sources) -> tuple[RankGauges, ...]:
@@ -106,7 +113,7 @@ def _gauges(rank: Rank, state: RoundState, sources: Sources) -> RankGauges:
     steps = {
         TierName.MEMORY: [
             *(r.header.step for r in sources.stager.memory.values() if r.header.rank == rank),
-            *sources.stager.buffered_steps(rank),
+            *sources.stager.waiting(rank),
         ],
         TierName.NODE: held,
         TierName.PEER: [s.ref.step for s in own if targets and targets <= s.copied],
@@ -148,8 +155,8 @@ class Reporter:
         self._instance = secrets.token_hex(8)
         self._last: WorkerReport | None = None
         """The last report that a coordinator has acknowledged."""
-        self._sent_urgent: tuple[object, ...] = ()
-        """The urgent part of the last report that was sent, acknowledged or not."""
+        self._sent: WorkerReport | None = None
+        """The last report that was sent, acknowledged or not."""
 
     def start(self) -> None:
         self._tasks.spawn(self._run(), "report")
@@ -171,9 +178,10 @@ class Reporter:
         )
 
     def changed(self) -> None:
-        """Send a report soon, and without the minimum interval if its urgent part has changed."""
+        """Send a report soon, and at once if its urgent part or what waits in slots has changed."""
         self._changed.set()
-        if self._compose(self._current()).urgent != self._sent_urgent:
+        now, sent = self._compose(self._current()), self._sent
+        if sent is None or (now.urgent, now.waiting) != (sent.urgent, sent.waiting):
             self._urgent.set()
 
     def _compose(self, state: RoundState) -> WorkerReport:
@@ -204,7 +212,7 @@ class Reporter:
             if report == self._last and not beat:
                 continue
             self._urgent.clear()
-            self._sent_urgent = report.urgent
+            self._sent = report
             try:
                 reply = await self._peers.call(state.accepted.coordinator, report, Ok)
             except HoldfastError as error:
@@ -237,9 +245,9 @@ class Reporter:
         ):
             logs.info("the coordinator has changed: reporting everything again")
             self._sources.flow.report_again()
-            self._sources.stager.coordinator_changed()
-        self._answered_by = found
-        self._sources.stager.coordinator_replied()
+        if self._answered_by != found:
+            self._answered_by = found
+            self._changed.set()  # the coordinator decides nothing about slots until a report names it
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

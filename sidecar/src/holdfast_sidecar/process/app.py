@@ -161,8 +161,6 @@ class Sidecar:
         closes(journeys.saves.flow.reset)
         closes(journeys.restores.rehydrator.reset)
         closes(journeys.starter.reset)
-        journeys.saves.start()
-        closes(journeys.saves.close)
         self._reporter.start()
         closes(self._reporter.close)
         _write_ports(self._pod.settings, control_port, bulk_port, metrics_port)

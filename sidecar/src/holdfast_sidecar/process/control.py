@@ -9,8 +9,6 @@ from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound
 from holdfast_core.messages.relay import Relay
 from holdfast_core.messages.schema import (
-    Buffered,
-    BufferNotice,
     CoordinatorState,
     CopyRequest,
     FinishCommit,
@@ -32,6 +30,7 @@ from holdfast_core.messages.schema import (
     Suspect,
     Uploaded,
     WorkerReport,
+    WriteNext,
 )
 from holdfast_sidecar.base.rounds import (
     Caller,
@@ -139,14 +138,12 @@ class Control:
         match message:
             case Relay():
                 return await receivers.relaying.serve(message, self.dispatch)
-            case Prepared() | Buffered() | Replicated() | Uploaded() | WorkerReport() if (
+            case Prepared() | Replicated() | Uploaded() | WorkerReport() if (
                 not self.state.is_coordinator
             ):
                 return await receivers.relaying.to_coordinator(path, message)
             case Prepared():
                 return self._role.require().prepared(message)
-            case Buffered():
-                return self._role.require().buffered(message)
             case Replicated():
                 return self._role.require().replicated(message)
             case Uploaded():
@@ -167,8 +164,8 @@ class Control:
                 return await receivers.manifests.keep_layout(message)
             case LevelNotice():
                 return receivers.pruner.level(message)
-            case BufferNotice():
-                receivers.pruner.apply_notice(message)
+            case WriteNext():
+                receivers.pruner.write_next(message)
             case PersistRequest():
                 self._journeys.saves.flow.request_upload(message)
             case Suspect():

@@ -32,8 +32,9 @@ from holdfast_sidecar.save.owned_slots import info_of
 
 MOST_ENTRY_BYTES = 320
 """Bound of the JSON of one entry, a shard or a manifest."""
-_UNCOMMITTED_OF_A_RANK = 2
-"""Shards without a manifest that are listed for each rank. Only the newest step can be restored."""
+_UNCOMMITTED_OF_A_RANK = 8
+"""Shards without a manifest that are listed for each rank. A fast rank has some that a slow one has not, and
+only the newest step that all ranks have can be restored."""
 
 
 class Inventories:

@@ -5,8 +5,8 @@ On SEAL, the sidecar
 2. records the new round durably;
 3. stops everything that works for the old round;
 4. ends the ranks;
-5. waits for the writes of slots that were handed over, then writes slots held in memory whose step is
-   committed, both within time limits;
+5. waits for the writes under way, then writes the other slots that ranks have handed over, both within time
+   limits;
 6. replies with the inventory.
 
 On ROUND, it records the round and version durably and takes them into its state. A spare also records the
@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from holdfast_core.errors import AlreadyExistsError, NotFoundError, RefusedError
 from holdfast_core.format.manifest import parse_manifest_of
-from holdfast_core.ids import CheckpointId, Rank, RestartRound
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import FinishCommit, Inventory, Refusal, Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing.background_limit import BackgroundLimit
@@ -90,7 +90,7 @@ class Lifecycle:
         state = self._pod.state
         if state.version_floor or state.round == self._pod.contract.birth_round:
             return
-        if await self._saves.stager.take_left(await self._manifests()):
+        if await self._saves.stager.take_left():
             self._unsettled = replace(state, round=RestartRound(state.round - 1))
             self._tasks.spawn(
                 self._resume_seal(state.round),
@@ -154,7 +154,10 @@ class Lifecycle:
             self._unsettled = None
 
     async def _settle_writes(self, round_: RestartRound) -> None:
-        """Wait for the writes under way, then write the committed steps that are held in memory.
+        """Wait for the writes under way, then write what else the ranks have handed over.
+
+        Which of these steps all ranks have is not known here: the operator finds it in the inventories, and
+        finishes the commit of the newest one (ADR 0115).
 
         The time limits count from the first SEAL of the round.
         """
@@ -172,13 +175,10 @@ class Lifecycle:
                 "writes of the old round are still in progress", seconds=settings.settle_seconds
             )
         await self._tiers.pools.drain_writes(left(settings.settle_seconds))
-        # From here on no manifest of the old round can arrive, so the held steps that have one are known.
         # If the disk was too slow for the writes under way, it is too slow for further ones in this time.
         seconds = left(settings.seal_seconds)
-        if not settled or not await self._saves.stager.write_buffered(
-            await self._manifests(), seconds
-        ):
-            logs.warning("steps in memory are not written", seconds=settings.seal_seconds)
+        if not settled or not await self._saves.stager.write_waiting(seconds):
+            logs.warning("steps in slots are not written", seconds=settings.seal_seconds)
 
     async def _record(self, round_: RestartRound, version: int) -> None:
         recorded = await self._tiers.pools.read.run(self._disk.read_round)
@@ -271,8 +271,8 @@ class Lifecycle:
                 below=message.restore_point.own_checkpoint.step,
                 protected=protected_steps(message),
             )
-        await self._resume_own_shards(message.round)
-        self._saves.stager.recover(self._pod.state, await self._manifests())
+        durable = await self._resume_own_shards(message.round)
+        self._saves.stager.recover(self._pod.state, durable)
         self._background.begin()
         self._role.begin(message)
         self._restores.rehydrator.begin(message)
@@ -284,7 +284,6 @@ class Lifecycle:
             await self._role.end()
             self._role.begin(message)
             self._saves.flow.report_again()
-            self._saves.stager.coordinator_changed()
         elif self._role.coordinator is not None:
             self._role.coordinator.update(message)
         self._restores.rehydrator.retry_now()
@@ -295,11 +294,12 @@ class Lifecycle:
     async def _manifests(self) -> frozenset[CheckpointId]:
         return await self._tiers.checkpoints(self._pod.job_uid)
 
-    async def _resume_own_shards(self, round_: RestartRound) -> None:
-        """Add own shards of this round that are on the node tier to the flow.
+    async def _resume_own_shards(self, round_: RestartRound) -> frozenset[tuple[Rank, Step]]:
+        """Add own shards of this round that are on the node tier to the flow. Return their ranks and steps.
 
         There are some if this process has restarted during the round.
         """
+        found: set[tuple[Rank, Step]] = set()
         own = self._pod.state.own_ranks
         uid = self._pod.job_uid
         manifests = await self._manifests()
@@ -308,6 +308,8 @@ class Lifecycle:
             if (header.job_uid, header.round) == (uid, round_) and header.rank in own:
                 committed = record.checkpoint in manifests
                 self._saves.flow.add(own_shard(record, committed=committed))
+                found.add((header.rank, header.step))
+        return frozenset(found)
 
     async def _restored(self) -> None:
         """Start the ranks if they may start, after the restore point has arrived on this node.

@@ -85,8 +85,7 @@ class ManifestRequests:
         Raises:
             FormatError: The manifest is not the one that the message names.
             NotFoundError: This sidecar has no shard of an own rank that the manifest names.
-            RefusedError: CONFLICT if another manifest of this checkpoint exists; BUSY while a shard in
-                memory is being digested.
+            RefusedError: CONFLICT if another manifest of this checkpoint exists.
             CapacityError: The node tier has no room.
         """
         manifest = await self._pools.read.run(check_put, message, self._pod.contract)
@@ -94,7 +93,12 @@ class ManifestRequests:
         if refused is not None:
             raise_refused(refused)
         for number in self._pod.state.own_ranks:
-            self._expect_shard(Rank(number), message, manifest)
+            ref = manifest.ref(Rank(number))
+            if self._node.find(ref) is None:
+                raise NotFoundError(
+                    f"step {message.step}: the shard of rank {number} that the manifest names is not "
+                    f"on the node tier of worker {self._pod.state.worker}"
+                )
         try:
             await self._pools.meta.run(self._write, message, manifest)
         except AlreadyExistsError as error:
@@ -110,25 +114,8 @@ class ManifestRequests:
             self._failures.note("manifests", TierName.NODE, error, step=message.step)
             raise
         self._failures.healthy("manifests")
-        self._saves.stager.committed(message.step, message.round)
-        if not message.buffered:
-            self._saves.flow.committed(message.step, message.round)
+        self._saves.flow.committed(message.step, message.round)
         return Ok(message.round)
-
-    def _expect_shard(self, rank: Rank, message: ManifestPut, manifest: Manifest) -> None:
-        """Check that the rank's shard is on this node, or in memory if the message allows that."""
-        stager, ref = self._saves.stager, manifest.ref(rank)
-        buffered = stager.find(rank, manifest.checkpoint) if message.buffered else None
-        if self._node.find(ref) is not None or (buffered is not None and buffered.ref == ref):
-            return
-        if message.buffered and stager.may_find(rank, manifest.checkpoint):
-            raise RefusedError(
-                Refusal.BUSY, f"step {message.step} of rank {rank} is being digested again"
-            )
-        raise NotFoundError(
-            f"step {message.step}: the shard of rank {rank} that the manifest names is not "
-            f"on the node tier of worker {self._pod.state.worker}, nor in its memory"
-        )
 
     def _write(self, message: ManifestPut, manifest: Manifest) -> None:
         self._node.put_manifest(manifest.job.uid, manifest.checkpoint, message.manifest.encode())

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Level, Step, TierName
-from holdfast_core.messages.schema import BufferNotice, LevelNotice, Ok, Round
+from holdfast_core.messages.schema import LevelNotice, Ok, Round, WriteNext
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
@@ -15,7 +15,6 @@ from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.upkeep.prune import (
-    delete_manifests,
     delete_orphans,
     delete_steps,
     protected_steps,
@@ -23,7 +22,7 @@ from holdfast_sidecar.upkeep.prune import (
 
 
 class Pruner:
-    """Handler of LevelNotice and BufferNotice."""
+    """Handler of LevelNotice and WriteNext."""
 
     def __init__(
         self,
@@ -34,7 +33,6 @@ class Pruner:
         notices: RankNotices,
         failures: Failures,
     ) -> None:
-        """Create the handler, and subscribe it to the steps that a reply to BUFFERED drops."""
         self._pod = pod
         self._tiers = tiers
         self._saves = saves
@@ -42,7 +40,6 @@ class Pruner:
         self._notices = notices
         self._failures = failures
         self._tasks = Tasks()
-        saves.dropped.subscribe(lambda steps: self._drop(steps, saves.stager.chosen))
 
     async def close(self) -> None:
         await self._tasks.cancel()
@@ -52,23 +49,16 @@ class Pruner:
         self._notices.level(message)
         if message.level is Level.PERSISTED:
             self._saves.persisted(message.step)
-        if not message.released:
-            # If shards of this step were in memory only, the copies to peers begin now.
-            self._saves.flow.committed(message.step, message.step_round)
         self._forget(message.prune)
         if message.prune or message.level is not Level.LOCAL:
             self._tasks.spawn(self._until_done(lambda: self._prune(message)), "prune")
         return Ok(message.round)
 
-    def apply_notice(self, message: BufferNotice) -> None:
-        """Notify the ranks of steps at level memory, and begin to delete the steps that are dropped."""
-        self._notices.in_memory(message.memory)
-        self._drop(frozenset(message.prune), message.chosen)
-
-    def _drop(self, steps: frozenset[Step], chosen: Step | None) -> None:
-        self._forget(tuple(steps))
-        self._saves.stager.choose(chosen)
-        accepted = self._pod.state.accepted
+    def write_next(self, message: WriteNext) -> None:
+        """Begin to write the chosen step, and to delete the steps that are dropped. Free their slots."""
+        self._forget(message.prune)
+        self._saves.stager.choose(message.step)
+        accepted, steps = self._pod.state.accepted, frozenset(message.prune)
         if steps and accepted is not None:
             self._tasks.spawn(self._until_done(lambda: self._delete(accepted, steps)), "prune")
 
@@ -112,27 +102,16 @@ class Pruner:
             )
 
     async def _delete(self, accepted: Round, steps: frozenset[Step]) -> None:
-        """Delete steps of this round from the node tier, manifests first, and free their slots.
-
-        Manifests of steps in memory are deleted in the `meta` pool, so that their slots become free without
-        waiting for the shard writes that kept them in memory.
-        """
+        """Delete steps of this round from the node tier, manifests first."""
         if self._is_over(accepted):
             return
-        node, pools, stager = self._tiers.node, self._tiers.pools, self._saves.stager
         going = steps - await self._protected(accepted, steps)
-        if self._is_over(accepted):
-            return
-        in_memory = stager.dropped & going
-        try:
-            if in_memory:
-                await pools.meta.run(delete_manifests, node, self._pod.job_uid, in_memory)
-        finally:
-            stager.release(steps)
         if going and not self._is_over(accepted):
             self._copies.forget(going)
-            await pools.shard.run(delete_steps, node, self._pod.job_uid, going)
-            stager.room.made()
+            await self._tiers.pools.shard.run(
+                delete_steps, self._tiers.node, self._pod.job_uid, going
+            )
+            self._saves.stager.room.made()
 
     async def _protected(self, accepted: Round, steps: frozenset[Step]) -> frozenset[Step]:
         """Return the steps that this round protects.

@@ -8,7 +8,6 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.buffered_report import BufferedReporter
 from holdfast_sidecar.save.flow import Flow
 from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.staging import Stager
@@ -16,7 +15,7 @@ from holdfast_sidecar.wire.members import Members
 
 
 class SaveJourney:
-    """The saves of this pod's ranks: slots, shards in memory, and shards on the node tier."""
+    """The saves of this pod's ranks: slots, and shards on the node tier."""
 
     def __init__(
         self,
@@ -28,15 +27,9 @@ class SaveJourney:
         changed: Signal[[]],
     ) -> None:
         """Create the components. `changed` is called when this worker's report may have changed."""
-        self.dropped: Signal[[frozenset[Step]]] = Signal()
-        """Called with the steps in memory that the coordinator's reply to BUFFERED drops."""
         self.layouts = RankLayouts(pod.settings.layouts_dir, tiers.node, tiers.pools)
         self.stager = Stager(pod, tiers, telemetry, self.layouts, background)
-        self._buffered = BufferedReporter(
-            pod, self.stager, self.layouts, members.control, self.dropped
-        )
-        self.stager.buffered_changed.subscribe(self._buffered.wake)
-        self.stager.buffered_changed.subscribe(changed)
+        self.stager.changed.subscribe(changed)
         self.flow = Flow(pod, tiers, members, self.layouts, telemetry, changed)
         self._current = pod.current
         self._store = tiers.store
@@ -47,7 +40,7 @@ class SaveJourney:
     def idle(self) -> bool:
         """Whether everything that was handed over is durable, copied and uploaded by this pod as required."""
         waiting = not self.flow.idle or self.flow.expects_commit
-        return self.stager.idle and not self.stager.waiting and not waiting
+        return self.stager.idle and not self.stager.waits and not waiting
 
     def only_here(self, waits_for_store: bool | None) -> bool:
         """Return whether the newest step is lost with the pods that end, unless the store receives it.
@@ -65,10 +58,3 @@ class SaveJourney:
     def persisted(self, step: Step) -> None:
         """Record that all shards and the manifest of the step are in the object store."""
         self._persisted = step if self._persisted is None else max(step, self._persisted)
-
-    def start(self) -> None:
-        """Begin to report the steps in memory to the coordinator."""
-        self._buffered.start()
-
-    async def close(self) -> None:
-        await self._buffered.close()

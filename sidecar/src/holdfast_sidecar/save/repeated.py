@@ -17,7 +17,7 @@ from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot, digest_slot, saved_before, shard_header
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.owned_slots import OwnedSlot
+from holdfast_sidecar.save.owned_slots import OwnedSlot, Where
 
 
 class RepeatedSaves:
@@ -39,9 +39,11 @@ class RepeatedSaves:
             RefusedError: The earlier save has other bytes (CONFLICT), or `check` raised.
             FormatError: The slot's header contradicts the message.
         """
-        while isinstance(earlier := self._earlier(message), OwnedSlot):
-            await earlier.digested.wait()
+        earlier = self._earlier(message)
+        while isinstance(earlier, OwnedSlot):
+            record = await self._digested(earlier)
             check()
+            earlier = record or self._earlier(message)
         if earlier is None:
             return False  # the earlier save has failed: this one is the first that can be durable
         slot = SlotFile.open(self._pod.settings.slots_dir, message.slot)
@@ -59,12 +61,25 @@ class RepeatedSaves:
             slot.close()
         return True
 
+    async def _digested(self, owned: OwnedSlot) -> ShardRecord | None:
+        """Return the record of a waiting slot. None once the slot is freed, and its bytes are gone."""
+        if owned.where is Where.WAITING:
+            slot = SlotFile.open(self._pod.settings.slots_dir, owned.stage.slot)
+            header = shard_header(owned.stage, self._pod.job_uid, owned.world_size)
+            try:
+                record = await self._tiers.pools.digest.run(digest_slot, header, slot)
+            finally:
+                slot.close()
+            return None if owned.freed.is_set() else record
+        await owned.freed.wait()
+        return None
+
     def _earlier(self, message: Stage) -> OwnedSlot | ShardRecord | None:
-        """Return the record of the earlier save, its slot if that is not digested yet, or None."""
+        """Return the record of the earlier save, its slot if that is not on the node tier yet, or None."""
         checkpoint = CheckpointId(message.step, message.round)
         for owned in self._owned.values():
             if (owned.stage.rank, owned.checkpoint) == (message.rank, checkpoint):
-                return owned.record or owned
+                return owned
         job_uid = self._pod.job_uid
         for record in self._tiers.node.list_shards():
             found = (record.header.job_uid, record.header.rank, record.checkpoint)

@@ -12,18 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError, UnavailableError
-from holdfast_core.format.manifest import parse_manifest_of
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound
+from holdfast_core.ids import RestartRound
+from holdfast_core.messages.bounds import Natural
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.shared_files import own_directory, read_regular, remove, replace_file
 from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot
-from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
 
 _MAX_NOTE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class SlotNote:
+    """What is known of a staged slot besides its header."""
+
+    stage: Stage
+    world_size: Natural
+    """Number of ranks that save the step."""
 
 
 class SlotNotes:
@@ -36,13 +44,14 @@ class SlotNotes:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def write(self, message: Stage) -> None:
+    def write(self, note: SlotNote) -> None:
         """Write the note of a slot. Raises UnavailableError, for example if the volume is full."""
+        slot = note.stage.slot
         try:
             with self._opened() as directory:
-                replace_file(directory, _name(message.slot), dumps(message))
+                replace_file(directory, _name(slot), dumps(note))
         except OSError as error:
-            raise UnavailableError(f"writing the note of slot {message.slot}: {error}") from error
+            raise UnavailableError(f"writing the note of slot {slot}: {error}") from error
 
     def remove(self, slot: str) -> None:
         """Remove the note of a slot. A failure is logged and not raised."""
@@ -52,11 +61,11 @@ class SlotNotes:
         except OSError as error:
             logs.warning("removing the note of a slot failed", slot=slot, error=str(error))
 
-    def read(self, slot: str) -> Stage | None:
+    def read(self, slot: str) -> SlotNote | None:
         """Return the note of a slot, or None if it has none. Raises FormatError, OSError."""
         try:
             with self._opened() as directory:
-                return loads(Stage, read_regular(directory, _name(slot), _MAX_NOTE_BYTES))
+                return loads(SlotNote, read_regular(directory, _name(slot), _MAX_NOTE_BYTES))
         except FileNotFoundError:
             return None
 
@@ -68,27 +77,18 @@ def _name(slot: str) -> str:
     return f"{slot}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class LeftSlot:
-    """A slot that an earlier sidecar process owned, of a step whose manifest is on this node."""
-
-    stage: Stage
-    world_size: int
-    """Number of ranks that saved the step, from its manifest."""
-
-
 def take_or_free(slot: SlotFile, notes: SlotNotes, round_: RestartRound) -> Stage | None:
-    """Return the note of a slot that an earlier sidecar process owned in this round, else None.
+    """Return the message that handed a slot over to an earlier sidecar process in this round, else None.
 
     Where the result is None, a slot that is OWNED, or FULL of another round, is freed: no other process
     would free it. Raises FormatError, OSError.
     """
     header = slot.header()
     if header.state is SlotState.OWNED and header.round == round_:
-        message = notes.read(slot.name)
-        if message is not None:
-            check_slot(header, message, SlotState.OWNED)
-            return message
+        note = notes.read(slot.name)
+        if note is not None:
+            check_slot(header, note.stage, SlotState.OWNED)
+            return note.stage
     if header.state is SlotState.OWNED or (
         header.state is SlotState.FULL and header.round != round_
     ):
@@ -96,37 +96,28 @@ def take_or_free(slot: SlotFile, notes: SlotNotes, round_: RestartRound) -> Stag
     return None
 
 
-def left_in_memory(
-    slots_dir: Path,
-    notes: SlotNotes,
-    node: NodeTier,
-    job_uid: JobUid,
-    manifests: frozenset[CheckpointId],
-    *,
-    known: Container[str],
-) -> tuple[LeftSlot, ...]:
-    """Return the slots of committed steps that an earlier sidecar process owned, except the `known` ones.
+def left_in_slots(
+    slots_dir: Path, notes: SlotNotes, *, known: Container[str]
+) -> tuple[SlotNote, ...]:
+    """Return the notes of slots that an earlier sidecar process owned, except the `known` ones.
 
     A seal needs them where this process has received no ROUND, so that `Stager.recover` has not run. A
     slot that cannot be read is logged and left out.
     """
-    found: list[LeftSlot] = []
+    found: list[SlotNote] = []
     for name in list_slots(slots_dir):
         if name in known:
             continue
         try:
-            stage = notes.read(name)
-            if stage is None or CheckpointId(stage.step, stage.round) not in manifests:
+            note = notes.read(name)
+            if note is None:
                 continue
             slot = SlotFile.open(slots_dir, name)
             try:
-                check_slot(slot.header(), stage, SlotState.OWNED)
+                check_slot(slot.header(), note.stage, SlotState.OWNED)
             finally:
                 slot.close()
-            checkpoint = CheckpointId(stage.step, stage.round)
-            document = node.get_manifest(job_uid, checkpoint)
-            manifest = parse_manifest_of(document, job_uid, checkpoint)
-            found.append(LeftSlot(stage, manifest.world_size))
+            found.append(note)
         except (HoldfastError, OSError) as error:
             logs.warning(
                 "a slot was not written when its round was sealed", slot=name, error=str(error)

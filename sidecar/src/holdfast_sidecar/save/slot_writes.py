@@ -1,14 +1,14 @@
-"""Write an owned slot to the node tier, or digest it only. `Stager` decides which slots and when."""
+"""Write an owned slot to the node tier. `Stager` decides which slots and when."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
 
-from holdfast_core.errors import CapacityError, CorruptionError
+from holdfast_core.errors import CapacityError
 from holdfast_core.ids import Level, TierName
 from holdfast_core.messages.schema import SaveFailed, Stage
-from holdfast_core.shm.slot_save import digest_slot, shard_header
+from holdfast_core.shm.slot_save import shard_header
 from holdfast_core.tiers.base import ShardHeader, ShardRecord
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.stalled import until_done
@@ -20,17 +20,15 @@ from holdfast_sidecar.save.room import Room
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a write or a digest: the shard's record, or the failure that the rank is sent."""
+    """Result of a write: the shard's record, or the failure that the rank is sent."""
 
     stage: Stage
     record: ShardRecord | None
     failed: SaveFailed | None = None
-    is_corrupt: bool = False
-    """Whether the failure is a CorruptionError. The slot's bytes have changed and cannot be used."""
 
 
 class SlotWrites:
-    """Runner of writes and digests. An error is noted in `Failures` and returned in the Outcome."""
+    """Runner of writes. An error is noted in `Failures` and returned in the Outcome."""
 
     def __init__(
         self,
@@ -47,30 +45,11 @@ class SlotWrites:
         self._metrics = telemetry.metrics
         self._room = room
 
-    async def digest(self, owned: OwnedSlot) -> Outcome:
-        """Digest the slot's payload in memory."""
-        try:
-            record = await self._pools.digest.run(digest_slot, self._header(owned), owned.slot)
-        except Exception as error:  # noqa: BLE001 - else the slot stays owned and nothing reports it
-            return self._failed(owned, error)
-        return Outcome(owned.stage, record)
-
     async def write(self, owned: OwnedSlot) -> Outcome:
-        """Write the slot to the node tier, durably.
-
-        If the slot was digested before and the written shard differs from that record, the shard is
-        quarantined and the write fails as corrupt.
-        """
+        """Write the slot to the node tier, durably."""
         started = self._clock.monotonic()
         try:
             record = await self._with_room(owned)
-            if owned.record not in (None, record):
-                error = CorruptionError(
-                    f"slot {owned.stage.slot}: written as {record.blake3}, but an earlier digest "
-                    "differs: its memory has changed"
-                )
-                await self._pools.meta.run(self._node.quarantine, record.ref, error)
-                raise error
         except Exception as error:  # noqa: BLE001 - else the slot stays owned and nothing reports it
             return self._failed(owned, error)
         self._failures.healthy(_subject(owned))
@@ -107,9 +86,7 @@ class SlotWrites:
     async def _watched(self, owned: OwnedSlot) -> ShardRecord:
         """Write the shard, and report a failure as long as the disk hangs."""
         slot, header, subject = owned.slot, self._header(owned), _subject(owned)
-        slot.bytes_read = slot.bytes_verified = (
-            0  # a digest or an earlier attempt may have increased them
-        )
+        slot.bytes_read = slot.bytes_verified = 0  # an earlier attempt may have increased them
 
         has_begun = threading.Event()
 
@@ -151,7 +128,7 @@ class SlotWrites:
         failure = self._failures.note(_subject(owned), TierName.NODE, error, step=stage.step)
         self._metrics.save_failed(failure.reason)
         failed = SaveFailed(stage.step, stage.round, Level.LOCAL, failure.reason, failure.message)
-        return Outcome(stage, None, failed, isinstance(error, CorruptionError))
+        return Outcome(stage, None, failed)
 
 
 def _subject(owned: OwnedSlot) -> str:

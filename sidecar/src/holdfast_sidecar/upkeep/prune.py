@@ -51,17 +51,6 @@ def delete_steps(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> int
     return len(found)
 
 
-def delete_manifests(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> None:
-    """Delete the checkpoints of this job with these steps whose manifest is on this node. Blocks.
-
-    This is the first step of pruning a step that is held in shared memory: without its manifest it is no
-    checkpoint, so its slot may be freed.
-    """
-    for uid, checkpoint in node.list_manifests():
-        if uid == job_uid and checkpoint.step in steps:
-            node.delete_checkpoint(uid, checkpoint)
-
-
 def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
     """Delete the checkpoints of older rounds above the restore point, which are off the lineage. Blocks.
 

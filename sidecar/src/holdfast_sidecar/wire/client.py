@@ -39,13 +39,13 @@ from holdfast_core.messages.relay import (
     pieces,
 )
 from holdfast_core.messages.schema import (
-    BufferNotice,
     LevelNotice,
     ManifestPut,
     Member,
     PersistRequest,
     Refusal,
     Refused,
+    WriteNext,
 )
 from holdfast_sidecar.base.rounds import Caller, RoundState, is_of_coordinator
 from holdfast_sidecar.base.tree import next_hop
@@ -164,7 +164,7 @@ class Peers:
             if not isinstance(answer, reply):
                 raise FormatError(f"{target}: answered {type(answer).__name__}")
             return answer
-        shared = isinstance(message, ManifestPut | LevelNotice | BufferNotice | PersistRequest)
+        shared = isinstance(message, ManifestPut | LevelNotice | WriteNext | PersistRequest)
         body = _encode_shared(message) if shared else encode(message)
         round_ = getattr(message, "round", None)
         # What members send one another must not stop at a relay, which would take it for its own.

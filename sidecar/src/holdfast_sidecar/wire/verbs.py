@@ -7,9 +7,6 @@ from typing import Any
 
 from holdfast_core.messages.relay import Relay, RelayReply
 from holdfast_core.messages.schema import (
-    Buffered,
-    BufferedReply,
-    BufferNotice,
     CopyReply,
     CopyRequest,
     FinishCommit,
@@ -30,6 +27,7 @@ from holdfast_core.messages.schema import (
     Suspect,
     Uploaded,
     WorkerReport,
+    WriteNext,
 )
 
 SAVE_NOW = "/v1/save-now"
@@ -58,7 +56,6 @@ POSTS: tuple[Route, ...] = (
     Route(STOP, GangRequest, Ok),
     Route(END, GangRequest, Ok),
     Route("/v1/prepared", Prepared, PreparedReply),
-    Route("/v1/buffered", Buffered, BufferedReply),
     Route("/v1/copy", CopyRequest, CopyReply),
     Route("/v1/replicated", Replicated, Ok),
     Route("/v1/uploaded", Uploaded, Ok),
@@ -66,7 +63,7 @@ POSTS: tuple[Route, ...] = (
     Route("/v1/manifest", ManifestPut, Ok),
     Route("/v1/layout", KeepLayout, Ok),
     Route("/v1/level", LevelNotice, Ok),
-    Route("/v1/buffer-notice", BufferNotice, Ok),
+    Route("/v1/write-next", WriteNext, Ok),
     Route("/v1/persist", PersistRequest, Ok),
     Route("/v1/suspect", Suspect, Ok),
     Route("/v1/prune", Prune, PruneReply),

@@ -82,6 +82,8 @@ class SaveHandle:
         object store, SaveTimeoutError (which is also a
         TimeoutError) at the time-out, and ValueError for an unknown level.
         """
+        if level == "memory":
+            raise ValueError("there is no level 'memory' any more: wait for 'local'")
         wanted = Level(level)
         is_main = threading.current_thread() is threading.main_thread()
         with self._waiting() if is_main else nullcontext(), self._condition:

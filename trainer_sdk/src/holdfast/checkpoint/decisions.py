@@ -200,7 +200,7 @@ class SaveDecisions:
         If the previous save found no slot, this expectation was wrong.
         """
         policy = self._session.policy
-        keeps = policy is not None and policy.memory_level_enabled
+        keeps = policy is not None and policy.keeps_newest
         return keeps and self._traits.frees_older_steps and not self._status.found_no_slot
 
     def _is_left_out(self, step: Step) -> bool:

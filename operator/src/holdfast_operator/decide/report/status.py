@@ -156,10 +156,7 @@ def with_levels(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
         step=_higher(status.step, step),
         last_committed_step=_higher(status.last_committed_step, _step(state.last_local)),
         last_replicated_step=_higher(status.last_replicated_step, _step(state.last_replicated)),
-        # These two are not guaranteed, so they follow the coordinator even when they go down.
-        last_memory_step=status.last_memory_step
-        if state.last_memory is None
-        else state.last_memory.step,
+        # This counts since the coordinator started, so it follows the coordinator even when it goes down.
         steps_dropped=state.steps_dropped,
     )
 
@@ -368,7 +365,6 @@ def _durable(status: TrainingJobStatus) -> tuple[object, ...]:
         # The first commit must not wait: once it is recorded, the job never starts without a checkpoint.
         last_committed_step=None if status.last_committed_step is None else Step(0),
         last_replicated_step=None,
-        last_memory_step=None,
         steps_dropped=None,
         flush_seconds=None,
         grace_period_seconds=None,

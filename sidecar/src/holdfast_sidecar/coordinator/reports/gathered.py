@@ -58,6 +58,7 @@ class Gathered:
         self._leaving = set[Worker]()
         self._full = set[Worker]()
         self._paused = set[Worker]()
+        self._waiting = set[Worker]()
         self._dead = set[Worker]()
         self._received_at: dict[Worker, float] = {}
         self.steps_finished = 0
@@ -83,6 +84,7 @@ class Gathered:
             (self._full, any(f.reason in FULL for f in report.failures)),
             (self._paused, any(p.paused for p in report.progress)),
             (self._dead, bool(report.dead)),
+            (self._waiting, bool(report.waiting)),
         ):
             (workers.add if holds else workers.discard)(worker)
         self._received_at[worker] = now
@@ -111,6 +113,11 @@ class Gathered:
             if report.reported_to == instance
             for entry in report.saves
         }
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step waits in a slot of a rank."""
+        return bool(self._waiting)
 
     @property
     def is_paused(self) -> bool:
