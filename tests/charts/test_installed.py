@@ -31,6 +31,7 @@ def test_rights_of_the_operator_are_the_golden_ones(render: Render) -> None:
     assert "".join(lines) == GOLDEN.read_text()
 
 
+@pytest.mark.fault("The operator's token is stolen")
 @pytest.mark.parametrize(
     ("verb", "resource", "namespace", "allowed"),
     [
@@ -187,6 +188,7 @@ def test_who_may_create_pods_may_create_a_job(people: ControlPlane) -> None:
     assert create_as(people, "alice", job_object("of-alice")).endswith("created\n")
 
 
+@pytest.mark.fault("A TrainingJob makes the operator create a privileged pod")
 def test_who_may_not_create_pods_may_not_create_a_job(people: ControlPlane) -> None:
     text = create_as(people, "bob", job_object("of-bob"))
     assert "bob may not create pods in namespace team-a, and a TrainingJob creates them" in text
@@ -205,6 +207,9 @@ def test_a_template_may_not_be_changed_without_that_right_but_the_rest_may(
     assert "bob may not create pods" in text
 
 
+@pytest.mark.fault("A template reaches for the sidecar's volumes, Secrets or processes")
+@pytest.mark.fault("A template gives a Secret with certificates to a volume driver")
+@pytest.mark.fault("Training code takes the store's keys, or reads objects of another job")
 @pytest.mark.parametrize("case", HOSTILE_TEMPLATES)
 def test_a_template_that_reaches_for_the_sidecar_is_refused(
     cluster: ControlPlane, case: str

@@ -189,6 +189,10 @@ def create(cluster: ControlPlane, body: dict[str, Any], user: str = USER) -> str
     )
 
 
+@pytest.mark.fault("An attacker with the operator's token creates other objects")
+@pytest.mark.fault("A template mounts a token of an account in a projected volume")
+@pytest.mark.fault("The operator's token is stolen")
+@pytest.mark.fault("A TrainingJob makes the operator create a privileged pod")
 @pytest.mark.parametrize("case", DENIED)
 def test_the_operators_account_may_not_create(cluster: ControlPlane, case: str) -> None:
     body, expected = DENIED[case]
@@ -196,6 +200,7 @@ def test_the_operators_account_may_not_create(cluster: ControlPlane, case: str) 
     assert "ValidatingAdmissionPolicy 'holdfast-operator'" in text and expected in text, text
 
 
+@pytest.mark.fault("An operator's account creates a pod that avoids lost nodes")
 @pytest.mark.parametrize("case", ALLOWED)
 def test_the_operators_account_may_create(cluster: ControlPlane, case: str) -> None:
     text = create(cluster, ALLOWED[case])
@@ -208,6 +213,8 @@ def test_others_are_not_bound_by_the_policy(cluster: ControlPlane) -> None:
     assert text.endswith("created (server dry run)\n")
 
 
+@pytest.mark.fault("An attacker with the operator's token deletes other objects")
+@pytest.mark.fault("The operator's token is stolen")
 def test_the_operators_account_deletes_only_what_a_job_owns(cluster: ControlPlane) -> None:
     foreign = {**without_owner(owned("Secret")), "type": "Opaque"}
     cluster.apply(foreign)

@@ -441,6 +441,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.fault("A user gives an endpoint such as `http://h:0` to the API server")
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_input_is_refused(cluster: ControlPlane, case: str) -> None:
     data, expected = REFUSED[case]

@@ -125,6 +125,7 @@ def config(tmp_path: Path, server: ApiServer) -> Path:
     return kubeconfig(tmp_path / "config", server.url, contexts, "here")
 
 
+@pytest.mark.fault("The CLI is given another context")
 @pytest.mark.parametrize(
     ("arguments", "namespace"),
     [
@@ -157,6 +158,7 @@ def test_a_context_is_used_without_an_active_one(tmp_path: Path, server: ApiServ
     assert "kubectl config get-contexts" in complaint(config, "checkpoints")
 
 
+@pytest.mark.fault("The CLI cannot reach the API server")
 def test_an_api_server_that_cannot_be_reached(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     config = kubeconfig(tmp_path / "config", url, {"here": None}, "here")
@@ -171,6 +173,7 @@ def test_an_api_server_that_speaks_another_protocol(tmp_path: Path, server: ApiS
     assert f"{url} of context here cannot be reached" in complaint(config, "checkpoints")
 
 
+@pytest.mark.fault("The CLI has no kubeconfig")
 def test_no_kubeconfig(tmp_path: Path) -> None:
     line = complaint(tmp_path / "missing", "checkpoints")
     assert "no kubeconfig found" in line and "set KUBECONFIG" in line
@@ -188,6 +191,7 @@ def test_an_unknown_context(config: Path) -> None:
     assert "context nowhere" in line and "kubectl config get-contexts" in line
 
 
+@pytest.mark.fault("The CLI is refused (401, 403, 404, 5xx)")
 @pytest.mark.parametrize(
     ("status", "message", "expected"),
     [
@@ -209,6 +213,7 @@ def test_a_refusal_says_what_to_do(
     assert expected in complaint(config, "status", "gpt")
 
 
+@pytest.mark.fault("The CLI meets a cluster without Holdfast")
 def test_a_cluster_without_the_custom_resources(server: ApiServer, config: Path) -> None:
     server.answers["GET"] = 404, "404 page not found\n"
     line = complaint(config, "checkpoints")
@@ -261,6 +266,7 @@ def test_json_is_not_watched(config: Path) -> None:
     assert "--watch shows tables only" in ended.stderr
 
 
+@pytest.mark.fault("A kubeconfig names its files by relative paths")
 def test_paths_in_a_kubeconfig_are_relative_to_it(server: ApiServer, tmp_path: Path) -> None:
     path = kubeconfig(tmp_path / "config", server.url, {"here": None}, "here")
     document = json.loads(path.read_text())
@@ -271,12 +277,14 @@ def test_paths_in_a_kubeconfig_are_relative_to_it(server: ApiServer, tmp_path: P
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.fault("The connection of the CLI breaks during a read")
 def test_a_read_whose_connection_breaks_is_repeated(server: ApiServer, config: Path) -> None:
     server.drops = {"GET": 2}
     assert run(config, "checkpoints").returncode == 0
     assert len(server.paths) == 3
 
 
+@pytest.mark.fault("The connection of the CLI breaks during a create")
 def test_a_create_whose_connection_breaks_is_not_repeated(server: ApiServer, config: Path) -> None:
     """The API server may have created the object."""
     server.answer({"metadata": {"name": "gpt"}})

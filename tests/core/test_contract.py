@@ -21,6 +21,7 @@ def test_endpoints_that_are_accepted(endpoint: str) -> None:
     assert StoreConfig.from_json(text(endpoint)).endpoint == endpoint
 
 
+@pytest.mark.fault("A sidecar is given an endpoint such as `http://h:0`")
 @pytest.mark.parametrize(
     "endpoint",
     [

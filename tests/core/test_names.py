@@ -34,6 +34,7 @@ def names(uid: JobUid) -> set[str]:
     }
 
 
+@pytest.mark.fault("Two jobs have the same name, one after the other")
 def test_two_jobs_of_one_name_share_no_name() -> None:
     assert not names(FIRST) & names(SECOND)
     assert names(FIRST) == names(FIRST)

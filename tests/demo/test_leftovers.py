@@ -41,6 +41,7 @@ def start(folder: Path, memory: Path) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.fault("A demo ends by SIGKILL, SIGTERM or SIGINT while what it started runs")
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, None])
 def test_its_processes_end_with_a_demo_for_every_cause(
     tmp_path: Path, ending: signal.Signals | None
@@ -57,6 +58,7 @@ def test_its_processes_end_with_a_demo_for_every_cause(
     until(lambda: not memory.exists(), "the demo's memory to be freed")
 
 
+@pytest.mark.fault("A demo and its guardian are killed, and the next one starts")
 def test_what_a_killed_demo_and_guardian_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     folder, memory = tmp_path / "demo", tmp_path / "memory"
     left = subprocess.Popen(

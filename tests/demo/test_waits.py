@@ -39,12 +39,14 @@ def wait(clock: Clock, signs: Iterator[object], done_at: float) -> float:
     )
 
 
+@pytest.mark.fault("A machine is slow")
 def test_a_slow_machine_is_waited_for() -> None:
     """The wait may take hours, as long as a step follows from time to time."""
     clock = Clock()
     assert wait(clock, (int(clock.now // 50) for _ in iter(int, 1)), 10_000.0) == 10_000.0
 
 
+@pytest.mark.fault("The demo stands still, or restarts for ever")
 @pytest.mark.parametrize(
     "sign",
     [
@@ -82,6 +84,7 @@ ACT.recovery = Recovery(
 )
 
 
+@pytest.mark.fault("A terminal has 80 columns")
 def test_the_table_fits_a_narrow_terminal_and_adds_up() -> None:
     assert len(act_line(ACT)) <= 80
     assert all(len(line) <= 76 for line in phases_lines(ACT))

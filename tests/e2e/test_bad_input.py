@@ -280,6 +280,7 @@ def test_too_little_shared_memory_is_reported_before_the_first_step(installed, n
     assert not job.status.get("step"), "not one step was trained for nothing"
 
 
+@pytest.mark.fault("The node volume has no room for one save")
 def test_a_node_volume_without_room_for_one_save_is_reported_before_the_first_step(
     installed, namespace, submit
 ):

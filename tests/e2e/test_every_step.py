@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from testbed import faults
 from testbed.driver.kube import wait_for
 from testbed.driver.scenario import SHORT
@@ -13,6 +14,7 @@ SLOW_BYTES_PER_SECOND = 200_000
 """Writing a shard takes some seconds, and a step takes half a second."""
 
 
+@pytest.mark.fault("The disk is a hundred times slower than a step")
 def test_a_slow_disk_keeps_the_newest_step_in_slots(scenario):
     training = replace(SHORT, sleep_per_step=0.5)  # long enough for a status that is up to 10 s old
     job = scenario.start(training, interval=1, slots=3, object_every=None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from testbed.driver.kube import wait_for
 
 
+@pytest.mark.fault("A job is created again under its name on a real cluster")
 def test_a_job_created_again_under_the_same_name_completes(scenario):
     """The first job's Checkpoints are retained. The new job has the same name, steps and round."""
     first = scenario.start()

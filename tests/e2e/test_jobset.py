@@ -37,6 +37,7 @@ def uids(job: AdoptedJobSet) -> set[str]:
     return {pod["uid"] for pod in job.status.get("pods") or []}
 
 
+@pytest.mark.fault("A pod of an adopted JobSet is lost")
 @pytest.mark.timeout(1800)
 def test_a_jobset_replaces_only_the_lost_pod_where_it_has_a_backoff_limit(scenario):
     job = scenario.adopt_jobset(TRAINING)
@@ -53,6 +54,7 @@ def test_a_jobset_replaces_only_the_lost_pod_where_it_has_a_backoff_limit(scenar
     scenario.finish_and_judge(job, TRAINING)
 
 
+@pytest.mark.fault("JobSet creates all pods of an adopted gang again")
 @pytest.mark.timeout(1800)
 def test_a_gang_that_jobset_restarts_continues_from_the_store(scenario):
     job = scenario.adopt_jobset(TRAINING, backoff_limit=0)

@@ -26,6 +26,7 @@ def as_many_nodes_as_workers(scenario) -> Iterator[None]:
         yield
 
 
+@pytest.mark.fault("A node is killed on a real cluster")
 def test_a_killed_node_costs_one_round(scenario, as_many_nodes_as_workers, nodes_back):
     job = scenario.start(suspect_after_seconds=20)  # the product's default
     job.wait_step(25)
@@ -81,6 +82,7 @@ def _choice_waits_for_a_survivor_that_answers_late(job: Job) -> None:
     assert job.status["restorePoint"]["step"] >= 20, "the steps of the late survivor counted"
 
 
+@pytest.mark.fault("A node is cut off from all others on a real cluster, and comes back")
 @pytest.mark.long
 def test_a_partitioned_node_is_replaced_and_does_no_harm_when_it_rejoins(scenario, nodes_back):
     """The ranks of the partitioned node run on, and reach neither the gang nor the API server."""
@@ -90,6 +92,7 @@ def test_a_partitioned_node_is_replaced_and_does_no_harm_when_it_rejoins(scenari
     scenario.finish_and_judge(job)
 
 
+@pytest.mark.fault("A machine is taken away and its Node object deleted, on a real cluster")
 @pytest.mark.long
 def test_a_node_whose_object_is_deleted_is_lost(scenario, as_many_nodes_as_workers, nodes_back):
     """A cluster autoscaler takes the machine away and deletes its Node object."""
@@ -104,6 +107,7 @@ def test_a_node_whose_object_is_deleted_is_lost(scenario, as_many_nodes_as_worke
     scenario.finish_and_judge(job)
 
 
+@pytest.mark.fault("A node is killed while its pod has a volume of a storage class")
 def test_a_worker_with_a_volume_on_a_killed_node_is_replaced_on_another(
     scenario, storage_class, nodes_back
 ):
@@ -116,6 +120,7 @@ def test_a_worker_with_a_volume_on_a_killed_node_is_replaced_on_another(
     scenario.finish_and_judge(job)
 
 
+@pytest.mark.fault("Every sidecar is silent on a real cluster")
 def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
     """A pod is lost while no sidecar answers. The survivors hold the only copies and must not be deleted."""
     job = scenario.start(object_every=None, suspect_after_seconds=20)  # a late lease is no silence

@@ -63,6 +63,7 @@ def _own_pods(job: Job) -> set[tuple[str, str]]:
     return {(name, uid) for name, uid in job.pod_uids().items() if not name.startswith("forged-")}
 
 
+@pytest.mark.fault("A user creates forged pods on a real cluster")
 @pytest.mark.alone
 def test_a_recovery_continues_after_the_operator_is_killed(
     scenario, installed: Kube, strangers: str

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from testbed.driver.kube import condition, wait_for
 from testbed.driver.local_volumes import files_of
 
 
+@pytest.mark.fault("A pod whose node tier is on a volume of a storage class is lost")
 def test_a_gang_that_saves_to_volumes_of_a_class_survives_a_lost_pod(scenario, storage_class):
     job = scenario.start(node_class=storage_class)
     job.wait_replicated(20)
@@ -29,6 +31,7 @@ def test_a_gang_that_saves_to_volumes_of_a_class_survives_a_lost_pod(scenario, s
     )
 
 
+@pytest.mark.fault("The claim of a pod finds no volume")
 def test_a_claim_that_finds_no_volume_is_reported(scenario):
     job = scenario.start(node_class="e2e-missing-class")
 

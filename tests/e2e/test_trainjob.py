@@ -29,6 +29,7 @@ def runtime(installed: Kube) -> Iterator[None]:
         yield
 
 
+@pytest.mark.fault("A pod of an adopted TrainJob is lost")
 @pytest.mark.timeout(1800)
 def test_a_lost_pod_of_a_trainjob_is_created_again_alone(scenario):
     job = scenario.adopt_trainjob(TRAINING)
@@ -47,6 +48,7 @@ def test_a_lost_pod_of_a_trainjob_is_created_again_alone(scenario):
     scenario.finish_and_judge(job, TRAINING)
 
 
+@pytest.mark.fault("A TrainJob is suspended and resumed, twice")
 @pytest.mark.timeout(1800)
 def test_a_suspended_trainjob_continues_from_the_step_that_it_saved_last(scenario):
     """It is suspended twice. All pods are deleted each time, so that only the store has the step."""

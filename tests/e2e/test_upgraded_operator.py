@@ -71,6 +71,9 @@ def lose_a_pod_during(change: Callable[[], str], tag: str, job: Job, worker: int
     return replicated
 
 
+@pytest.mark.fault(
+    "Pods are lost while Helm replaces the operator, in an upgrade and in a rollback"
+)
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_job_loses_pods_during_an_upgrade_and_during_the_rollback(

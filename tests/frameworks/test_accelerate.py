@@ -34,6 +34,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], st
     return {options: one.digest for options, one in zip(cases, found, strict=True)}
 
 
+@pytest.mark.fault("A training with accelerate is killed, with every kind of loader")
 def test_a_killed_training_ends_in_the_same_bits_with_every_loader(
     wholes: dict[tuple[str, ...], str], tmp_path: Path
 ) -> None:
@@ -46,6 +47,7 @@ def test_a_killed_training_ends_in_the_same_bits_with_every_loader(
     assert all(one.starts[1] > STEPS_OF_A_PASS for one in killed)
 
 
+@pytest.mark.fault("A training with accelerate restarts exactly between two passes over the data")
 def test_a_restart_after_the_last_batch_of_a_pass_begins_the_next_pass(
     wholes: dict[tuple[str, ...], str], tmp_path: Path
 ) -> None:
@@ -59,6 +61,7 @@ def test_a_restart_after_the_last_batch_of_a_pass_begins_the_next_pass(
     assert [one.digest for one in found[1::2]] == [wholes[options] for options in cases]
 
 
+@pytest.mark.fault("A training with accelerate restarts in its first pass, with any loaders")
 def test_a_restart_in_the_first_pass_continues_in_its_order_with_any_loaders(
     wholes: dict[tuple[str, ...], str], tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Trained]:
     return train_forked(script, plan, preload=PRELOAD)
 
 
+@pytest.mark.fault("Ranks of a DCP training are killed between saves")
 def test_killed_ranks_end_in_the_same_bits(trained: list[Trained]) -> None:
     whole, killed, *_ = trained
     assert killed.digest == whole.digest

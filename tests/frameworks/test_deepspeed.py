@@ -57,6 +57,7 @@ def trained(stage: int, kills: int, folder: Path) -> Stage:
     return Stage(script, folder, whole, killed)
 
 
+@pytest.mark.fault("Two ranks of DeepSpeed are killed (ZeRO stages 1 and 2)")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_killed_ranks_end_in_the_same_bits(stage: int, stages: dict[int, Stage]) -> None:
     whole, killed = stages[stage].whole, stages[stage].killed

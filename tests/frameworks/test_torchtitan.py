@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 PRELOAD = ["torchtitan.components.optimizer", "holdfast.integrations.torchtitan"]
 
 
+@pytest.mark.fault("A torchtitan training is killed three times")
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_killed_training_ends_in_the_same_bits(device: str, tmp_path: Path) -> None:
     """Its model has dropout, and the iterator of its data draws a seed at each start."""

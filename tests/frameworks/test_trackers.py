@@ -57,6 +57,7 @@ def records_of(file: Path) -> Iterator[bytes]:
             parts = b""
 
 
+@pytest.mark.fault("A training that writes to TensorBoard is killed and repeats steps")
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

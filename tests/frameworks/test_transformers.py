@@ -38,6 +38,9 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [one.digest for one in train_forked(FEATURES, plan, preload=PRELOAD)]
 
 
+@pytest.mark.fault(
+    "A Hugging Face Trainer is killed, with every feature that changes its order of samples"
+)
 def test_a_killed_training_ends_in_the_same_bits_with_every_feature(
     wholes: list[str], tmp_path: Path
 ) -> None:
@@ -49,6 +52,7 @@ def test_a_killed_training_ends_in_the_same_bits_with_every_feature(
     assert all(max(one.starts) > 1 for one in killed)
 
 
+@pytest.mark.fault("A Trainer gets SIGTERM")
 def test_a_training_that_is_stopped_saves_and_continues_where_it_was(
     wholes: list[str], tmp_path: Path
 ) -> None:
@@ -72,6 +76,7 @@ def test_the_script_of_the_page_survives_kills(device: str, tmp_path: Path) -> N
     assert killed.digest == whole.digest
 
 
+@pytest.mark.fault("A gang of two Trainers is killed in the second pass")
 def test_two_ranks_survive_a_kill_in_the_second_pass(tmp_path: Path) -> None:
     """The ranks that are killed are those of `holdfast run`."""
     plan = [Training(tmp_path / "whole", ("plain",), ranks=2)]
@@ -109,6 +114,7 @@ def trainer(folder: Path, ckpt: holdfast.Checkpointer, **options: Any) -> Holdfa
     return HoldfastTrainer(Model(), args, train_dataset=data, eval_dataset=data[:2], ckpt=ckpt)
 
 
+@pytest.mark.fault("A Trainer that evaluates at its start is restarted")
 def test_the_evaluation_at_the_start_is_not_repeated_after_a_restart(tmp_path: Path) -> None:
     options = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
     for steps in (2, 4):
@@ -137,6 +143,7 @@ def test_a_step_that_a_callback_asks_for_is_saved(strategy: str, tmp_path: Path)
     assert not list(tmp_path.glob("output/checkpoint-*"))
 
 
+@pytest.mark.fault("The newest checkpoint of a training with Hugging Face's Trainer is damaged")
 @pytest.mark.parametrize(
     "offset",
     [
@@ -171,6 +178,7 @@ class EndsAtStep2(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.fault("SIGTERM arrives in the step in which a callback ends the training")
 def test_a_training_that_a_callback_ends_stays_ended_if_a_stop_is_asked_for_too(
     tmp_path: Path,
 ) -> None:

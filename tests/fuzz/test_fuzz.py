@@ -19,11 +19,13 @@ def test_valid_inputs_are_accepted(name: str) -> None:
         TARGETS[name].parse(seed)
 
 
+@pytest.mark.fault("A parser is given any bytes")
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_input_breaks_a_parser(name: str) -> None:
     search(TARGETS[name], seed=SEED, examples=EXAMPLES)
 
 
+@pytest.mark.fault("A parser is given any bytes")
 @pytest.mark.parametrize(
     "case", sorted(CASES.glob("*/*")), ids=lambda p: f"{p.parent.name}-{p.name}"
 )

@@ -70,6 +70,7 @@ def interrupt_in_the_middle(folder: Path, with_signal: signal.Signals) -> int:
         process.wait()
 
 
+@pytest.mark.fault("The demo is interrupted, killed, and run again")
 def test_it_completes_after_it_was_interrupted_and_after_it_was_killed(folder: Path) -> None:
     assert interrupt_in_the_middle(folder, signal.SIGINT) == 130, text_of(folder)
     assert text_of(folder).rstrip().endswith("All of its processes have ended.")
@@ -106,6 +107,7 @@ def assert_phases_add_up(output: str) -> None:
     assert [round(total, 1) for total in sums] == totals
 
 
+@pytest.mark.fault("A second demo starts in the same folder")
 def test_a_second_demo_in_the_same_folder_is_refused(folder: Path) -> None:
     """A second demo would delete the files of the first one while it runs."""
     first = start(folder)
@@ -129,6 +131,7 @@ def test_a_second_demo_in_the_same_folder_is_refused(folder: Path) -> None:
         assert first.wait(120) == 130
 
 
+@pytest.mark.fault("The demo's folder belongs to a user")
 def test_a_folder_that_no_demo_made_is_not_deleted(folder: Path) -> None:
     folder.mkdir()
     (folder / "thesis.tex").write_text("mine")

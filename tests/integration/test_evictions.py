@@ -76,6 +76,7 @@ def trains(run: Run, round_: int) -> bool:
     return state is not None and state.round == round_ and state.running
 
 
+@pytest.mark.fault("A pod of a gang without copies on peers is evicted (coordinator, other worker)")
 @pytest.mark.parametrize("worker", [0, 1], ids=["coordinator", "other"])
 def test_without_copies_an_evicted_pod_loses_no_step(run_without_copies: Run, worker: int) -> None:
     """The gang persists the step at which it stopped before the pod ends, although the step is not due."""
@@ -86,6 +87,7 @@ def test_without_copies_an_evicted_pod_loses_no_step(run_without_copies: Run, wo
     assert record.sources.object == 1, run.explain()
 
 
+@pytest.mark.fault("A coordinator's pod is evicted while its gang trains")
 def test_the_eviction_of_the_coordinator_loses_no_step(run: Run) -> None:
     """Its sidecar commits the last step of the gang, and its launcher hosts the store of the ranks."""
     record = evict(run, 0)

@@ -34,6 +34,7 @@ def run_as_written(commands: str, environment: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.fault("A user follows the documented commands where no index knows the packages")
 def test_the_commands_install_the_sdk_from_the_checkout(tmp_path: Path) -> None:
     """No package index has our packages, so both must be installed from here."""
     environment = tmp_path / "fresh"
@@ -77,6 +78,7 @@ def train(folder: Path, output: Path) -> int:
         ).returncode
 
 
+@pytest.mark.fault("A user kills the first training of the README and runs it again")
 def test_five_minutes_without_kubernetes(tmp_path: Path) -> None:
     (script,) = blocks(section("Five minutes without Kubernetes"), "python")
     for name in ("calm", "killed"):

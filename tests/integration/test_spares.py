@@ -25,6 +25,7 @@ SECONDS = 600.0
 """Longest wait for one event. A busy machine takes minutes to import torch in several processes."""
 
 
+@pytest.mark.fault("A worker is lost while a spare pod is ready")
 def test_a_spare_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
     stage = LocalStage(tmp_path, STEPS)
     cluster = stage.run.cluster

@@ -87,6 +87,9 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.fault("A rank is killed in a job, for each way to save")
+@pytest.mark.fault("A rank's process is stopped (SIGSTOP) while the gang trains")
+@pytest.mark.fault("A rank sleeps for ever before a collective")
 @pytest.mark.parametrize(
     ("loop", "failure", "reason"),
     [

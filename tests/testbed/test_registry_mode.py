@@ -98,6 +98,7 @@ def test_without_an_answer_of_the_user_the_node_image_is_pinned_by_digest(
     assert name == standins.NODE
 
 
+@pytest.mark.fault("Images are built on the base that the user pins")
 def test_images_are_built_from_the_base_that_the_user_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

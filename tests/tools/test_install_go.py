@@ -115,6 +115,7 @@ def test_an_interrupted_installation_is_replaced(tmp_path: Path, proxy: Proxy) -
     assert not (folder / "bin/half").exists()
 
 
+@pytest.mark.fault("A download of Go is not the pinned archive")
 def test_an_archive_with_another_digest_is_not_installed(tmp_path: Path, proxy: Proxy) -> None:
     wanted = digests(proxy)
     proxy.archive += b"more"
@@ -137,6 +138,7 @@ def test_a_go_that_is_new_enough_is_used(tmp_path: Path, proxy: Proxy, version: 
     assert not (tmp_path / "go").exists()
 
 
+@pytest.mark.fault("A machine has no Go, or one that is too old for the test bed")
 @pytest.mark.parametrize("version", ["go1.19.8", "go1.26", "nonsense"])
 def test_an_older_go_is_not_used(tmp_path: Path, proxy: Proxy, version: str) -> None:
     done = run_script(tmp_path / "go", machine_with_go(tmp_path, version))

@@ -103,6 +103,7 @@ def make(tmp_path: Path, index: Index) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.fault("A machine has neither uv nor pip")
 def test_make_installs_uv_once(tmp_path: Path, index: Index) -> None:
     first = make(tmp_path, index)
     assert first.returncode == 0, first.stderr
@@ -113,6 +114,7 @@ def test_make_installs_uv_once(tmp_path: Path, index: Index) -> None:
     assert index.downloads == 1
 
 
+@pytest.mark.fault("A download of uv is not what the index names")
 def test_a_file_with_another_digest_is_not_installed(tmp_path: Path, index: Index) -> None:
     index.served = b"something else"
     done = make(tmp_path, index)

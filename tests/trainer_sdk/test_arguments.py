@@ -20,6 +20,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
+@pytest.mark.fault("A step is a numpy integer or a 0-d tensor")
 @pytest.mark.parametrize(
     "step",
     [
@@ -38,6 +39,7 @@ def test_an_integer_of_every_kind_is_a_step(folder: Path, step: Any) -> None:
     assert committed_step(folder) == 5
 
 
+@pytest.mark.fault("A step is no whole number")
 @pytest.mark.parametrize(
     "step", [-1, 2.0, 10**13, "5", None, True, torch.tensor(2.0), np.float32(1), torch.ones(2)]
 )
@@ -54,6 +56,7 @@ def test_a_value_that_is_not_a_step_takes_no_slot(folder: Path, step: Any) -> No
         ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
 
 
+@pytest.mark.fault("A script gives an option of the wrong kind")
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -87,6 +90,7 @@ def test_a_wrong_value_in_a_folder_is_refused_by_its_name(wrong: dict[str, Any])
         holdfast.Folder("ckpt", **wrong)
 
 
+@pytest.mark.fault("A model is passed as the state")
 def test_a_model_in_the_place_of_the_state_is_refused(folder: Path) -> None:
     model: Any = torch.nn.Linear(1, 1)
     with holdfast.Checkpointer(dir=folder) as ckpt:

@@ -135,6 +135,7 @@ def test_a_refused_stage_frees_its_slot(sidecar: FakeSidecar) -> None:
         ckpt.save(9, state).wait(timeout=HANG_SECONDS)
 
 
+@pytest.mark.fault("The disk is a hundred times slower than a step")
 def test_both_slots_busy_skips_and_counts(sidecar: FakeSidecar) -> None:
     sidecar.faults.delay_seconds["Stage"] = 3600
     with holdfast.Checkpointer() as ckpt:
@@ -156,6 +157,7 @@ def test_the_last_save_waits_for_a_slot(sidecar: FakeSidecar) -> None:
         assert ckpt.saves_skipped == 0
 
 
+@pytest.mark.fault("A stop is requested while all slots are busy, in a loop without steps")
 def test_the_save_of_a_stop_waits_for_a_slot(sidecar: FakeSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.zeros(1)}

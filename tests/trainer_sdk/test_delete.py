@@ -123,6 +123,7 @@ def test_all_histories_of_a_step_are_deleted(tmp_path: Path) -> None:
         assert folder.list() == ((4, 0), (6, 1))
 
 
+@pytest.mark.fault("A process dies within `Checkpointer.delete`")
 @pytest.mark.parametrize(
     ("where", "steps"),
     [

@@ -37,6 +37,7 @@ def keep_all(folder: Path) -> None:
     return
 
 
+@pytest.mark.fault("A restore fails for good")
 @pytest.mark.parametrize(
     ("damage", "wanted", "error"),
     [

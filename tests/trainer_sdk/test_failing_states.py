@@ -30,6 +30,7 @@ class Moody:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@pytest.mark.fault("A state_dict() raises any exception while training")
 @pytest.mark.parametrize("error", ERRORS)
 def test_training_continues_and_later_saves_succeed(tmp_path: Path, error: type[Exception]) -> None:
     moody = Moody()
@@ -52,6 +53,7 @@ class MoodyMapping(dict[str, Any]):
         return super().items()
 
 
+@pytest.mark.fault("An exception of a place concerns a state that has no name")
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_exception_of_any_kind_and_place_costs_one_save(
     tmp_path: Path, error: type[Exception]
@@ -68,6 +70,7 @@ def test_an_exception_of_any_kind_and_place_costs_one_save(
     assert committed_step(tmp_path / "ckpt") == 3
 
 
+@pytest.mark.fault("A state_dict() raises before the first step")
 def test_a_state_dict_may_raise_before_the_first_step(tmp_path: Path) -> None:
     moody = Moody()
     moody.error = RuntimeError
@@ -104,6 +107,7 @@ def test_the_error_is_raised_where_the_script_asks_for_errors(
         ckpt.save(2, {"data": moody}).wait(timeout=HANG_SECONDS)
 
 
+@pytest.mark.fault("A tensor's memory was freed when it is saved")
 def test_freed_memory_is_a_failed_save(tmp_path: Path) -> None:
     """A copy of freed memory would end the process."""
     tensor = torch.zeros(4)

@@ -45,6 +45,7 @@ def living_child() -> Iterator[Any]:
         child.join()
 
 
+@pytest.mark.fault("A data loader's worker lives when a Checkpointer is closed")
 def test_close_does_not_wait_for_a_live_child(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,6 +77,7 @@ def test_close_does_not_wait_for_the_workers_of_a_data_loader(tmp_path: Path, me
     del batches
 
 
+@pytest.mark.fault("A trainer is killed while its forked child lives")
 def test_the_persister_ends_with_its_trainer_although_a_child_lives(tmp_path: Path) -> None:
     """The connection of a killed trainer ends although the child still lives."""
     read, write = os.pipe()
@@ -104,6 +106,7 @@ def test_the_persister_ends_with_its_trainer_although_a_child_lives(tmp_path: Pa
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.fault("A forked child gets SIGTERM")
 @pytest.mark.parametrize("from_thread", [False, True])
 def test_sigterm_ends_a_forked_child(tmp_path: Path, from_thread: bool) -> None:
     with (
@@ -136,6 +139,7 @@ def test_a_handler_of_the_users_own_stays_in_the_child(tmp_path: Path) -> None:
             signal.signal(signal.SIGTERM, previous)
 
 
+@pytest.mark.fault("A forked child leaves the block of a Checkpointer")
 def test_a_child_that_leaves_the_block_closes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +168,7 @@ def test_a_child_that_leaves_the_block_closes_nothing(
     assert committed_step(tmp_path / "ckpt") == 2
 
 
+@pytest.mark.fault("A forked child fails while its parent has left a loop")
 def test_a_failing_child_does_not_affect_the_loop_of_its_parent(tmp_path: Path) -> None:
     """The slot with the state in which a loop was left is in memory that parent and child share."""
     state = {"t": torch.zeros(4)}

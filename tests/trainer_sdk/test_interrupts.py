@@ -19,6 +19,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
+@pytest.mark.fault("A user presses Ctrl-C in a loop")
 def test_ctrl_c_saves_after_the_step_that_runs(folder: Path) -> None:
     training = Training()
     ckpt = holdfast.Checkpointer(dir=folder, interval_steps=100)
@@ -32,6 +33,7 @@ def test_ctrl_c_saves_after_the_step_that_runs(folder: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.fault("A user presses Ctrl-C, and the same process calls steps() again")
 def test_the_same_process_may_continue_after_ctrl_c(folder: Path) -> None:
     """In a notebook, the next cell may run the loop again."""
     training = Training()
@@ -83,6 +85,7 @@ class Interrupted:
         assert state == {"value": 7}
 
 
+@pytest.mark.fault("A user presses Ctrl-C in the middle of a save")
 def test_ctrl_c_in_a_save_is_raised_when_the_save_is_handed_over(folder: Path) -> None:
     """An interrupt in the middle of a save could leave a lock held or a slot full, so no later save would
     become durable."""
@@ -95,6 +98,7 @@ def test_ctrl_c_in_a_save_is_raised_when_the_save_is_handed_over(folder: Path) -
         assert ckpt.restore({"part": Interrupted(0)}) == 1
 
 
+@pytest.mark.fault("A user presses Ctrl-C twice in the middle of a save")
 def test_a_second_ctrl_c_in_a_save_does_not_wait(folder: Path) -> None:
     with holdfast.Checkpointer(dir=folder) as ckpt:
         with pytest.raises(KeyboardInterrupt):

@@ -80,6 +80,7 @@ def test_a_first_run_makes_the_same_calls(folder: Path) -> None:
         assert ckpt.should_save(1) in (True, False)
 
 
+@pytest.mark.fault("A script forgets to restore its random number generators")
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 @pytest.mark.parametrize("call", ["should_save", "save", "steps"])
 def test_a_run_that_forgets_the_second_call_ends_at_its_first_step(
@@ -100,6 +101,7 @@ def test_a_run_that_forgets_the_second_call_ends_at_its_first_step(
         ckpt.save(2, state).wait(timeout=HANG_SECONDS)
 
 
+@pytest.mark.fault("A loop is left before its random number generators are restored")
 def test_a_loop_that_is_left_before_the_second_call_saves_nothing(folder: Path) -> None:
     expected = save(folder)
     with holdfast.Checkpointer(dir=folder) as ckpt:
@@ -110,6 +112,7 @@ def test_a_loop_that_is_left_before_the_second_call_saves_nothing(folder: Path) 
         assert draws() == expected
 
 
+@pytest.mark.fault("A loop is left before its generators are loaded, and continued")
 @pytest.mark.parametrize("rng", ["now", "later"])
 def test_a_loop_after_one_that_was_left_still_loads_the_generators(folder: Path, rng: Any) -> None:
     expected = save(folder)

@@ -19,6 +19,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
+@pytest.mark.fault("A script begins a second loop in one process")
 def test_a_second_loop_continues_where_the_first_ended(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
@@ -99,6 +100,7 @@ def test_a_break_after_a_step_saves_that_step(folder: Path) -> None:
     assert restored(folder) == (4, 4)
 
 
+@pytest.mark.fault("A loop is left by break before or after its step")
 def test_a_break_before_a_step_saves_the_step_before(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
@@ -170,6 +172,7 @@ def test_a_loop_after_a_break_continues(folder: Path) -> None:
     assert restored(folder) == (6, 6)
 
 
+@pytest.mark.fault("A loop is left by an exception")
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_an_exception_saves_nothing_of_the_step_it_left(
     folder: Path, error: type[BaseException]

@@ -40,6 +40,7 @@ def run(folder: Path, total: int, before: str = "", **environment: str) -> list[
     return done.stderr.splitlines()
 
 
+@pytest.mark.fault("A script that configured no logging starts, resumes and is done")
 def test_notices_appear_without_a_logging_configuration(tmp_path: Path) -> None:
     assert run(tmp_path, 4) == ["[holdfast] nothing to restore from ckpt: starting at step 0"]
     assert run(tmp_path, 6) == ["[holdfast] restored step 4 from ckpt (1 older exists)"]
@@ -49,6 +50,7 @@ def test_notices_appear_without_a_logging_configuration(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.fault("A script has a logging configuration of its own, and resumes")
 @pytest.mark.parametrize(
     ("before", "lines"),
     [
@@ -69,6 +71,7 @@ def loader(generator: torch.Generator | None = None) -> DataLoader[tuple[torch.T
     return DataLoader(data, batch_size=2, shuffle=True, generator=generator)
 
 
+@pytest.mark.fault("An iterator is made after the generators were restored")
 @pytest.mark.parametrize("made", ["late", "before_rng", "own generator", "none"])
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_an_iterator_that_is_created_late_causes_a_warning(
@@ -133,6 +136,7 @@ def train_step(batch):
 """
 
 
+@pytest.mark.fault("README's script is killed and resumed")
 @pytest.mark.parametrize("interval", [7, 8], ids=["within an epoch", "at its end"])
 def test_the_readmes_script_repeats_the_order_of_data(interval: int, tmp_path: Path) -> None:
     """The script is the README's, except for the folder and the number of steps.

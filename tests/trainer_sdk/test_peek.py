@@ -115,6 +115,7 @@ def test_a_state_without_entries(tmp_path: Path) -> None:
         assert ckpt.peek() == holdfast.RestorePoint(1, {}, {})
 
 
+@pytest.mark.fault("A newer checkpoint is committed between peek and restore")
 def test_a_restore_loads_the_step_that_was_looked_at(tmp_path: Path) -> None:
     training, other = Training(), Training()
     with holdfast.Checkpointer(holdfast.Folder(tmp_path, keep_last=9)) as trains:
@@ -156,6 +157,7 @@ def two_steps(folder: Path) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.fault("A tensor of the checkpoint that a script looked at is damaged")
 def test_no_tensor_is_read(tmp_path: Path) -> None:
     """A damaged tensor is found by the restore, and all ranks then restore an older step."""
     state = two_steps(tmp_path)
@@ -170,6 +172,7 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
         assert found.step == 1
 
 
+@pytest.mark.fault("The objects of a checkpoint are damaged when a script looks at it")
 def test_damaged_objects_are_not_shown(tmp_path: Path) -> None:
     state = two_steps(tmp_path)
     damage(tmp_path, 2, b"the objects")
@@ -244,6 +247,7 @@ with holdfast.Checkpointer(dir=sys.argv[1]) as ckpt:
 """
 
 
+@pytest.mark.fault("Ranks find a damaged checkpoint in the second restore of one start")
 def test_ranks_see_the_same_and_agree_on_an_older_step_if_it_is_damaged(tmp_path: Path) -> None:
     run_two_ranks(PROGRAM, tmp_path)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:  # one rank looks at what two saved
@@ -278,6 +282,7 @@ with holdfast.Checkpointer(dir=sys.argv[1]) as ckpt:
 """
 
 
+@pytest.mark.fault("The layout of rank 0 is damaged when a gang looks at a checkpoint")
 def test_no_rank_waits_if_the_layout_of_rank_0_is_damaged(tmp_path: Path) -> None:
     """Rank 0 fails before it has anything to hand over."""
     run_two_ranks(WITHOUT_A_LAYOUT, tmp_path)

@@ -31,6 +31,7 @@ def save_steps(ckpt: holdfast.Checkpointer, training: Training, last: int) -> No
         ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
 
 
+@pytest.mark.fault("A process rolls back to its own save")
 def test_restore_sees_the_saves_of_this_process(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, when_busy="wait") as ckpt:
@@ -44,6 +45,7 @@ def test_restore_sees_the_saves_of_this_process(folder: Path) -> None:
     assert restored(folder) == (3, 3)
 
 
+@pytest.mark.fault("A process rolls back to an older step and trains on")
 def test_saves_after_a_roll_back_replace_later_steps(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
@@ -79,6 +81,7 @@ def test_a_restore_of_an_absent_step_is_refused(folder: Path) -> None:
     assert restored(folder)[0] == 2
 
 
+@pytest.mark.fault("A step that was asked for has no readable copy")
 def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
@@ -93,6 +96,7 @@ def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> 
         assert training.done == 3
 
 
+@pytest.mark.fault("The step of a rollback is pruned meanwhile")
 @pytest.mark.parametrize("is_chosen", [False, True], ids=["before the choice", "after the choice"])
 def test_the_error_of_a_step_that_is_pruned_after_it_was_looked_up_names_the_pruning(
     folder: Path, is_chosen: bool
@@ -123,6 +127,7 @@ def test_the_error_of_a_step_that_was_never_there_names_what_is_kept(folder: Pat
             ckpt.restore(training.state, step=1)
 
 
+@pytest.mark.fault("A script saves step 0 before it restores")
 def test_a_save_before_the_first_restore_does_not_count_as_trained(folder: Path) -> None:
     """A script that saves step 0 at each start must continue where the last run ended."""
     for total, expected in ((3, [0, 1, 2]), (5, [3, 4])):
@@ -144,6 +149,7 @@ def test_an_older_step_of_an_earlier_run_can_be_restored(folder: Path) -> None:
         assert training.done == 2
 
 
+@pytest.mark.fault("A loop is left after a loss spike and rolled back")
 def test_a_script_can_roll_back_after_a_loss_spike(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
@@ -157,6 +163,7 @@ def test_a_script_can_roll_back_after_a_loss_spike(folder: Path) -> None:
     assert restored(folder) == (9, 9)
 
 
+@pytest.mark.fault("A loop's body restores and goes on")
 def test_a_loop_ends_when_a_restore_inside_of_it_changes_the_step(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
@@ -169,6 +176,7 @@ def test_a_loop_ends_when_a_restore_inside_of_it_changes_the_step(folder: Path) 
     assert restored(folder) == (9, 9)
 
 
+@pytest.mark.fault("A second loop begins while the first is open")
 def test_a_second_loop_ends_the_first(folder: Path) -> None:
     """The generator of the first loop is referenced, so Python has not closed it."""
     training = Training()
@@ -183,6 +191,7 @@ def test_a_second_loop_ends_the_first(folder: Path) -> None:
     assert restored(folder) == (5, 5)
 
 
+@pytest.mark.fault("Ranks roll back together")
 def test_ranks_roll_back_together(tmp_path: Path) -> None:
     program = (
         "import sys, torch, holdfast\n"
@@ -211,6 +220,7 @@ def test_ranks_roll_back_together(tmp_path: Path) -> None:
     assert committed_step(tmp_path / "ckpt") == 9
 
 
+@pytest.mark.fault("A save that was left out is made after a roll back")
 def test_a_skipped_save_is_made_after_a_roll_back(tmp_path: Path) -> None:
     """All ranks leave step 4 out because their one slot is still being written. They do step 4 again after
     a roll back, when the slot is free."""

@@ -78,6 +78,7 @@ class Writer:
                 return f"{message.reason}: {message.message}"
 
 
+@pytest.mark.fault("The folder's writer thread raises an exception that no code expects")
 @pytest.mark.parametrize("kind", ["MemoryError", "ValueError", "OSError", "SystemExit"])
 @pytest.mark.parametrize(
     "where",
@@ -110,6 +111,7 @@ def test_an_exception_of_the_writer_is_a_failed_save(
     assert where in caplog.text
 
 
+@pytest.mark.fault("A callback to the trainer raises in the folder's writer thread")
 def test_a_callback_that_raises_does_not_end_the_writer(tmp_path: Path) -> None:
     def broken(message: Any) -> None:
         raise SystemExit("the trainer has no connection")
@@ -122,6 +124,7 @@ def test_a_callback_that_raises_does_not_end_the_writer(tmp_path: Path) -> None:
     assert writer.service.finish(60)
 
 
+@pytest.mark.fault("A cleaner removes the layouts and not the slots")
 def test_a_layout_that_was_removed_fails_its_save_alone(tmp_path: Path) -> None:
     """A program that cleans shared memory by age removes layouts, which are written once, but not slots.
     If the failure counted as a lost folder, it would end each new writer process."""
@@ -160,6 +163,7 @@ def writer_of(folder: Path) -> int:
     return pid
 
 
+@pytest.mark.fault("The folder's writer is killed at any point of a save")
 @pytest.mark.parametrize(
     "where",
     ["node.before_fsync", "node.after_rename", "directory.slot_freed", "directory.before_commit"],
@@ -185,6 +189,7 @@ def test_a_killed_persister_loses_no_save(
     assert ckpt.last_committed_step == committed_step(folder) == 2
 
 
+@pytest.mark.fault("The folder's writer cannot be started again before the end")
 @pytest.mark.timeout(100)  # without the count of lost connections, `close` waits for 120 s
 def test_a_writer_that_cannot_come_back_does_not_hang_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path
@@ -211,6 +216,7 @@ def test_a_writer_that_cannot_come_back_does_not_hang_the_end(
 FULL = "directory.write_shard=err"
 
 
+@pytest.mark.fault("The last save fails after `save` returned")
 @pytest.mark.parametrize("how", ["warn", "raise"])
 def test_the_last_save_is_counted_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: Any
@@ -236,6 +242,7 @@ def test_the_last_save_is_counted_at_the_end(
     assert committed_step(tmp_path / "ckpt") == 0
 
 
+@pytest.mark.fault('A script with on_save_error="raise" ends after a failed save')
 def test_a_script_that_asked_for_errors_ends_with_one(tmp_path: Path) -> None:
     """The script runs as a program, because a batch system sees only the exit status."""
     program = (
@@ -259,6 +266,7 @@ def test_a_script_that_asked_for_errors_ends_with_one(tmp_path: Path) -> None:
     assert "SaveFailedError" in ended["raise"].stderr
 
 
+@pytest.mark.fault("A step is saved twice before the first is durable")
 def test_a_step_that_is_saved_twice_is_durable_for_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path
 ) -> None:
@@ -272,6 +280,7 @@ def test_a_step_that_is_saved_twice_is_durable_for_both(
     assert ckpt.saves_failed == 0
 
 
+@pytest.mark.fault("A step is saved again with other bytes, in a folder")
 def test_a_step_that_is_saved_again_with_other_bytes_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path
 ) -> None:
@@ -297,6 +306,7 @@ def test_a_step_that_is_saved_again_with_other_bytes_is_not_saved(
         assert state["t"].tolist() == [1.0] * 4
 
 
+@pytest.mark.fault("An exception ends a script while a save is written")
 def test_a_save_that_is_still_written_when_an_exception_ends_the_script_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -312,6 +322,7 @@ def test_a_save_that_is_still_written_when_an_exception_ends_the_script_has_not_
         assert again.restore({"t": torch.zeros(4)}) == 1
 
 
+@pytest.mark.fault("A script raises an exception after a failed save")
 def test_an_exception_of_the_script_is_not_hidden_by_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +336,7 @@ def test_an_exception_of_the_script_is_not_hidden_by_a_failed_save(
     assert ckpt.saves_failed == 1
 
 
+@pytest.mark.fault("In a pod, the sidecar refuses the last save")
 def test_in_a_pod_only_saves_that_the_sidecar_did_not_acknowledge_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

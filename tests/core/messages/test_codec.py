@@ -167,6 +167,8 @@ HOSTILE = {
 }
 
 
+@pytest.mark.fault("A message holds hostile JSON")
+@pytest.mark.fault("A shard, a manifest or a layout is hostile")
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_input_is_refused_with_its_path(case):
     kind, data, text = HOSTILE[case]
@@ -225,6 +227,7 @@ def test_the_largest_reply_follows_from_the_size_of_the_job():
     assert reply_limit_bytes(Refused, 1 << 18) == body_limit_bytes(Refused) < small
 
 
+@pytest.mark.fault("A sidecar replies with millions of empty entries")
 @pytest.mark.parametrize("kind", [Inventory, CoordinatorState])
 @pytest.mark.parametrize("entry", [b"[],", b"{},", b'{"a":1},'])
 def test_many_empty_entries_are_refused_before_they_are_parsed(kind, entry):
@@ -234,12 +237,14 @@ def test_many_empty_entries_are_refused_before_they_are_parsed(kind, entry):
         loads(kind, body)
 
 
+@pytest.mark.fault("A sidecar replies with the smallest entries that are valid")
 def test_the_smallest_honest_entries_are_not_too_many():
     dead = tuple(DeadRank(Rank(0), Worker(0), 1) for _ in range(200_000))
     state = CoordinatorState(0, RestartRound(0), dead=dead)
     assert loads(CoordinatorState, dumps(state)) == state
 
 
+@pytest.mark.fault("The last output of many ranks contains many brackets")
 def test_brackets_in_texts_are_no_entries() -> None:
     """The text is the last output of many ranks with the same failure: arrays and nested lists."""
     text = ("array([[1, 0], [0, 1], [1, 1], [0, 0]]) " * 60)[:2048]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast_core.net.connections import ConnectionLimits, Connections
 
 LIMITS = ConnectionLimits(handshakes=3, authenticated=3, per_caller=2)
 
 
+@pytest.mark.fault("Strangers want the places of members")
 def test_strangers_replace_the_oldest_stranger_only() -> None:
     closed: list[str] = []
     table: Connections[str] = Connections(LIMITS, closed.append)

@@ -14,6 +14,7 @@ from holdfast_core.node.index import Budget
 TERABYTE = 1 << 40
 
 
+@pytest.mark.fault("A write goes into a spare file below the size limit of an emptyDir")
 def test_blocks_that_a_spare_file_has_count_against_the_size_limit(tmp_path: Path) -> None:
     """Kubernetes measures an emptyDir by the sizes of its files, and evicts a pod above the limit."""
     budget = Budget(tmp_path, 1000, 1.0)

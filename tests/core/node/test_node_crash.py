@@ -46,6 +46,7 @@ def temporaries(root: Path) -> list[Path]:
     return [path for path in root.rglob("*") if path.name.startswith(".tmp-")]
 
 
+@pytest.mark.fault("A process is killed at any system call of a save")
 @pytest.mark.parametrize("what", ["shard", "copy"])
 @pytest.mark.parametrize(
     ("point", "visible"),
@@ -58,7 +59,15 @@ def temporaries(root: Path) -> list[Path]:
         ("node.after_rename", True),
         ("node.after_dirsync", True),
     ],
-    ids=["F01", "F02", "F03", "F04", "F05", "F06", "F07"],
+    ids=[
+        "before-temporary",
+        "created",
+        "writing",
+        "before-fsync",
+        "after-fsync",
+        "renamed",
+        "durable",
+    ],
 )
 def test_a_killed_write_leaves_a_whole_shard_or_none(
     tmp_path: Path, what: str, point: str, visible: bool
@@ -76,6 +85,7 @@ def test_a_killed_write_leaves_a_whole_shard_or_none(
     assert tier.used_bytes() == record.file_bytes
 
 
+@pytest.mark.fault("A process is killed in the middle of a write")
 def test_a_write_killed_in_its_middle_leaves_nothing(tmp_path: Path) -> None:
     root = tmp_path / "node"
     crash(root, "shard", "node.mid_write")
@@ -107,6 +117,7 @@ def test_a_killed_put_leaves_a_whole_manifest_or_none(
     assert tier.get_manifest(JOB_UID, CHECKPOINT) == b'{"a":1}'
 
 
+@pytest.mark.fault("A process is killed while it deletes a checkpoint")
 @pytest.mark.parametrize(
     ("point", "manifest_left", "shards_left"),
     [
@@ -114,7 +125,7 @@ def test_a_killed_put_leaves_a_whole_manifest_or_none(
         ("node.after_tombstone", 0, 2),
         ("node.before_delete", 0, 2),
     ],
-    ids=["before", "F14", "F15"],
+    ids=["before", "manifest-is-gone", "before-delete"],
 )
 def test_a_killed_delete_has_taken_the_manifest_first(
     tmp_path: Path, point: str, manifest_left: int, shards_left: int

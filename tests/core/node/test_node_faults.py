@@ -78,6 +78,7 @@ def test_files_have_the_paths_that_the_format_defines(root: Path, tier: DiskNode
     assert only_shard(root) == root / JOB_UID / "shards/s000000000010-r000000" / name
 
 
+@pytest.mark.fault("An fsync fails once and would then report success")
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_failed_fsync_is_never_repeated_on_the_same_file(
     root: Path, tier: DiskNodeTier, times: int
@@ -126,6 +127,7 @@ def test_later_saves_are_read_back_by_sample(root: Path) -> None:
         assert points.hits("node.read") == 3
 
 
+@pytest.mark.fault("The power fails in the middle of a write, so that a file is torn")
 @pytest.mark.parametrize("position", [0, 30, -1, -40, -4000])
 def test_torn_heads_and_tails_are_quarantined_at_the_start(root: Path, position: int) -> None:
     tier, _ = reopened(root)
@@ -139,6 +141,7 @@ def test_torn_heads_and_tails_are_quarantined_at_the_start(root: Path, position:
     assert len(list((root / "quarantine").glob("*.reason"))) == 1
 
 
+@pytest.mark.fault("A shard's file is truncated or extended")
 @pytest.mark.parametrize("size", [0, 100, 4096, 8192, 200_000])
 def test_truncated_files_are_quarantined_at_the_start(root: Path, size: int) -> None:
     tier, _ = reopened(root)
@@ -147,6 +150,7 @@ def test_truncated_files_are_quarantined_at_the_start(root: Path, size: int) -> 
     assert len(reopened(root)[1].quarantined) == 1
 
 
+@pytest.mark.fault("A shard's file is truncated or extended")
 def test_extended_files_are_quarantined_at_the_start(root: Path) -> None:
     tier, _ = reopened(root)
     write(tier)
@@ -169,6 +173,7 @@ def test_renamed_shards_are_refused(root: Path) -> None:
     assert len(reopened(root)[1].quarantined) == 1
 
 
+@pytest.mark.fault("A name or a link leads out of the cache")
 def test_a_link_in_place_of_a_shard_is_not_followed(root: Path, tier: DiskNodeTier) -> None:
     record = write(tier)
     path = only_shard(root)
@@ -178,6 +183,7 @@ def test_a_link_in_place_of_a_shard_is_not_followed(root: Path, tier: DiskNodeTi
         tier.open_shard(record.ref)
 
 
+@pytest.mark.fault("A bit is flipped in a shard's body, its header or a manifest")
 @pytest.mark.parametrize("position", [4096, 100_000, 4096 + SIZE - 1])
 def test_a_flipped_payload_bit_shows_when_it_is_read(
     root: Path, tier: DiskNodeTier, position: int
@@ -250,6 +256,7 @@ def test_quarantine_is_bounded(root: Path, tier: DiskNodeTier) -> None:
     assert len(list((root / "quarantine").glob("*.reason"))) == QUARANTINE_KEPT
 
 
+@pytest.mark.fault("A bit is flipped in a shard's body, its header or a manifest")
 @pytest.mark.parametrize("position", [0, 3, -3, -70])
 def test_a_damaged_manifest_shows_and_can_be_put_again(
     root: Path, tier: DiskNodeTier, position: int
@@ -307,6 +314,7 @@ def test_a_damaged_worker_is_an_error_and_not_a_spare(
         tier.read_worker()
 
 
+@pytest.mark.fault("The disk refuses a write because of a quota")
 def test_the_budget_is_a_part_of_the_volume(root: Path) -> None:
     tier = DiskNodeTier(root, capacity_bytes=1_000_000, fill_limit=0.85)
     tier.open()

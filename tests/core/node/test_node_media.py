@@ -1,4 +1,4 @@
-"""Disks that report success and return wrong bytes (F26-F32). The errors are detected before the bytes are
+"""Disks that report success and return wrong bytes. The errors are detected before the bytes are
 used."""
 
 from __future__ import annotations
@@ -101,7 +101,13 @@ DAMAGE: list[Callable[[Path, int], None]] = [
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=["F27", "F29", "F30", "F32"])
+@pytest.mark.fault("The disk returns a page of zeros, another block or an old block")
+@pytest.mark.fault("The disk stores a write at another place")
+@pytest.mark.fault("The disk loses a write that it has confirmed")
+@pytest.mark.fault("A file has other content with the same size and time")
+@pytest.mark.parametrize(
+    "damage", DAMAGE, ids=["zeroed", "misdirected", "lost", "same-size-and-time"]
+)
 def test_a_wrong_block_anywhere_in_a_shard_is_found(
     root: Path, damage: Callable[[Path, int], None]
 ) -> None:
@@ -132,8 +138,9 @@ def test_a_wrong_block_anywhere_in_a_shard_is_found(
         path.write_bytes(good)
 
 
+@pytest.mark.fault("The disk stores a write at another place")
 def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
-    """F29 for a whole file: both files are intact, but neither belongs to its name."""
+    """Both files are intact, but neither belongs to its name."""
     tier = opened(root)
     write(tier, step=9)
     record = write(tier)
@@ -145,7 +152,8 @@ def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
     assert len(list((root / "quarantine").glob("*.shard"))) == 1
 
 
-def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> None:
+@pytest.mark.fault("The disk fails a read with an I/O error")
+def test_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> None:
     """EIO is an error of this read. A shard is moved to quarantine only if its bytes differ."""
     seconds = 0.0
     tier = DiskNodeTier(root, capacity_bytes=64 << 20, monotonic=lambda: seconds)
@@ -179,6 +187,7 @@ def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> Non
     assert opened(root).list_shards() == (record,)
 
 
+@pytest.mark.fault("The disk refuses a write because of a quota")
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
@@ -191,7 +200,7 @@ def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> Non
     ],
 )
 def test_each_error_of_the_disk_has_its_class(number: int, expected: type[HoldfastError]) -> None:
-    """F18 and similar errors: a full disk is not a broken one, and a broken one is not retried for ever."""
+    """A full disk is not a broken one, and a broken one is not retried for ever."""
     with pytest.raises(expected, match=os.strerror(number)) as caught:
         with disk_errors("writing x"):
             raise OSError(number, os.strerror(number))
@@ -200,7 +209,7 @@ def test_each_error_of_the_disk_has_its_class(number: int, expected: type[Holdfa
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """F31: this process can open no further file."""
+    """This process can open no further file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(number) for number in os.listdir("/proc/self/fd"))
     held: list[int] = []
@@ -218,7 +227,8 @@ def no_descriptors() -> Iterator[None]:
             os.close(descriptor)
 
 
-def test_f31_without_descriptors_nothing_is_lost_and_nothing_stays(root: Path) -> None:
+@pytest.mark.fault("A process has no file descriptors left")
+def test_without_descriptors_nothing_is_lost_and_nothing_stays(root: Path) -> None:
     tier = opened(root)
     record = write(tier)
     free = tier.free_bytes()
@@ -237,6 +247,7 @@ def test_f31_without_descriptors_nothing_is_lost_and_nothing_stays(root: Path) -
         reader.verify()
 
 
+@pytest.mark.fault("Bad copies take the room that a save needs")
 def test_bad_copies_go_before_a_write_fails_for_lack_of_room(root: Path) -> None:
     """Bad copies are kept for users to inspect, but they are deleted before a save fails."""
     tier = DiskNodeTier(root, capacity_bytes=3 * SIZE)
@@ -251,6 +262,7 @@ def test_bad_copies_go_before_a_write_fails_for_lack_of_room(root: Path) -> None
         write(tier, 50)
 
 
+@pytest.mark.fault("A quota refuses a write while bad copies are kept")
 @pytest.mark.parametrize("number", ["ENOSPC", "EDQUOT"])
 def test_bad_copies_go_where_the_disk_has_less_room_than_the_budget(
     root: Path, number: str
@@ -265,6 +277,7 @@ def test_bad_copies_go_where_the_disk_has_less_room_than_the_budget(
         write(tier, 30)
 
 
+@pytest.mark.fault("A directory of the node tier is removed under way, at each level")
 @pytest.mark.parametrize("levels", [0, 1, 2, 3])
 def test_a_directory_that_another_program_removed_is_made_again(root: Path, levels: int) -> None:
     """`levels` counts from the shard's directory upwards. The root is never created, because it may be a
@@ -281,6 +294,7 @@ def test_a_directory_that_another_program_removed_is_made_again(root: Path, leve
             reader.verify()
 
 
+@pytest.mark.fault("A directory of the node tier is removed between two shards of one step")
 def test_a_directory_that_is_removed_while_a_shard_begins_is_made_again(root: Path) -> None:
     tier = opened(root)
     other = shard_header(SIZE, step=10, rank=1, world_size=2, chunk_bytes=CHUNK)
@@ -289,6 +303,7 @@ def test_a_directory_that_is_removed_while_a_shard_begins_is_made_again(root: Pa
         reader.verify()
 
 
+@pytest.mark.fault("A directory listing fails while old steps are pruned")
 def test_a_listing_that_fails_is_not_taken_for_an_empty_one(root: Path) -> None:
     """Otherwise a step whose manifest is not listed would lose its shards to the next pruning."""
     tier = opened(root)
@@ -303,6 +318,7 @@ def test_a_listing_that_fails_is_not_taken_for_an_empty_one(root: Path) -> None:
     assert len(tier.list_manifests()) == 2
 
 
+@pytest.mark.fault("The quarantine is removed under way")
 def test_another_program_removes_the_quarantine(root: Path) -> None:
     tier = DiskNodeTier(root, capacity_bytes=3 * SIZE)
     tier.open()

@@ -93,6 +93,7 @@ def test_a_file_of_another_size_gets_the_size_of_the_shard(tmp_path: Path, size:
     expect_intact(tier, new)
 
 
+@pytest.mark.fault("A shard is deleted while a reader of the process has it open")
 def test_a_reader_that_is_open_still_reads_the_deleted_shard(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     old = save(tier, 1)
@@ -107,6 +108,7 @@ def test_a_reader_that_is_open_still_reads_the_deleted_shard(tmp_path: Path) -> 
     assert inode(tier, save(tier, 4)) == file  # the reader is closed now
 
 
+@pytest.mark.fault("A shard is deleted while another process has it open")
 def test_another_process_still_reads_the_deleted_shard(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     old = save(tier, 1)
@@ -128,6 +130,7 @@ def test_another_process_still_reads_the_deleted_shard(tmp_path: Path) -> None:
         assert reader.communicate(b"\n")[0] == content
 
 
+@pytest.mark.fault("A deleted shard has a second name (hard link)")
 def test_a_file_with_a_second_name_is_not_overwritten(tmp_path: Path) -> None:
     """A user may have copied the folder by hard links."""
     tier = opened(tmp_path)
@@ -142,6 +145,7 @@ def test_a_file_with_a_second_name_is_not_overwritten(tmp_path: Path) -> None:
     assert is_unchanged  # without a description of the difference, which takes minutes
 
 
+@pytest.mark.fault("Fsync fails while a spare file is written")
 def test_a_second_attempt_of_a_write_uses_a_new_file(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     old = [save(tier, 1, rank) for rank in (0, 1)]
@@ -172,6 +176,7 @@ def test_spare_files_do_not_take_room_from_other_files(tmp_path: Path) -> None:
         save(tier, 5)
 
 
+@pytest.mark.fault("The volume has room only in spare files")
 def test_a_volume_without_free_room_holds_a_save_in_a_spare_file(tmp_path: Path) -> None:
     one = save(opened(tmp_path), 1).file_bytes
     tier = opened(tmp_path, capacity_bytes=2 * one)
@@ -219,6 +224,7 @@ def test_no_more_spare_files_are_kept_than_ranks_have_shards(tmp_path: Path) -> 
     assert tier.free_bytes() == 64 * MIB - tier.used_bytes()
 
 
+@pytest.mark.fault("Another program removes the directory of spare files")
 def test_a_delete_works_without_the_directory_of_spare_files(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     old = save(tier, 1)
@@ -247,6 +253,7 @@ class SlowBudget(Budget):
         self.spare_bytes = size
 
 
+@pytest.mark.fault("Two threads count spare files")
 def test_counts_of_two_threads_end_with_the_newer_number(tmp_path: Path) -> None:
     budget = SlowBudget(tmp_path)
     spares = SpareFiles(tmp_path / "spare", DurableDirectories(tmp_path), budget)

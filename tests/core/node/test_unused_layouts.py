@@ -97,6 +97,7 @@ def test_a_layout_that_nothing_names_at_two_looks_is_deleted(root: Path) -> None
     assert tier.get_layout(unused) == document()
 
 
+@pytest.mark.fault("A file system keeps times in units of two seconds")
 def test_a_mark_is_seen_on_a_file_system_that_keeps_times_in_units_of_two_seconds(
     root: Path,
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_layout_of_a_shard_or_of_a_manifest_stays(root: Path) -> None:
     assert layouts(root) == {of_shard}
 
 
+@pytest.mark.fault("A manifest is damaged while unused layouts are looked for")
 def test_nothing_is_deleted_while_a_manifest_cannot_be_read(root: Path) -> None:
     """It may name any layout."""
     tier, looker = opened(root), Looker(root)
@@ -161,6 +163,7 @@ def test_nothing_is_deleted_while_a_manifest_cannot_be_read(root: Path) -> None:
     assert layouts(root) == set()
 
 
+@pytest.mark.fault("A process is killed while it deletes layouts that nothing names")
 @pytest.mark.parametrize("point", ["node.layouts_scanned@2", "node.before_layout_delete"])
 def test_a_killed_deletion_is_repeated(root: Path, point: str) -> None:
     tier = opened(root)
@@ -183,6 +186,7 @@ def test_a_killed_deletion_is_repeated(root: Path, point: str) -> None:
     assert tier.put_layout(document()) in both  # the lock of the killed process is free
 
 
+@pytest.mark.fault("A save begins to use a layout while another process deletes it")
 def test_a_layout_that_another_process_is_about_to_use_stays(root: Path, tmp_path: Path) -> None:
     """The other process keeps it after the shards were read. Its own shard is not among them."""
     looker, writer = Looker(root), opened(root)
@@ -203,6 +207,7 @@ def test_a_layout_that_another_process_is_about_to_use_stays(root: Path, tmp_pat
     assert layouts(root) == {digest}
 
 
+@pytest.mark.fault("A layout is written while another process deletes it")
 def test_a_layout_that_is_put_while_it_is_deleted_exists_afterwards(
     root: Path, tmp_path: Path
 ) -> None:

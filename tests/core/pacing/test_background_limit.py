@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.pacing.background_limit import (
     LEAST_BYTES_PER_SECOND,
@@ -149,6 +151,7 @@ def test_the_bytes_of_a_step_count_the_node_the_copies_and_the_uploads() -> None
     assert bytes_each_step(1000, 0, 1, None) == 0.0
 
 
+@pytest.mark.fault("A step is reported twice")
 def test_a_step_that_is_reported_again_counts_once(tmp_path: Path) -> None:
     """A save after the step takes time, and a second message about the same step includes it."""
     trainer = Trainer(tmp_path)

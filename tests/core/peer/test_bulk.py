@@ -93,6 +93,7 @@ def test_a_span_that_ends_before_it_begins_is_refused(pair: Pair) -> None:
         assert reply.refused.code is Refusal.BAD_REQUEST
 
 
+@pytest.mark.fault("A peer dies in the middle of a copy")
 @pytest.mark.parametrize("cuts", [[5 << 20], [5 << 20, 5 << 20], [5 << 20, 5 << 20, 3000]], ids=len)
 def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> None:
     record = filled(pair.tier)
@@ -107,6 +108,9 @@ def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> 
     assert bytes_of(target, record) == payload(SIZE)
 
 
+@pytest.mark.fault(
+    "A connection breaks at any place of a copy (handshake, request, reply, trailer, payload)"
+)
 @pytest.mark.parametrize(
     "cut", [0, 1, 100, 1500, 2500, 3500, 5000, 10_000, 4 << 20, 9 << 20, SIZE + 9000]
 )
@@ -122,6 +126,7 @@ def test_a_connection_that_breaks_at_any_place_delays_the_copy_only(pair: Pair, 
     assert bytes_of(target, record) == payload(SIZE)
 
 
+@pytest.mark.fault("A peer dies in the middle of a copy")
 def test_attempts_are_bounded_and_nothing_stays_behind(pair: Pair) -> None:
     record = filled(pair.tier)
     target = MemoryTier(capacity_bytes=64 << 20)
@@ -135,6 +140,8 @@ def test_attempts_are_bounded_and_nothing_stays_behind(pair: Pair) -> None:
     assert target.free_bytes() == 64 << 20
 
 
+@pytest.mark.fault("A message or a copy belongs to an older round")
+@pytest.mark.fault("A pod of an older round sends old shards")
 def test_a_round_that_turns_stale_under_way_is_not_committed(pair: Pair) -> None:
     record = filled(pair.tier)
     pieces = 1 + SIZE // PIECE_BYTES
@@ -162,6 +169,7 @@ def test_refusals_carry_their_code(pair: Pair, code: Refusal) -> None:
     assert caught.value.code == code
 
 
+@pytest.mark.fault("The receiver of a copy has no room")
 def test_a_full_receiver_reports_it(pair: Pair) -> None:
     record = filled(pair.tier)
     with pytest.raises(CapacityError, match=r"needs \d+ bytes"):
@@ -174,6 +182,7 @@ def test_an_absent_shard_is_not_found(pair: Pair) -> None:
         pair.copy(MemoryTier(), record.ref)
 
 
+@pytest.mark.fault("A peer sends wrong bytes")
 @pytest.mark.parametrize("chunk_bytes", [256 << 10, 8 << 20])
 def test_wrong_bytes_are_refused_by_the_receiver(pair: Pair, chunk_bytes: int) -> None:
     record = filled(pair.tier, chunk_bytes=chunk_bytes)
@@ -193,6 +202,7 @@ def test_a_torn_shard_is_reported_as_corrupt(pair: Pair, place: int) -> None:
         pair.copy(MemoryTier(), record.ref)
 
 
+@pytest.mark.fault("A shard file is cut while it is being served")
 def test_a_file_that_was_cut_ends_the_connection(
     certificates: tuple[TlsFiles, TlsFiles], tmp_path: Path
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_changed_shard_is_not_kept_and_copied_again_inside_tls(
     assert target.free_bytes() == (64 << 20) - record.file_bytes
 
 
+@pytest.mark.fault("An attacker changes bytes of a range outside TLS")
 def test_changed_ranges_are_read_again_inside_tls(pair: Pair, wires: Callable[..., Wire]) -> None:
     record = filled(pair.tier)
     wire = wires(meddle=flip_a_bit(5 * MIB))
@@ -227,6 +228,7 @@ def a_refusal() -> Refused:
     return Refused(Refusal.NOT_FOUND, "forged", RestartRound(0))
 
 
+@pytest.mark.fault("An attacker injects a request outside TLS")
 def test_a_request_in_the_clear_is_not_answered(pair: Pair) -> None:
     """After the bytes the server closes the connection, so an attacker who injects a request gets nothing."""
     record = filled(pair.tier, 1000)

@@ -230,6 +230,8 @@ def a_reply_without_end(sock: socket.socket, request: ReadShard) -> None:
     sock.sendall(b"\x7f\xff\xff\xff")
 
 
+@pytest.mark.fault("A member sends a reply, or bytes, that it did not announce")
+@pytest.mark.fault("A shard, a manifest or a layout is hostile")
 @pytest.mark.parametrize(
     ("answer", "error"),
     [

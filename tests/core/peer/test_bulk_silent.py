@@ -1,4 +1,4 @@
-"""A peer that is connected and does nothing (F40, F45) is disconnected after its time and blocks no other."""
+"""A peer that is connected and does nothing is disconnected after its time and blocks no other."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def serving(
         yield pair, filled(pair.tier, SIZE)
 
 
+@pytest.mark.fault("A peer does not read what it is sent")
 @pytest.mark.parametrize("plain", [False, True], ids=["TLS", "plain"])
-def test_f45_a_reader_that_does_not_read_is_disconnected(
+def test_a_reader_that_does_not_read_is_disconnected(
     certificates: tuple[TlsFiles, TlsFiles], plain: bool
 ) -> None:
     for pair, record in serving(certificates, BulkLimits(requests=1, io_seconds=2)):
@@ -51,7 +52,8 @@ def test_f45_a_reader_that_does_not_read_is_disconnected(
             assert pair.copy(MemoryTier(), record.ref).record == record
 
 
-def test_f40_a_caller_that_vanished_is_disconnected(
+@pytest.mark.fault("One end of a connection vanishes without closing it")
+def test_a_caller_that_vanished_is_disconnected(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     for pair, record in serving(certificates, BulkLimits(requests=1, idle_seconds=3)):
@@ -60,7 +62,7 @@ def test_f40_a_caller_that_vanished_is_disconnected(
             assert sock.recv(1) == b""
 
 
-def test_f40_a_caller_that_sends_nothing_is_disconnected(
+def test_a_caller_that_sends_nothing_is_disconnected(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     for pair, record in serving(certificates, BulkLimits(handshake_seconds=3)):
@@ -69,7 +71,8 @@ def test_f40_a_caller_that_sends_nothing_is_disconnected(
             assert silent.recv(1) == b""
 
 
-def test_f40_a_server_that_vanished_is_given_up(pair: Pair) -> None:
+@pytest.mark.fault("One end of a connection vanishes without closing it")
+def test_a_server_that_vanished_is_given_up(pair: Pair) -> None:
     """The kernel accepts the connection, but no process answers."""
     record = filled(MemoryTier(), 1000)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -51,6 +51,7 @@ def bulk_threads() -> int:
     return sum(thread.name == "bulk" for thread in threading.enumerate())
 
 
+@pytest.mark.fault("Silent strangers connect to the bulk port from a member's address")
 def test_silent_connections_do_not_stop_replication(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_flood_from_another_process_stops_no_replication(
                 assert bulk_threads() <= 128 + 64 + 2
 
 
+@pytest.mark.fault("A stranger sends half a ClientHello to the bulk port")
 def test_connections_with_half_a_hello_do_not_stop_replication(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
@@ -90,6 +92,7 @@ def test_an_unauthenticated_connection_is_closed_after_its_time(
             assert [sock.recv(1) for sock in sockets] == [b""] * 8
 
 
+@pytest.mark.fault("No thread can be started for a bulk connection")
 def test_a_connection_that_no_thread_can_serve_ends_alone(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
@@ -104,6 +107,7 @@ def test_a_connection_that_no_thread_can_serve_ends_alone(
         assert copies(pair, 1000)
 
 
+@pytest.mark.fault("Members connect and are silent")
 def test_silent_members_delay_no_request(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
@@ -150,6 +154,7 @@ def test_connections_of_a_member_are_bounded(certificates: tuple[TlsFiles, TlsFi
             assert copies(pair)
 
 
+@pytest.mark.fault("A caller ceases to be a member while it reads")
 def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:

@@ -333,6 +333,7 @@ def test_a_layout_whose_names_are_known_to_be_others_is_not_read() -> None:
     assert len(set(reading.read) & set(range(8, 16))) <= 1
 
 
+@pytest.mark.fault("A layout of another rank or payload is sent")
 def test_a_layout_of_another_rank_or_payload_is_refused() -> None:
     layouts = [layout_of({"w": Tensor("F32", (4,), [0])}, [2], rank) for rank in range(2)]
     wanted = layout_of({"w": Tensor("F32", (4,))}, [1], 0)

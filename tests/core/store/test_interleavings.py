@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -278,6 +279,10 @@ class TestInterleavings(Interleavings.TestCase):
         cls.temporary.cleanup()
 
 
+@pytest.mark.fault(
+    "Two processes delete a base and what it needs while a third one commits on top of them"
+)
+@pytest.mark.fault("A coordinator dies at any request of a commit or a sweep")
 def test_two_deletions_and_a_commit_stop_at_any_request(tmp_path: Path) -> None:
     """NEXT needs objects of FIRST by way of BASE. Both are deleted while NEXT is committed.
 
@@ -315,6 +320,7 @@ def test_two_deletions_and_a_commit_stop_at_any_request(tmp_path: Path) -> None:
     world.close()
 
 
+@pytest.mark.fault("A marker of a reference replaces another one while a sweep lists them")
 def test_a_sweep_lists_markers_while_one_replaces_another(tmp_path: Path) -> None:
     """FIRST is needed by BASE, then by NEXT. A stale marker of an upload that died lies between the two.
 

@@ -32,6 +32,7 @@ READS_ZEROS = STORE.replace(
 )
 
 
+@pytest.mark.fault("A store that others wrote overwrites objects, or reads wrong bytes")
 @pytest.mark.parametrize(
     ("store", "failing"),
     [

@@ -73,11 +73,13 @@ def test_a_secret_is_not_in_the_repr() -> None:
     assert "hunter2" not in repr(Keys("a", "hunter2", "hunter2-token"))
 
 
+@pytest.mark.fault("A log line or an error prints an object that holds keys")
 def test_the_repr_has_no_part_of_the_keys() -> None:
     shown = repr(Keys("ACCESS-KEY", "SECRET-KEY", "SESSION-TOKEN"))
     assert [word for word in ("ACCESS-KEY", "SECRET-KEY", "SESSION-TOKEN") if word in shown] == []
 
 
+@pytest.mark.fault("A key contains what no header can carry")
 @pytest.mark.parametrize(
     "token", ["two\nlines-of-a-token", "a-tok\x00en", "a tok en", "t\u00f6ken"]
 )

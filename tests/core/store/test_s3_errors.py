@@ -141,6 +141,7 @@ ECHOES: dict[str, Callable[[str], str]] = {
 }
 
 
+@pytest.mark.fault("A hostile store repeats credentials in its reply")
 @pytest.mark.parametrize("secret", [TOKEN, KEY], ids=["session token", "secret key"])
 @pytest.mark.parametrize("echo", ECHOES)
 @pytest.mark.parametrize("place", ["message", "code", "body"])

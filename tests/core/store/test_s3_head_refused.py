@@ -30,6 +30,7 @@ def error_of(patch: pytest.MonkeyPatch, status: int, code: str) -> HoldfastError
     return caught.value
 
 
+@pytest.mark.fault("A HEAD is refused with 400")
 @pytest.mark.parametrize(
     ("status", "code"), [(400, "ExpiredToken"), (403, "SignatureDoesNotMatch")]
 )

@@ -266,6 +266,7 @@ def test_a_slow_reply_above_the_minimum_rate_is_read() -> None:
         assert data == body
 
 
+@pytest.mark.fault("The store refuses connections, or its name has no address")
 def test_a_refused_connection_and_an_unknown_host_are_unavailable_errors() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -358,6 +359,7 @@ def test_a_server_of_the_given_authority_is_trusted(tmp_path: Path) -> None:
     assert got[0].partition(b"\r\n\r\n")[2] == data
 
 
+@pytest.mark.fault("The certificate of the store has expired")
 def test_an_expired_certificate_is_not_retried(tmp_path: Path) -> None:
     context, ca_file = certificate(tmp_path, days=-1)
     with server(nothing, tls=context) as endpoint:

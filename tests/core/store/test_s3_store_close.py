@@ -14,6 +14,7 @@ from holdfast_core.store.s3.store import S3ObjectStore
 CONFIG = StoreConfig("localhost:1", False, "bucket", "", "")
 
 
+@pytest.mark.fault("A delete is called on a closed S3 store")
 def test_a_store_that_is_closed_deletes_nothing() -> None:
     objects = S3ObjectStore(S3Client(CONFIG, StaticCredentials(Keys("access", "secret"))))
     objects.close()

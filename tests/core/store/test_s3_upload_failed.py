@@ -39,6 +39,7 @@ class Counted:
         """Do nothing."""
 
 
+@pytest.mark.fault("A part of an upload fails while the next one waits for room")
 def test_no_part_is_made_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making a part takes processor time that training could use."""
     client = S3Client(CONFIG, StaticCredentials(Keys("access", "secret")))

@@ -80,6 +80,7 @@ def fetched(store: ObjectTier, folder: Path, reader: ShardReader) -> bytes:
         return b"".join(bytes(piece) for piece in found.read_payload())
 
 
+@pytest.mark.fault("A bit flips during an upload to a directory store")
 def test_a_damaged_upload_is_refused_and_a_good_one_accepted_afterwards(
     store: ObjectTier, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_damaged_upload_is_refused_and_a_good_one_accepted_afterwards(
         assert fetched(store, tmp_path, reader) == DATA
 
 
+@pytest.mark.fault("A shard is damaged at rest in a directory store")
 @pytest.mark.parametrize("damage", ["a bit", "half of the file", "an empty file"])
 def test_a_shard_that_was_damaged_in_the_store_is_replaced(
     store: ObjectTier, tmp_path: Path, damage: str
@@ -110,6 +112,7 @@ def test_a_shard_that_was_damaged_in_the_store_is_replaced(
         assert path.with_name(f"{path.name}.bad").exists(), "kept for people to look at"
 
 
+@pytest.mark.fault("A layout is damaged where it is stored")
 def test_a_damaged_layout_is_never_returned_and_is_replaced(
     store: ObjectTier, tmp_path: Path
 ) -> None:
@@ -150,6 +153,7 @@ def test_another_manifest_of_the_same_checkpoint_is_refused(store: ObjectTier) -
     assert store.get_manifest(NAMESPACE, JOB_UID, checkpoint) == own
 
 
+@pytest.mark.fault("The node tier has a manifest under a wrong name when the right one is put")
 def test_a_node_tier_replaces_a_manifest_of_another_checkpoint_and_keeps_its_alarm(
     tmp_path: Path,
 ) -> None:
@@ -182,6 +186,9 @@ class KilledError(BaseException):
     """Stands for the end of the process."""
 
 
+@pytest.mark.fault(
+    "A deletion in a store directory is killed between the damaged file and the object"
+)
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_deletion_that_was_killed_leaves_no_damaged_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
@@ -217,6 +224,7 @@ DirectoryObjectStore(Path(sys.argv[1])).write(sys.argv[2], Document(b"x"))
 """
 
 
+@pytest.mark.fault("Two processes with the same id write to a store directory")
 def test_processes_with_the_same_id_can_write_at_the_same_time(tmp_path: Path) -> None:
     """Each container counts its process ids from 1. A killed writer also leaves its temporary file."""
     for key in ("a/one", "a/two"):
@@ -226,6 +234,7 @@ def test_processes_with_the_same_id_can_write_at_the_same_time(tmp_path: Path) -
         assert run.returncode == 0, run.stderr.decode()
 
 
+@pytest.mark.fault("A store directory is full or read-only when it is listed")
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
 def test_a_directory_that_refuses_changes_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -244,6 +253,7 @@ def test_a_directory_that_refuses_changes_is_listed(
     assert ages == {"a/old": timedelta(minutes=1), "a/new": timedelta(0)}
 
 
+@pytest.mark.fault("Two writers replace the same damaged object")
 def test_two_writers_replace_a_damaged_object_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +271,7 @@ def test_two_writers_replace_a_damaged_object_at_the_same_time(
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["one", "one.bad"]
 
 
+@pytest.mark.fault("An object is deleted while a writer compares it")
 def test_an_object_that_is_deleted_while_it_is_compared_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,11 +323,13 @@ def swept(store: ObjectTier, uploading: frozenset[CheckpointId] = frozenset()) -
     return len(found)
 
 
+@pytest.mark.fault("No manifest names a layout of the store any more")
 def test_a_layout_without_a_manifest_leaves_the_store(store: ObjectTier, tmp_path: Path) -> None:
     with_layout(store, 1)
     assert (swept(store), layouts_in(tmp_path)) == (1, set())
 
 
+@pytest.mark.fault("Another coordinator saves at the moment at which a layout is deleted")
 def test_checkpoints_with_equal_layouts_have_one_each(store: ObjectTier, tmp_path: Path) -> None:
     """A deletion of one checkpoint therefore cannot remove the layout of another that is being saved."""
     first, second = with_layout(store, 1), with_layout(store, 2)
@@ -324,6 +337,7 @@ def test_checkpoints_with_equal_layouts_have_one_each(store: ObjectTier, tmp_pat
     assert layouts_in(tmp_path) == {f"s{second.step:012d}"}
 
 
+@pytest.mark.fault("A save is under way when layouts are deleted")
 def test_the_layout_of_a_checkpoint_that_is_being_uploaded_stays(
     store: ObjectTier, tmp_path: Path
 ) -> None:
@@ -332,6 +346,7 @@ def test_the_layout_of_a_checkpoint_that_is_being_uploaded_stays(
     assert layouts_in(tmp_path) == {"s000000000001"}
 
 
+@pytest.mark.fault("A manifest cannot be read when unused layouts are deleted")
 def test_the_layout_of_a_manifest_that_cannot_be_read_stays(
     store: ObjectTier, tmp_path: Path
 ) -> None:

@@ -19,8 +19,11 @@ def test_an_upload_killed_at_any_call_loses_nothing() -> None:
     assert found.tried > 25
 
 
+@pytest.mark.fault(
+    "The power fails after any call, and the disk has kept any part of what no fsync covers"
+)
 def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
-    """F16."""
+    """The power may fail at every moment of three saves."""
     found = report_of(PROGRAMS, "power")
     assert found.problems == ()
     assert found.tried > 50

@@ -36,6 +36,7 @@ def test_a_pool_that_is_closed_takes_nothing() -> None:
         submit(workers, int)
 
 
+@pytest.mark.fault("A store is closed while calls wait in its pool")
 def test_calls_that_are_cut_short_are_not_taken_for_made() -> None:
     workers = ThreadPoolExecutor(1)
     made: list[int] = []

@@ -41,6 +41,7 @@ def manifests(minio: MinioServer, url: str) -> list[str]:
     return [str(item.object_name).removeprefix(prefix) for item in listed]
 
 
+@pytest.mark.fault("The folder is lost, or the training moves to another machine")
 def test_a_lost_folder_is_restored_from_the_store(folder: Path, url: str) -> None:
     state = {"t": torch.rand(300_000), "n": 5}
     with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as ckpt:
@@ -94,6 +95,7 @@ def test_a_newer_step_of_the_folder_is_restored_and_then_uploaded(
     assert restored(tmp_path / "other", url) == (2, 2)
 
 
+@pytest.mark.fault("A shard of the folder is damaged and the store has it")
 def test_a_damaged_shard_of_the_folder_is_read_from_the_store(folder: Path, url: str) -> None:
     trained(folder, url, 1, 2)
     (shard,) = folder.rglob("s000000000002-*/*.shard")
@@ -103,6 +105,7 @@ def test_a_damaged_shard_of_the_folder_is_read_from_the_store(folder: Path, url:
     assert restored(folder, url) == (2, 2)
 
 
+@pytest.mark.fault("A manifest of the folder is damaged and the store has it")
 def test_a_damaged_manifest_of_the_folder_is_replaced_before_the_first_save(
     tmp_path: Path, folder: Path
 ) -> None:

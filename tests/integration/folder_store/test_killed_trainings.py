@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.support.frameworks.kills import launched, train
 
 SCRIPT = Path(__file__).with_name("train.py")
 MODULES = {"PYTHONPATH": str(Path(__file__).parents[3])}
 
 
+@pytest.mark.fault("A gang is killed and its folder is lost")
 def test_a_killed_gang_whose_folder_is_lost_ends_in_the_same_bits(tmp_path: Path, url: str) -> None:
     def command(store: str) -> list[str]:
         # The persisters of the killed run may still write into the folder, so that it is moved away.

@@ -44,6 +44,7 @@ def damage_newest(folder: Path) -> None:
     os.truncate(path, 4096)
 
 
+@pytest.mark.fault("The store is away and the folder is empty, or its newest step is damaged")
 @pytest.mark.parametrize("lose", [shutil.rmtree, damage_newest])
 def test_a_run_whose_folder_lacks_the_newest_step_waits_for_the_store_and_says_so(
     folder: Path, url: str, tmp_path: Path, lose: Callable[[Path], None]
@@ -84,6 +85,7 @@ with holdfast.Checkpointer(holdfast.Folder(sys.argv[1], store=sys.argv[2])) as c
 """
 
 
+@pytest.mark.fault("The trainer is killed while it waits for the store")
 def test_the_persister_ends_if_its_trainer_is_killed_while_it_waits(
     folder: Path, url: str, tmp_path: Path
 ) -> None:
@@ -107,6 +109,7 @@ def test_the_persister_ends_if_its_trainer_is_killed_while_it_waits(
     assert "restored" not in log.read_text()
 
 
+@pytest.mark.fault("The store is away at the start")
 def test_a_run_whose_folder_has_a_checkpoint_starts_without_the_store(
     folder: Path, url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +129,7 @@ def test_a_run_whose_folder_has_a_checkpoint_starts_without_the_store(
     assert capfd.readouterr().err.count("this run starts from step 1") == 1
 
 
+@pytest.mark.fault("A script rolls back or closes before an upload was reported")
 def test_waits_end_for_uploads_that_are_not_reported_any_more(
     folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import holdfast
 from holdfast_core.errors import ConfigError
 
 
+@pytest.mark.fault("The store refuses keys or endpoint")
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [

@@ -12,6 +12,7 @@ import holdfast
 from holdfast_core.errors import ConfigError, SaveFailedError
 
 
+@pytest.mark.fault("A second run takes the store")
 def test_a_run_that_was_overtaken_uploads_nothing_more(
     tmp_path: Path, folder: Path, url: str
 ) -> None:

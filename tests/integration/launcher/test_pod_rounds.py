@@ -197,10 +197,13 @@ def test_finish_is_asked_until_it_is_released(tmp_path: Path, sidecar: FakeSidec
         assert run.wait() == 0, run.err()
 
 
+@pytest.mark.fault(
+    "A sidecar is killed, and its ranks have returned before it receives its ROUND again"
+)
 def test_ranks_that_returned_still_finish_after_the_end_of_older_rounds(
     tmp_path: Path, sidecar: FakeSidecar
 ) -> None:
-    """A sidecar that was killed is sealed again for its round, after the ranks have returned (F848)."""
+    """A sidecar that was killed is sealed again for its round, after the ranks have returned."""
     sidecar.start()
     sidecar.released = False
     with launch(tmp_path, sidecar) as run:
@@ -240,6 +243,7 @@ def stacks(sidecar: FakeSidecar, token: str) -> dict[int, RankStack]:
     return {s.rank: s for s in found.ranks}
 
 
+@pytest.mark.fault("A launcher is asked where stopped and waiting ranks are")
 def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: FakeSidecar) -> None:
     sidecar.start()
     program = tmp_path / "hangs.py"
@@ -274,6 +278,7 @@ def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: FakeSi
         assert sidecar.wait_for(Ended).round == 1, "a stopped process is ended, too"
 
 
+@pytest.mark.fault("Ranks are no Python scripts when their stacks are requested")
 def test_a_program_that_is_no_python_script_survives_the_request(
     tmp_path: Path, sidecar: FakeSidecar
 ) -> None:

@@ -252,6 +252,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.fault("A stranger writes into the gang's store")
 def test_a_connection_without_the_secret_cannot_stop_a_gang(tmp_path: Path) -> None:
     program = script(tmp_path, STRANGER)
     command = ["python", str(program), str(tmp_path / "ckpt")]

@@ -120,6 +120,7 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.fault("A rank is killed under plain torchrun")
 def test_ranks_that_torchrun_restarts_end_in_the_bits_of_an_undisturbed_run(
     tmp_path: Path,
 ) -> None:
@@ -140,6 +141,7 @@ def test_sigterm_to_torchrun_saves_the_last_step(tmp_path: Path) -> None:
     assert f"restored step {stopped} " in (tmp_path / "log").read_text()
 
 
+@pytest.mark.fault("A node of a gang under torchrun is lost and replaced")
 def test_the_gang_goes_on_after_a_node_was_replaced_and_ends_in_the_same_bits(
     tmp_path: Path,
 ) -> None:
@@ -179,6 +181,7 @@ with holdfast.Checkpointer(dir=f"ckpt{os.environ['GROUP_RANK']}") as ckpt:
 """
 
 
+@pytest.mark.fault("The nodes do not share the folder")
 def test_nodes_that_do_not_share_the_folder_are_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(NOT_SHARED)
     port = free_port()

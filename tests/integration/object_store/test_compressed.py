@@ -169,6 +169,7 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
+@pytest.mark.fault("A bit is flipped in a shard's body, its header or a manifest")
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_what_is_not_the_chunk_is_corruption(
     gang: Compressing, server: StoreServer, store: StoreConfig, tmp_path: Path, damage: Damage
@@ -184,6 +185,7 @@ def test_what_is_not_the_chunk_is_corruption(
     gang.assert_ranges_come_back(1, 0, [range(0, 3), range(5, 12)])
 
 
+@pytest.mark.fault("A shard's file is truncated or extended")
 @pytest.mark.parametrize("missing", [1, 40, 300_000])
 def test_an_object_that_was_cut_is_corruption(
     gang: Compressing, server: StoreServer, store: StoreConfig, tmp_path: Path, missing: int
@@ -201,6 +203,7 @@ def is_chunks(seen: Seen) -> bool:
     return seen.method == "GET" and seen.headers.get("range", "").startswith("bytes=0-")
 
 
+@pytest.mark.fault("The store returns a flipped bit in the body of an object")
 @pytest.mark.parametrize("fault", [FlipReply(300_000), CutReply(1000)], ids=["flipped", "cut"])
 def test_a_download_gets_over_it(
     gang: Compressing,

@@ -1,4 +1,4 @@
-"""Manifests, lists and other replies of a store that fails or lies (faults F46-F63)."""
+"""Manifests, lists and other replies of a store that fails or lies."""
 
 from __future__ import annotations
 
@@ -43,20 +43,21 @@ from holdfast_core.errors import (
 pytestmark = pytest.mark.integration
 
 
-def test_f61_bucket_gone_while_reading(bench: Bench) -> None:
+@pytest.mark.fault("The bucket is deleted")
+def test_a_bucket_that_is_gone_is_named_by_a_read(bench: Bench) -> None:
     bench.proxy.add(GET, Answer(404, "NoSuchBucket"), FOREVER)
     with pytest.raises(NotFoundError, match="create the bucket"):
         bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT)
 
 
 DOCUMENTS: list[tuple[str, Matches, Action]] = [
-    ("F46-503", PUT_WHOLE, Answer(503, "SlowDown")),
-    ("F49-reply-lost", PUT_WHOLE, LoseReply()),
-    ("F49-silence", PUT_WHOLE, Hang()),
+    ("503", PUT_WHOLE, Answer(503, "SlowDown")),
+    ("reply-lost", PUT_WHOLE, LoseReply()),
+    ("silence", PUT_WHOLE, Hang()),
     ("reset", PUT_WHOLE, CutRequest(3)),
-    ("F55-409", PUT_WHOLE, Answer(409, "OperationAborted")),
-    ("F55-412-yet-nothing", PUT_WHOLE, Answer(412, "PreconditionFailed")),
-    ("F54-404-after-put", HEAD, Answer(404)),
+    ("409", PUT_WHOLE, Answer(409, "OperationAborted")),
+    ("412-yet-nothing", PUT_WHOLE, Answer(412, "PreconditionFailed")),
+    ("404-after-put", HEAD, Answer(404)),
 ]
 
 
@@ -81,7 +82,7 @@ def test_putting_a_manifest_gets_over_it(bench: Bench, matches: Matches, action:
         CutReply(4, lying=True),
         FlipReply(3),
     ],
-    ids=["F46-503", "F54-404", "lost", "F50-cut", "F50-cut-and-lying", "F52-flip"],
+    ids=["503", "404", "lost", "cut", "cut-and-lying", "flip"],
 )
 def test_getting_a_manifest_gets_over_it(bench: Bench, action: Action) -> None:
     bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
@@ -90,14 +91,16 @@ def test_getting_a_manifest_gets_over_it(bench: Bench, action: Action) -> None:
     assert fault.applied == 1
 
 
-def test_f52_a_manifest_that_is_wrong_twice_is_corrupt(bench: Bench) -> None:
+@pytest.mark.fault("The store returns a flipped bit in the body of an object")
+def test_a_manifest_that_is_wrong_twice_is_corrupt(bench: Bench) -> None:
     bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
     bench.proxy.add(GET, FlipReply(3), FOREVER)
     with pytest.raises(CorruptionError, match="expected CRC32C"):
         bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT)
 
 
-def test_f56_without_the_condition_a_later_writer_still_does_not_overwrite(bench: Bench) -> None:
+@pytest.mark.fault("The store ignores the condition of a conditional PUT")
+def test_without_the_condition_a_later_writer_still_does_not_overwrite(bench: Bench) -> None:
     bench.proxy.add(PUT_WHOLE, DropRequestHeader("If-None-Match"), FOREVER)
     bench.tier.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"a":1}')
     with pytest.raises(AlreadyExistsError):
@@ -105,6 +108,7 @@ def test_f56_without_the_condition_a_later_writer_still_does_not_overwrite(bench
     assert bench.honest.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT) == b'{"a":1}'
 
 
+@pytest.mark.fault("A store fails three of ten requests")
 def test_a_flipped_bit_in_a_list_is_read_again(bench: Bench) -> None:
     bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b"{}")
     fault = bench.proxy.add(LIST, FlipReply(60))
@@ -118,7 +122,8 @@ def test_a_list_of_something_else_names_the_endpoint(bench: Bench) -> None:
         bench.tier.list_manifests(NAMESPACE, JOB_UID)
 
 
-def test_f53_a_stale_list_is_a_hint_only(bench: Bench) -> None:
+@pytest.mark.fault("The store returns an old listing")
+def test_a_stale_list_is_a_hint_only(bench: Bench) -> None:
     bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b"{}")
     empty = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
     bench.proxy.add(LIST, Replace(200, empty))

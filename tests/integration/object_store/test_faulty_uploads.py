@@ -1,4 +1,4 @@
-"""Uploads to a store that fails, returns wrong replies and loses parts (faults F46-F63)."""
+"""Uploads to a store that fails, returns wrong replies and loses parts."""
 
 from __future__ import annotations
 
@@ -55,31 +55,31 @@ pytestmark = pytest.mark.integration
 
 
 HEALED: list[tuple[str, str, Matches, Action, int]] = [
-    ("F46-503-on-put", "whole", PUT_WHOLE, Answer(503, "SlowDown"), 2),
-    ("F46-503-on-part", "parts", PUT_PART, Answer(503, "SlowDown"), 3),
-    ("F46-503-on-head", "whole", HEAD, Answer(503), 2),
-    ("F46-503-on-create", "parts", CREATE, Answer(503, "SlowDown"), 2),
-    ("F46-503-on-complete", "parts", COMPLETE, Answer(503, "SlowDown"), 2),
-    ("F47-500", "whole", PUT_WHOLE, Answer(500, "InternalError"), 2),
-    ("F49-reply-to-put-lost", "whole", PUT_WHOLE, LoseReply(), 1),
-    ("F49-reply-to-create-lost", "parts", CREATE, LoseReply(), 1),
-    ("F49-reply-to-part-lost", "parts", SECOND_PART, LoseReply(), 1),
-    ("F49-reply-to-complete-lost", "parts", COMPLETE, LoseReply(), 1),
-    ("F49-silence-after-put", "whole", PUT_WHOLE, Hang(), 1),
-    ("F49-silence-after-complete", "parts", COMPLETE, Hang(), 1),
+    ("503-on-put", "whole", PUT_WHOLE, Answer(503, "SlowDown"), 2),
+    ("503-on-part", "parts", PUT_PART, Answer(503, "SlowDown"), 3),
+    ("503-on-head", "whole", HEAD, Answer(503), 2),
+    ("503-on-create", "parts", CREATE, Answer(503, "SlowDown"), 2),
+    ("503-on-complete", "parts", COMPLETE, Answer(503, "SlowDown"), 2),
+    ("500", "whole", PUT_WHOLE, Answer(500, "InternalError"), 2),
+    ("reply-to-put-lost", "whole", PUT_WHOLE, LoseReply(), 1),
+    ("reply-to-create-lost", "parts", CREATE, LoseReply(), 1),
+    ("reply-to-part-lost", "parts", SECOND_PART, LoseReply(), 1),
+    ("reply-to-complete-lost", "parts", COMPLETE, LoseReply(), 1),
+    ("silence-after-put", "whole", PUT_WHOLE, Hang(), 1),
+    ("silence-after-complete", "parts", COMPLETE, Hang(), 1),
     ("reset-in-put", "whole", PUT_WHOLE, CutRequest(100_000), 1),
     ("reset-in-part", "parts", SECOND_PART, CutRequest(2 * MIB), 2),
     ("client-dies-in-put", "whole", PUT_WHOLE, CutRequest(100_000, reset=False), 1),
     ("client-dies-in-part", "parts", SECOND_PART, CutRequest(MIB, reset=False), 1),
-    ("F51-checksum-once", "whole", HEAD, SetReplyHeader(CHECKSUM_HEADER, "AAAAAA=="), 2),
-    ("F54-404-after-put", "whole", HEAD, Answer(404), 2),
-    ("F54-404-after-complete", "parts", HEAD, Answer(404), 2),
-    ("F55-409-on-put", "whole", PUT_WHOLE, Answer(409, "ConditionalRequestConflict"), 1),
-    ("F55-409-on-complete", "parts", COMPLETE, Answer(409, "ConditionalRequestConflict"), 1),
-    ("F55-412-yet-nothing", "whole", PUT_WHOLE, Answer(412, "PreconditionFailed"), 1),
-    ("F57-200-error-not-done", "parts", COMPLETE, Answer(200, "InternalError"), 1),
+    ("checksum-once", "whole", HEAD, SetReplyHeader(CHECKSUM_HEADER, "AAAAAA=="), 2),
+    ("404-after-put", "whole", HEAD, Answer(404), 2),
+    ("404-after-complete", "parts", HEAD, Answer(404), 2),
+    ("409-on-put", "whole", PUT_WHOLE, Answer(409, "ConditionalRequestConflict"), 1),
+    ("409-on-complete", "parts", COMPLETE, Answer(409, "ConditionalRequestConflict"), 1),
+    ("412-yet-nothing", "whole", PUT_WHOLE, Answer(412, "PreconditionFailed"), 1),
+    ("200-error-not-done", "parts", COMPLETE, Answer(200, "InternalError"), 1),
     (
-        "F57-200-error-yet-done",
+        "200-error-yet-done",
         "parts",
         COMPLETE,
         Replace(200, b"   \n" + error_document("InternalError", "try again")),
@@ -92,8 +92,8 @@ HEALED: list[tuple[str, str, Matches, Action, int]] = [
         Replace(400, error_document("InvalidRequest", "the null checksum mode")),
         1,
     ),
-    ("F58-upload-gone-at-part", "parts", SECOND_PART, Answer(404, "NoSuchUpload"), 1),
-    ("F58-upload-gone-at-complete", "parts", COMPLETE, Answer(404, "NoSuchUpload"), 2),
+    ("upload-gone-at-part", "parts", SECOND_PART, Answer(404, "NoSuchUpload"), 1),
+    ("upload-gone-at-complete", "parts", COMPLETE, Answer(404, "NoSuchUpload"), 2),
     ("flip-in-put", "whole", PUT_WHOLE, FlipRequest(150_000), 1),
     ("flip-in-part", "parts", SECOND_PART, FlipRequest(MIB), 1),
     ("503-burst", "parts", ANYTHING, Answer(503, "SlowDown"), 4),
@@ -104,6 +104,15 @@ HEALED: list[tuple[str, str, Matches, Action, int]] = [
 ]
 
 
+@pytest.mark.fault("The store answers 503")
+@pytest.mark.fault("The store answers 500")
+@pytest.mark.fault("The store answers 404 right after a PUT")
+@pytest.mark.fault("The store answers 409 or 412")
+@pytest.mark.fault("The store answers 200 with an error in the body")
+@pytest.mark.fault("The store loses a part of an upload, or another process aborts the upload")
+@pytest.mark.fault(
+    "Another writer has completed an upload, and the store is just removing it (400)"
+)
 @pytest.mark.parametrize(
     ("kind", "matches", "action", "times"),
     [case[1:] for case in HEALED],
@@ -119,6 +128,7 @@ def test_an_upload_gets_over_it(
     assert bench.is_stored(bench.reader(kind))
 
 
+@pytest.mark.fault("The store carries out a request, and the reply is lost")
 @pytest.mark.parametrize("action", [LoseReply(), Hang()], ids=["lost", "silent"])
 def test_a_completion_whose_reply_was_lost_is_not_repeated(bench: Bench, action: Action) -> None:
     bench.proxy.add(COMPLETE, action)
@@ -128,20 +138,51 @@ def test_a_completion_whose_reply_was_lost_is_not_repeated(bench: Bench, action:
 
 
 STUCK: list[tuple[str, str, Matches, Action, type[HoldfastError], str]] = [
-    ("F46-put", "whole", PUT_WHOLE, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
-    ("F46-part", "parts", SECOND_PART, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
-    ("F46-complete", "parts", COMPLETE, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
-    ("F57", "parts", COMPLETE, Answer(200, "InternalError"), UnavailableError, "InternalError"),
-    ("F58", "parts", SECOND_PART, Answer(404, "NoSuchUpload"), UnavailableError, "disappeared"),
-    ("F60-put", "whole", PUT_WHOLE, Answer(403, "AccessDenied"), AccessDeniedError, "AccessDenied"),
-    ("F60-part", "parts", PUT_PART, Answer(403, "AccessDenied"), AccessDeniedError, "AccessDenied"),
-    ("F61", "whole", PUT_WHOLE, Answer(404, "NoSuchBucket"), NotFoundError, "create the bucket"),
-    ("F61-parts", "parts", CREATE, Answer(404, "NoSuchBucket"), NotFoundError, "NoSuchBucket"),
+    ("503-put", "whole", PUT_WHOLE, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
+    ("503-part", "parts", SECOND_PART, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
+    ("503-complete", "parts", COMPLETE, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
+    (
+        "200-error",
+        "parts",
+        COMPLETE,
+        Answer(200, "InternalError"),
+        UnavailableError,
+        "InternalError",
+    ),
+    (
+        "upload-gone",
+        "parts",
+        SECOND_PART,
+        Answer(404, "NoSuchUpload"),
+        UnavailableError,
+        "disappeared",
+    ),
+    ("403-put", "whole", PUT_WHOLE, Answer(403, "AccessDenied"), AccessDeniedError, "AccessDenied"),
+    ("403-part", "parts", PUT_PART, Answer(403, "AccessDenied"), AccessDeniedError, "AccessDenied"),
+    (
+        "no-bucket",
+        "whole",
+        PUT_WHOLE,
+        Answer(404, "NoSuchBucket"),
+        NotFoundError,
+        "create the bucket",
+    ),
+    (
+        "no-bucket-parts",
+        "parts",
+        CREATE,
+        Answer(404, "NoSuchBucket"),
+        NotFoundError,
+        "NoSuchBucket",
+    ),
     ("reset", "whole", PUT_WHOLE, CutRequest(1000), UnavailableError, "given up after 5"),
     ("cut-part", "parts", SECOND_PART, CutRequest(9, reset=False), UnavailableError, "given up"),
 ]
 
 
+@pytest.mark.fault("The store answers 503")
+@pytest.mark.fault("The store answers 403")
+@pytest.mark.fault("The bucket is deleted")
 @pytest.mark.parametrize(
     ("kind", "matches", "action", "expected", "text"),
     [case[1:] for case in STUCK],
@@ -164,7 +205,8 @@ def test_an_upload_that_cannot_succeed_says_why(
     assert bench.unfinished(bench.reader(kind)) == (1 if interrupted else 0)
 
 
-def test_f51_a_checksum_that_stays_wrong_is_never_taken_for_done(bench: Bench) -> None:
+@pytest.mark.fault("The store returns a wrong checksum header")
+def test_a_checksum_that_stays_wrong_is_never_taken_for_done(bench: Bench) -> None:
     bench.proxy.add(HEAD, SetReplyHeader(CHECKSUM_HEADER, "AAAAAA=="), FOREVER)
     with pytest.raises(AlreadyExistsError, match=r"found \d+ bytes with CRC32C 00000000"):
         bench.tier.upload_shard(NAMESPACE, bench.whole)
@@ -176,7 +218,7 @@ def test_a_store_that_keeps_no_checksum_is_not_trusted(bench: Bench) -> None:
         bench.tier.upload_shard(NAMESPACE, bench.whole)
 
 
-def test_f63_an_upload_goes_on_when_a_killed_server_is_back(
+def test_an_upload_goes_on_when_a_killed_server_is_back(
     tmp_path: Path, server: StoreServer
 ) -> None:
     failed = threading.Event()

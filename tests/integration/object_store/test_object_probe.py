@@ -56,6 +56,7 @@ class Unreliable:
             return fails
 
 
+@pytest.mark.fault("A store fails three of ten requests")
 @pytest.mark.parametrize("action", [Answer(503, "SlowDown"), LoseReply(), CutRequest(0)])
 def test_a_store_that_fails_three_of_ten_requests_is_probed_to_the_end(
     server: StoreServer, store: StoreConfig, action: Action
@@ -268,7 +269,7 @@ def test_a_range_that_is_answered_with_everything(
     assert (report.available, report.reason) == (False, ProbeReason.RANGE_GET_UNSUPPORTED)
 
 
-def test_f56_an_ignored_condition_is_switched_off_and_said(
+def test_an_ignored_condition_is_switched_off_and_said(
     server: StoreServer, store: StoreConfig, proxy: HostileProxy
 ) -> None:
     proxy.add(PUT, DropRequestHeader("If-None-Match"), times=1000)

@@ -303,6 +303,7 @@ def test_an_upload_that_the_store_interrupted_goes_on(
     bench.assert_stored(tmp_path / "copy")
 
 
+@pytest.mark.fault("The store loses a part of an upload, or another process aborts the upload")
 def test_an_upload_that_was_taken_over_and_cannot_be_completed_is_given_up(
     tmp_path: Path, bench: Bench, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:

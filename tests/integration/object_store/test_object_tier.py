@@ -119,7 +119,7 @@ def test_a_shard_that_went_bad_on_the_node_is_not_stored(
 def test_a_shard_that_is_another_one_is_refused(
     tmp_path: Path, tier: ObjectTier, server: StoreServer, store: StoreConfig
 ) -> None:
-    """The file has the right name but contains another rank's shard, as after a misdirected write (F29)."""
+    """The file has the right name but contains another rank's shard, as after a misdirected write."""
     with write_shard(tmp_path, shard_header(1000, rank=1), os.urandom(1000)) as reader:
         tier.upload_shard(NAMESPACE, reader)
         ref = reader.record.ref
@@ -155,6 +155,7 @@ def test_manifests_are_listed_in_order_over_pages_and_foreign_names_are_not(
     assert tier.list_manifests(NAMESPACE, JOB_UID) == tuple(wanted)
 
 
+@pytest.mark.fault("A layout in a real store has other bytes")
 def test_a_layout_with_other_bytes_is_refused(
     tier: ObjectTier, server: StoreServer, store: StoreConfig, tmp_path: Path
 ) -> None:
@@ -260,6 +261,7 @@ def test_keys_that_are_corrected_are_used_without_a_restart(
     tier.close()
 
 
+@pytest.mark.fault("A reply of success to a deletion says that objects were not deleted")
 def test_an_object_that_the_store_does_not_delete_is_an_error(
     proxied: ObjectTier, proxy: HostileProxy
 ) -> None:

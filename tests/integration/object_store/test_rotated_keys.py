@@ -1,4 +1,4 @@
-"""Keys that end in the middle of a transfer (fault F59)."""
+"""Keys that end in the middle of a transfer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.integration
 
 
 class Rotation:
-    """Credentials in files, as in a mounted Secret, which are replaced during a request (F59).
+    """Credentials in files, as in a mounted Secret, which are replaced during a request.
 
     The store revokes the old credentials while the first request of a kind is on its way with them.
     """
@@ -68,6 +68,7 @@ class Rotation:
         return matches
 
 
+@pytest.mark.fault("The keys of the store end in the middle of a transfer")
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
@@ -79,7 +80,7 @@ class Rotation:
     ],
     ids=["part", "completion", "put", "range", "document"],
 )
-def test_f59_keys_that_end_in_the_middle_are_read_again_and_it_goes_on(
+def test_keys_that_end_in_the_middle_are_read_again_and_it_goes_on(
     bench: Bench, store: StoreConfig, quick: Retrier, tmp_path: Path, way: str, kind: Matches
 ) -> None:
     rotation = Rotation(tmp_path / "keys", bench.server, store.prefix)
@@ -107,7 +108,7 @@ def test_f59_keys_that_end_in_the_middle_are_read_again_and_it_goes_on(
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (404, "XAdminUserNotFound")])
-def test_f59_a_refusal_of_keys_that_is_no_403(
+def test_a_refusal_of_keys_that_is_no_403(
     bench: Bench, store: StoreConfig, quick: Retrier, tmp_path: Path, status: int, code: str
 ) -> None:
     rotation = Rotation(tmp_path / "keys", bench.server, store.prefix)

@@ -173,6 +173,7 @@ def run_gang(bed: OperatorBed, controller: JobController, state: CoordinatorStat
     return pods
 
 
+@pytest.mark.fault("An adopted pod is replaced while no operator runs")
 def test_a_lost_pod_of_a_job_costs_one_round_even_without_an_operator(
     adopting: OperatorBed,
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_lost_pod_of_a_job_costs_one_round_even_without_an_operator(
     assert status(bed)["recoveries"][-1]["reason"] == "PodLost"
 
 
+@pytest.mark.fault("All pods of an adopted gang are deleted and created again")
 def test_all_pods_may_go_and_come_back_as_after_a_suspension(adopting: OperatorBed) -> None:
     bed = adopting
     controller = JobController(bed)
@@ -219,6 +221,7 @@ def test_all_pods_may_go_and_come_back_as_after_a_suspension(adopting: OperatorB
     bed.until("ROUND 1", lambda: rounds_are_sent(bed, status(bed)["restartRound"]))
 
 
+@pytest.mark.fault("A controller deletes all pods when one fails, and the job has no store")
 def test_without_a_store_a_gang_whose_copies_would_all_be_lost_is_refused(
     adopting: OperatorBed,
 ) -> None:
@@ -314,6 +317,7 @@ def test_a_pod_gets_the_same_sidecar_as_the_pod_of_a_training_job(adopting: Oper
     assert sorted(e["name"] for e in adopted["env"]) == sorted(e["name"] for e in own["env"])
 
 
+@pytest.mark.fault("A labelled pod cannot be adopted")
 def test_a_pod_that_cannot_be_adopted_is_refused_in_words(adopting: OperatorBed) -> None:
     controller = JobController(adopting)
     other = [{"name": "main", "image": "example/trainer:1"}]

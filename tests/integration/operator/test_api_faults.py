@@ -1,4 +1,4 @@
-"""A pod is lost while the API server misbehaves towards the real operator (docs/faults.md, F67 to F76).
+"""A pod is lost while the API server misbehaves towards the real operator (docs/faults.md).
 
 The operator recovers during the fault if it can, and otherwise after it, with one round.
 """
@@ -38,6 +38,9 @@ def pods_of(bed: OperatorBed) -> str:
     return f"/api/v1/namespaces/{bed.namespace}/pods"
 
 
+@pytest.mark.fault("The API server answers 5xx to everything")
+@pytest.mark.fault("The API server refuses connections")
+@pytest.mark.fault("The API server answers 403 to everything")
 @pytest.mark.parametrize(
     "fault",
     [
@@ -76,6 +79,8 @@ def test_a_pod_that_is_lost_while_every_request_fails_is_replaced_afterwards(
     assert gang.status()["restarts"] == 1
 
 
+@pytest.mark.fault("The API server answers every status write with 409")
+@pytest.mark.fault("The API server refuses writes with 409, 422, 429, 500 or 503")
 @pytest.mark.parametrize("status", [409, 422, 429, 500, 503])
 def test_writes_that_are_refused_are_repeated_until_they_succeed(
     gang: OperatorBed, proxy: ApiProxy, status: int
@@ -90,6 +95,7 @@ def test_writes_that_are_refused_are_repeated_until_they_succeed(
     assert gang.status()["restarts"] == 1
 
 
+@pytest.mark.fault("The API server answers every status write with 409")
 def test_without_a_status_write_nothing_else_is_written(gang: OperatorBed, proxy: ApiProxy) -> None:
     """Each status write is a conflict. No pod is created or deleted for a round that is not written."""
     before = len(proxy.writes)
@@ -106,6 +112,7 @@ def gone_event() -> dict[str, Any]:
     return {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}
 
 
+@pytest.mark.fault("The API server answers every watch with 410")
 def test_a_pod_is_replaced_during_a_storm_of_410(gang: OperatorBed, proxy: ApiProxy) -> None:
     """Every watch is refused as too old, so each change is found by a LIST."""
     rule = proxy.add(Refuse(410, "Expired"), watches())
@@ -117,6 +124,7 @@ def test_a_pod_is_replaced_during_a_storm_of_410(gang: OperatorBed, proxy: ApiPr
     assert gang.process.poll() is None
 
 
+@pytest.mark.fault("The API server sends an ERROR inside of a watch")
 @pytest.mark.parametrize(
     "event",
     [
@@ -139,6 +147,7 @@ def test_an_error_inside_each_watch_costs_no_change(
     assert gang.process.poll() is None
 
 
+@pytest.mark.fault("The connections of all watches are half open")
 def test_watches_that_are_half_open_are_replaced(empty_bed: OperatorBed, proxy: ApiProxy) -> None:
     """The connections stay open and deliver nothing, so only the read time-out ends them."""
     gang = empty_bed
@@ -149,6 +158,7 @@ def test_watches_that_are_half_open_are_replaced(empty_bed: OperatorBed, proxy: 
     assert gang.status()["restarts"] == 1
 
 
+@pytest.mark.fault("A pod is deleted in a gap of the watch")
 def test_a_pod_that_is_deleted_in_a_gap_of_the_watch_is_replaced(
     gang: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -164,6 +174,7 @@ def test_a_pod_that_is_deleted_in_a_gap_of_the_watch_is_replaced(
     assert gang.status()["restarts"] == 1
 
 
+@pytest.mark.fault("A pod is deleted in a gap of the watch")
 def test_a_list_that_lacks_pods_that_exist_deletes_and_replaces_nothing(
     gang: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -187,6 +198,9 @@ def test_a_list_that_lacks_pods_that_exist_deletes_and_replaces_nothing(
     assert gang.status()["restarts"] == 1
 
 
+@pytest.mark.fault(
+    "A streamed list of the API server ends, fails or falls silent before its last object"
+)
 def test_a_streamed_list_that_lacks_pods_that_exist_deletes_and_replaces_nothing(
     gang: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -204,6 +218,7 @@ def test_a_streamed_list_that_lacks_pods_that_exist_deletes_and_replaces_nothing
     assert gang.status()["restarts"] == 1
 
 
+@pytest.mark.fault("The API server has no streamed lists")
 def test_an_api_server_without_streamed_lists_is_asked_for_pages(
     empty_bed: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -216,6 +231,7 @@ def test_an_api_server_without_streamed_lists_is_asked_for_pages(
     assert "watch of" not in empty_bed.log(), "it is no error"
 
 
+@pytest.mark.fault("The API server answers every watch with 410")
 def test_a_list_that_expires_between_its_pages_is_repeated(
     gang: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -238,6 +254,7 @@ def test_a_list_that_expires_between_its_pages_is_repeated(
     assert gang.status()["restarts"] == 1
 
 
+@pytest.mark.fault("The API server sends events twice")
 def test_events_that_come_twice_change_nothing(gang: OperatorBed, proxy: ApiProxy) -> None:
     """Each event of each watch comes twice, over three lost pods."""
     proxy.replays = True
@@ -252,6 +269,7 @@ def creates_of_pods(call: Call) -> bool:
     return call.verb == "post" and call.plural == "pods" and not call.dry_run
 
 
+@pytest.mark.fault("An action of the operator fails in each pass, such as a create that is refused")
 def test_a_create_that_is_refused_is_named_until_it_succeeds(
     gang: OperatorBed, proxy: ApiProxy
 ) -> None:

@@ -1,4 +1,4 @@
-"""Objects and CRDs go away, or the whole API server goes back in time (docs/faults.md, F77, F78)."""
+"""Objects and CRDs go away, or the whole API server goes back in time (docs/faults.md)."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def create_crd(bed: OperatorBed, crd: dict[str, Any], plural: str) -> None:
     bed.until("its collection is served", lambda: not bed.is_gone(bed.path(plural)))
 
 
+@pytest.mark.fault("A CRD is upgraded, or deleted and created again")
 def test_a_job_that_is_created_again_after_its_crd_trains(
     gang: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_job_that_is_created_again_after_its_crd_trains(
     assert not set(old) & set(gang.pod_names())
 
 
+@pytest.mark.fault("A CRD is upgraded, or deleted and created again")
 def test_records_of_commits_are_created_again_after_their_crd(
     empty_bed: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -81,6 +83,7 @@ def _steps(bed: OperatorBed) -> list[int]:
     return [c["spec"]["step"] for c in bed.plane.request("GET", bed.path("checkpoints"))["items"]]
 
 
+@pytest.mark.fault("Etcd is restored to an older copy")
 @pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "new operator"])
 def test_a_gang_whose_round_the_api_server_has_forgotten_begins_a_higher_one(
     gang: OperatorBed, proxy: ApiProxy, tmp_path: Path, restarts: bool

@@ -20,6 +20,7 @@ from holdfast_core.api import Checkpoint
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.fault("A TrainingJob makes the operator create a privileged pod")
 def test_a_template_that_the_server_refuses_is_reported(empty_bed: OperatorBed) -> None:
     empty_bed.start_operator()
     job = training_job()
@@ -135,6 +136,7 @@ def add_tenant_with_store(bed: OperatorBed, namespace: str) -> None:
     bed.plane.request("PUT", f"{stores}/main/status", {**store, "status": status})
 
 
+@pytest.mark.fault("A TrainingJob names the store or the Secret of another tenant")
 def test_a_job_waits_until_its_store_is_probed(empty_bed: OperatorBed) -> None:
     """Another tenant has a healthy store of that name. It is not used, although the job asks for it."""
     tenant = f"{empty_bed.namespace}-other"
@@ -190,6 +192,7 @@ def test_a_requested_checkpoint_becomes_a_record(bed: OperatorBed) -> None:
     assert record["status"]["worldSize"] == WORKERS
 
 
+@pytest.mark.fault("A Checkpoint whose job is gone is deleted, on a real API server")
 def test_a_deleted_checkpoint_whose_job_is_gone_does_not_hang(empty_bed: OperatorBed) -> None:
     """One checkpoint is deleted while no operator runs, the other one later."""
     for name in ("gpt-one", "gpt-two"):
@@ -216,6 +219,7 @@ def test_a_deleted_checkpoint_whose_job_is_gone_does_not_hang(empty_bed: Operato
     )
 
 
+@pytest.mark.fault("A quota refuses pods on a real API server")
 def test_a_quota_that_refuses_pods_reaches_status_and_events(empty_bed: OperatorBed) -> None:
     quota = f"/api/v1/namespaces/{empty_bed.namespace}/resourcequotas"
     body = {
@@ -249,6 +253,9 @@ def test_a_quota_that_refuses_pods_reaches_status_and_events(empty_bed: Operator
     empty_bed.until("pods of round 0", lambda: empty_bed.pod_names() == names)
 
 
+@pytest.mark.fault(
+    "A job is created again on a real API server, and nothing of the old job is ever collected"
+)
 def test_a_job_is_created_again_while_the_objects_of_the_old_one_exist(bed: OperatorBed) -> None:
     """No garbage collector runs here, so pods, Secret and Service of the old job stay."""
     old, old_pods = bed.uid(), set(bed.pod_names())
@@ -269,6 +276,9 @@ def test_a_job_is_created_again_while_the_objects_of_the_old_one_exist(bed: Oper
     assert not bed.is_gone(authority.replace(old, bed.uid()))
 
 
+@pytest.mark.fault(
+    "A user creates forged pods on a real API server, over a restart of the operator"
+)
 def test_forged_pods_are_left_alone(bed: OperatorBed) -> None:
     real = bed.plane.request("GET", f"/api/v1/namespaces/{bed.namespace}/pods/{bed.pod(1, 0)}")
     meta, other = real["metadata"], f"{bed.namespace}-mallory"
@@ -304,6 +314,9 @@ def test_forged_pods_are_left_alone(bed: OperatorBed) -> None:
     assert "The operator ignores it" in bed.log()
 
 
+@pytest.mark.fault(
+    "The CRDs are of a newer release, and a status has a phase that this operator does not know"
+)
 def test_a_job_that_cannot_be_read_is_not_changed(bed: OperatorBed) -> None:
     """The CRD of a newer release allows a phase that this operator does not know."""
     kind = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/trainingjobs.holdfast.dev"

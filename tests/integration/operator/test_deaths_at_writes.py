@@ -1,4 +1,4 @@
-"""The operator process is killed at each of its writes, and writes arrive late (docs/faults.md, F64, F65)."""
+"""The operator process is killed at each of its writes, and writes arrive late (docs/faults.md)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def endless_job() -> dict[str, object]:
     return job
 
 
+@pytest.mark.fault("The operator is killed at every write (API server with real watches)")
 def test_an_operator_that_is_killed_at_any_write_of_a_start_is_replaced(
     empty_bed: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -50,6 +51,7 @@ def test_an_operator_that_is_killed_at_any_write_of_a_start_is_replaced(
     assert write >= 8
 
 
+@pytest.mark.fault("The operator is killed at every write (API server with real watches)")
 def test_an_operator_that_is_killed_at_any_write_of_a_recovery_is_replaced(
     empty_bed: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -68,6 +70,7 @@ def test_an_operator_that_is_killed_at_any_write_of_a_recovery_is_replaced(
     assert write >= 6
 
 
+@pytest.mark.fault("The leading operator is stopped (SIGSTOP) and continues later")
 def test_a_write_that_arrives_after_its_operator_was_replaced_changes_nothing(
     empty_bed: OperatorBed, proxy: ApiProxy
 ) -> None:
@@ -91,6 +94,7 @@ def test_a_write_that_arrives_after_its_operator_was_replaced_changes_nothing(
     assert write >= 6
 
 
+@pytest.mark.fault("The leading operator is stopped (SIGSTOP) and continues later")
 def test_a_pod_that_is_created_late_for_an_older_round_is_deleted(
     gang: OperatorBed, proxy: ApiProxy
 ) -> None:

@@ -57,6 +57,7 @@ def assert_one_recovery(bed: OperatorBed) -> None:
     assert bed.status()["restarts"] == 1
 
 
+@pytest.mark.fault("The leader is killed and a pod is lost while a standby waits, real API server")
 def test_a_standby_takes_over_from_a_killed_leader_and_gives_the_lease_back_at_its_end(
     first: OperatorBed, second: OperatorBed
 ) -> None:
@@ -74,6 +75,11 @@ def test_a_standby_takes_over_from_a_killed_leader_and_gives_the_lease_back_at_i
     assert_one_recovery(first)
 
 
+@pytest.mark.fault("The leading operator is stopped (SIGSTOP) and continues later")
+@pytest.mark.fault(
+    "The leader's process is frozen (SIGSTOP), another one leads and recovers, the first one "
+    "continues"
+)
 def test_a_leader_that_was_frozen_ends_and_changes_nothing(
     first: OperatorBed, second: OperatorBed
 ) -> None:

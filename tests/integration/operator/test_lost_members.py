@@ -18,6 +18,7 @@ from holdfast_operator.watch.cache import LEASES_PATH
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.fault("A recovery is measured through a real API server")
 def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: OperatorBed) -> None:
     survivor = bed.store_at(0, 40)
     bed.kubelet.delete_pod(bed.pod(1, 0))
@@ -116,6 +117,7 @@ def test_a_node_whose_lease_stops_is_lost(empty_bed: OperatorBed) -> None:
     )
 
 
+@pytest.mark.fault("A Node object is deleted while its sidecar is silent, on a real API server")
 def test_a_node_whose_object_was_deleted_is_lost(empty_bed: OperatorBed) -> None:
     """The lease is deleted with the Node, so it never becomes stale; the sidecar does not answer."""
     node = empty_bed.kubelet.node
@@ -142,6 +144,7 @@ OUT_OF_SERVICE = {
 DEADLOCK = {"type": "KernelDeadlock", "status": "True", "reason": "DockerHung"}
 
 
+@pytest.mark.fault("A node is out of service, or a node-problem detector gives it up")
 @pytest.mark.parametrize(
     ("taints", "conditions", "why"),
     [

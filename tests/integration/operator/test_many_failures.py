@@ -1,4 +1,4 @@
-"""All pods of all jobs fail at the same moment (docs/faults.md, F79)."""
+"""All pods of all jobs fail at the same moment (docs/faults.md)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ JOBS, WORKERS = 5, 100
 ENDED = {"exitCode": 1, "reason": "Error"}
 
 
+@pytest.mark.fault("All pods of many jobs fail at once")
 def test_all_pods_of_many_jobs_fail_at_once(empty_bed: OperatorBed, proxy: ApiProxy) -> None:
     """The operator sees all failures in one LIST. Each job begins one round, and gets each pod once."""
     bed = empty_bed

@@ -101,6 +101,7 @@ def test_a_restarted_operator_does_not_disturb_a_running_gang(bed: OperatorBed) 
     assert {message.content_digest() for message in again} <= {sent[-1].content_digest()}
 
 
+@pytest.mark.fault("Two operators are active")
 def test_two_operators_do_what_one_does(empty_bed: OperatorBed, tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
     second = replace(empty_bed, folder=tmp_path / "second", metrics_port=free_port(), process=None)
@@ -119,6 +120,7 @@ def test_two_operators_do_what_one_does(empty_bed: OperatorBed, tmp_path: Path) 
         second.kill_operator()
 
 
+@pytest.mark.fault("The API server refuses connections")
 def test_a_pod_that_is_lost_while_the_api_server_is_away_is_replaced(bed: OperatorBed) -> None:
     survivor = bed.kubelet.sidecars[bed.pod(0, 0)]
     bed.kubelet.delete_pod(bed.pod(1, 0))

@@ -97,6 +97,9 @@ def batch_job(bed: OperatorBed) -> dict[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", "name": "adopted", "uid": made["uid"]}
 
 
+@pytest.mark.fault("The operator has the rights of `watchNamespaces` alone")
+@pytest.mark.fault("The operator's token is stolen")
+@pytest.mark.fault("The chart lacks a right that a call needs, or grants one that none needs")
 def test_the_operator_needs_each_of_its_rights_and_no_other(
     empty_bed: OperatorBed, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def run(recipe: Recipe, folder: Path, kill_after: int = 0) -> tuple[int, dict[st
     return done.returncode, {line["rank"]: line["digest"] for line in lines}, steps
 
 
+@pytest.mark.fault("A user kills a recipe and runs it again")
 @pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: recipe.title)
 def test_a_recipe_that_was_killed_ends_in_the_bits_of_one_that_was_not(
     recipe: Recipe, tmp_path: Path

@@ -19,6 +19,7 @@ from holdfast.base.options import WhenBusy
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.fault("A save finds the one slot busy")
 @pytest.mark.parametrize(("when_busy", "skipped"), [("skip", [2, 3]), ("wait", [])])
 def test_a_save_that_finds_the_one_slot_busy(
     gangs: Gangs,

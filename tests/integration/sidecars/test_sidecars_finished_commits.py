@@ -80,6 +80,7 @@ async def test_a_finished_commit_is_restored_with_the_saved_bytes(gangs: Gangs) 
         await gang.commit(3, Level.REPLICATED)
 
 
+@pytest.mark.fault("The process that finished an interrupted commit is killed")
 async def test_a_finished_commit_outlives_the_process_that_wrote_it(gangs: Gangs) -> None:
     """Also if the operator dies now, the next one finds the step by its manifest."""
     async with gangs(2) as gang:
@@ -107,6 +108,9 @@ async def test_a_commit_that_was_not_finished_leaves_nothing_behind(gangs: Gangs
             assert {s.step for s in inventory.shards if s.tier == "Node"} <= {1}
 
 
+@pytest.mark.fault(
+    "A manifest for an interrupted commit names another shard, another job or another step"
+)
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

@@ -25,6 +25,8 @@ def links_into(directory: Path, target: Path, names: list[str]) -> None:
         (directory / name).symlink_to(target)
 
 
+@pytest.mark.fault("A trainer lays links and FIFOs for a running sidecar")
+@pytest.mark.fault("A name or a link leads out of the cache")
 async def test_links_to_committed_shards_and_fifos_harm_nothing(gangs: Gangs) -> None:
     async with gangs(1) as gang:
         await gang.start()

@@ -76,6 +76,7 @@ def damage_slots(worker: OneWorker) -> None:
             file.write(b"damaged")
 
 
+@pytest.mark.fault("A slot that a restore reads in place is damaged")
 @pytest.mark.parametrize(
     ("change", "tier"), [(keep, "memory"), (remove_slots, "node"), (damage_slots, "node")]
 )
@@ -105,6 +106,7 @@ def test_a_rank_reads_its_shard_in_place(
     asyncio.run(scenario())
 
 
+@pytest.mark.fault("The file that a rank reads in place is damaged")
 def test_a_damaged_file_is_quarantined(
     gangs: Gangs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -133,6 +133,7 @@ async def handed_over(gang: Gang, step: int) -> dict[int, bytes]:
     return saved
 
 
+@pytest.mark.fault("The disk is a hundred times slower than a step")
 async def test_the_newest_step_that_all_ranks_handed_over_is_restored_when_ranks_die(
     slow: SlowGang,
 ) -> None:
@@ -181,6 +182,7 @@ async def test_after_the_loss_of_a_pod_the_newest_step_on_the_nodes_is_restored(
         assert [m.step for m in (await gang.operator.inventory(0)).manifests] == [1]
 
 
+@pytest.mark.fault("The gang fails when one rank has handed over a step that another has not")
 async def test_a_step_that_one_rank_alone_handed_over_is_not_restored(slow: SlowGang) -> None:
     """Nor is the step that this rank was copying into a slot: it is in no inventory."""
     async with slow as gang:
@@ -314,6 +316,7 @@ async def test_one_slow_rank_of_a_pod_costs_only_older_steps(gangs: Gangs, tmp_p
         other.close()
 
 
+@pytest.mark.fault("The disk is a hundred times slower than a step")
 async def test_a_sidecar_that_dies_before_it_frees_a_dropped_step_loses_no_slot(
     slow: SlowGang,
 ) -> None:
@@ -342,6 +345,7 @@ async def test_a_sidecar_that_dies_before_it_frees_a_dropped_step_loses_no_slot(
         assert manifests == set(found)
 
 
+@pytest.mark.fault("The disk is a hundred times slower than a step")
 async def test_a_sidecar_that_dies_in_a_seal_writes_the_step_when_it_is_sealed_again(
     slow: SlowGang,
 ) -> None:

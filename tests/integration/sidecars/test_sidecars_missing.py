@@ -30,6 +30,7 @@ def missing(state: CoordinatorState) -> bool:
     return "CheckpointMissing" in reasons and bool(state.cannot_restore)
 
 
+@pytest.mark.fault("The bucket is emptied, and all pods are lost")
 async def test_an_emptied_bucket_is_named_and_the_restore_goes_on_when_it_is_filled_again(
     gangs: Gangs, store: dict[str, Any], minio: MinioServer
 ) -> None:
@@ -78,6 +79,7 @@ async def test_the_end_of_a_job_persists_the_newest_step_of_its_round(
         )
 
 
+@pytest.mark.fault("A job fails while only its pods have its newest committed step")
 async def test_the_end_of_a_job_persists_the_restore_point_of_a_round_that_never_trained(
     gangs: Gangs, store: dict[str, Any], tier: ObjectTier
 ) -> None:

@@ -5,6 +5,7 @@ Worker 0 coordinates. Worker 2 is the relay of worker 3, and worker 4 is alone i
 
 from __future__ import annotations
 
+import pytest
 from tests.support.sidecar.gang import Gang, Gangs
 from tests.support.sidecar.ranks import FakeRank
 from tests.support.sidecar.waiting import until
@@ -61,6 +62,7 @@ async def test_a_gang_with_relays_commits_and_restores(gangs: Gangs) -> None:
         await gang.commit(3, Level.REPLICATED)
 
 
+@pytest.mark.fault("A copy goes to or from the coordinator's worker in a gang with relays")
 async def test_copies_to_and_from_the_coordinator_pass_no_relay(gangs: Gangs) -> None:
     """Worker 2 is the relay of worker 3, and would take a request for a copy for its own."""
     async with gangs(WORKERS) as gang:
@@ -72,6 +74,7 @@ async def test_copies_to_and_from_the_coordinator_pass_no_relay(gangs: Gangs) ->
             assert {s.rank for s in found.shards if s.tier is TierName.NODE} >= {source}
 
 
+@pytest.mark.fault("A relay of a large gang dies between two commits")
 async def test_a_relay_that_was_killed_costs_no_committed_step(gangs: Gangs) -> None:
     """While the relay is away, the other workers prepare a step, which is not committed without it."""
     async with gangs(WORKERS) as gang:
@@ -93,6 +96,7 @@ async def test_a_relay_that_was_killed_costs_no_committed_step(gangs: Gangs) -> 
             await rank.reached(2, Level.REPLICATED)
 
 
+@pytest.mark.fault("A rank dies behind a relay that is dead")
 async def test_a_rank_that_dies_behind_a_dead_relay_is_reported(gangs: Gangs) -> None:
     async with gangs(WORKERS) as gang:
         await gang.start(**GROUPS)
@@ -102,6 +106,7 @@ async def test_a_rank_that_dies_behind_a_dead_relay_is_reported(gangs: Gangs) ->
         assert [d.rank for d in state.dead] == [3]
 
 
+@pytest.mark.fault("The coordinator of a gang with relays restarts")
 async def test_a_coordinator_that_was_killed_resumes_behind_its_relays(gangs: Gangs) -> None:
     """The next process has no acknowledgement and no layout. All groups report to it again."""
     async with gangs(WORKERS) as gang:

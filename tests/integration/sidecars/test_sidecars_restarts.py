@@ -23,11 +23,13 @@ async def repeat_round(gang: Any, version: int, **fields: Any) -> None:
     await gang.operator.round_all(message)
 
 
+@pytest.mark.fault("The process that commits is killed before the manifest")
+@pytest.mark.fault("A rank saves its last step while its restarted sidecar waits for its ROUND")
 @pytest.mark.parametrize("worker", [0, 1], ids=["the coordinator", "another member"])
 async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker: int) -> None:
     """The sidecar is read-only until it receives ROUND again. It still reports the committed step.
 
-    A save that comes before is then taken (F849), and the same gang commits the next step without a restart
+    A save that comes before is then taken, and the same gang commits the next step without a restart
     of the ranks.
     """
     async with gangs(2) as gang:
@@ -60,6 +62,9 @@ async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker:
         assert state.dead == ()
 
 
+@pytest.mark.fault(
+    "A sidecar is killed when a shard is durable and its coordinator has not been told"
+)
 async def test_a_shard_that_was_staged_when_the_sidecar_died_is_finished(gangs: Gangs) -> None:
     """The slot is owned and nothing is on disk.
 

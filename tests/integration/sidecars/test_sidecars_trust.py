@@ -52,6 +52,7 @@ def prepared(worker: int) -> Prepared:
     return Prepared(RestartRound(0), Step(9), Worker(worker), shard, layout)
 
 
+@pytest.mark.fault("A pod of another tenant connects to a sidecar")
 async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_refusal(
     gangs: Gangs,
 ) -> None:
@@ -89,6 +90,8 @@ async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_re
         assert (await gang.operator.inventory(0)).round == 0
 
 
+@pytest.mark.fault("A former member asks for shards")
+@pytest.mark.fault("A pod of an older round sends old shards")
 async def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gangs: Gangs) -> None:
     async with gangs(2) as gang:
         gang.copies = ((0, 1),)
@@ -129,6 +132,8 @@ async def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gang
             assert refused.value.code == code
 
 
+@pytest.mark.fault("A replaced member reads on its old connection")
+@pytest.mark.fault("A certificate is stolen")
 async def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
     """Reads are also refused while the next round is sealed, and on a connection that was opened before."""
     async with gangs(2) as gang:

@@ -24,6 +24,7 @@ def sample(gang: Any, worker: int, line: str) -> float:
     return float(found[0].split()[-1]) if found else 0.0
 
 
+@pytest.mark.fault("The write of a shard raises an exception that no code expects")
 @pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "may wait in memory"])
 async def test_a_bug_in_a_write_is_a_counted_failure_of_that_save(gangs: Gangs, slots: int) -> None:
     """The rank is notified, the condition has a reason, and the next save is committed."""
@@ -44,6 +45,7 @@ async def test_a_bug_in_a_write_is_a_counted_failure_of_that_save(gangs: Gangs, 
         await gang.commit(2, Level.REPLICATED)
 
 
+@pytest.mark.fault("A background task of the sidecar dies")
 async def test_a_task_that_dies_ends_the_process_and_the_next_one_resumes(gangs: Gangs) -> None:
     """The exception is raised after the shard is durable and before its slot is released."""
     async with gangs(2) as gang:

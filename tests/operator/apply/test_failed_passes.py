@@ -59,6 +59,7 @@ class Bed:
         return sum(1 for method, _ in self.api.requests if method == "PATCH")
 
 
+@pytest.mark.fault("A template has a value of a wrong type, or an unknown field")
 async def test_an_unexpected_exception_becomes_a_condition_with_its_text_once() -> None:
     bed = Bed()
     for _ in range(3):
@@ -149,6 +150,7 @@ def failed_create(text: str) -> HoldfastError:
     return error
 
 
+@pytest.mark.fault("An action of the operator fails in each pass, such as a create that is refused")
 async def test_an_error_of_an_action_is_reported_like_one_that_ends_the_pass() -> None:
     bed = Bed()
     text = "POST /pods: 403 Forbidden: exceeded quota"

@@ -124,6 +124,7 @@ def _name(name: str) -> Callable[[Raw], None]:
     return change
 
 
+@pytest.mark.fault("A user creates pods with the labels of a job's workers")
 @pytest.mark.parametrize(
     "forge",
     [
@@ -157,6 +158,7 @@ async def test_a_forged_pod_is_ignored(forge: Callable[[Raw], None]) -> None:
     assert "DELETE" not in [method for method, _ in edge.api.requests]
 
 
+@pytest.mark.fault("Labels of a real pod are changed or removed")
 async def test_labels_neither_make_nor_break_a_worker() -> None:
     edge = Edge()
     body = rendered(edge.job)
@@ -167,6 +169,7 @@ async def test_labels_neither_make_nor_break_a_worker() -> None:
     assert (found.worker, found.birth_round) == (0, 0)
 
 
+@pytest.mark.fault("A user creates thousands of forged pods")
 async def test_forged_pods_are_counted_and_reported_once_for_each_namespace(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -189,6 +192,7 @@ async def test_forged_pods_are_counted_and_reported_once_for_each_namespace(
 # --------------------------------------------------------------------------- exists is not ours
 
 
+@pytest.mark.fault("A foreign pod has the name of a worker's")
 async def test_a_create_meets_its_own_pod_and_no_other() -> None:
     edge = Edge()
     body = rendered(edge.job)
@@ -203,6 +207,7 @@ async def test_a_create_meets_its_own_pod_and_no_other() -> None:
     assert await edge.effects.pod_is_gone(edge.job, POD), "the job itself has no such pod"
 
 
+@pytest.mark.fault("A foreign Service has the name of the gang's")
 async def test_a_foreign_service_is_reported_and_does_not_stop_the_job() -> None:
     edge = Edge()
     body = render_service(edge.job)
@@ -226,6 +231,7 @@ def checkpoint_body(job: TrainingJob, name: str) -> Raw:
     return render_checkpoint(job, CreateCheckpointObject(name, COMMIT.step, record()))
 
 
+@pytest.mark.fault("An operator dies between a Checkpoint and its status")
 async def test_a_record_is_repaired_where_an_operator_died_before_its_status() -> None:
     edge = Edge()
     name = checkpoint_name("job", UID, COMMIT)
@@ -236,6 +242,7 @@ async def test_a_record_is_repaired_where_an_operator_died_before_its_status() -
     assert (written["phase"], written["jobUid"]) == ("Committed", UID)
 
 
+@pytest.mark.fault("A newer CRD adds a field to the jobRef of a Checkpoint")
 async def test_a_field_that_a_newer_crd_adds_to_job_ref_does_not_hide_a_record() -> None:
     edge = Edge()
     name = checkpoint_name("job", UID, COMMIT)
@@ -246,6 +253,7 @@ async def test_a_field_that_a_newer_crd_adds_to_job_ref_does_not_hide_a_record()
     assert edge.api.objects["checkpoints", NAMESPACE, name]["status"]["phase"] == "Committed"
 
 
+@pytest.mark.fault("A foreign Checkpoint has the name of a record")
 @pytest.mark.parametrize(
     "change",
     [
@@ -299,6 +307,7 @@ async def test_an_unreadable_job_is_not_gone_and_goes_on_when_it_can_be_read() -
     assert edge.cache.job_uids() == set()
 
 
+@pytest.mark.fault("An unreadable job is deleted, or created again")
 async def test_a_job_created_again_while_the_old_one_could_not_be_read() -> None:
     edge = Edge()
     edge.raw["status"]["phase"] = "Hibernating"
@@ -338,6 +347,7 @@ async def test_unreadable_pods_and_checkpoints_belong_to_their_job() -> None:
 CA = ("secrets", "holdfast-system", ca_secret_name(UID))
 
 
+@pytest.mark.fault("A call for a deleted job arrives late")
 async def test_an_authority_is_created_for_leaves_and_never_by_a_late_call() -> None:
     edge = Edge()
     with pytest.raises(HoldfastError, match="does not exist"):
@@ -368,6 +378,7 @@ class DeletedMeanwhile(FakeApi):
 AGAIN = {"name": "job", "namespace": NAMESPACE, "uid": OTHER_UID}
 
 
+@pytest.mark.fault("A job is deleted while its authority is created")
 async def test_an_authority_whose_job_went_meanwhile_is_deleted_again() -> None:
     api = DeletedMeanwhile()
     job = TrainingJob.from_dict(api.put("trainingjobs", raw_job()))
@@ -377,6 +388,7 @@ async def test_an_authority_whose_job_went_meanwhile_is_deleted_again() -> None:
     assert api.all("secrets") == []
 
 
+@pytest.mark.fault("Authorities of deleted jobs are left behind while a watch lags")
 async def test_the_sweep_finds_what_is_left_and_spares_what_a_stale_watch_misses() -> None:
     edge = Edge()
     await edge.certificates.round_data(edge.job, [POD])
@@ -411,6 +423,7 @@ async def test_problem_is_bounded() -> None:
 # --------------------------------------------------------------------------- reports
 
 
+@pytest.mark.fault("A job is unreadable while its condition is written")
 async def test_an_unreadable_job_names_the_field_and_keeps_the_rest_of_its_status() -> None:
     edge = Edge()
     newer = {"type": "Paused", "status": "True", "reason": "New", "lastTransitionTime": "x"}
@@ -445,6 +458,7 @@ async def test_conditions_that_are_no_list_of_conditions_are_left_alone(conditio
     assert edge.events() == ["CannotRead"]
 
 
+@pytest.mark.fault("A foreign pod has the name of a store's probe")
 async def test_a_foreign_pod_with_the_name_of_a_probe_is_reported_on_the_store() -> None:
     edge = Edge()
     raw = raw_store("main")

@@ -66,6 +66,7 @@ class Server:
         return {"metadata": {"resourceVersion": "2"}}
 
 
+@pytest.mark.fault("The API server refuses a detail of the status")
 @pytest.mark.parametrize("refused", ["-1.0", "-5.0", "x" * 200, '"the message"'])
 def test_a_refused_detail_is_left_as_it_was(refused: str) -> None:
     server = Server(lambda text: refused not in text)

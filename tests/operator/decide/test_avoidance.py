@@ -108,6 +108,7 @@ def test_created_again(
     assert decide(observed, now()).memory.unstarted == {replacement.name}
 
 
+@pytest.mark.fault("The template names the lost node, or the scheduler ignores affinities")
 @pytest.mark.parametrize(
     ("name", "replacement", "lost", "tainted"),
     [
@@ -146,6 +147,7 @@ def test_a_node_that_kubernetes_has_tainted_is_not_excluded() -> None:
     assert create.avoided_nodes == ("a",)
 
 
+@pytest.mark.fault("A template tolerates the taint of lost nodes")
 @pytest.mark.parametrize(
     ("name", "toleration", "excluded"),
     [
@@ -170,6 +172,7 @@ def test_a_template_that_tolerates_the_taint_excludes_the_node_while_it_is_lost(
     assert deletes(again) == [], "it is not created again and again"
 
 
+@pytest.mark.fault("A taint of a lost node is tolerated by its value")
 def test_a_taint_with_a_value_may_be_tolerated_by_its_value() -> None:
     spec = {"tolerations": [{"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown"}]}
     assert {taint.effect for taint in tolerated_taints(spec)} == {"NoSchedule", "NoExecute"}
@@ -181,6 +184,7 @@ def test_a_pod_that_had_started_is_lost_and_needs_a_round() -> None:
     assert not World(observed).awaits_start(World(observed).members[1])
 
 
+@pytest.mark.fault("More nodes are lost than an affinity should name")
 def test_the_list_of_avoided_nodes_is_bounded_and_holds_the_newest_losses() -> None:
     nodes = [f"node-{i:03}" for i in reversed(range(MAX_AVOIDED + 1))]
     newest, oldest = nodes[0], nodes[-1]
@@ -206,6 +210,7 @@ def with_spec(observed: Observed, **spec: Any) -> Observed:
     return replace(observed, job=changed(observed.job, spec=changed(observed.job.spec, **spec)))
 
 
+@pytest.mark.fault("A pod waits on a lost node while its template is refused")
 @pytest.mark.parametrize(
     ("observed", "part"),
     [

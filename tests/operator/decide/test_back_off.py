@@ -240,6 +240,7 @@ def test_failed_ranks_wait_for_a_sign_of_life_of_every_peer(
     assert begins(with_answers_at(failing(0), *answered_at), after) is begun, name
 
 
+@pytest.mark.fault("A node is lost when the restart budget is spent")
 def test_a_lost_node_spends_no_budget_that_its_peers_would_have_spent() -> None:
     """The ranks fail before the loss of the node is noticed. Their failure must not use the last restart
     of the budget."""

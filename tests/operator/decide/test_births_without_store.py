@@ -32,6 +32,7 @@ HIDDEN = Unreadable(
 )
 
 
+@pytest.mark.fault("A store is deleted while a pod is replaced")
 @pytest.mark.parametrize(
     ("observed", "reason"),
     [
@@ -49,6 +50,7 @@ def test_the_gang_waits_for_the_store_and_reports_it(observed: Observed, reason:
     assert "no pod is created without it" in found.message
 
 
+@pytest.mark.fault("A store's server is down during a recovery")
 @pytest.mark.parametrize("available", [True, None, False], ids=["works", "not probed", "down"])
 def test_a_store_that_is_there_delays_nothing(available: bool | None) -> None:
     """The store's server may be down: a sidecar retries by itself."""

@@ -38,6 +38,7 @@ def fails(moment: Now) -> bool:
     return any(w.status.is_true(JobCondition.FAILED) for w in writes)
 
 
+@pytest.mark.fault("The wall clock of the operator's node jumps")
 def test_a_jump_of_the_wall_clock_does_not_end_a_job_with_a_deadline() -> None:
     assert not fails(jumped(TWO_DAYS))
     assert not fails(jumped(-TWO_DAYS))

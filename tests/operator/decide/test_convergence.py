@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.operator.builders import NAMESPACE, now, raw_job
@@ -355,6 +356,12 @@ async def run_case(
     assert all(count == 1 for count in live.values())
 
 
+@pytest.mark.fault("The operator or a sidecar dies between a commit and the write of the status")
+@pytest.mark.fault("Sidecars fall silent at random beside other faults")
+@pytest.mark.fault(
+    "Random faults meet jobs that are created again, forged pods and unreadable objects"
+)
+@pytest.mark.fault("Random faults meet suspensions, resumptions and quotas")
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     plan=faults,
@@ -380,6 +387,7 @@ def test_converges_and_keeps_its_promises(
     asyncio.run(run_case(build(workers, copies, with_store, spares), trouble, plan, copies, 1))
 
 
+@pytest.mark.fault("Random faults strike a job in a queue")
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     plan=queue_faults,
@@ -420,6 +428,8 @@ def test_an_elastic_gang_has_all_of_its_workers_in_the_end(
     asyncio.run(run_case(cluster, trouble, plan, copies, operators))
 
 
+@pytest.mark.fault("Two operators are active")
+@pytest.mark.fault("Random faults meet two operators at once")
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=faults, seed=st.integers(0, 1 << 16))
 def test_two_operators_at_once_do_no_harm(plan: list[Fault], seed: int) -> None:

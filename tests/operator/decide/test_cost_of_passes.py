@@ -167,6 +167,7 @@ PHASES: dict[str, Callable[[Observed], Observed]] = {
 }
 
 
+@pytest.mark.fault("A tenant creates thousands of Checkpoints of one job")
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_pass_is_linear_in_the_checkpoints_of_its_job(kind: str, phase: str) -> None:
@@ -201,6 +202,7 @@ def requests(number: int) -> tuple[Checkpoint, ...]:
     return tuple(named(request(), n) for n in range(number))
 
 
+@pytest.mark.fault("A tenant creates thousands of Checkpoints of one job")
 def test_sixteen_requests_are_open_and_the_newer_ones_expire() -> None:
     decision = decide(training(requests(20)), now())
     updates = {a.name: a.status for a in decision.actions if isinstance(a, UpdateCheckpoint)}

@@ -23,6 +23,10 @@ def rank_dies(life: Life) -> None:
     life.rank_dies()
 
 
+@pytest.mark.fault("The operator is killed at every write (API server with real watches)")
+@pytest.mark.fault(
+    "The operator dies after each of its writes (suspend and resume, pod lost, rank dies)"
+)
 @pytest.mark.parametrize("away_seconds", [1, 60])
 @pytest.mark.parametrize("fault", [suspends, loses_a_pod, rank_dies], ids=lambda f: f.__name__)
 def test_the_operator_dies_after_each_write(

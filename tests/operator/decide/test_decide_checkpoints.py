@@ -156,12 +156,16 @@ def test_a_state_of_an_older_round_commits_nothing() -> None:
     assert not only(decision, CommitPersisted)
 
 
+@pytest.mark.fault(
+    "The operator dies between the Checkpoint object and the acknowledgement of a commit"
+)
 def test_finish_is_released_only_up_to_what_is_durable() -> None:
     assert decide(world(reported=point(40)), now()).acted_version is None
     done = world(committed=persisted(40), reported=point(40), checkpoints=(checkpoint(40, 2),))
     assert decide(done, now()).acted_version == 7
 
 
+@pytest.mark.fault("The operator dies between the write of the status and the Checkpoint object")
 def test_the_object_is_a_projection_of_the_commit() -> None:
     decision = decide(world(committed=persisted(40), reported=point(40)), now())
     (create,) = only(decision, CreateCheckpointObject)
@@ -213,6 +217,7 @@ def test_a_request_is_asked_again_by_a_new_operator_and_in_a_new_round() -> None
     assert only(decide(world(checkpoints=(waiting,)), now()), RequestSave)
 
 
+@pytest.mark.fault("The record of a save request is interrupted between its two writes")
 @pytest.mark.parametrize("store", ["main", None])
 def test_a_record_that_was_interrupted_is_completed(store: str | None) -> None:
     """The operator ended after it had written spec.step and before it had written the status."""
@@ -430,6 +435,7 @@ def test_time_goes_to_training_and_recovery() -> None:
     assert second.status.goodput.ratio == 1.0
 
 
+@pytest.mark.fault("A step becomes persisted while failed ranks are handled")
 def test_a_commit_is_recorded_before_the_round_that_follows_a_failure() -> None:
     """The coordinator of the next round has no record of what this coordinator uploaded."""
     dead = (DeadRank(Rank(0), Worker(0), 1, "boom"),)

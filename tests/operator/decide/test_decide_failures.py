@@ -345,6 +345,7 @@ GRACE_SECONDS = 100.0
 STARTING = running_status(conditions=())
 
 
+@pytest.mark.fault("A pod leaves while it saves, flushes, hangs or the operator restarts")
 @pytest.mark.parametrize(
     ("waited", "changes", "restarts"),
     [
@@ -376,6 +377,7 @@ def saved(copied: int) -> CoordinatorState:
     return state(last_local=newest, last_replicated=replicated)
 
 
+@pytest.mark.fault("The trainer of a leaving pod has ended before its copies are durable")
 @pytest.mark.parametrize(
     ("copied", "spec", "others", "restarts"),
     [
@@ -397,6 +399,7 @@ def test_the_round_begins_when_the_last_step_does_not_need_the_pod_that_stopped(
     assert any(isinstance(a, BeginRound) for a in second.actions) is restarts
 
 
+@pytest.mark.fault("A pod has left while another one still flushes")
 @pytest.mark.parametrize(
     ("dead", "restarts"),
     [
@@ -419,6 +422,7 @@ def test_a_leaving_pod_keeps_its_address_for_the_others() -> None:
     assert round_message(World(leaves)) == round_message(World(calm))
 
 
+@pytest.mark.fault("A sidecar names the worker of a dead rank, and no such worker exists")
 @pytest.mark.parametrize("worker", [-1, 2, 10**30])
 def test_a_dead_rank_of_a_worker_that_does_not_exist_begins_a_round(worker: int) -> None:
     dead = (DeadRank(Rank(1), Worker(1), 1, "boom"), DeadRank(Rank(9), Worker(worker), 1, "boom"))
@@ -464,6 +468,7 @@ def test_restart_budget(
         begun(decision)
 
 
+@pytest.mark.fault("A job has more than 128 restarts within `maxRestarts`")
 def test_a_budget_above_128_is_spent_as_well() -> None:
     """Each restart of a long budget is remembered until the limit is reached."""
     spec = {"max_restarts": 1000, "window": "24h"}

@@ -240,6 +240,7 @@ def test_a_pod_that_no_node_took_is_created_again_when_a_node_is_used_again() ->
     assert deletes == [DeletePod(replacement.name, replacement.uid, force=False)]
 
 
+@pytest.mark.fault("The nodes to avoid leave none")
 def test_a_list_that_leaves_no_node_is_given_up() -> None:
     """The job goes on as it was: the pod is created again and may use every node."""
     observed = starting(waiting("node-1", message="0/3 nodes are available"))
@@ -277,6 +278,7 @@ def test_an_event_reports_a_node_that_is_avoided() -> None:
     assert Reason.NODES_FAILED in [a.reason for a in decision.actions if isinstance(a, EmitEvent)]
 
 
+@pytest.mark.fault("The operator dies while it moves a worker off a bad node")
 @pytest.mark.parametrize("writes", [1, 2, 4])
 def test_an_operator_that_dies_between_two_writes_moves_the_worker_once(writes: int) -> None:
     life = Life()

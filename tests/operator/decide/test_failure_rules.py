@@ -191,6 +191,7 @@ APPLIES = {
 }
 
 
+@pytest.mark.fault("Ranks fail at once with different codes")
 @pytest.mark.parametrize("case", APPLIES)
 def test_the_first_rule_that_matches_applies(case: str) -> None:
     observed, rules, action = APPLIES[case]
@@ -219,6 +220,7 @@ def test_a_rule_replaces_the_pods_of_the_workers_that_failed() -> None:
     assert begun(decide(gang(dead(1, 3)), now())).status.members == (0, 0, 0), "without a rule"
 
 
+@pytest.mark.fault("A rule would replace the pod with the only copy")
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -338,6 +340,7 @@ def test_a_rule_that_can_never_match_is_found(case: str) -> None:
     assert never_applies(rules) == idle
 
 
+@pytest.mark.fault("A rule can never match")
 def test_a_rule_that_can_never_match_is_reported_until_it_is_gone() -> None:
     rules = (on_codes(1), on_codes(1, action=IGNORE))
     first = decide(gang(rules=rules), now())

@@ -16,6 +16,8 @@ from holdfast_operator.model.job import Observed
 from holdfast_operator.model.template.isolation import find_breach
 
 
+@pytest.mark.fault("A template reaches for the sidecar's volumes, Secrets or processes")
+@pytest.mark.fault("A template gives a Secret with certificates to a volume driver")
 @pytest.mark.parametrize("case", HOSTILE_TEMPLATES)
 def test_a_template_that_reaches_for_the_sidecar_is_refused(case: str) -> None:
     given, path = HOSTILE_TEMPLATES[case]
@@ -48,6 +50,7 @@ def test_a_template_that_stays_apart_passes(given: dict[str, Any]) -> None:
     assert find_breach(given) is None
 
 
+@pytest.mark.fault("A job's template is changed to reach for the sidecar while the job runs")
 @pytest.mark.parametrize(
     ("given", "workers"),
     [

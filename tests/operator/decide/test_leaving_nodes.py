@@ -69,6 +69,7 @@ def test_one_pod_is_deleted_gracefully_and_an_event_says_why() -> None:
     assert any(pod(1).name in t and SPOT.key in t and "is deleted" in t for t in texts)
 
 
+@pytest.mark.fault("A node is tainted while another pod does not train")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -97,6 +98,7 @@ def test_no_pod_is_deleted_while_the_gang_does_not_train(state: dict[str, Any]) 
     assert pod(1).name not in deleted(training(**state))
 
 
+@pytest.mark.fault("A pod of a tainted node tolerates the taint")
 @pytest.mark.parametrize(
     ("toleration", "stays"),
     [

@@ -75,6 +75,7 @@ def policy(life: Life, **fields: object) -> None:
     life.change_spec(failurePolicy={"maxRestarts": 1000, "window": "24h", **fields})
 
 
+@pytest.mark.fault("A checkpoint ends every gang that restores it")
 def test_the_next_older_one_is_taken_after_three_failures() -> None:
     life = Life()
     life.run(40)
@@ -116,6 +117,7 @@ def test_an_operator_that_restarts_counts_the_same() -> None:
     assert restored_steps(life)[:4] == [bad.step, bad.step, bad.step, bad.step - 5]
 
 
+@pytest.mark.fault("The operator dies between two writes of a quarantine")
 @pytest.mark.parametrize("writes", [1, 2, 4, 7])
 def test_an_operator_that_dies_between_two_writes_quarantines_the_same(writes: int) -> None:
     life = Life(store=True, every=5)
@@ -129,6 +131,7 @@ def test_an_operator_that_dies_between_two_writes_quarantines_the_same(writes: i
     assert restored_steps(life) == [bad.step, bad.step - 5]
 
 
+@pytest.mark.fault("A checkpoint ends every gang that restores it, and there is no older one")
 def test_the_last_checkpoint_is_tried_until_the_budget_ends() -> None:
     """A quarantine would leave nothing to restore, and something else may be the cause."""
     life = Life()
@@ -184,6 +187,7 @@ def marked(life: Life) -> set[int | None]:
     return {c.spec.step for c in found if c.status.is_true(CheckpointCondition.QUARANTINED)}
 
 
+@pytest.mark.fault("Retention meets a quarantined checkpoint in the store")
 def test_a_quarantined_checkpoint_is_never_pruned_while_the_job_runs() -> None:
     life = Life(store=True, every=5)
     life.run(40)
@@ -222,6 +226,7 @@ def test_ranks_that_are_killed_from_outside_do_not_count_against_the_restore_poi
     assert life.status.quarantined == ()
 
 
+@pytest.mark.fault("A rank loses a peer that was killed or ran out of memory")
 @pytest.mark.parametrize(
     ("cause", "counts"),
     [
@@ -255,6 +260,7 @@ def test_failures_that_a_rule_ignores_do_not_count_against_the_restore_point() -
     assert life.status.restarts_count_towards_max == 0
 
 
+@pytest.mark.fault("A quarantined restore point is followed by uploads")
 def test_uploads_after_it_are_recorded_although_their_steps_are_lower() -> None:
     """The quarantined commit is not part of the lineage and hides no later commit."""
     life = Life(store=True, every=5)
@@ -330,6 +336,7 @@ def test_a_step_of_the_same_number_and_another_round_is_not_quarantined() -> Non
     assert found.point.step == 20
 
 
+@pytest.mark.fault("The last checkpoint is quarantined while a worker is silent")
 def test_the_job_does_not_fail_while_a_silent_worker_may_have_an_older_checkpoint() -> None:
     seen = sidecar(pod(0), 1, manifests=[manifest(20, 0)], shards=BOTH_OF_BAD)
     found = choice(seen, silent(pod(1), since=1000.0))
@@ -382,6 +389,7 @@ def record(round_: int, seconds: float) -> RestartRecord:
     )
 
 
+@pytest.mark.fault("A script fails so late that no failure is in the window")
 def test_failures_outside_of_the_window_count_against_the_checkpoint() -> None:
     """A script that takes half an hour until it fails would otherwise restart for ever."""
     old = (record(4, 0.0), record(5, 1.0))
@@ -398,6 +406,7 @@ def test_records_of_another_checkpoint_outside_of_the_window_are_dropped() -> No
     assert [r.round for r in begun.status.recent_restarts] == [6]
 
 
+@pytest.mark.fault("The object store is away for minutes while a checkpoint is restored")
 def test_a_store_that_is_away_is_no_evidence_against_the_checkpoint() -> None:
     """Otherwise an outage of some minutes would quarantine one checkpoint after the other."""
     seen = failing(record(4, 1.0), record(5, 2.0))
@@ -427,6 +436,7 @@ def test_ranks_that_end_for_want_of_their_checkpoint_are_no_evidence_against_it(
     assert begun.status.restarts_count_towards_max == 2
 
 
+@pytest.mark.fault("A rule would replace the pods with the checkpoint that follows a quarantine")
 @pytest.mark.parametrize(
     "policy_",
     [

@@ -113,6 +113,7 @@ def test_the_group_of_new_pods(case: str) -> None:
     assert present_group(World(observed)) == expected
 
 
+@pytest.mark.fault("Kueue's webhook adds a default priority class to pods")
 def test_a_priority_class_that_a_webhook_added_does_not_create_pods_again() -> None:
     of = queued_job(status(1, (1, 1)))
     first, second = gated(0, 1, FRESH), gated(1, 1, replace(FRESH, priority_class="default"))

@@ -54,6 +54,7 @@ def over(kind: JobCondition) -> TrainingJob:
     return job(2, ended, ttl_seconds_after_finished=0)
 
 
+@pytest.mark.fault("A pod cannot be read in any phase of its job")
 @pytest.mark.parametrize(
     "of",
     [
@@ -124,6 +125,7 @@ def test_a_record_that_cannot_be_read_is_neither_missing_nor_written() -> None:
     assert not any(isinstance(a, CreateCheckpointObject | CommitPersisted) for a in there)
 
 
+@pytest.mark.fault("A store or a source Checkpoint cannot be read when a job starts")
 @pytest.mark.parametrize(
     ("kind", "spec", "reason"),
     [
@@ -145,6 +147,7 @@ def test_no_first_round_on_what_cannot_be_read(
     assert "status.phase: unknown" in reported.message
 
 
+@pytest.mark.fault("A pod of a round above the status exists, in any phase")
 @pytest.mark.parametrize(
     "of",
     [
@@ -178,6 +181,7 @@ def test_a_round_above_it_begins_and_keeps_it_where_the_status_is_behind() -> No
     assert begin.status.members == (0, 3)
 
 
+@pytest.mark.fault("A pod claims an absurd birth round")
 def test_a_round_that_no_status_can_have_missed_is_not_believed() -> None:
     """The pod is not deleted either. A name must not use up the numbers of rounds."""
     odd = pod(1, 900_000_000)
@@ -186,6 +190,7 @@ def test_a_round_that_no_status_can_have_missed_is_not_believed() -> None:
     assert not any(isinstance(a, BeginRound | DeletePod) for a in actions)
 
 
+@pytest.mark.fault("A sidecar claims an absurd sealed round")
 def test_a_sidecar_does_not_use_up_the_numbers_of_rounds() -> None:
     """The sidecar claims to be sealed for the highest possible round."""
     pods = (pod(0), pod(1, 1))

@@ -7,6 +7,7 @@ import pytest
 from holdfast_operator.model.reasons import Reason
 
 
+@pytest.mark.fault("A reason of a condition or an Event is renamed by mistake")
 @pytest.mark.parametrize("reason", Reason)
 def test_a_reason_is_its_name_in_camel_case(reason: Reason) -> None:
     words = {"OOM": "OOM"}

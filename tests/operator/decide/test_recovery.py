@@ -144,6 +144,7 @@ def test_the_record_says_from_where_the_ranks_restored(
     assert status.last_recovery.sources == shown
 
 
+@pytest.mark.fault("A rank is killed some time before the pass that sees it")
 def test_a_killed_rank_counts_from_the_last_sound_pass() -> None:
     timeline = trained()
     timeline.at(121.0)
@@ -161,6 +162,7 @@ def test_a_killed_rank_counts_from_the_last_sound_pass() -> None:
     assert record.total_seconds == 5.5
 
 
+@pytest.mark.fault("A node falls silent some time before it counts as lost")
 @pytest.mark.parametrize(
     ("renewed_at", "answered_at", "expected"),
     [
@@ -192,6 +194,7 @@ def test_a_silent_node_counts_from_its_last_sign_of_life(
     assert record.detect_seconds == expected
 
 
+@pytest.mark.fault("The kubelet's clock is ahead or behind")
 @pytest.mark.parametrize(
     ("stamp_age", "expected"),
     [
@@ -219,6 +222,7 @@ def test_a_failed_pod_counts_from_its_end_within_what_is_possible(
     assert record.detect_seconds == expected
 
 
+@pytest.mark.fault("A deleted pod trains through its grace period")
 def test_a_deleted_pod_counts_from_the_end_of_training_not_of_its_grace() -> None:
     """The gang may save and stop first. Training during that time does not count as an outage."""
     timeline = trained()
@@ -232,6 +236,7 @@ def test_a_deleted_pod_counts_from_the_end_of_training_not_of_its_grace() -> Non
     assert record.detect_seconds == 10.0
 
 
+@pytest.mark.fault("Ranks fail long before the lease of their peer's node has stopped")
 def test_the_wait_for_a_sidecar_that_does_not_answer_is_part_of_the_detection() -> None:
     """Ranks fail when the machine of their peer dies, long before its lease has stopped."""
     timeline = trained()
@@ -251,6 +256,7 @@ def test_the_wait_for_a_sidecar_that_does_not_answer_is_part_of_the_detection() 
     assert record.phases() == {"detect": 19.0, "back_off": 0.0}
 
 
+@pytest.mark.fault("A back-off falls into another phase of a recovery")
 def test_back_off_is_a_separate_phase() -> None:
     """A gang that fails repeatedly from the same step waits before the next round."""
     timeline = trained()
@@ -273,6 +279,7 @@ def test_back_off_is_a_separate_phase() -> None:
     assert record.back_off_seconds == 70.0
 
 
+@pytest.mark.fault("The operator restarts in the middle of a recovery")
 def test_an_operator_that_restarts_in_between_knows_the_total_and_no_more_than_it_saw() -> None:
     timeline = trained()
     timeline.at(121.0)
@@ -290,6 +297,7 @@ def test_an_operator_that_restarts_in_between_knows_the_total_and_no_more_than_i
     assert record.total_seconds == 5.5
 
 
+@pytest.mark.fault("A gang finishes before it was seen to run")
 def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() -> None:
     """At the end of a job, the pass that sees the end may be the first that sees the new round."""
     timeline = trained()
@@ -306,6 +314,7 @@ def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() ->
     assert ended.goodput.training_seconds == pytest.approx(160.0 - 123.5 - 1.45 + 11.5, abs=0.01)
 
 
+@pytest.mark.fault("A job of 20 seconds ends with an old step and without goodput")
 def test_the_status_of_a_job_of_twenty_seconds_is_final() -> None:
     """Levels are written every ten seconds at most, but the last write always contains them."""
     timeline = Timeline(Observed(job=job(2)))
@@ -326,6 +335,7 @@ SECONDS = st.floats(0.0, 1e4, allow_nan=False)
 MAYBE = st.none() | SECONDS
 
 
+@pytest.mark.fault("Phases of a recovery overlap or leave time out")
 @given(
     before=st.tuples(MAYBE, SECONDS),
     marks=st.tuples(SECONDS, MAYBE, MAYBE, MAYBE),
@@ -373,6 +383,7 @@ def test_the_phases_add_up_for_all_measurements(
         assert record.total_seconds >= known - 0.01
 
 
+@pytest.mark.fault("A fault is dated after it was seen")
 @given(
     seen=SECONDS,
     signs=st.tuples(MAYBE, MAYBE, MAYBE, MAYBE),

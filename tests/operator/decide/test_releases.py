@@ -86,6 +86,7 @@ def released(given: Observed, seconds: float = 1000.0) -> tuple[list[str], list[
     return names, messages
 
 
+@pytest.mark.fault("A Checkpoint of a job that is over or suspended is deleted")
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -128,6 +129,7 @@ def test_a_job_that_is_being_deleted_lets_go() -> None:
     assert names == [DELETED.name]
 
 
+@pytest.mark.fault("A Checkpoint is deleted while its store is away")
 def test_a_job_that_runs_may_order_the_delete_for_a_while() -> None:
     given = observed()
     first = decide(given, now(1000.0))
@@ -148,6 +150,7 @@ def test_the_wait_outlives_a_round() -> None:
     assert released(second, 1000.0 + RELEASE_SECONDS)[0] == [DELETED.name]
 
 
+@pytest.mark.fault("A Checkpoint of a former job of the same name is deleted")
 def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
     former = deleted(job_uid="former-uid")
     names, messages = released(observed(checkpoints=(former,)))
@@ -155,6 +158,10 @@ def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
     assert "the job that saved it no longer exists" in messages[0]
 
 
+@pytest.mark.fault(
+    "A CheckpointAdoption and a TrainingJob share a name, and one is deleted or refused while the "
+    "other's Checkpoint is deleted"
+)
 @pytest.mark.parametrize("deleted_at", [START, None], ids=["being deleted", "refused"])
 def test_checkpoints_of_a_gang_of_the_other_kind_are_left_to_it(
     deleted_at: datetime | None,

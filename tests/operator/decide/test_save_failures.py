@@ -16,6 +16,8 @@ FULL = Failure(Step(30), TierName.NODE, "NodeVolumeFull", "needs 5 bytes, 2 avai
 OVERDUE = Failure(Step(20), TierName.NODE, "NoCommitForTooLong", "no step after 20 was committed")
 
 
+@pytest.mark.fault("A job commits nothing for several intervals")
+@pytest.mark.fault("A volume is full on one node of a gang")
 @pytest.mark.parametrize(
     ("failure", "message"),
     [

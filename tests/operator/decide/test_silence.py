@@ -22,6 +22,7 @@ def training() -> Life:
     return life
 
 
+@pytest.mark.fault("All sidecars fall silent while training runs")
 def test_training_goes_on_through_total_silence() -> None:
     life = training()
     round_, trained = life.status.restart_round, life.newest()
@@ -47,6 +48,7 @@ def chosen(status: TrainingJobStatus) -> bool:
     return status.restart_round == 1 and status.restore_point is not None
 
 
+@pytest.mark.fault("The operator restarts during a silence that began in a round")
 @pytest.mark.parametrize("reached", [begun, chosen], ids=["before the seal", "before ROUND"])
 @pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "operator restarts"])
 def test_silence_that_begins_in_a_round_loses_nothing(
@@ -73,6 +75,7 @@ def test_silence_that_begins_in_a_round_loses_nothing(
     assert broken_rules(life.cluster, copies=1) == []
 
 
+@pytest.mark.fault("The sidecars that hold the only copies of a step fall silent")
 @pytest.mark.parametrize(
     "workers",
     [(1, 2, 3), (0, 1, 2), (1, 2), (2, 3)],
@@ -92,6 +95,7 @@ def test_a_subset_that_holds_the_only_copies_is_waited_for(workers: tuple[int, .
     life.recovers_from(newest)
 
 
+@pytest.mark.fault("Sidecars answer one after another after a long silence")
 def test_the_answers_of_all_sidecars_count_although_they_come_one_after_another() -> None:
     """The first answer after a long silence must not end the wait for the others."""
     life = training()
@@ -111,6 +115,8 @@ def test_the_answers_of_all_sidecars_count_although_they_come_one_after_another(
     assert life.status.restore_point.step == newest
 
 
+@pytest.mark.fault("A write to the disk hangs")
+@pytest.mark.fault("One pod is silent, and its shards are readable elsewhere")
 def test_one_silent_pod_whose_shards_are_readable_elsewhere_is_replaced() -> None:
     life = training()
     life.rank_dies()
@@ -123,6 +129,7 @@ def test_one_silent_pod_whose_shards_are_readable_elsewhere_is_replaced() -> Non
     life.recovers_from(newest)
 
 
+@pytest.mark.fault("A node is lost while all other sidecars are silent")
 def test_a_lost_node_with_the_rest_silent() -> None:
     """The dead node's worker is replaced. The operator waits for the copies of the silent sidecars."""
     life = training()
@@ -141,6 +148,7 @@ def test_a_lost_node_with_the_rest_silent() -> None:
     assert broken_rules(life.cluster, copies=1) == []
 
 
+@pytest.mark.fault("A pod is gone while all other sidecars are silent")
 def test_a_pod_that_is_really_gone_with_the_rest_silent() -> None:
     life = training()
     life.silence()
@@ -154,6 +162,7 @@ def test_a_pod_that_is_really_gone_with_the_rest_silent() -> None:
     life.recovers_from(newest)
 
 
+@pytest.mark.fault("The control plane is cut off from all nodes")
 @pytest.mark.parametrize("store", [False, True], ids=["no store", "with a store"])
 def test_every_node_looks_lost_when_the_control_plane_is_cut_off(store: bool) -> None:
     life = Life(store=store)
@@ -169,6 +178,7 @@ def test_every_node_looks_lost_when_the_control_plane_is_cut_off(store: bool) ->
     assert broken_rules(life.cluster, copies=1) == []
 
 
+@pytest.mark.fault("The control plane is cut off in the middle of a round")
 @pytest.mark.parametrize("reached", [begun, chosen], ids=["before the choice", "before ROUND"])
 def test_the_control_plane_is_cut_off_in_the_middle_of_a_round(
     reached: Callable[[TrainingJobStatus], bool],
@@ -195,6 +205,7 @@ def test_the_control_plane_is_cut_off_in_the_middle_of_a_round(
     assert broken_rules(life.cluster, copies=1) == []
 
 
+@pytest.mark.fault("The last copies of a step lie on lost nodes")
 def test_the_last_copies_on_lost_nodes_are_kept_for_ever() -> None:
     life = training()
     newest = life.newest()
@@ -210,6 +221,7 @@ def test_the_last_copies_on_lost_nodes_are_kept_for_ever() -> None:
     assert life.status.last_committed_step >= newest
 
 
+@pytest.mark.fault("More nodes are lost than there are copies")
 def test_two_lost_nodes_with_both_copies_of_a_shard_come_back() -> None:
     """More nodes are lost than there are copies. Their pods stay until one of them answers."""
     life = training()
@@ -227,6 +239,7 @@ def test_two_lost_nodes_with_both_copies_of_a_shard_come_back() -> None:
     assert broken_rules(life.cluster, copies=1) == []
 
 
+@pytest.mark.fault("A person gives up silent pods by deleting them")
 def test_a_person_gives_up_silent_pods_by_deleting_them() -> None:
     life = Life(store=True)
     life.run(40)
@@ -254,6 +267,7 @@ def test_a_first_round_without_an_answer_of_a_sidecar_reports_it() -> None:
     assert life.status.is_true("Running")
 
 
+@pytest.mark.fault("The nodes have commits that the status does not name")
 def test_commits_that_the_status_does_not_contain_are_found_again() -> None:
     """The silence began before the first commit, so the status contains no step at all."""
     life = Life()

@@ -86,6 +86,7 @@ def events(found: Observed) -> list[EmitEvent]:
     ]
 
 
+@pytest.mark.fault("A rank is slower than the others (its forward passes, its batches)")
 def test_a_straggler_is_shown_at_once_and_changes_nothing_else() -> None:
     actions = decide(observed(SLOW), now()).actions
     (write,) = of_kind(actions, WriteStatus)
@@ -93,6 +94,9 @@ def test_a_straggler_is_shown_at_once_and_changes_nothing_else() -> None:
     assert not of_kind(actions, BeginRound) and not of_kind(actions, DeletePod)
 
 
+@pytest.mark.fault(
+    "The coordinator is silent, or the operator is another process, while a straggler is shown"
+)
 def test_a_straggler_has_one_event() -> None:
     (event,) = events(observed(SLOW))
     assert (event.kind, event.message) == (
@@ -123,12 +127,16 @@ def test_a_rank_that_is_as_fast_again_is_no_longer_shown() -> None:
     assert of_kind(decide(found, now()).actions, WriteStatus)[0].status.stragglers == ()
 
 
+@pytest.mark.fault(
+    "The coordinator is silent, or the operator is another process, while a straggler is shown"
+)
 def test_stragglers_stay_while_the_coordinator_is_silent() -> None:
     found = replace(observed(before=changed(CHOSEN, stragglers=(SHOWN,))), coordinator=None)
     (write,) = of_kind(decide(found, now(1100)).actions, WriteStatus)
     assert write.status.stragglers == (SHOWN,)
 
 
+@pytest.mark.fault("The gang restarts while a rank is a straggler")
 def test_a_restart_writes_no_second_event_about_the_same_straggler() -> None:
     """The ranks of the new round have not been measured, so that nothing shows that it is over."""
     dead = CoordinatorState(
@@ -149,6 +157,7 @@ def test_a_restart_writes_no_second_event_about_the_same_straggler() -> None:
     assert over.reason == Reason.STRAGGLER_RECOVERED
 
 
+@pytest.mark.fault("The gang restarts while a rank is a straggler")
 def test_a_straggler_on_another_node_has_an_event_of_its_own() -> None:
     """A person who moved the pod has to see whether that helped."""
     known = changed(CHOSEN, stragglers=(SHOWN,))

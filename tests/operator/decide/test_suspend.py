@@ -47,6 +47,7 @@ def resumes(life: Life, step: int | None) -> None:
     assert broken_rules(life.cluster, life.copies) == []
 
 
+@pytest.mark.fault("A job is suspended at any second before anything was committed")
 @pytest.mark.parametrize("seconds", range(10))
 @pytest.mark.parametrize("store", [False, True], ids=["no store", "store"])
 def test_a_job_that_has_committed_nothing_is_suspended_at_once(seconds: int, store: bool) -> None:
@@ -60,6 +61,7 @@ def test_a_job_that_has_committed_nothing_is_suspended_at_once(seconds: int, sto
     resumes(life, None if last is None else last.step)
 
 
+@pytest.mark.fault("A job is suspended while its pods are unschedulable")
 def test_unschedulable_pods_of_a_first_round_go() -> None:
     life = Life()
     no_node(life)
@@ -73,6 +75,7 @@ def test_unschedulable_pods_of_a_first_round_go() -> None:
     assert {p.view.uid for p in life.cluster.pods.values()} <= before
 
 
+@pytest.mark.fault("A job is suspended at any moment of a recovery")
 @pytest.mark.parametrize("seconds", range(0, 16, 3))
 @pytest.mark.parametrize("fault", ["pod", "rank", "node"])
 def test_suspended_in_a_recovery_everything_committed_is_kept(fault: str, seconds: int) -> None:
@@ -100,6 +103,7 @@ def test_suspended_in_a_recovery_everything_committed_is_kept(fault: str, second
     resumes(life, last.step)
 
 
+@pytest.mark.fault("A job is suspended while its gang backs off")
 def test_a_gang_that_keeps_failing_is_suspended_while_it_backs_off() -> None:
     life = Life(store=True, every=5)
     life.run(40)
@@ -126,6 +130,7 @@ def backs_off(life: Life) -> bool:
     return running is not None and running.reason == Reason.BACKING_OFF
 
 
+@pytest.mark.fault("A job without a store is suspended")
 def test_without_a_store_no_pod_is_created_while_suspend_is_refused() -> None:
     life = Life()
     life.run(40)
@@ -155,6 +160,7 @@ def test_without_a_store_a_refused_suspension_does_not_keep_the_job_from_its_end
     assert life.status.is_true(JobCondition.COMPLETE)
 
 
+@pytest.mark.fault("A job is suspended while its sidecars are silent")
 def test_silent_sidecars_may_have_commits_that_were_never_reported() -> None:
     """The first commit happened during the silence. Deleting the pods would lose it."""
     life = Life()
@@ -173,6 +179,7 @@ def test_silent_sidecars_may_have_commits_that_were_never_reported() -> None:
 # --------------------------------------------------------------------------- resumed
 
 
+@pytest.mark.fault("A suspension is taken back while the gang saves and stops")
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
 @pytest.mark.parametrize("seconds", range(14))
 def test_a_suspension_that_is_taken_back_does_not_end_the_job(seconds: int, restarts: bool) -> None:
@@ -194,6 +201,7 @@ def test_a_suspension_that_is_taken_back_does_not_end_the_job(seconds: int, rest
     assert broken_rules(life.cluster, copies=1) == []
 
 
+@pytest.mark.fault("The operator dies before it deletes the pods of a suspended job")
 @pytest.mark.parametrize("resumed", [False, True], ids=["still suspended", "resumed meanwhile"])
 def test_an_operator_that_dies_before_it_deletes_the_pods_loses_no_commit(resumed: bool) -> None:
     """Nothing was committed when Suspended was written. The last ROUND had been sent and no operator
@@ -228,6 +236,7 @@ def test_an_operator_that_dies_before_it_deletes_the_pods_loses_no_commit(resume
     assert life.newest() > committed
 
 
+@pytest.mark.fault("The object store is away when a gang stops for a suspension")
 def test_a_store_that_is_away_when_the_gang_stops_costs_no_commit() -> None:
     """The sidecars gave up the upload and the ranks have ended, so the gang starts again and saves again."""
     life = Life(store=True, every=5)
@@ -265,6 +274,7 @@ def failed(life: Life) -> bool:
     return life.status.is_true(JobCondition.FAILED)
 
 
+@pytest.mark.fault("A suspension is longer than activeDeadlineSeconds")
 def test_time_that_a_job_is_suspended_does_not_count_towards_its_deadline() -> None:
     life = Life(store=True, every=5)
     life.change_spec(activeDeadlineSeconds=100)

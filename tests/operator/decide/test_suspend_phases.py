@@ -49,6 +49,7 @@ def resumes_from_what_was_saved(life: Life) -> None:
     assert broken_rules(life.cluster, life.copies) == []
 
 
+@pytest.mark.fault("A job is suspended in each phase, and a second time")
 @pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.__name__)
 def test_a_job_is_suspended_in_this_phase_twice(phase: Phase) -> None:
     life = Life(store=True)
@@ -69,6 +70,7 @@ def test_a_job_is_suspended_in_this_phase_twice(phase: Phase) -> None:
     resumes_from_what_was_saved(life)
 
 
+@pytest.mark.fault("The operator dies after each write of a suspension, in each phase")
 @pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.__name__)
 def test_an_operator_that_dies_while_it_suspends_is_replaced(phase: Phase) -> None:
     begun = Life(store=True)
@@ -88,6 +90,7 @@ def test_an_operator_that_dies_while_it_suspends_is_replaced(phase: Phase) -> No
         pytest.fail("the suspension needs more writes than were tried")
 
 
+@pytest.mark.fault("A job is suspended while a lost pod finds no node")
 def test_a_gang_that_cannot_recover_says_what_its_suspension_waits_for() -> None:
     life = Life(store=True)
     restart_unschedulable(life)
@@ -104,6 +107,7 @@ def test_a_gang_that_cannot_recover_says_what_its_suspension_waits_for() -> None
     assert "0/6 nodes are available" in running.message
 
 
+@pytest.mark.fault("A user deletes the pods of a job that waits for its suspension")
 def test_a_user_who_deletes_the_pods_gives_up_what_only_they_have() -> None:
     life = Life(store=True, every=10)
     restart_unschedulable(life)

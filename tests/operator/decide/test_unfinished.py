@@ -233,6 +233,7 @@ def dies_while_saving(life: Life, phase: int) -> CheckpointId:
     return run.saving[0]
 
 
+@pytest.mark.fault("A rank dies when its gang has written a step that has no manifest yet")
 @pytest.mark.parametrize(
     ("phase", "lost_interval"),
     [(0, True), (1, False), (2, False), (3, False)],

@@ -19,6 +19,7 @@ def running(life: Life) -> tuple[str, str, str]:
     return found.status, found.reason, found.message
 
 
+@pytest.mark.fault("The API server refuses to create a pod in the first round")
 def test_a_refused_create_reaches_the_condition_and_one_event() -> None:
     life = Life()
     life.cluster.pod_refusal = QUOTA
@@ -35,6 +36,7 @@ def test_a_refused_create_reaches_the_condition_and_one_event() -> None:
     assert life.status.is_true("Running")
 
 
+@pytest.mark.fault("The API server refuses to create a pod in a recovery")
 def test_a_refused_create_during_a_recovery_is_reported() -> None:
     life = Life()
     life.run(40)
@@ -47,6 +49,7 @@ def test_a_refused_create_during_a_recovery_is_reported() -> None:
     assert life.status.is_true("Running")
 
 
+@pytest.mark.fault("The API server refuses the record of a commit (quota, admission)")
 def test_a_checkpoint_that_cannot_be_recorded_is_reported_until_it_is() -> None:
     """Without its record no later commit is recorded, none is pruned, and the job does not end."""
     life = Life(store=True, every=5, total_steps=60)
@@ -79,6 +82,8 @@ def silent(life: Life) -> None:
     life.silence()
 
 
+@pytest.mark.fault("A job that waits has nothing new to report")
+@pytest.mark.fault("The pass of a job fails again and again")
 @pytest.mark.parametrize("why", [refused, unschedulable, silent], ids=lambda f: f.__name__)
 def test_a_waiting_job_writes_nothing_when_only_the_clock_moves(why: object) -> None:
     life = Life()
@@ -93,6 +98,7 @@ def test_a_waiting_job_writes_nothing_when_only_the_clock_moves(why: object) -> 
     assert life.operator.decisions[-1].requeue_after_seconds == LONGEST_PAUSE_SECONDS
 
 
+@pytest.mark.fault("A back-off begins before the first looks at a round")
 def test_the_first_looks_at_a_round_are_quick() -> None:
     life = Life()
     life.run(1)

@@ -192,6 +192,7 @@ async def test_a_process_that_does_not_lead_gives_no_lease_back() -> None:
         assert e.spec["holderIdentity"] == "a"
 
 
+@pytest.mark.fault("A leader is frozen for longer than its lease")
 async def test_a_frozen_leader_stops_writing_before_another_process_can_lead() -> None:
     """Its clock goes on while it is frozen. It writes nothing when it continues, and it ends."""
     async with election() as e:
@@ -214,6 +215,7 @@ async def test_a_frozen_leader_stops_writing_before_another_process_can_lead() -
         assert e.spec["holderIdentity"] == "b"
 
 
+@pytest.mark.fault("The leader cannot renew its lease for a time")
 async def test_a_leader_that_cannot_renew_stops_writing_and_goes_on_after_the_outage() -> None:
     async with election() as e:
         first = await e.start("a")
@@ -226,6 +228,7 @@ async def test_a_leader_that_cannot_renew_stops_writing_and_goes_on_after_the_ou
         assert e.spec["leaseTransitions"] == 0
 
 
+@pytest.mark.fault("The API server is away for ten minutes while two operators run")
 async def test_an_outage_of_the_api_server_does_not_change_the_leader() -> None:
     """The standby counts only time in which it has read the lease."""
     async with election() as e:
@@ -256,6 +259,7 @@ async def test_a_lease_without_a_holder_is_taken(rest: dict[str, Any]) -> None:
         assert (await e.start("a")).leads
 
 
+@pytest.mark.fault("Several operators take the lease together")
 async def test_of_two_processes_that_take_the_lease_together_one_leads() -> None:
     async with election() as e:
         spec = {"holderIdentity": "gone", "leaseDurationSeconds": 10}
@@ -265,6 +269,7 @@ async def test_of_two_processes_that_take_the_lease_together_one_leads() -> None
         assert [p.leads for p in processes].count(True) == 1
 
 
+@pytest.mark.fault("The lease is deleted")
 async def test_a_deleted_lease_is_created_again_by_its_leader() -> None:
     async with election() as e:
         first = await e.start("a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 from tests.support.operator.builders import NAMESPACE
 from tests.support.operator.life import Life
 from tests.support.operator.oracle import broken_rules
@@ -15,6 +16,7 @@ def images(life: Life) -> set[str]:
     return {p["spec"]["containers"][0]["image"] for p in pods}
 
 
+@pytest.mark.fault("A template is corrected whose pods could not start")
 def test_pods_that_cannot_start_are_created_again_from_the_corrected_template() -> None:
     life = Life()
     life.cluster.hold_starts = True

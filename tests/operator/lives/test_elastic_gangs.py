@@ -84,6 +84,7 @@ def summary(life: Life) -> str:
 # --------------------------------------------------------------------------- fewer workers
 
 
+@pytest.mark.fault("A lost worker finds no node, and the gang is elastic")
 def test_a_gang_that_lost_a_worker_and_its_node_continues_without_it() -> None:
     life = trained()
     persists(life)
@@ -118,6 +119,7 @@ def test_a_shrunken_gang_trains_on_and_completes() -> None:
     assert missing(life)[0] == "False"
 
 
+@pytest.mark.fault("More nodes are lost than an elastic gang can do without")
 def test_a_gang_can_shrink_again_down_to_min_but_not_below() -> None:
     life = shrunk()
     persists(life)
@@ -153,6 +155,7 @@ def test_a_gang_below_min_gives_its_nodes_back_as_others_do() -> None:
     becomes(life, 3)
 
 
+@pytest.mark.fault("An elastic gang that alone has the newest step finds no node for a lost pod")
 def test_a_gang_that_alone_has_the_newest_step_does_not_shrink() -> None:
     life = trained(every=1000)
     newest = life.newest()
@@ -169,6 +172,7 @@ def test_a_gang_that_alone_has_the_newest_step_does_not_shrink() -> None:
     assert life.cluster.choices[-1].status["restorePoint"]["step"] >= newest
 
 
+@pytest.mark.fault("The CheckpointStore is missing when an elastic gang has to shrink")
 def test_a_gang_does_not_shrink_while_its_store_is_away() -> None:
     life = trained()
     persists(life)
@@ -218,6 +222,7 @@ def test_an_operator_that_restarts_while_nodes_are_missing_shrinks_the_gang_late
     becomes(life, 3)
 
 
+@pytest.mark.fault("The operator dies after each write while an elastic gang shrinks")
 def test_an_operator_that_dies_at_any_write_while_it_shrinks_a_gang_is_replaced() -> None:
     for writes in range(1, 60):
         life = trained()
@@ -237,6 +242,7 @@ def test_an_operator_that_dies_at_any_write_while_it_shrinks_a_gang_is_replaced(
 # --------------------------------------------------------------------------- refused numbers
 
 
+@pytest.mark.fault("The ranks of an elastic gang refuse the smaller number")
 def test_a_number_that_the_script_refuses_is_not_tried_again_until_the_spec_changes() -> None:
     life = trained(smallest=3)
     persists(life)
@@ -370,6 +376,7 @@ def test_a_gang_grows_by_the_workers_for_which_there_are_nodes() -> None:
     grows_to(life, 4)
 
 
+@pytest.mark.fault("The ranks of an elastic gang refuse the larger number")
 def test_a_number_above_the_present_one_that_the_script_refuses_is_not_tried_again() -> None:
     life = looking_for_a_node()
     life.cluster.gang.cannot_reshard_to.add(4)
@@ -386,6 +393,7 @@ def test_a_number_above_the_present_one_that_the_script_refuses_is_not_tried_aga
     becomes(life, 5)
 
 
+@pytest.mark.fault("A job with placeholders is suspended, resized or loses a pod")
 @pytest.mark.parametrize("found", [False, True], ids=["waits for a node", "has a node"])
 @pytest.mark.parametrize("event", ["suspended", "without elastic", "resized", "loses a pod"])
 def test_placeholders_are_deleted_when_the_gang_no_longer_needs_them(
@@ -437,6 +445,7 @@ def test_placeholders_of_a_deleted_job_are_collected() -> None:
     assert (owner["uid"], owner["controller"]) == (life.cluster.uid, True)
 
 
+@pytest.mark.fault("A kubelet rejects a placeholder")
 def test_a_placeholder_that_a_kubelet_rejects_is_replaced_later() -> None:
     life = looking_for_a_node()
     [name] = placeholders(life)
@@ -459,6 +468,7 @@ def test_an_operator_that_restarts_keeps_the_placeholder() -> None:
     grows_to(life, 4)
 
 
+@pytest.mark.fault("Another job takes the nodes while an elastic gang grows")
 @pytest.mark.parametrize("seconds", range(0, 20, 3))
 def test_room_that_is_taken_again_while_the_gang_grows_costs_no_committed_step(
     seconds: int,
@@ -479,6 +489,7 @@ def test_room_that_is_taken_again_while_the_gang_grows_costs_no_committed_step(
     grows_to(life, 4)
 
 
+@pytest.mark.fault("A lost pod interrupts a growth, twice")
 @pytest.mark.parametrize("seconds", range(0, 16, 3))
 def test_a_growth_that_a_lost_pod_interrupts_twice_is_tried_again(seconds: int) -> None:
     life = looking_for_a_node()
@@ -492,6 +503,7 @@ def test_a_growth_that_a_lost_pod_interrupts_twice_is_tried_again(seconds: int) 
     assert life.newest() >= step
 
 
+@pytest.mark.fault("The operator dies after each write while an elastic gang grows")
 def test_an_operator_that_dies_at_any_write_while_the_gang_grows_is_replaced() -> None:
     for writes in range(1, 60):
         life = looking_for_a_node()

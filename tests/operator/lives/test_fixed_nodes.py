@@ -37,6 +37,7 @@ def running(life: Life) -> tuple[str, str]:
     return found.reason, found.message
 
 
+@pytest.mark.fault("The template names a node that does not exist, or that cannot run the pods")
 def test_the_status_names_a_node_name_that_does_not_exist_and_what_to_write_instead() -> None:
     life = life_on(GONE)
     life.run(60)
@@ -50,6 +51,7 @@ def test_the_status_names_a_node_name_that_does_not_exist_and_what_to_write_inst
     assert life.nothing_was_deleted()
 
 
+@pytest.mark.fault("The template names a node that does not exist, or that cannot run the pods")
 @pytest.mark.parametrize("corrected", [pytest.param(None, id="removed"), "node-2"])
 def test_a_corrected_node_name_starts_the_gang(corrected: str | None) -> None:
     life = life_on(GONE)
@@ -69,6 +71,7 @@ def test_a_pod_that_does_not_start_on_the_named_node_shows_the_field() -> None:
     assert "spec.template.spec.nodeName is node-1" in message
 
 
+@pytest.mark.fault("The template names a node that does not exist, or that cannot run the pods")
 def test_a_pod_that_the_named_node_rejects_shows_the_field() -> None:
     life = life_on("node-1")
     life.cluster.hold_starts = True

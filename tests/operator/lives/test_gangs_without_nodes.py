@@ -40,6 +40,7 @@ def runs(status: TrainingJobStatus) -> bool:
     return status.is_true(JobCondition.RUNNING)
 
 
+@pytest.mark.fault("Not all pods of a gang can be scheduled")
 def test_pods_that_cannot_all_be_scheduled_are_deleted_and_created_again() -> None:
     life = half_of_the_nodes()
     life.run(TIME_OUT - 5)
@@ -66,6 +67,7 @@ def test_pods_that_cannot_all_be_scheduled_are_deleted_and_created_again() -> No
     assert broken_rules(life.cluster, copies=1) == []
 
 
+@pytest.mark.fault("A quota refuses the pods of a gang for longer than the time-out")
 def test_pods_that_a_quota_refuses_count_as_well() -> None:
     life = half_of_the_nodes()
     life.cluster.pod_refusal = "exceeded quota: gpus"
@@ -131,6 +133,7 @@ def loses_a_pod_for_which_no_node_is_left(life: Life) -> None:
     life.run(TIME_OUT + 10)
 
 
+@pytest.mark.fault("A gang that alone has the newest step finds no node for a lost pod")
 def test_a_gang_that_alone_has_the_newest_step_keeps_its_pods() -> None:
     life = half_of_the_nodes()
     life.cluster.full_nodes = set()
@@ -177,6 +180,7 @@ def test_a_job_that_waits_for_its_next_try_is_suspended_and_resumed() -> None:
     assert runs(life.status), "a resumed job does not wait for the back-off"
 
 
+@pytest.mark.fault("The clock was wrong when the next try was stamped")
 @pytest.mark.parametrize("clock", [timedelta(days=-400), timedelta(days=400)], ids=str)
 def test_a_clock_that_was_wrong_does_not_delay_the_next_try(clock: timedelta) -> None:
     """The operator's node may get its time after the operator has written the stamp."""
@@ -191,6 +195,7 @@ def test_a_clock_that_was_wrong_does_not_delay_the_next_try(clock: timedelta) ->
     assert runs(life.status)
 
 
+@pytest.mark.fault("The operator dies after each write while a gang gives its nodes back")
 def test_an_operator_that_dies_while_it_gives_nodes_back_is_replaced() -> None:
     for writes in range(1, 40):
         life = half_of_the_nodes()
@@ -223,6 +228,7 @@ def together(lives: tuple[Life, Life], seconds: int, until: Callable[[], bool]) 
             return
 
 
+@pytest.mark.fault("Two gangs hold half of the nodes each")
 def test_two_gangs_that_hold_half_of_the_nodes_each_both_finish() -> None:
     lives = (half_of_the_nodes(total_steps=60), half_of_the_nodes(total_steps=60))
     first, second = lives

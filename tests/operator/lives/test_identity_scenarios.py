@@ -47,6 +47,7 @@ def changes_of_job(cluster: FakeCluster) -> list[tuple[str, str]]:
 # --------------------------------------------------------------------------- created again
 
 
+@pytest.mark.fault("A job is created again under its name while objects of the old one exist")
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
 @pytest.mark.parametrize("after", [33, 150], ids=["in the middle", "complete"])
 async def test_a_job_created_again_completes_while_the_old_one_is_still_going(
@@ -75,6 +76,7 @@ async def test_a_job_created_again_completes_while_the_old_one_is_still_going(
     assert cluster.api.names("secrets", OPERATOR_NAMESPACE) == {ca_secret_name(cluster.uid)}
 
 
+@pytest.mark.fault("A job is created again while pods of the old one never end on a dead node")
 async def test_a_job_created_again_starts_although_old_pods_never_end() -> None:
     """Their node is dead, so no kubelet confirms that they are deleted."""
     cluster = build()
@@ -88,6 +90,7 @@ async def test_a_job_created_again_starts_although_old_pods_never_end() -> None:
     assert pod_name("job", UID, 0, 0) in cluster.pods
 
 
+@pytest.mark.fault("A job's `spec.restoreFrom` names a Checkpoint of the job before")
 async def test_an_old_checkpoint_can_be_restored_by_name() -> None:
     cluster = build(object=OBJECT)
     operator = FakeOperator(cluster)
@@ -103,6 +106,7 @@ async def test_an_old_checkpoint_can_be_restored_by_name() -> None:
 # --------------------------------------------------------------------------- forged pods
 
 
+@pytest.mark.fault("A user creates forged pods during a recovery, over a restart of the operator")
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
 async def test_forged_pods_neither_stop_a_recovery_nor_cost_a_pod(restarts: bool) -> None:
     cluster = build()
@@ -132,6 +136,7 @@ async def test_forged_pods_neither_stop_a_recovery_nor_cost_a_pod(restarts: bool
 # --------------------------------------------------------------------------- unreadable objects
 
 
+@pytest.mark.fault("A TrainingJob holds a value of a newer release")
 async def test_an_unreadable_job_keeps_everything_and_goes_on() -> None:
     cluster = build(object=OBJECT)
     operator = FakeOperator(cluster)
@@ -163,6 +168,7 @@ async def test_an_unreadable_job_keeps_everything_and_goes_on() -> None:
     assert broken_rules(cluster, copies=1) == []
 
 
+@pytest.mark.fault("A pod of a job cannot be parsed")
 async def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
     cluster = build()
     operator = FakeOperator(cluster)
@@ -184,6 +190,7 @@ async def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
     assert after.members == (0, 1, 0)
 
 
+@pytest.mark.fault("Checkpoints cannot be parsed")
 async def test_unreadable_checkpoints_are_neither_written_nor_deleted() -> None:
     cluster = build(object=OBJECT, retention={"keepLast": 2})
     operator = FakeOperator(cluster)
@@ -200,6 +207,7 @@ async def test_unreadable_checkpoints_are_neither_written_nor_deleted() -> None:
     assert {name: now.get(name) for name in before} == before
 
 
+@pytest.mark.fault("A store or a node cannot be parsed")
 @pytest.mark.parametrize("plural", ["checkpointstores", "nodes"])
 async def test_one_unreadable_object_of_another_kind_does_not_stop_a_running_job(
     plural: str,
@@ -219,6 +227,7 @@ async def test_one_unreadable_object_of_another_kind_does_not_stop_a_running_job
 # --------------------------------------------------------------------------- stale watches
 
 
+@pytest.mark.fault("An operator whose watch of the job is stuck meets pods of a higher round")
 async def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> None:
     cluster = build()
     behind = FakeOperator(cluster)
@@ -241,6 +250,7 @@ async def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> 
     assert set(cluster.pods) == pods
 
 
+@pytest.mark.fault("An operator that still sees a suspension meets the pods of the resumed job")
 async def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_resumed_job() -> None:
     """The operator deletes the pods of a suspended job without a status write that could conflict."""
     cluster = build(object=OBJECT)
@@ -258,6 +268,7 @@ async def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_re
     assert {p.view.uid for p in cluster.pods.values() if p.view.alive} == uids
 
 
+@pytest.mark.fault("An old backup of etcd does not know of newer pods")
 async def test_pods_are_kept_when_an_old_backup_of_the_status_is_restored() -> None:
     """The pod of round 1 has copies that the restored status does not name."""
     cluster = build()
@@ -276,6 +287,7 @@ async def test_pods_are_kept_when_an_old_backup_of_the_status_is_restored() -> N
     assert {p.view.uid for p in cluster.pods.values()} == uids
 
 
+@pytest.mark.fault("A job is deleted at any moment, while replies are lost and watches are old")
 def test_no_authority_of_a_deleted_job_comes_back() -> None:
     """This holds for every unfinished pass: replies may be lost and watches may be stale."""
 
@@ -305,6 +317,10 @@ def test_no_authority_of_a_deleted_job_comes_back() -> None:
 # --------------------------------------------------------------------------- deleted by hand
 
 
+@pytest.mark.fault(
+    "A round's certificate Secret is deleted while its pods start (also over a restart of the "
+    "operator)"
+)
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
 async def test_a_certificate_secret_that_was_deleted_while_pods_start_comes_back(
     restarts: bool,
@@ -327,6 +343,7 @@ async def test_a_certificate_secret_that_was_deleted_while_pods_start_comes_back
     assert not [p for m, p in cluster.api.requests if m == "POST" and p.endswith("/secrets")]
 
 
+@pytest.mark.fault("A foreign pod has the name of the next round's pod")
 async def test_a_job_reports_that_it_waits_for_a_name_in_use() -> None:
     cluster = build()
     operator = FakeOperator(cluster)

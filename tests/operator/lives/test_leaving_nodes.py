@@ -57,6 +57,7 @@ def condition(life: Life) -> tuple[bool, str, str]:
     return found.is_true, found.reason, found.message
 
 
+@pytest.mark.fault("A spot notice or an autoscaler taints nodes of a training gang")
 def test_the_workers_of_nodes_that_leave_move_one_after_the_other() -> None:
     life = training()
     leaving = [node_of(life, worker) for worker in (1, 2, 3)]
@@ -88,6 +89,7 @@ def test_the_taint_of_a_node_without_a_notice_is_no_reason_to_leave_it() -> None
     assert life.status.condition(JobCondition.NODES_LEAVING) is None
 
 
+@pytest.mark.fault("A node leaves while the job has neither copies on peers nor an object store")
 def test_a_pod_without_copies_on_other_pods_stays_and_the_status_says_so() -> None:
     life = training(copies=0)
     node_of(life, 2).notice = NOTICE
@@ -98,6 +100,7 @@ def test_a_pod_without_copies_on_other_pods_stays_and_the_status_says_so() -> No
     assert "no other pod has copies of its shards, and the job has no object store" in text
 
 
+@pytest.mark.fault("The operator restarts while workers leave nodes that will be taken away")
 @pytest.mark.parametrize("passes", range(1, 6))
 def test_an_operator_that_restarts_deletes_no_second_pod(passes: int) -> None:
     life = training()

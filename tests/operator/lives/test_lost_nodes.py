@@ -78,6 +78,7 @@ def chosen(status: TrainingJobStatus) -> bool:
     return begun(status) and status.restore_point is not None
 
 
+@pytest.mark.fault("Ranks fail before the lost node's lease has stopped")
 def test_ranks_that_fail_before_the_lease_has_stopped_begin_no_round_of_their_own() -> None:
     """The dead machine's connections are closed, so its peers fail within seconds."""
     life = training()
@@ -111,6 +112,7 @@ def one_round(life: Life) -> bool:
     return life.status.restart_round == 1 and life.status.restarts == 1
 
 
+@pytest.mark.fault("A node is dead, cut off, or its Node object is deleted")
 @pytest.mark.parametrize("fault", ["dead", "cut_off", "deleted"])
 def test_a_lost_node_costs_one_round(fault: str) -> None:
     life = training()
@@ -122,6 +124,7 @@ def test_a_lost_node_costs_one_round(fault: str) -> None:
     assert node_of(life, 2) is not node
 
 
+@pytest.mark.fault("Several nodes are lost at once")
 def test_several_nodes_that_are_lost_at_once_cost_one_round() -> None:
     life = training(copies=2)
     lost = [node_of(life, 1), node_of(life, 2)]
@@ -132,6 +135,7 @@ def test_several_nodes_that_are_lost_at_once_cost_one_round() -> None:
     assert node_of(life, 1) not in lost and node_of(life, 2) not in lost
 
 
+@pytest.mark.fault("A second node is lost while the first still takes pods")
 def test_two_nodes_lost_one_after_another_cost_two_rounds() -> None:
     """The second replacement also avoids the first node, whose pod was deleted long before."""
     life = training()
@@ -148,6 +152,7 @@ def test_two_nodes_lost_one_after_another_cost_two_rounds() -> None:
     assert node_of(life, 2) not in (first, second)
 
 
+@pytest.mark.fault("A replacement was bound to the dead node before the loss was noticed")
 @pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "operator restarts"])
 def test_a_pod_that_was_bound_before_the_loss_was_noticed(restarts: bool) -> None:
     """The pod never starts on the lost node. It is created again in its round, which has a restore point."""
@@ -164,6 +169,7 @@ def test_a_pod_that_was_bound_before_the_loss_was_noticed(restarts: bool) -> Non
     assert node_of(life, 2) is not node
 
 
+@pytest.mark.fault("The operator restarts in the round of a lost node")
 @pytest.mark.parametrize("reached", [begun, chosen], ids=["before the pod", "after the choice"])
 def test_an_operator_that_restarts_in_the_round_forgets_no_lost_node(
     reached: Callable[[TrainingJobStatus], bool],
@@ -178,6 +184,7 @@ def test_an_operator_that_restarts_in_the_round_forgets_no_lost_node(
     assert node_of(life, 2) is not node
 
 
+@pytest.mark.fault("The lost node is the only one that fits, and returns")
 def test_a_job_that_fits_on_the_lost_node_only_waits_and_uses_it_when_it_returns() -> None:
     """The affinity of a pod cannot change: without a new pod, the job would wait for ever."""
     life = training()
@@ -200,6 +207,7 @@ def test_a_job_that_fits_on_the_lost_node_only_waits_and_uses_it_when_it_returns
     assert node_of(life, 2) is lost
 
 
+@pytest.mark.fault("The operator restarts while a pod waits for other nodes")
 def test_a_waiting_pod_outlives_an_operator_that_restarts() -> None:
     """The new process has not observed the age of any lease. It must not let the pod use the dead node."""
     life = training()
@@ -215,6 +223,7 @@ def test_a_waiting_pod_outlives_an_operator_that_restarts() -> None:
     assert waiting_pod(life, 2).node is None
 
 
+@pytest.mark.fault("A lost node has been tainted, and Karpenter must add a node")
 @pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "operator restarts"])
 def test_a_waiting_pod_stops_excluding_a_node_that_kubernetes_has_tainted(restarts: bool) -> None:
     """Karpenter adds no node for a pod that excludes nodes by name, so the job would wait for ever."""
@@ -239,6 +248,7 @@ def test_a_waiting_pod_stops_excluding_a_node_that_kubernetes_has_tainted(restar
     assert node_of(life, 2).name == "added"
 
 
+@pytest.mark.fault("A Node object of a machine that died long ago stays")
 def test_a_node_that_died_long_ago_is_not_excluded() -> None:
     """Kubernetes keeps pods off the node, and its Node object may stay for ever."""
     life = training()
@@ -253,6 +263,7 @@ def test_a_node_that_died_long_ago_is_not_excluded() -> None:
     assert waiting_pod(life, 2).avoided_nodes == frozenset()
 
 
+@pytest.mark.fault("A pod that tolerates all taints loses its node")
 @pytest.mark.parametrize("tolerations", [[], [{"operator": "Exists"}]], ids=["none", "all"])
 def test_a_pod_that_tolerates_the_taint_of_a_lost_node_costs_one_round(
     tolerations: list[dict[str, str]],
@@ -266,6 +277,7 @@ def test_a_pod_that_tolerates_the_taint_of_a_lost_node_costs_one_round(
     assert node_of(life, 2) is not node
 
 
+@pytest.mark.fault("An admission plug-in lets pods onto lost nodes")
 def test_a_pod_with_tolerations_of_an_admission_plugin_is_not_created_again_and_again() -> None:
     """The template does not contain the tolerations. Only the pods show that they may be placed on a dead
     node."""
@@ -282,6 +294,7 @@ def test_a_pod_with_tolerations_of_an_admission_plugin_is_not_created_again_and_
     assert writes_of_pods(life) == writes
 
 
+@pytest.mark.fault("A round begins while a pod waits for other nodes")
 def test_a_round_that_begins_while_a_pod_waits_creates_it_again() -> None:
     """A pod of an earlier round could not be created again under its name when its node returns."""
     life = training()
@@ -299,6 +312,7 @@ def test_a_round_that_begins_while_a_pod_waits_creates_it_again() -> None:
     assert life.status.restart_round == 2
 
 
+@pytest.mark.fault("The template names the lost node, or the scheduler ignores affinities")
 def test_a_pod_that_names_its_node_waits_there() -> None:
     """With spec.nodeName in the template, no scheduler reads an affinity, and no new pod helps."""
     life = training()
@@ -316,6 +330,7 @@ def test_a_pod_that_names_its_node_waits_there() -> None:
     assert one_round(life)
 
 
+@pytest.mark.fault("A node that was lost is in use again")
 def test_a_node_that_was_lost_and_came_back_is_used_again() -> None:
     life = training()
     node = node_of(life, 2)
@@ -330,6 +345,10 @@ def test_a_node_that_was_lost_and_came_back_is_used_again() -> None:
     assert node_of(life, 2) is node, "the emptiest node with the lowest name"
 
 
+@pytest.mark.fault(
+    "The leases of most nodes are late at the same time, because the API server or the operator is "
+    "slow"
+)
 def test_a_slow_api_server_and_a_sidecar_that_does_not_answer_restart_no_gang() -> None:
     """The API server does not take the renewals of most nodes, and the operator's calls end too early."""
     life, most = training_on_many_nodes()
@@ -343,6 +362,10 @@ def test_a_slow_api_server_and_a_sidecar_that_does_not_answer_restart_no_gang() 
     assert life.status.is_true("Running")
 
 
+@pytest.mark.fault(
+    "The leases of most nodes are late at the same time, because the API server or the operator is "
+    "slow"
+)
 def test_the_loss_of_most_nodes_is_found_by_their_taints() -> None:
     life, most = training_on_many_nodes()
     lost = node_of(life, 2)

@@ -70,6 +70,7 @@ def test_a_lost_pod_delays_the_round_until_further_ones_may_have_been_seen() -> 
     assert begun.status.members == (0, 1, 1)
 
 
+@pytest.mark.fault("Ranks fail before the deletion of their peer's pod is seen")
 def test_the_wait_counts_from_the_first_failure_of_any_kind() -> None:
     """Ranks often fail before the deletion of their peer's pod is seen."""
     dead = (DeadRank(Rank(0), Worker(0), 1, "connection closed by peer"),)
@@ -90,6 +91,7 @@ def test_a_gang_without_a_remaining_pod_does_not_wait(workers: int) -> None:
     assert round_of(decide(world(workers=workers), now(SEEN_AT))) is not None
 
 
+@pytest.mark.fault("A pod is lost after its gang has saved and stopped for its deletion")
 def test_a_gang_that_has_saved_and_stopped_for_a_deleted_pod_does_not_wait() -> None:
     leaving = pod(2, terminating=True, trainer_exit_code=0)
     last = RestorePoint(Step(40), RestartRound(0))
@@ -118,6 +120,7 @@ def lose_all(life: Life, *tenths_between: int) -> None:
         life.run_tenths(tenths)
 
 
+@pytest.mark.fault("Several pods are deleted one after another, less than a second apart")
 @pytest.mark.parametrize(
     ("tenths_between", "rounds"),
     [
@@ -163,6 +166,7 @@ def test_one_event_and_one_log_line_describe_a_complete_recovery(
     assert [r.getMessage() for r in caplog.records].count(texts[0]) == 1
 
 
+@pytest.mark.fault("Another pod is lost during a recovery")
 def test_each_round_has_one_line_also_if_another_round_interrupts_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -185,6 +189,7 @@ def test_each_round_has_one_line_also_if_another_round_interrupts_it(
     assert [text for text in logged if text.startswith("round ")] == [*interrupted, *complete]
 
 
+@pytest.mark.fault("Pods and ranks are lost and the operator restarts at random moments")
 @pytest.mark.parametrize("seed", [0, 2, 3])
 def test_each_round_has_one_line_in_order_whatever_fails_and_whenever_the_operator_restarts(
     seed: int,
@@ -224,6 +229,7 @@ def test_an_interrupted_recovery_keeps_the_phases_that_were_over() -> None:
     assert second.seal_seconds is None
 
 
+@pytest.mark.fault("The operator restarts while it waits for further lost pods")
 @pytest.mark.parametrize("tenths", [1, 2])
 def test_an_operator_that_restarts_in_the_wait_begins_one_round(tenths: int) -> None:
     """The new process has seen no failure: it waits again, and at most as long."""
@@ -242,6 +248,7 @@ def test_an_operator_that_restarts_in_the_wait_begins_one_round(tenths: int) -> 
     assert broken_rules(life.cluster, life.copies) == []
 
 
+@pytest.mark.fault("A pod of a newer round is seen while a loss is gathered")
 def test_a_pod_of_a_newer_round_is_not_gathered() -> None:
     """Another operator process has begun round 1, and the watch of this one shows only its pod."""
     newer = pod(2, birth=1)
@@ -261,6 +268,7 @@ def test_a_pod_that_is_lost_in_the_next_round_has_a_wait_of_its_own() -> None:
     assert gathering.requeue_after_seconds == pytest.approx(GATHER_SECONDS)
 
 
+@pytest.mark.fault("Several pods leave at once")
 def test_pods_that_leave_together_are_replaced_in_one_round() -> None:
     """Three pods are deleted. The round waits until all of them have left or their time is over."""
     leaving = [pod(w, terminating=True) for w in range(3)]
@@ -338,6 +346,9 @@ def in_round_1(*pods: PodView, members: tuple[int, ...] = (0, 0, 0, 1)) -> Obser
     )
 
 
+@pytest.mark.fault(
+    "A further pod is lost after a round has sealed and before it has a restore point"
+)
 def test_a_round_without_a_restore_point_replaces_further_lost_pods() -> None:
     survivors = (pod(0), pod(1))
     found = decide(in_round_1(*survivors, pod(3, birth=1)), now(SEEN_AT + 0.5))
@@ -352,6 +363,7 @@ def test_a_round_without_a_restore_point_replaces_further_lost_pods() -> None:
     assert found.memory.scheduled_at is None, "the new pod has not started"
 
 
+@pytest.mark.fault("A round takes in more pods than its record may name")
 def test_the_record_stays_within_its_limits_when_a_round_takes_in_many_pods() -> None:
     lost = [pod(w, phase=PodPhase.FAILED, reason="Evicted") for w in range(1, 14)]
     observed = in_round_1(pod(0), *lost, members=(*[0] * 14, 1))
@@ -382,6 +394,9 @@ def test_other_failures_in_a_sealed_round_begin_the_next_one(pods: tuple[PodView
     assert (begun.status.restart_round or 0) > 1
 
 
+@pytest.mark.fault(
+    "An operator whose status is behind sees the pod of a worker that its round took in"
+)
 def test_a_status_that_is_behind_deletes_no_pod_that_its_round_took_in() -> None:
     """Another operator process took in worker 2 and created its pod. The status here is the one before."""
     newer = pod(2, birth=1)
@@ -408,6 +423,7 @@ def test_the_choice_does_not_wait_for_further_losses_once_all_pods_have_started(
     assert any(isinstance(a, ChooseRestorePoint) for a in found.actions)
 
 
+@pytest.mark.fault("The operator ends while a round takes in a lost pod")
 @pytest.mark.parametrize("writes", [1, 2, 3, 4, 5])
 def test_an_operator_that_ends_while_a_round_takes_in_a_pod_costs_no_further_round(
     writes: int,
@@ -435,6 +451,7 @@ def test_the_leaves_of_all_workers_of_a_block_are_there_when_a_round_takes_in_a_
     assert {key.removesuffix(".key") for key in keys if key.endswith(".key")} == names
 
 
+@pytest.mark.fault("All nodes of a gang that trains are lost")
 @pytest.mark.parametrize("store", [True, False])
 def test_a_gang_whose_only_two_nodes_are_lost_goes_on_elsewhere_or_says_why_it_waits(
     store: bool,

@@ -47,6 +47,7 @@ def conditions(life: Life) -> dict[str, str]:
     return {c.type: c.status for c in life.status.conditions}
 
 
+@pytest.mark.fault("The bucket is emptied, and all pods are lost")
 def test_an_emptied_bucket_is_waited_for_and_the_job_goes_on_when_it_is_restored() -> None:
     life = stored_life()
     had = empty_the_bucket(life)
@@ -141,6 +142,7 @@ def test_pods_with_the_only_copies_are_not_deleted_for_a_checkpoint_that_is_miss
     assert not life.status.is_true("Suspended")
 
 
+@pytest.mark.fault("The bucket is emptied, and filled again after the job has failed")
 @pytest.mark.parametrize("trained", [True, False], ids=["while it trains", "while it waits"])
 def test_pods_of_a_failed_job_go_when_the_bucket_is_filled_again(trained: bool) -> None:
     life = stored_life()

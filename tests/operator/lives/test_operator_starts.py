@@ -5,6 +5,7 @@ With a thousand such gangs, these writes would delay the recovery of others.
 
 from __future__ import annotations
 
+import pytest
 from tests.support.operator.builders import NAMESPACE, UID
 from tests.support.operator.life import Life
 
@@ -45,6 +46,10 @@ def test_a_service_that_was_deleted_meanwhile_is_created_again() -> None:
     assert created is not None
 
 
+@pytest.mark.fault(
+    "Looks for the objects of all jobs, and writes of progress, have failed while the API server "
+    "was away"
+)
 def test_after_an_outage_the_objects_of_all_jobs_are_not_looked_for_at_once() -> None:
     """The look of the outage counts. A Service that was deleted is still created again."""
     life = training()
@@ -61,6 +66,10 @@ def test_after_an_outage_the_objects_of_all_jobs_are_not_looked_for_at_once() ->
     assert any(_exists_after_a_second(life) for _ in range(int(SURE_SECONDS)))
 
 
+@pytest.mark.fault(
+    "Looks for the objects of all jobs, and writes of progress, have failed while the API server "
+    "was away"
+)
 def test_while_writes_fail_progress_is_tried_as_rarely_as_it_is_written() -> None:
     life = training()
     api = life.cluster.api

@@ -36,6 +36,9 @@ def conditions(life: Life) -> dict[str, str]:
     return {c.type: c.status for c in life.status.conditions}
 
 
+@pytest.mark.fault(
+    "A data set or a licence server is away for minutes, so that ranks end before their first step"
+)
 @pytest.mark.parametrize("minutes", [4, 10])
 def test_an_outage_of_minutes_neither_fails_the_job_nor_costs_a_step(minutes: int) -> None:
     life = trained_life()
@@ -69,6 +72,9 @@ def test_the_budget_ends_a_job_however_long_its_ranks_take_to_fail(
     assert life.status.restarts_count_towards_max == 10
 
 
+@pytest.mark.fault(
+    "A data set or a licence server is away for minutes, so that ranks end before their first step"
+)
 def test_a_checkpoint_is_released_if_the_older_one_fails_in_the_same_way() -> None:
     life = trained_life()
     newest = data_goes_away(life)
@@ -109,6 +115,7 @@ def failing_life(*, store: bool, copies: int = 1) -> Life:
     return life
 
 
+@pytest.mark.fault("A job fails while only its pods have its newest committed step")
 def test_a_job_that_fails_persists_its_newest_step_before_its_pods_are_deleted() -> None:
     life = failing_life(store=True)
     newest = fail(life)
@@ -138,6 +145,7 @@ def test_pods_of_a_failed_job_stay_while_the_store_is_away() -> None:
     assert conditions(life)["PodsKept"] == "False"
 
 
+@pytest.mark.fault("A job fails while only its pods have its newest committed step")
 @pytest.mark.parametrize("copies", [0, 1])
 def test_pods_of_a_failed_job_without_a_store_stay(copies: int) -> None:
     life = failing_life(store=False, copies=copies)
@@ -193,6 +201,7 @@ def assert_persisted_when_the_store_is_back(life: Life, newest: CheckpointId) ->
     assert not life.cluster.pods
 
 
+@pytest.mark.fault("A member of a failed job is gone before its newest step is uploaded")
 @pytest.mark.parametrize("worker", [0, 2], ids=["coordinator", "another member"])
 def test_pods_go_if_the_newest_step_is_stored_although_a_member_is_gone(worker: int) -> None:
     life = Life(store=True, every=5)
@@ -210,6 +219,7 @@ def test_pods_go_if_the_newest_step_is_stored_although_a_member_is_gone(worker: 
     assert conditions(life).get("PodsKept") != "True"
 
 
+@pytest.mark.fault("A member of a failed job is gone before its newest step is uploaded")
 @pytest.mark.parametrize("restarts", [False, True], ids=["one operator", "a new operator"])
 @pytest.mark.parametrize("worker", [0, 2], ids=["coordinator", "another member"])
 def test_a_step_that_can_not_be_uploaded_any_more_is_kept_and_the_status_says_why(
@@ -288,6 +298,7 @@ def test_a_failed_job_whose_round_has_no_restore_point_says_that_nothing_is_uplo
     assert kept(life)[:2] == ("True", Reason.CANNOT_PERSIST)
 
 
+@pytest.mark.fault("A member of a failed job is gone before its newest step is uploaded")
 def test_another_member_coordinates_the_upload_if_the_coordinator_is_silent() -> None:
     life = failing_life(store=True)
     newest = fail_while_the_store_is_away(life)
@@ -295,6 +306,7 @@ def test_another_member_coordinates_the_upload_if_the_coordinator_is_silent() ->
     assert_persisted_when_the_store_is_back(life, newest)
 
 
+@pytest.mark.fault("A member of a failed job is gone before its newest step is uploaded")
 def test_a_coordinator_whose_sidecar_restarts_after_the_end_persists_the_step() -> None:
     life = failing_life(store=True)
     newest = fail_while_the_store_is_away(life)
@@ -319,6 +331,7 @@ def test_pods_whose_sidecars_are_silent_stay_and_the_status_names_the_coordinato
     assert_persisted_when_the_store_is_back(life, newest)
 
 
+@pytest.mark.fault("A user deletes a Checkpoint after the end of its job")
 def test_a_checkpoint_object_that_a_user_deletes_after_the_end_is_not_created_again() -> None:
     life = failing_life(store=True)
     life.change_spec(ttlSecondsAfterFinished=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.support.operator.builders import NAMESPACE
 from tests.support.operator.life import Life
 
@@ -53,6 +54,7 @@ def test_a_normal_start_is_not_named() -> None:
     assert "node-1" not in running.message
 
 
+@pytest.mark.fault("A pod has a node and never starts")
 def test_it_is_created_again_on_another_node_in_the_same_round() -> None:
     life = stuck_life()
     life.run(TIME_OUT + 60, until=lambda s: s.is_true("Running"))
@@ -65,6 +67,7 @@ def test_it_is_created_again_on_another_node_in_the_same_round() -> None:
     assert "30 s" not in text
 
 
+@pytest.mark.fault("No pod starts on any of the nodes of a gang, and other nodes would start them")
 def test_a_gang_whose_only_nodes_start_no_pod_goes_on_elsewhere() -> None:
     """A gang of two nodes cannot tell a bad node from a bad claim, so one node is left first."""
     life = stuck_life()
@@ -79,6 +82,7 @@ def test_a_gang_whose_only_nodes_start_no_pod_goes_on_elsewhere() -> None:
     assert life.status.restart_round == 0, "no container had run, so it costs no round"
 
 
+@pytest.mark.fault("No pod starts on any of the nodes of a gang, and other nodes would start them")
 def test_a_cause_that_all_nodes_share_moves_the_pods_of_one_node_only() -> None:
     life = stuck_life()
     life.cluster.stuck_nodes = set(life.cluster.nodes)

@@ -81,6 +81,7 @@ def trained(**options: int) -> Queued:
 # --------------------------------------------------------------------------- start
 
 
+@pytest.mark.fault("A gang waits for its queue in Kueue for longer than its time-outs")
 def test_a_gang_waits_for_its_queue_and_starts_when_it_is_admitted() -> None:
     life = Queued(quota=3)
     life.run(3 * TIME_OUT)
@@ -116,6 +117,7 @@ def test_a_deadline_does_not_run_while_the_gang_waits_for_its_queue() -> None:
     assert failed.reason == Reason.DEADLINE_EXCEEDED
 
 
+@pytest.mark.fault("The queue of a job does not exist")
 def test_a_queue_that_does_not_exist_is_named_and_corrected_by_a_suspension() -> None:
     life = Queued(queue="no-such-queue")
     life.run(20)
@@ -140,6 +142,7 @@ def test_the_priority_class_of_the_job_is_that_of_its_pods() -> None:
 # --------------------------------------------------------------------------- lost pods
 
 
+@pytest.mark.fault("A pod of a queued gang is deleted, and ends with code 0 or with an error")
 @pytest.mark.parametrize("ends_as", [PodPhase.FAILED, PodPhase.SUCCEEDED])
 def test_a_replacement_joins_the_group_once_the_lost_pod_no_longer_counts(
     ends_as: PodPhase,
@@ -166,6 +169,7 @@ def test_a_failed_pod_is_replaced_in_its_group() -> None:
     assert life.groups() == {group(4, 0)}
 
 
+@pytest.mark.fault("A worker is lost after the pod of another one has succeeded")
 def test_a_pod_that_succeeded_is_removed_before_it_is_replaced() -> None:
     life = trained()
     pod = life.cluster.pods[life.pod(2)]
@@ -177,6 +181,7 @@ def test_a_pod_that_succeeded_is_removed_before_it_is_replaced() -> None:
     assert life.groups() == {group(4, 0)}
 
 
+@pytest.mark.fault("Nodes of a queued gang are lost, one, two or all")
 @pytest.mark.parametrize("lost", [1, 2, 4])
 def test_pods_of_lost_nodes_leave_and_are_replaced(lost: int) -> None:
     """Their kubelets never report them as failed, so Kueue would keep their finalizers for ever."""
@@ -208,6 +213,7 @@ def test_a_replacement_that_starts_keeps_its_group_when_all_other_pods_are_lost(
 # --------------------------------------------------------------------------- preemption
 
 
+@pytest.mark.fault("Kueue preempts the gang, whose ranks return 0 or fail")
 @pytest.mark.parametrize("ends_as", [PodPhase.FAILED, PodPhase.SUCCEEDED])
 def test_a_preempted_gang_waits_in_its_queue_and_continues(ends_as: PodPhase) -> None:
     """Pods whose ranks have saved and stopped return 0, so Kueue may finish their group."""
@@ -231,6 +237,7 @@ def test_a_preempted_gang_waits_in_its_queue_and_continues(ends_as: PodPhase) ->
     assert life.status.restarts_count_towards_max == 0
 
 
+@pytest.mark.fault("The pods of a preempted gang have all succeeded when the operator starts")
 def test_a_preempted_gang_whose_pods_have_all_succeeded_is_not_complete() -> None:
     """Ranks that save for a preemption return 0. Neither the operator nor Kueue runs when they end."""
     life = trained()
@@ -248,6 +255,7 @@ def test_a_preempted_gang_whose_pods_have_all_succeeded_is_not_complete() -> Non
     assert group(4, 0) not in life.groups()
 
 
+@pytest.mark.fault("Kueue preempts the gang while it replaces a pod")
 @pytest.mark.parametrize("seconds", range(0, 9, 2))
 def test_a_gang_is_preempted_while_it_replaces_a_pod(seconds: int) -> None:
     life = trained()
@@ -274,6 +282,7 @@ def test_a_suspended_job_frees_its_quota_and_gets_another_group() -> None:
     assert group(4, 0) not in life.groups()
 
 
+@pytest.mark.fault("A queued job is resumed while the Workload of its old group is collected")
 @pytest.mark.parametrize("seconds", range(0, 8))
 def test_a_job_resumes_while_the_workload_of_its_old_group_is_collected(seconds: int) -> None:
     life = trained()
@@ -294,6 +303,7 @@ def test_a_resize_begins_a_group_of_another_size() -> None:
     assert life.groups() == {group(5, life.status.restart_round or 0)}
 
 
+@pytest.mark.fault("The label of the queue changes while the gang trains")
 def test_another_queue_takes_effect_when_the_gang_has_no_pods() -> None:
     life = trained()
     life.kueue.queues.add("other-queue")
@@ -352,6 +362,7 @@ def test_a_running_job_that_gets_the_label_is_queued_after_a_suspension() -> Non
 # --------------------------------------------------------------------------- ends
 
 
+@pytest.mark.fault("A queued job is deleted")
 def test_the_pods_of_a_deleted_job_end_and_free_its_quota() -> None:
     life = trained()
     life.cluster.delete_job()
@@ -360,6 +371,9 @@ def test_the_pods_of_a_deleted_job_end_and_free_its_quota() -> None:
     assert life.kueue.workloads == {}
 
 
+@pytest.mark.fault(
+    "A queued job is deleted and created again, also across a restart of the operator"
+)
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
 def test_the_pods_of_a_job_that_was_created_again_end(restarts: bool) -> None:
     life = trained()
@@ -371,6 +385,7 @@ def test_the_pods_of_a_job_that_was_created_again_end(restarts: bool) -> None:
     assert {p.job_uid for p in life.cluster.pods.values()} == {JobUid(life.cluster.uid)}
 
 
+@pytest.mark.fault("A queued job cannot be parsed, and its pods are deleted")
 def test_the_deleted_pods_of_a_job_that_cannot_be_read_end() -> None:
     life = trained()
     life.cluster.job["status"]["phase"] = "Hibernating"
@@ -381,6 +396,7 @@ def test_the_deleted_pods_of_a_job_that_cannot_be_read_end() -> None:
     assert life.cluster.pods == {}
 
 
+@pytest.mark.fault("A queued job fails and keeps its failed pods")
 def test_a_failed_job_keeps_its_ended_pods_and_frees_its_quota() -> None:
     life = trained()
     life.change_spec(failurePolicy={"rules": [{"action": "FailJob", "onReasons": ["PodFailed"]}]})
@@ -424,6 +440,10 @@ def resized(life: Queued) -> None:
     life.change_spec(workers=3)
 
 
+@pytest.mark.fault(
+    "The operator dies after each write of a preemption, a loss, a suspension and a resize in a "
+    "queue"
+)
 @pytest.mark.parametrize(
     ("change", "ends_as"),
     [
@@ -452,6 +472,7 @@ def test_the_operator_dies_after_each_write(
         pytest.fail("the change needs more writes than were tried")
 
 
+@pytest.mark.fault("The operator dies after each write of the deletion of a queued job")
 def test_the_operator_dies_after_each_write_of_a_deleted_job() -> None:
     for writes in range(1, 20):
         life = trained()

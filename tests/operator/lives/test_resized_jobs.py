@@ -96,6 +96,7 @@ def test_a_job_is_resized_in_this_phase_twice(phase: Phase) -> None:
     becomes(life, 5, newest)
 
 
+@pytest.mark.fault("The operator dies after each write of a resize, in each phase")
 @pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.__name__)
 def test_an_operator_that_dies_while_it_resizes_is_replaced(phase: Phase) -> None:
     for writes in range(1, 40):
@@ -113,6 +114,9 @@ def test_an_operator_that_dies_while_it_resizes_is_replaced(phase: Phase) -> Non
         pytest.fail("the resize needs more writes than were tried")
 
 
+@pytest.mark.fault(
+    "The number of workers changes back while the gang stops, also across a restart of the operator"
+)
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
 @pytest.mark.parametrize("seconds", range(1, 12))
 def test_the_old_number_comes_back_while_the_gang_stops(seconds: int, restarts: bool) -> None:
@@ -132,6 +136,7 @@ def test_the_old_number_comes_back_while_the_gang_stops(seconds: int, restarts: 
     assert broken_rules(life.cluster, life.copies) == []
 
 
+@pytest.mark.fault("The number of workers changes again during a resize")
 @pytest.mark.parametrize("seconds", range(0, 14, 2))
 def test_the_number_changes_again_during_a_resize(seconds: int) -> None:
     life = trained(every=5)
@@ -143,6 +148,7 @@ def test_the_number_changes_again_during_a_resize(seconds: int) -> None:
     assert resizing(life)[:2] == ("False", Reason.RESIZED)
 
 
+@pytest.mark.fault("A pod is lost during a resize")
 @pytest.mark.parametrize("seconds", [0, 2, 4, 6, 8, 10, 14, 18])
 def test_a_pod_is_lost_during_a_resize(seconds: int) -> None:
     life = trained(every=5)
@@ -154,6 +160,7 @@ def test_a_pod_is_lost_during_a_resize(seconds: int) -> None:
     becomes(life, 3, newest)
 
 
+@pytest.mark.fault("A job is suspended during a resize")
 @pytest.mark.parametrize("seconds", range(0, 12, 2))
 def test_a_job_is_suspended_during_a_resize(seconds: int) -> None:
     life = trained(every=5)
@@ -184,6 +191,7 @@ def test_a_suspended_job_resumes_with_another_number() -> None:
 # --------------------------------------------------------------------------- refused
 
 
+@pytest.mark.fault("The number of workers of a job without a store changes")
 def test_a_job_without_a_store_is_not_resized() -> None:
     life = Life()
     life.run(40)
@@ -229,6 +237,7 @@ def test_a_job_without_a_store_that_never_trained_is_resized() -> None:
     becomes(life, 2)
 
 
+@pytest.mark.fault("The CheckpointStore is missing when the number of workers changes")
 def test_a_gang_is_not_stopped_while_its_store_is_away() -> None:
     life = trained(every=5)
     [store] = life.cluster.api.all("checkpointstores")
@@ -254,6 +263,7 @@ def goes_back(life: Life) -> None:
     assert "StateMismatchError: tensor w.0 is a plain tensor" in message
 
 
+@pytest.mark.fault("The ranks cannot reshard the state for the new number of workers")
 def test_a_state_that_cannot_be_resharded_costs_two_rounds_and_nothing_else() -> None:
     life = trained()
     life.change_spec(failurePolicy={"maxRestarts": 0, "quarantineAfter": 1})
@@ -298,6 +308,7 @@ def test_a_refused_number_is_not_tried_after_a_suspension() -> None:
     becomes(life, 4)
 
 
+@pytest.mark.fault("The operator dies after each write on the way back to the old number")
 def test_an_operator_that_dies_on_the_way_back_is_replaced() -> None:
     for writes in range(1, 60):
         life = trained()
@@ -312,6 +323,7 @@ def test_an_operator_that_dies_on_the_way_back_is_replaced() -> None:
         pytest.fail("the way back needs more writes than were tried")
 
 
+@pytest.mark.fault("A pod is lost at the first start with the new number")
 def test_a_pod_that_is_lost_at_the_first_start_is_no_refusal() -> None:
     life = trained()
     life.change_spec(workers=3)

@@ -66,6 +66,7 @@ def test_spares_are_created_when_the_gang_trains_and_hold_nothing() -> None:
     assert budget["spec"]["minAvailable"] == WORKERS - 1
 
 
+@pytest.mark.fault("A worker is lost while a spare pod is ready")
 def test_a_spare_takes_the_place_of_a_lost_worker() -> None:
     life = trained()
     [spare] = spare_pods(life)
@@ -88,6 +89,7 @@ def test_a_spare_takes_the_place_of_a_lost_worker() -> None:
     assert life.status.restarts == 1
 
 
+@pytest.mark.fault("A promoted spare is lost, in its round or later")
 def test_a_promoted_spare_is_fenced_and_replaced_as_any_worker() -> None:
     life = trained()
     life.cluster.lose_pod(life.pod(1))
@@ -113,6 +115,7 @@ def test_two_lost_workers_take_the_spare_and_a_new_pod() -> None:
     assert life.status.restart_round == 1
 
 
+@pytest.mark.fault("A spare is lost, evicted, or on a node that dies")
 def test_a_lost_spare_is_created_again_and_costs_no_round() -> None:
     life = trained()
     [spare] = spare_pods(life)
@@ -130,6 +133,7 @@ def test_a_lost_spare_is_created_again_and_costs_no_round() -> None:
     assert life.status.restart_round == 0
 
 
+@pytest.mark.fault("A spare is on the node that is lost with a worker")
 def test_a_spare_on_the_lost_node_is_not_taken() -> None:
     life = Life(spares=1)
     for name in list(life.cluster.nodes)[2:]:
@@ -175,6 +179,7 @@ def test_a_resize_has_new_spares() -> None:
     assert promoted(life) == {}
 
 
+@pytest.mark.fault("The number of spares changes while the gang trains")
 @pytest.mark.parametrize("wanted", [0, 1, 3])
 def test_the_number_of_spares_changes_while_the_gang_trains(wanted: int) -> None:
     life = trained(2)
@@ -187,6 +192,7 @@ def test_the_number_of_spares_changes_while_the_gang_trains(wanted: int) -> None
     assert life.status.restart_round == 1
 
 
+@pytest.mark.fault("A worker has no node while spares hold some")
 def test_spares_make_room_for_a_worker_without_a_node() -> None:
     """Each node has room for one pod. The spare is not ready when the worker is lost."""
     life = trained()
@@ -226,6 +232,7 @@ def test_a_quota_that_refuses_spares_does_not_disturb_the_gang() -> None:
     assert life.status.restart_round == 0
 
 
+@pytest.mark.fault("The operator ends at any write while a spare takes the place of a worker")
 def test_an_operator_that_dies_at_any_write_finds_the_promoted_spare() -> None:
     for writes in range(1, 40):
         life = trained(2)
@@ -241,6 +248,7 @@ def test_an_operator_that_dies_at_any_write_finds_the_promoted_spare() -> None:
         pytest.fail("the recovery needs more writes than were tried")
 
 
+@pytest.mark.fault("The operator ends at any write while a spare takes the place of a worker")
 def test_an_operator_that_dies_while_it_creates_spares_continues() -> None:
     for writes in range(1, 60):
         life = Life(spares=2)
@@ -254,6 +262,7 @@ def test_an_operator_that_dies_while_it_creates_spares_continues() -> None:
         pytest.fail("the start needs more writes than were tried")
 
 
+@pytest.mark.fault("A promoted spare is lost, in its round or later")
 @pytest.mark.parametrize("after", range(0, 8))
 def test_a_promoted_spare_that_is_lost_during_its_round_is_replaced(after: int) -> None:
     life = trained(2)
@@ -266,6 +275,7 @@ def test_a_promoted_spare_that_is_lost_during_its_round_is_replaced(after: int) 
     assert promoted(life)[1] != first
 
 
+@pytest.mark.fault("An old backup of etcd does not know that a spare became a worker")
 def test_a_status_that_was_restored_takes_the_spare_back_as_a_survivor() -> None:
     """etcd is restored from a backup of the time before the promotion."""
     life = trained()

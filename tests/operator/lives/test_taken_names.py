@@ -20,6 +20,7 @@ def warnings(life: Life) -> list[str]:
     return [e.message for e in life.operator.events if e.reason == Reason.NAME_TAKEN]
 
 
+@pytest.mark.fault("A foreign Secret has the name that certificates would get")
 @pytest.mark.parametrize("restarts", [False, True], ids=["one operator", "it is restarted"])
 @pytest.mark.parametrize("round_", [0, 1])
 def test_a_foreign_secret_under_the_name_of_certificates_stops_no_round(

@@ -89,6 +89,9 @@ def finished(work: Coroutine[Any, Any, Any]) -> Any:
     raise AssertionError("the coroutine waits for something")
 
 
+@pytest.mark.fault(
+    "Tenants create thousands of jobs, adoptions, stores, or Checkpoints that cannot be read"
+)
 @pytest.mark.parametrize("plural", KINDS)
 async def test_a_pass_costs_the_same_beside_any_number_of_checkpoints_that_cannot_be_read(
     plural: str,
@@ -129,6 +132,9 @@ async def test_a_checkpoint_that_cannot_be_read_is_part_of_the_pass_over_its_job
     assert {u.name for u in found} == {names[0], names[2]}
 
 
+@pytest.mark.fault(
+    "Tenants create thousands of jobs, adoptions, stores, or Checkpoints that cannot be read"
+)
 @pytest.mark.parametrize("plural", KINDS)
 async def test_a_pass_over_a_store_costs_the_same_beside_any_number_of_gangs_that_start(
     plural: str,
@@ -147,6 +153,9 @@ async def test_a_pass_over_a_store_costs_the_same_beside_any_number_of_gangs_tha
     assert costs[1] - costs[0] < NOISE
 
 
+@pytest.mark.fault(
+    "Tenants create thousands of jobs, adoptions, stores, or Checkpoints that cannot be read"
+)
 @pytest.mark.parametrize("plural", KINDS)
 async def test_a_probe_queues_the_gangs_of_its_store_only_if_its_result_has_changed(
     plural: str,

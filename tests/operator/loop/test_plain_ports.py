@@ -74,6 +74,7 @@ def run_scenario(scenario: Callable[[Bed], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.fault("A client sends half requests to the operator's ports")
 @pytest.mark.parametrize(("port", "path"), [("metrics", "/metrics"), ("health", "/healthz")])
 @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.9"], ids=["same address", "another"])
 def test_half_requests_take_neither_descriptors_nor_threads(
@@ -106,6 +107,7 @@ def test_half_requests_from_many_addresses_blind_no_caller(port: str, path: str)
     run_scenario(scenario)
 
 
+@pytest.mark.fault("A client floods the operator with requests that are not HTTP")
 @pytest.mark.parametrize("port", ["metrics", "health"])
 def test_requests_that_are_not_http_fill_no_log(
     port: str, capsys: pytest.CaptureFixture[str]
@@ -136,6 +138,7 @@ def test_requests_that_are_not_http_fill_no_log(
     assert len(log) < 100_000
 
 
+@pytest.mark.fault("The API server is frozen or silent")
 @pytest.mark.parametrize(
     ("age", "status"),
     [(None, 503), (5.0, 200), (SILENT_WATCH_SECONDS + 1, 503)],

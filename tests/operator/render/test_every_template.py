@@ -143,6 +143,7 @@ def render(template: dict[str, Any]) -> None:
     render_placeholder(found, Worker(1), None, SIDECAR)
 
 
+@pytest.mark.fault("A template has a value of a wrong type, or an unknown field")
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: ".".join(map(str, p)))
 def test_a_template_is_refused_or_rendered_whatever_a_field_holds(path: tuple[Any, ...]) -> None:
     for value in VALUES:

@@ -115,6 +115,7 @@ def test_the_sidecar_is_native_probed_and_flushed() -> None:
     assert sidecar["resources"]["limits"]["memory"]
 
 
+@pytest.mark.fault("Training code takes the store's keys, or reads objects of another job")
 def test_keys_and_certificates_are_mounted_in_the_sidecar_only() -> None:
     pod = render(job(2), store(ca_secret="store-ca"))
     volumes = {v["name"]: v for v in pod["spec"]["volumes"]}
@@ -203,6 +204,7 @@ def test_values_of_the_template_take_precedence() -> None:
     assert container(pod, "trainer")["securityContext"] == {"readOnlyRootFilesystem": True}
 
 
+@pytest.mark.fault("A TrainingJob makes the operator create a privileged pod")
 def test_the_operator_adds_no_privilege() -> None:
     text = repr(render(job(2), store()))
     for word in ("privileged", "hostPath", "hostNetwork", "hostPID", "'add'", "hostIPC"):
@@ -238,6 +240,7 @@ ZONE = {"key": "zone", "operator": "In", "values": ["z"]}
 OWN = {"key": "metadata.name", "operator": "NotIn", "values": ["node-x"]}
 
 
+@pytest.mark.fault("The template's own node affinity has several terms, or empty ones")
 @pytest.mark.parametrize(
     ("name", "terms", "expected"),
     [
@@ -330,6 +333,8 @@ def test_one_worker_at_a_time_may_be_evicted(workers: int, remain: int) -> None:
     assert budget["spec"]["selector"] == {"matchLabels": {labels.JOB_UID: UID}}
 
 
+@pytest.mark.fault("A pod of another job or tenant calls a worker")
+@pytest.mark.fault("A pod of another tenant connects to a sidecar")
 def test_workers_are_reached_by_each_other_the_operator_and_readers_of_metrics() -> None:
     reader = {"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}
     network = WorkerNetwork("holdfast-system", (("app", "holdfast"),), (reader,))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from holdfast_core.ids import JobUid
 from holdfast_operator.sidecars.call_slots import JOB_SHARE, CallSlots, Standing
 
@@ -58,6 +60,7 @@ def run_scenario(scenario: Callable[[Calls], object]) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.fault("Thousands of silent pods exist beside a healthy job")
 def test_silent_pods_of_many_jobs_take_no_slot_of_pods_that_answer() -> None:
     async def scenario(calls: Calls) -> None:
         for n in range(200):
@@ -70,6 +73,7 @@ def test_silent_pods_of_many_jobs_take_no_slot_of_pods_that_answer() -> None:
     run_scenario(scenario)
 
 
+@pytest.mark.fault("One job is large or hostile")
 def test_one_job_does_not_take_the_slots_of_all() -> None:
     async def scenario(calls: Calls) -> None:
         for n in range(50):
@@ -81,6 +85,7 @@ def test_one_job_does_not_take_the_slots_of_all() -> None:
     run_scenario(scenario)
 
 
+@pytest.mark.fault("A recovery begins among many polls")
 def test_recoveries_go_first_and_jobs_take_turns() -> None:
     async def scenario(calls: Calls) -> None:
         for n in range(8):
@@ -99,6 +104,7 @@ def test_recoveries_go_first_and_jobs_take_turns() -> None:
     run_scenario(scenario)
 
 
+@pytest.mark.fault("One job asks for many calls to its sidecars")
 def test_a_job_that_was_served_goes_last() -> None:
     async def scenario(calls: Calls) -> None:
         for n in range(8):

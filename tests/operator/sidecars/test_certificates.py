@@ -71,6 +71,7 @@ def test_mutual_tls_between_operator_and_pod() -> None:
     assert names == (("DNS", f"operator.{UID}.holdfast"),)
 
 
+@pytest.mark.fault("A certificate is stolen")
 @pytest.mark.parametrize("case", ["another pod's name", "another job's authority"])
 def test_wrong_peer_is_refused(case: str) -> None:
     authority, other = new_authority(UID), new_authority("other")
@@ -82,6 +83,7 @@ def test_wrong_peer_is_refused(case: str) -> None:
         asyncio.run(handshake(server_context(authority, pod), operator, peer_dns_name(asked, UID)))
 
 
+@pytest.mark.fault("A certificate is stolen")
 def test_a_certificate_names_its_usage() -> None:
     authority = new_authority(UID)
     leaf = x509.load_pem_x509_certificate(new_leaf(authority, "a.b.holdfast").certificate.encode())

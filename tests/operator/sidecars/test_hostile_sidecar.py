@@ -45,6 +45,9 @@ HOSTILE = {
 }
 
 
+@pytest.mark.fault(
+    "A sidecar answers a poll with values that are too large, infinite, negative, deep or no text"
+)
 @pytest.mark.parametrize("case", HOSTILE)
 async def test_the_poll_goes_on_after_any_answer(case: str) -> None:
     async with bench() as b:
@@ -60,6 +63,7 @@ async def test_the_poll_goes_on_after_any_answer(case: str) -> None:
         assert b.errors == []
 
 
+@pytest.mark.fault("The answer of a sidecar meets a defect of the operator")
 async def test_the_poll_goes_on_after_an_error_that_was_not_expected() -> None:
     """A defect of the operator: the consumer of the news fails once."""
     async with bench() as b:
@@ -76,6 +80,7 @@ async def test_the_poll_goes_on_after_an_error_that_was_not_expected() -> None:
         )
 
 
+@pytest.mark.fault("The answer of a sidecar meets a defect of the operator")
 async def test_a_call_that_ends_with_an_unexpected_error_is_made_again() -> None:
     async with bench() as b:
         pod = pod_view(0)
@@ -91,6 +96,7 @@ async def test_a_call_that_ends_with_an_unexpected_error_is_made_again() -> None
         await b.until(sealed)
 
 
+@pytest.mark.fault("An inventory is larger than its job can be")
 async def test_an_inventory_that_is_larger_than_its_job_is_refused() -> None:
     async with bench() as b:
         bad, good = pod_view(0), pod_view(1)
@@ -114,6 +120,7 @@ async def test_an_inventory_that_is_larger_than_its_job_is_refused() -> None:
         assert b.view(good).reachable is Reachable.YES
 
 
+@pytest.mark.fault("Silent pods accept connections and do not answer")
 async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
     """Each silent pod accepts the connection and sends nothing, which blocks a call for seconds."""
     async with bench() as b:
@@ -136,6 +143,7 @@ async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
         assert len(silent) < 150
 
 
+@pytest.mark.fault("A coordinator has news all the time")
 async def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time() -> None:
     """Every answer differs and arrives without delay. After a burst, the operator polls at a steady rate."""
     async with bench() as b:
@@ -158,6 +166,7 @@ async def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time()
         assert [s for s in b.clock.slept if s >= POLL_SECONDS_EACH]
 
 
+@pytest.mark.fault("A sidecar words its refusals differently each time")
 async def test_refusals_of_a_sidecar_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """The sidecar refuses with another text of 5,000 characters each time."""
     with caplog.at_level(logging.INFO, "holdfast_operator"):

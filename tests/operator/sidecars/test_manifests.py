@@ -39,6 +39,7 @@ async def seal(bench: Bench, round_: int, *pods: PodView) -> None:
     await bench.until(lambda: all(bench.view(p).sealed_round == round_ for p in pods))
 
 
+@pytest.mark.fault("Every worker of a large gang lists all manifests")
 async def test_each_manifest_of_a_gang_is_fetched_once() -> None:
     async with bench() as b:
         documents = tuple(stored_manifest(UID, step) for step in (5, 6))
@@ -56,6 +57,7 @@ async def test_each_manifest_of_a_gang_is_fetched_once() -> None:
         ]
 
 
+@pytest.mark.fault("An earlier manifest is known when a round is sealed")
 async def test_a_seal_brings_the_inventory_of_this_moment() -> None:
     """Manifests that were fetched earlier do not hide what was stored or deleted since."""
     async with bench() as b:
@@ -103,6 +105,7 @@ async def test_a_refused_commit_is_requested_again_by_a_later_pass() -> None:
         assert b.view(PODS[0]).reachable is Reachable.YES
 
 
+@pytest.mark.fault("An inventory arrives after that of a seal which began later")
 async def test_an_inventory_that_is_late_does_not_replace_that_of_a_newer_round() -> None:
     """The manifests of the first inventory take longer than those of the seal that began after it."""
     async with bench() as b:
@@ -120,6 +123,7 @@ async def test_an_inventory_that_is_late_does_not_replace_that_of_a_newer_round(
         assert (stored(b, PODS[0]).round, listed(b, PODS[0])) == (1, [6, 7])
 
 
+@pytest.mark.fault("A manifest is deleted after it was listed")
 async def test_a_manifest_that_was_deleted_since_it_was_listed_is_left_out() -> None:
     async with bench() as b:
         server = await b.serve(PODS[0])
@@ -130,6 +134,7 @@ async def test_a_manifest_that_was_deleted_since_it_was_listed_is_left_out() -> 
         assert listed(b, PODS[0]) == [6]
 
 
+@pytest.mark.fault("A sidecar sends another document than it listed")
 @pytest.mark.parametrize(
     "document",
     [
@@ -152,6 +157,7 @@ async def test_a_document_that_is_not_the_listed_one_is_refused(document: str) -
         assert b.errors == []
 
 
+@pytest.mark.fault("A sidecar lists a manifest of another job")
 async def test_a_manifest_that_contradicts_its_entry_is_refused() -> None:
     """The document has the listed digest but belongs to another job, so the entry is wrong."""
     async with bench() as b:
@@ -178,6 +184,7 @@ async def test_the_shards_of_another_number_of_ranks_are_not_kept() -> None:
         assert (manifest.world_size, manifest.shards) == (9, ())
 
 
+@pytest.mark.fault("The manifests of an inventory take longer than its time-out")
 async def test_an_inventory_whose_manifests_took_too_long_continues_where_it_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

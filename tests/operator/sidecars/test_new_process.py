@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 from tests.support.operator.bench import UID, Bench, bench, pod_view
 from tests.support.operator.fake_sidecar import FakeSidecar
 
@@ -32,6 +33,7 @@ def called(servers: list[FakeSidecar]) -> list[Counter[str]]:
     return [Counter(kind for kind, _ in s.calls) for s in servers]
 
 
+@pytest.mark.fault("The operator starts while gangs train")
 async def test_members_of_a_running_gang_need_no_call_before_the_coordinator_has_answered() -> None:
     async with bench() as b:
         b.clock.stopped = 100.0
@@ -66,6 +68,7 @@ async def test_members_are_called_in_turn_for_their_inventories() -> None:
         await b.until(lambda: known() == len(pods))
 
 
+@pytest.mark.fault("A sidecar has lost its ROUND when the operator starts")
 async def test_a_member_that_the_coordinator_no_longer_answers_for_is_called() -> None:
     async with bench() as b:
         b.clock.stopped = 100.0
@@ -101,6 +104,9 @@ async def test_a_member_whose_first_call_fails_is_called_again_soon() -> None:
         await b.until(unreachable)
 
 
+@pytest.mark.fault(
+    "The first inventory call to a sidecar fails while its coordinator answers for it"
+)
 async def test_a_coordinator_whose_first_inventory_was_damaged_is_asked_again_soon() -> None:
     async with bench() as b:
         b.clock.stopped = 100.0
@@ -151,6 +157,7 @@ async def test_a_sidecar_on_a_suspect_node_is_called_at_once() -> None:
         assert called(servers[1:3]) == [Counter()] * 2
 
 
+@pytest.mark.fault("The coordinator of a running gang is away when the operator starts")
 async def test_a_coordinator_that_does_not_answer_delays_no_other_sidecar() -> None:
     async with bench() as b:
         await serve(b, PODS[1:])

@@ -113,6 +113,7 @@ async def test_two_failures_make_it_unreachable_and_an_answer_reachable_again() 
         assert server.round == 1
 
 
+@pytest.mark.fault("A sidecar is silent for hours")
 @pytest.mark.parametrize(
     ("failures", "silent_seconds", "pause"),
     [

@@ -68,6 +68,7 @@ def test_node_without_a_lease_is_unknown() -> None:
     assert not leases.needs_confirmation("n", THRESHOLD, 1000.0, 1000.0)
 
 
+@pytest.mark.fault("A Node object is deleted")
 @pytest.mark.parametrize(
     ("name", "advance", "contact_after", "silent", "unproven"),
     [
@@ -111,6 +112,7 @@ def test_a_direct_read_confirms_that_a_node_is_gone() -> None:
     assert not leases.is_missing("node-b"), "no pod is bound to it"
 
 
+@pytest.mark.fault("A pod's event overtakes its new node's")
 def test_a_node_that_comes_late_to_the_watch_is_not_missing() -> None:
     """A pod's event may overtake the event of its new node."""
     clock = ManualClock()
@@ -169,6 +171,7 @@ def test_no_node_is_late_because_the_watch_of_leases_is_silent() -> None:
     assert leases.late(12.0, 1002.0, 1002.0) == {"dead"}
 
 
+@pytest.mark.fault("The leases of all nodes have grown old while the API server was away")
 def test_after_an_outage_a_node_is_late_once_it_has_had_time_to_renew_its_lease() -> None:
     """Both are proven to be silent for longer, which counts where a sidecar does not answer."""
     leases = NodeLeases()
@@ -216,6 +219,10 @@ def test_leases_that_are_late_with_most_others_are_no_evidence(late: int, in_dou
     assert unconfirmed == stopped
 
 
+@pytest.mark.fault(
+    "The leases of most nodes are late at the same time, because the API server or the operator is "
+    "slow"
+)
 def test_a_lost_node_is_found_when_most_leases_are_renewed_again() -> None:
     leases = renewed_until(1000.0, 20)
     leases.compare(1030.0)

@@ -157,6 +157,12 @@ async def test_one_request_lists_and_watches() -> None:
         assert b.server.watches == 1
 
 
+@pytest.mark.fault(
+    "A streamed list of the API server ends, fails or falls silent before its last object"
+)
+@pytest.mark.fault(
+    "An API server that has just started does not know the rights of the operator yet"
+)
 @pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.EXPIRED_CONTINUE])
 async def test_a_streamed_list_that_does_not_end_is_replaced_by_pages(fault: Fault) -> None:
     """A part of the objects is never taken for all of them.
@@ -259,6 +265,7 @@ async def test_storm_of_410_is_not_a_storm_of_requests() -> None:
     assert min(pauses[5:]) >= FAST.max_backoff_seconds / 2
 
 
+@pytest.mark.fault("An object in a watch cannot be parsed")
 async def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -> None:
     async with bench(a=1, bad=-1) as b:
         await b.watching()

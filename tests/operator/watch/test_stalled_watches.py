@@ -40,6 +40,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.fault("The API server refuses everything for minutes")
 @pytest.mark.parametrize("status", [None, 403, 410, 500])
 async def test_no_watch_is_stalled_while_the_api_server_refuses_everything(
     status: int | None,
@@ -54,6 +55,7 @@ async def test_no_watch_is_stalled_while_the_api_server_refuses_everything(
             assert cache.stalled_watches() == []
 
 
+@pytest.mark.fault("The loop of a watch stands still")
 async def test_a_watch_whose_loop_stands_still_is_stalled() -> None:
     """Its wait before the next request never ends."""
     api, clock = FakeApi(), StoppableClock()

@@ -14,6 +14,7 @@ from tests.support.clock import ManualClock
 from holdfast_sidecar.base import logs
 
 
+@pytest.mark.fault("A caller causes log lines without end")
 def test_what_others_cause_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     limited = logs.RateLimited(clock)

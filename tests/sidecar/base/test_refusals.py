@@ -367,6 +367,8 @@ CASES = [
 ]
 
 
+@pytest.mark.fault("A message or a copy belongs to an older round")
+@pytest.mark.fault("A relay sends letters of workers of another group")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_refusal(case: Case) -> None:
     refused = refuse(case.state, case.caller, case.message)
@@ -415,6 +417,7 @@ def test_rendezvous(
     assert (None if refused is None else refused.code) == expected
 
 
+@pytest.mark.fault("A caller asks for shards that it may not read")
 @pytest.mark.parametrize(
     ("state", "caller", "expected"),
     [
@@ -459,6 +462,8 @@ def test_a_member_that_sends_it_elsewhere_is_refused_before_its_body_is_read(nam
     assert early.code == case.expected
 
 
+@pytest.mark.fault("A former member sends each kind of message, whatever round it names")
+@pytest.mark.fault("A pod of an older round sends old shards")
 @pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("state", [PLAIN, sealed(0)], ids=["held", "sealed"])
 @pytest.mark.parametrize("round_", [None, OLD, NOW, NEW], ids=["no word", "older", "now", "newer"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast_core.ids import Rank, RestartRound, Step, TierName
 from holdfast_core.messages.codec import loads
 from holdfast_core.messages.schema import Progress
@@ -23,6 +25,7 @@ def test_a_seal_is_no_step_of_the_new_round() -> None:
     assert sample(metrics, 'holdfast_step{rank="0"}') == 30
 
 
+@pytest.mark.fault("A reported value has a lone surrogate in its name")
 def test_names_that_a_script_reports_neither_break_nor_fill_the_page() -> None:
     metrics = Metrics()
     for step in range(100):

@@ -163,6 +163,7 @@ async def test_the_operator_cannot_delete_what_a_restore_needs_from_the_store(
         assert found.value.code is Refusal.PROTECTED
 
 
+@pytest.mark.fault("All ranks return while a step waits in slots")
 async def test_the_end_of_a_job_uploads_the_step_that_waits_in_slots_and_not_an_older_one(
     tmp_path: Path,
 ) -> None:

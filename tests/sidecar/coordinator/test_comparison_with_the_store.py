@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 from tests.support.clock import ManualClock
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.ledgers import LAYOUT, acknowledge, new_ledger, shard_info
@@ -78,6 +79,7 @@ class World:
         return Step(step) in self.ledger.on_way_to_store
 
 
+@pytest.mark.fault("The bucket is emptied, and all pods are lost")
 async def test_a_missing_checkpoint_is_reported_with_its_key_and_its_store() -> None:
     async with World() as world:
         assert world.reasons == [(TierName.OBJECT, "CheckpointMissing")]

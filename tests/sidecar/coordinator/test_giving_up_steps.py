@@ -39,6 +39,7 @@ def written_by_rank_0(*steps: int) -> Ledger:
     return ledger
 
 
+@pytest.mark.fault("A rank fails or skips a step that others hold")
 @pytest.mark.parametrize(
     ("reported", "gone"),
     [
@@ -56,6 +57,7 @@ def test_a_step_that_a_rank_no_longer_saves_is_given_up(
     assert abandoned_steps(written_by_rank_0(10, 20, 30, 40), reported, BOTH) == gone
 
 
+@pytest.mark.fault("A step below a replicated one is incomplete")
 def test_an_incomplete_step_below_a_replicated_one_is_pruned() -> None:
     ledger = written_by_rank_0(10, 30)
     commit(ledger, 20)
@@ -127,6 +129,7 @@ def report(reported_to: str, *failures: Failure) -> WorkerReport:
     )
 
 
+@pytest.mark.fault("A restarted coordinator receives old reports")
 def test_only_reports_to_this_process_of_the_coordinator_count() -> None:
     """Right after a restart of the coordinator, a report still names what the earlier process received."""
     members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
@@ -148,6 +151,7 @@ def test_failures_name_their_worker_and_a_full_node_sets_pressed() -> None:
 # --------------------------------------------------------------------------- steps that are gone
 
 
+@pytest.mark.fault("Steps of a long job go, and the coordinator remembers some of each")
 def test_the_memory_of_deleted_steps_is_bounded() -> None:
     gone = Forgotten()
     last = 4 * MAX_FORGOTTEN

@@ -176,6 +176,7 @@ def test_a_gang_does_not_hang_if(case: str) -> None:
     assert (training.watch.token, training.watch.hang) == ("", None)
 
 
+@pytest.mark.fault("A sidecar is silent while the gang finishes no step")
 def test_a_silent_sidecar_is_no_hang_and_the_time_counts_again_when_it_reports() -> None:
     training = trained()
     training.run(600, silent=2)
@@ -186,6 +187,7 @@ def test_a_silent_sidecar_is_no_hang_and_the_time_counts_again_when_it_reports()
     assert training.watch.hang is not None
 
 
+@pytest.mark.fault("The coordinator's process is stopped while the gang trains")
 def test_the_time_in_which_the_coordinator_itself_was_stopped_does_not_count() -> None:
     training = trained()
     training.now += 300
@@ -245,6 +247,7 @@ def test_a_rank_that_ends_its_work_and_waits_for_ever_hangs_with_the_next_look()
     assert training.watch.hang is not None
 
 
+@pytest.mark.fault("A launcher does not answer the request for stacks")
 def test_a_launcher_that_sends_no_stacks_delays_the_report_for_a_time() -> None:
     training = trained()
     training.answers(waiting(0), waiting(2))
@@ -261,6 +264,10 @@ def stacks_of(*stacks: RankStack) -> dict[Rank, RankStack]:
     return {s.rank: s for s in stacks}
 
 
+@pytest.mark.fault(
+    "A rank stops in the middle of a collective, which ends on some of the others and not on the "
+    "rest"
+)
 @pytest.mark.parametrize(
     ("steps", "stacks", "late"),
     [

@@ -48,6 +48,7 @@ def ended(gang: LocalGang) -> None:
     gang.running_round = None
 
 
+@pytest.mark.fault("A pod is evicted while its gang does not train")
 @pytest.mark.parametrize(
     ("happens", "expected"),
     [
@@ -70,6 +71,7 @@ def test_a_pod_trains_while_all_of_its_ranks_do(
     assert not gang.trains(RestartRound(4), RANKS)
 
 
+@pytest.mark.fault("The launcher ends after its ranks have returned")
 @pytest.mark.parametrize(
     ("returned", "lost"),
     [

@@ -74,6 +74,7 @@ async def test_a_cancelled_task_is_no_death() -> None:
     assert counted == []
 
 
+@pytest.mark.fault("A thread of the sidecar dies")
 @pytest.mark.parametrize(
     ("name", "kind", "fatal"),
     [("bulk-accept", "thread", True), (CONNECTION_THREAD, "connection", False)],

@@ -42,6 +42,7 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
+@pytest.mark.fault("All pods of a job are deleted at once while a flush waits for peers")
 @pytest.mark.parametrize(
     ("stuck", "expected"),
     [

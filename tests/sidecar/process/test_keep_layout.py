@@ -66,6 +66,7 @@ async def test_a_layout_is_durable_when_it_is_acknowledged_and_requested_once(
     assert sender.sent == 1
 
 
+@pytest.mark.fault("A target of copies has no room for a layout")
 async def test_a_full_node_says_so(tmp_path: Path) -> None:
     """The coordinator prunes more steps while a node reports that it, or a target of its copies, is full."""
     with pytest.raises(RefusedError) as refused:

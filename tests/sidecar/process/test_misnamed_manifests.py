@@ -57,6 +57,7 @@ def tried(point: RestorePoint, node: MemoryTier) -> str:
     return asyncio.run(scenario())
 
 
+@pytest.mark.fault("A manifest lies under the name of another step, round or job")
 @pytest.mark.parametrize(
     ("job_uid", "checkpoint"),
     [
@@ -83,6 +84,8 @@ def test_a_misnamed_manifest_is_not_restored_from_any_tier(
         node.get_manifest(job_uid, checkpoint)
 
 
+@pytest.mark.fault("A manifest belongs to another namespace")
+@pytest.mark.fault("Training code takes the store's keys, or reads objects of another job")
 def test_a_manifest_of_the_same_uid_in_another_namespace_is_not_restored() -> None:
     node = MemoryTier()
     node.put_manifest(JOB.uid, SAVED, DOCUMENT)
@@ -90,6 +93,7 @@ def test_a_manifest_of_the_same_uid_in_another_namespace_is_not_restored() -> No
     assert tried(point, node).count("renamed or copied") == 3
 
 
+@pytest.mark.fault("A file of the node tier has another content than its name says")
 def test_an_inventory_lists_correctly_named_manifests_and_quarantines_the_others(
     tmp_path: Path,
 ) -> None:

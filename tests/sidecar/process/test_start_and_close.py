@@ -101,6 +101,7 @@ def is_open(port: int) -> bool:
     return True
 
 
+@pytest.mark.fault("A bulk server closes while it accepts a connection")
 async def test_everything_is_closed_in_the_reverse_order(settings: Settings) -> None:
     async with RecordingStack() as stack:
         await start_sidecar(settings, SystemClock(), Metrics(), stack)
@@ -112,6 +113,7 @@ async def test_everything_is_closed_in_the_reverse_order(settings: Settings) -> 
     assert not any(is_open(port) for port in ports.values())
 
 
+@pytest.mark.fault("The start of a sidecar fails midway")
 async def test_a_start_that_fails_closes_what_it_opened(settings: Settings) -> None:
     """The metrics port is in use, so the servers before it close and no rank can connect."""
     with socket.create_server(("0.0.0.0", 0)) as taken:

@@ -172,6 +172,7 @@ async def test_a_seal_ends_the_wait() -> None:
             await fetch
 
 
+@pytest.mark.fault("A new round begins at the moment at which a restore of the old one tries again")
 async def test_a_seal_ends_a_restore_that_retries_at_the_same_moment() -> None:
     async with running(*[AWAY] * 10_000) as world:
         seals: list[asyncio.Task[None]] = []

@@ -69,6 +69,7 @@ async def test_a_good_copy_stays_and_is_offered_again(tmp_path: Path) -> None:
         assert CORRUPTIONS not in world.metrics.render().decode()
 
 
+@pytest.mark.fault("A peer sends wrong bytes")
 async def test_a_bad_copy_is_quarantined_and_never_offered_again(tmp_path: Path) -> None:
     peer = RefusingOnce(Refusal.CONFLICT)
     async with running_flow(tmp_path, peer) as world:
@@ -82,6 +83,7 @@ async def test_a_bad_copy_is_quarantined_and_never_offered_again(tmp_path: Path)
         assert CORRUPTIONS in world.metrics.render().decode()
 
 
+@pytest.mark.fault("A target cannot copy now (busy, full, sealed)")
 @pytest.mark.parametrize("code", [Refusal.BUSY, Refusal.NO_SPACE, Refusal.SEALED])
 async def test_a_target_that_cannot_copy_now_is_asked_again(tmp_path: Path, code: Refusal) -> None:
     peer = RefusingOnce(code)
@@ -103,6 +105,7 @@ async def test_a_shard_that_its_owner_has_no_more_is_not_offered_again(tmp_path:
         assert world.flow.shards() == ()
 
 
+@pytest.mark.fault("A target prunes a step before the sender of its copy does")
 async def test_a_copy_of_a_step_that_the_target_has_pruned_is_no_failure(tmp_path: Path) -> None:
     """The target prunes the step before this node, which no longer copies it then. Here it is not pruned."""
     failures: list[tuple[Failure, ...]] = []
@@ -119,6 +122,7 @@ async def test_a_copy_of_a_step_that_the_target_has_pruned_is_no_failure(tmp_pat
         assert failures == [(), ()]
 
 
+@pytest.mark.fault("A target's disk hangs while it copies (the owner reports it and asks again)")
 async def test_a_copy_without_progress_is_reported_and_requested_again(tmp_path: Path) -> None:
     peer = Stalled()
     async with running_flow(tmp_path, peer, disk_quiet_seconds=0.05) as world:

@@ -116,6 +116,7 @@ async def test_requests_for_one_shard_wait_for_one_copy() -> None:
         assert here.owner.copies == 1
 
 
+@pytest.mark.fault("An owner stalls while a target copies from others too")
 async def test_an_owner_that_stalls_delays_no_copy_of_another_owner() -> None:
     async with world() as here:
         stalled = [here.take(shard(step).ref) for step in (7, 8, 9)]
@@ -150,6 +151,7 @@ async def test_a_request_is_answered_before_its_caller_gives_up() -> None:
         assert reply.durable
 
 
+@pytest.mark.fault("All threads of a target of copies are busy")
 async def test_a_copy_that_waits_for_a_thread_progresses_with_the_copies_before_it() -> None:
     """All threads copy. A sender would give up a copy that seems to make no progress for a minute."""
     async with world(call_seconds=0.03) as here:
@@ -168,6 +170,7 @@ async def test_a_copy_that_waits_for_a_thread_progresses_with_the_copies_before_
         await asyncio.gather(*running)
 
 
+@pytest.mark.fault("The owner's request for a copy is lost or cancelled while the copy runs")
 async def test_a_caller_that_disconnects_does_not_end_the_copy() -> None:
     async with world() as here:
         request = here.take(shard().ref)
@@ -213,6 +216,7 @@ async def test_the_owner_receives_the_reason_of_a_failure(
         assert getattr(caught.value, "code", None) == code
 
 
+@pytest.mark.fault("The round is sealed while a target copies")
 async def test_a_copy_of_a_round_that_was_sealed_meanwhile_is_not_kept() -> None:
     async with world() as here:
         request = here.take(shard().ref)
@@ -224,6 +228,7 @@ async def test_a_copy_of_a_round_that_was_sealed_meanwhile_is_not_kept() -> None
         assert here.node.list_shards() == ()
 
 
+@pytest.mark.fault("A step is pruned while a copy of it arrives")
 @pytest.mark.parametrize("pruned_after_the_copy", [False, True])
 async def test_a_copy_of_a_step_that_was_pruned_meanwhile_is_not_kept(
     pruned_after_the_copy: bool,

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar import FakeRank, rank_document, until
 from tests.support.sidecar.contracts import contract_with
@@ -95,6 +96,7 @@ def full(step: int) -> Failure:
     return Failure(Step(step), TierName.NODE, NODE_FULL, "no room")
 
 
+@pytest.mark.fault("A volume is full, a newer step is committed, and no further report comes")
 async def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None:
     """One report names a full volume, and no report follows. Each later commit releases an older step."""
     async with World(tmp_path) as world:
@@ -108,6 +110,7 @@ async def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None
         await world.pruned(1, 2)
 
 
+@pytest.mark.fault("A full volume is reported within a second of the last pruning")
 async def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: Path) -> None:
     """Steps are pruned for lack of room at most once a second. A report within that second is acted on at
     its end, without another report."""
@@ -121,6 +124,7 @@ async def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: P
         await world.pruned(1, 2)
 
 
+@pytest.mark.fault("A full volume has room again")
 async def test_no_step_is_deleted_once_there_is_room(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         for step in (1, 2, 3):
@@ -152,6 +156,7 @@ class FullOnce(MemoryTier):
         return super().write_shard(header, source)
 
 
+@pytest.mark.fault("A slow write that has room again reports a full volume")
 async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) -> None:
     """While the failure is reported, older steps are pruned, and a write of a large shard takes long."""
     node, pools, failures = FullOnce(), Pools(disk=1, fetch=1, store=1), Failures(lambda: None)

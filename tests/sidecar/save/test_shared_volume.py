@@ -92,6 +92,7 @@ def assert_untouched(victim: Path) -> None:
 # --------------------------------------------------------------------------- notes
 
 
+@pytest.mark.fault("A trainer puts a link in place of a note")
 def test_a_note_is_not_written_through_a_link(shared: Path, victim: Path) -> None:
     notes = SlotNotes(shared / "staged")
     notes.write(NOTE)
@@ -103,6 +104,7 @@ def test_a_note_is_not_written_through_a_link(shared: Path, victim: Path) -> Non
     assert notes.read(SLOT) == NOTE
 
 
+@pytest.mark.fault("A trainer puts a hard link in place of a note")
 def test_a_note_is_not_written_through_a_hard_link(shared: Path) -> None:
     """The link is a second name for another file of the sidecar in the same volume."""
     other = shared / "other"
@@ -117,6 +119,7 @@ def test_a_note_is_not_written_through_a_hard_link(shared: Path) -> None:
     assert notes.read(SLOT) == NOTE
 
 
+@pytest.mark.fault("A trainer replaces the directory of the notes")
 @pytest.mark.parametrize("when", ["before the first note", "between two notes"])
 def test_notes_do_not_follow_a_directory_that_was_replaced(
     shared: Path, victim: Path, when: str
@@ -179,6 +182,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.fault("A trainer puts a FIFO, socket, directory or sparse file in place of a note")
 @pytest.mark.parametrize("make", HOSTILE)
 def test_a_note_that_is_no_regular_file_is_refused_at_once(
     shared: Path, make: Callable[[Path], None]
@@ -207,6 +211,7 @@ def layouts(shared: Path) -> Iterator[RankLayouts]:
     pools.close()
 
 
+@pytest.mark.fault("A trainer puts a link in place of a layout or of its temporary file")
 def test_a_layout_is_not_given_through_a_link(
     shared: Path, victim: Path, layouts: RankLayouts
 ) -> None:
@@ -220,6 +225,7 @@ def test_a_layout_is_not_given_through_a_link(
     assert (shared / "layouts" / name).read_bytes() == DOCUMENT
 
 
+@pytest.mark.fault("A trainer puts a link in place of the directory of layouts")
 def test_a_layout_is_not_given_into_a_directory_that_is_a_link(
     shared: Path, victim: Path, layouts: RankLayouts
 ) -> None:
@@ -229,6 +235,7 @@ def test_a_layout_is_not_given_into_a_directory_that_is_a_link(
     assert_untouched(victim)
 
 
+@pytest.mark.fault("A layout is read through a link")
 def test_a_layout_is_not_read_through_a_link(
     shared: Path, victim: Path, layouts: RankLayouts
 ) -> None:
@@ -239,6 +246,7 @@ def test_a_layout_is_not_read_through_a_link(
         asyncio.run(layouts.ensure(DIGEST))
 
 
+@pytest.mark.fault("A trainer puts a FIFO, socket, directory or sparse file in place of a layout")
 @pytest.mark.parametrize("make", HOSTILE)
 def test_a_layout_that_is_no_regular_file_is_refused_at_once(
     shared: Path, layouts: RankLayouts, make: Callable[[Path], None]
@@ -260,6 +268,7 @@ def slot_file(path: Path, *, capacity_bytes: int = 4096) -> None:
     os.truncate(path, HEADER_BYTES + capacity_bytes)
 
 
+@pytest.mark.fault("A trainer puts a link in place of the directory of slots")
 def test_slots_are_not_opened_in_a_directory_that_is_a_link(shared: Path, victim: Path) -> None:
     """A file of the sidecar's volume that has the name of a slot is not written to."""
     slot_file(victim.parent / SLOT)
@@ -269,6 +278,7 @@ def test_slots_are_not_opened_in_a_directory_that_is_a_link(shared: Path, victim
         SlotFile.open(shared / "slots", SLOT)
 
 
+@pytest.mark.fault("A trainer makes a slot a hard link")
 def test_a_slot_with_a_second_name_is_not_opened(shared: Path) -> None:
     (shared / "slots").mkdir()
     slot_file(shared / "a-file-of-the-sidecar")
@@ -277,6 +287,7 @@ def test_a_slot_with_a_second_name_is_not_opened(shared: Path) -> None:
         SlotFile.open(shared / "slots", SLOT)
 
 
+@pytest.mark.fault("A slot is a link to a file of the sidecar")
 def test_a_slot_that_is_a_link_is_not_opened(shared: Path, victim: Path) -> None:
     """Otherwise the sidecar would write to a file of its own volume whose contents look like a slot."""
     slot_file(victim.parent / "slot")
@@ -296,6 +307,7 @@ def test_a_slot_that_is_no_regular_file_is_refused_at_once(
         within_guard(lambda: SlotFile.open(shared / "slots", SLOT))
 
 
+@pytest.mark.fault("A sparse slot claims more than the volume holds")
 def test_a_slot_that_claims_more_than_its_volume_holds_is_refused(shared: Path) -> None:
     """The pages of the file are holes: they cost the trainer nothing, and the sidecar would read for
     years."""
@@ -310,6 +322,7 @@ def test_a_slot_that_claims_more_than_its_volume_holds_is_refused(shared: Path) 
         slot.close()
 
 
+@pytest.mark.fault("A trainer shrinks a slot under its reader")
 def test_a_slot_that_shrinks_under_the_reader_is_an_error(shared: Path) -> None:
     (shared / "slots").mkdir()
     slot_file(shared / "slots" / SLOT, capacity_bytes=1 << 20)
@@ -334,6 +347,7 @@ def test_a_directory_of_many_names_is_not_listed_whole(shared: Path) -> None:
 # --------------------------------------------------------------------------- socket, ports
 
 
+@pytest.mark.fault("Another process has taken the path of the pod's socket")
 @pytest.mark.parametrize("make", [_fifo, _socket, _directory])
 def test_the_socket_takes_the_place_of_what_lies_there(
     shared: Path, make: Callable[[Path], None]
@@ -365,6 +379,7 @@ def test_the_socket_is_not_created_through_a_link(shared: Path, victim: Path) ->
     assert_untouched(victim)
 
 
+@pytest.mark.fault("Links lie in wait when a sidecar starts")
 def test_the_sidecar_leaves_nothing_but_its_socket_where_the_trainer_can_replace_it(
     root: Path, shared: Path
 ) -> None:

@@ -39,6 +39,7 @@ async def test_a_step_that_is_saved_again_is_acknowledged_when_its_bytes_are_the
         assert world.node.begun == [1], "it is compared, not written"
 
 
+@pytest.mark.fault("A step is saved again with other bytes, in a pod")
 @pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "waits in memory"])
 async def test_a_step_that_is_saved_again_with_other_bytes_is_refused(
     tmp_path: Path, slots: int
@@ -59,6 +60,7 @@ async def test_a_step_that_is_saved_again_with_other_bytes_is_refused(
             await world.save(1, 1, OTHER + b"1")
 
 
+@pytest.mark.fault("A step in memory is saved again with other bytes")
 async def test_a_step_in_memory_that_is_saved_again_is_compared_in_memory(tmp_path: Path) -> None:
     async with running(tmp_path, 4) as world:
         await world.save(0, 1)

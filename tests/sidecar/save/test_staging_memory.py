@@ -116,6 +116,7 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(shared)], check=True)
 
 
+@pytest.mark.fault("A trainer truncates its slot and fills the volume")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 @pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "waits in memory"])
 async def test_a_trainer_that_truncates_its_slot_and_fills_the_volume_ends_no_task(

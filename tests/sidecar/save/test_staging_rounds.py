@@ -15,6 +15,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardHeader
 
 
+@pytest.mark.fault("The sidecar dies while steps wait in slots, and the SEAL comes before a ROUND")
 @pytest.mark.parametrize("dies", [False, True], ids=["same process", "another process"])
 async def test_a_seal_writes_all_that_was_handed_over_and_nothing_else(
     tmp_path: Path, dies: bool

@@ -1,4 +1,4 @@
-"""F24: a write that hangs is reported while it hangs, and its result is accepted when it returns."""
+"""A write that hangs is reported while it hangs, and its result is accepted when it returns."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def message_of(failures: Failures) -> str:
     return "".join(failure.message for failure in failures.current)
 
 
+@pytest.mark.fault("A write to the disk hangs")
 async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) -> None:
     reported, written = asyncio.Event(), asyncio.Event()
     outcomes: list[Outcome] = []
@@ -84,6 +85,7 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
     pools.close()
 
 
+@pytest.mark.fault("A write waits for those of other ranks")
 async def test_a_write_that_waits_for_another_one_is_not_reported(tmp_path: Path) -> None:
     """With one thread the second write cannot begin. The report names the write that hangs, not that one."""
     steps: set[int | None] = set()
@@ -159,6 +161,7 @@ class HangingReadBack(MemoryTier):
         return record
 
 
+@pytest.mark.fault("The full read-back of a first save is slow")
 async def test_the_read_back_of_a_write_counts_as_progress(tmp_path: Path) -> None:
     """The first write of a rank is read back whole, which takes as long as the write itself."""
     reported, written = asyncio.Event(), asyncio.Event()

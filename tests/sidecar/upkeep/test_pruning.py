@@ -63,6 +63,7 @@ def test_steps_of_older_rounds_above_the_restore_point_are_deleted(node: DiskNod
     assert left(node) == ({(5, 0), (7, 2)}, {(5, 0), (7, 2)})
 
 
+@pytest.mark.fault("A node begins a round with a quarantined checkpoint off the lineage")
 def test_a_quarantined_checkpoint_off_the_lineage_stays(node: DiskNodeTier) -> None:
     for step, round_ in ((5, 0), (6, 0), (7, 1)):
         put(node, step, round_)

@@ -162,6 +162,7 @@ async def test_intact_files_are_read_again_in_every_pass(tmp_path: Path) -> None
         assert world.quarantined() == []
 
 
+@pytest.mark.fault("A shard at rest on a node changes")
 async def test_a_shard_that_changed_is_quarantined_and_fetched_again(tmp_path: Path) -> None:
     async with running(tmp_path) as world:
         flip_bit(world.node.shard_path(world.record.ref), 4096 + len(PAYLOAD) // 2)
@@ -172,6 +173,7 @@ async def test_a_shard_that_changed_is_quarantined_and_fetched_again(tmp_path: P
         assert world.counted(CORRUPT) == 1
 
 
+@pytest.mark.fault("A shard on a node is deleted by another program")
 async def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: Path) -> None:
     async with running(tmp_path) as world:
         path = world.node.shard_path(world.record.ref)
@@ -181,6 +183,7 @@ async def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: P
             reader.verify()
 
 
+@pytest.mark.fault("The disk cannot read one shard or list (EIO) during a scrub")
 @pytest.mark.parametrize("operation", ["open_shard", "read", "list_manifests"])
 async def test_an_unreadable_file_does_not_stop_the_scrub_of_the_others(
     tmp_path: Path, operation: str
@@ -212,6 +215,7 @@ async def test_an_unreadable_file_does_not_stop_the_scrub_of_the_others(
         world.pools.close()
 
 
+@pytest.mark.fault("The source of a replacement for a bad copy is away")
 async def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
     async with running(tmp_path) as world:
         world.peer.is_away = True
@@ -222,6 +226,7 @@ async def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> Non
         await world.until(lambda: world.node.find(world.record.ref) is not None)
 
 
+@pytest.mark.fault("A shard is pruned while its bad copy waits for a replacement")
 async def test_a_shard_that_was_pruned_meanwhile_is_not_fetched_again(tmp_path: Path) -> None:
     async with running(tmp_path) as world:
         world.peer.is_away = True
@@ -237,6 +242,7 @@ async def test_a_shard_that_was_pruned_meanwhile_is_not_fetched_again(tmp_path: 
         assert world.node.list_manifests() == ()
 
 
+@pytest.mark.fault("A manifest or layout at rest on a node changes")
 @pytest.mark.parametrize("document", ["manifest", "layout"])
 async def test_a_document_that_changed_is_replaced(tmp_path: Path, document: str) -> None:
     async with running(tmp_path) as world:
@@ -251,6 +257,7 @@ async def test_a_document_that_changed_is_replaced(tmp_path: Path, document: str
         await world.until(lambda: content_of(path) == good)
 
 
+@pytest.mark.fault("A scrub meets saves, restores and the end of its process")
 def test_a_pass_waits_for_saves_and_still_ends_in_time() -> None:
     schedule = ScrubPace(total_bytes=1000, pass_seconds=100.0, started=0.0)
     assert not schedule.is_late(49.0), "half of the time it may wait"
@@ -268,6 +275,7 @@ def test_idle_reads_take_half_of_a_pass() -> None:
     assert ScrubPace(10, 43_200.0, 0.0).pause_seconds(4 << 20) == 1.0, "not slower than that"
 
 
+@pytest.mark.fault("A save or a restore runs when a scrub is due")
 async def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) -> None:
     """The pass has a long period, so that it is never late."""
     world = World(tmp_path)
@@ -298,6 +306,7 @@ async def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) ->
         world.pools.close()
 
 
+@pytest.mark.fault("One document cannot be read during a scrub")
 def test_an_unreadable_document_hides_no_other(tmp_path: Path) -> None:
     world = World(tmp_path)
     damaged = tmp_path / "node" / JOB.uid / "manifests/s000000000099/r000000.json"
@@ -312,6 +321,7 @@ def test_an_unreadable_document_hides_no_other(tmp_path: Path) -> None:
     world.pools.close()
 
 
+@pytest.mark.fault("A copy cannot be replaced during a scrub")
 async def test_an_error_while_a_copy_is_replaced_does_not_end_the_scrub(tmp_path: Path) -> None:
     class FailingReplacer:
         calls = 0

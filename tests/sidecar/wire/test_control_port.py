@@ -125,6 +125,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.fault("Strangers connect to the control port and hold their connections")
 @pytest.mark.parametrize("text", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
 async def test_unauthenticated_callers_occupy_few_connections_and_block_no_member(
     certificates: Files, text: bytes
@@ -144,6 +145,8 @@ async def test_unauthenticated_callers_occupy_few_connections_and_block_no_membe
         assert dropped["control room"] >= 400 - 129
 
 
+@pytest.mark.fault("Strangers connect from many addresses")
+@pytest.mark.fault("A stranger connects to the control port without a pause")
 @pytest.mark.parametrize("addresses", [1, 200])
 async def test_a_flood_from_another_process_leaves_few_connections_open_and_blocks_no_member(
     certificates: Files, addresses: int
@@ -171,6 +174,7 @@ async def test_a_flood_from_another_process_leaves_few_connections_open_and_bloc
         assert most <= 128 + 32, "those that were replaced are closed"
 
 
+@pytest.mark.fault("A handshake never ends")
 async def test_a_handshake_that_does_not_come_ends(certificates: Files) -> None:
     limits = ListenerLimits(handshake_seconds=0.2)
     async with control(certificates, Handler(), limits) as (server, port, dropped):
@@ -186,6 +190,7 @@ async def test_a_handshake_that_does_not_come_ends(certificates: Files) -> None:
         assert dropped["control handshake"] == 8
 
 
+@pytest.mark.fault("One pod opens many connections")
 async def test_connections_of_one_pod_are_bounded(certificates: Files) -> None:
     limits = ListenerLimits(ConnectionLimits(per_caller=3))
     async with control(certificates, Handler(), limits) as (server, port, _):
@@ -206,6 +211,7 @@ async def test_connections_of_one_pod_are_bounded(certificates: Files) -> None:
             writer.close()
 
 
+@pytest.mark.fault("A former member sends a body of 63 MiB")
 @pytest.mark.parametrize("path", ["/v1/manifest", "/v1/prepared", "/v1/report", "/v1/suspect"])
 async def test_a_former_member_is_refused_before_its_body_is_sent(
     certificates: Files, path: str
@@ -226,6 +232,7 @@ async def test_a_former_member_is_refused_before_its_body_is_sent(
     assert handler.dispatched == []
 
 
+@pytest.mark.fault("A message is larger than its kind may be")
 @pytest.mark.parametrize(
     ("pod", "path", "length"),
     [
@@ -264,6 +271,7 @@ async def half_sent(
     return reader
 
 
+@pytest.mark.fault("A member sends half of many bodies")
 @pytest.mark.parametrize("path", ["/v1/prepared", "/v1/relay"])
 async def test_half_sent_bodies_of_a_member_stop_neither_the_operator_nor_other_members(
     certificates: Files, path: str
@@ -304,6 +312,7 @@ async def test_a_body_that_stops_is_given_up(certificates: Files) -> None:
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 503")
 
 
+@pytest.mark.fault("A body has an unknown length")
 async def test_a_body_of_unknown_length_is_refused(certificates: Files) -> None:
     async with control(certificates, Handler()) as (_, port, _):
         operator = client_context(certificates(operator_dns_name(JOB)))
@@ -317,6 +326,7 @@ async def test_a_body_of_unknown_length_is_refused(certificates: Files) -> None:
         writer.close()
 
 
+@pytest.mark.fault("A caller of another round sends a body")
 @pytest.mark.parametrize(
     ("header", "code"),
     [("4", "StaleRound"), ("6", "FutureRound"), ("5", "NotMember"), ("x", "BadRequest")],
@@ -336,6 +346,8 @@ async def test_the_round_is_checked_before_the_body(
         assert (status, refused["code"]) == (400 if header == "x" else 409, code)
 
 
+@pytest.mark.fault("A caller does not receive the layouts that it requests")
+@pytest.mark.fault("A caller leaves while it receives a layout")
 async def test_few_layouts_are_in_memory_while_callers_do_not_receive_them(
     certificates: Files, caplog: pytest.LogCaptureFixture
 ) -> None:

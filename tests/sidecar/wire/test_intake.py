@@ -170,6 +170,7 @@ class Listening(Failing):
         self.received.append(message)
 
 
+@pytest.mark.fault("Finish overtakes a rank's last Progress")
 def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) -> None:
     """Finish comes on the launcher's connection and may overtake a rank's last Progress."""
 
@@ -193,6 +194,7 @@ def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) 
     assert asyncio.run(scenario()) == [Progress(RestartRound(1), Rank(0), Step(7))]
 
 
+@pytest.mark.fault("A forked child holds its rank's connection open at the end")
 def test_a_connection_that_outlives_its_rank_does_not_hold_up_the_end(socket_path: Path) -> None:
     """A data loader's worker inherits the socket of the rank that forked it."""
 

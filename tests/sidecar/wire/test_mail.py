@@ -61,6 +61,7 @@ async def test_letters_that_come_during_a_request_travel_together() -> None:
         assert [len(letters) for letters in relay.requests] == [1, 3]
 
 
+@pytest.mark.fault("A worker repeats a message that still waits at its relay")
 async def test_a_message_that_its_sender_repeats_is_sent_once() -> None:
     """The coordinator refuses a letter with several senders, together with all others of the request."""
     relay = Relay()

@@ -60,6 +60,7 @@ async def scrape(port: int) -> str:
             return await response.text()
 
 
+@pytest.mark.fault("A client sends half requests to the metrics port")
 async def test_half_requests_hold_few_descriptors_and_little_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -96,6 +97,7 @@ async def test_a_half_request_ends_after_its_time() -> None:
             assert await loop.sock_recv(sock, 1) == b""
 
 
+@pytest.mark.fault("A client floods the metrics port with scrapes")
 async def test_a_flood_of_scrapes_renders_little() -> None:
     handler, clock = Handler(), ManualClock()
     async with plain(handler, clock=clock) as (_, port, _):
@@ -106,6 +108,7 @@ async def test_a_flood_of_scrapes_renders_little() -> None:
         assert handler.rendered == 2
 
 
+@pytest.mark.fault("A stranger sends requests to the open port")
 async def test_no_request_on_the_open_port_changes_anything() -> None:
     handler = Handler()
     async with plain(handler) as (_, port, _), aiohttp.ClientSession() as session:

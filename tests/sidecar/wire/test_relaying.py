@@ -79,6 +79,7 @@ async def test_a_relay_answers_for_each_worker_of_each_letter_in_order() -> None
     }
 
 
+@pytest.mark.fault("A worker behind a relay is silent")
 async def test_a_silent_worker_is_no_acknowledgement_and_hides_no_other_one() -> None:
     group = Group()
     group.away = {3}

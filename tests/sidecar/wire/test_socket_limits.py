@@ -87,6 +87,7 @@ async def is_served(path: Path) -> bool:
     return frame is not None and isinstance(frame.message, Ok)
 
 
+@pytest.mark.fault("A process sends unfinished frames to the pod's socket before Hello")
 async def test_unfinished_frames_before_hello_hold_few_bytes(path: Path) -> None:
     """Before Hello, a frame of a megabyte is refused by its length alone."""
     async with intake(path, IntakeLimits(hello_seconds=HOUR)) as server:
@@ -102,6 +103,7 @@ async def test_unfinished_frames_before_hello_hold_few_bytes(path: Path) -> None
             assert await loop.sock_recv(large, 1) == b""
 
 
+@pytest.mark.fault("A process sends unfinished frames to the pod's socket after Hello")
 async def test_large_unfinished_frames_share_a_few_mebibytes(path: Path) -> None:
     async with intake(path, IntakeLimits(frame_seconds=HOUR)) as server:
         with ExitStack() as stack:
@@ -114,6 +116,7 @@ async def test_large_unfinished_frames_share_a_few_mebibytes(path: Path) -> None
             assert server.large_bytes == 8 << 20
 
 
+@pytest.mark.fault("A frame on the pod's socket is never finished")
 async def test_an_unfinished_frame_ends_its_connection(path: Path) -> None:
     limits = IntakeLimits(hello_seconds=HOUR, frame_seconds=0.2)
     async with intake(path, limits) as server:

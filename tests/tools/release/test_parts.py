@@ -64,6 +64,7 @@ def test_a_volume_gets_the_new_version_in_place_of_the_old_one(tmp_path: Path) -
     assert (volume / "bin/holdfast").read_text() == "2"
 
 
+@pytest.mark.fault("A copy of the SDK to a volume is interrupted")
 def test_a_copy_that_was_interrupted_at_its_first_file_is_repeated(tmp_path: Path) -> None:
     volume = tree(tmp_path / "volume", {copy_to.MARK: "", "common/half.py": ""})
     assert copy_to.main(image(tmp_path / "image", "1"), volume) is None

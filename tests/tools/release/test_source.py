@@ -121,6 +121,7 @@ def test_a_folder_that_no_release_wrote_is_refused(tmp_path: Path) -> None:
         refuse_folder(tmp_path, SOURCE)
 
 
+@pytest.mark.fault("A release is interrupted")
 def test_a_release_that_was_interrupted_is_built_again(tmp_path: Path) -> None:
     build(Path(), SOURCE, tmp_path, [])
     (tmp_path / SUMS).unlink()

@@ -12,6 +12,7 @@ from holdfast.base.folder import folder_path
 from holdfast_core.errors import ConfigError
 
 
+@pytest.mark.fault("A script gives a URL as `dir`")
 @pytest.mark.parametrize(
     "text",
     [

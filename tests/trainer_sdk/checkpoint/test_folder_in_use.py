@@ -57,6 +57,7 @@ def training(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.fault("A second training saves into the same folder")
 def test_a_second_training_is_warned_at_opening_and_refused_at_its_first_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_folder_can_be_used_again_after_its_training_ended(
     assert not (tmp_path / "ckpt/training.lock").exists()
 
 
+@pytest.mark.fault("A run saves into a folder that another one has saved into since it opened")
 def test_a_second_training_of_the_same_process_is_refused(tmp_path: Path) -> None:
     with (
         holdfast.Checkpointer(dir=tmp_path / "ckpt") as first,
@@ -108,6 +110,7 @@ def test_a_second_training_of_the_same_process_is_refused(tmp_path: Path) -> Non
         third.save(2, state()).wait(timeout=60)
 
 
+@pytest.mark.fault("A preempted run commits its last step while its successor opens the folder")
 def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +159,7 @@ def place(folder: Path, store: GangStore | None = None, rank: int = 0) -> Folder
     return found
 
 
+@pytest.mark.fault("A second gang saves into the same folder")
 def test_every_rank_of_the_second_gang_gets_the_same_error(tmp_path: Path) -> None:
     first, second = GangStore(DictStore()), GangStore(DictStore())
     places = [place(tmp_path / "ckpt", store, rank) for store in (first, second) for rank in (0, 1)]
@@ -179,6 +183,9 @@ def saves_again(ckpt: holdfast.Checkpointer) -> None:
     raise AssertionError("no save into the folder became durable")
 
 
+@pytest.mark.fault(
+    "A folder is deleted under way, and a second training starts after the next save"
+)
 @pytest.mark.parametrize("what", ["", "training.lock"], ids=["the folder", "its lock alone"])
 def test_a_training_locks_its_folder_again_after_a_deletion(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "ckpt"
@@ -196,6 +203,7 @@ def test_a_training_locks_its_folder_again_after_a_deletion(tmp_path: Path, what
             second.save(60, state())
 
 
+@pytest.mark.fault("A second training takes a folder that was deleted under way")
 def test_a_training_does_not_save_into_a_folder_that_another_training_uses(tmp_path: Path) -> None:
     """The folder was deleted, and the other training started before the first one saved again."""
     folder = tmp_path / "ckpt"
@@ -215,6 +223,7 @@ def test_a_training_does_not_save_into_a_folder_that_another_training_uses(tmp_p
     second.communicate()
 
 
+@pytest.mark.fault("A writer is started in a folder that another run has taken")
 def test_no_persister_starts_in_a_folder_that_another_run_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +261,7 @@ def without_rights(*command: str) -> list[str]:
     return ["setpriv", f"--bounding-set={dropped}", f"--inh-caps={dropped}", *command]
 
 
+@pytest.mark.fault("A folder cannot be written")
 def test_a_folder_that_cannot_be_written_can_be_restored_from(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as ckpt:

@@ -74,6 +74,7 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(checkpoint.step for checkpoint in candidates(tier))
 
 
+@pytest.mark.fault("A folder has room for two of three checkpoints")
 @mounts
 def test_a_folder_with_room_for_two_of_three_checkpoints_keeps_saving(
     volume: Volume, capfd: pytest.CaptureFixture[str]
@@ -92,6 +93,7 @@ def test_a_folder_with_room_for_two_of_three_checkpoints_keeps_saving(
         assert (found["t"] == 8).all()
 
 
+@pytest.mark.fault("A folder has room for one checkpoint")
 @mounts
 def test_a_save_without_room_keeps_the_only_checkpoint(volume: Volume) -> None:
     folder = volume.path / "ckpt"
@@ -104,6 +106,7 @@ def test_a_save_without_room_keeps_the_only_checkpoint(volume: Volume) -> None:
     assert steps_in(folder) == [1]
 
 
+@pytest.mark.fault("The disk is full at the last step")
 @mounts
 def test_the_last_save_on_a_full_disk_is_an_error(volume: Volume) -> None:
     filler = volume.path / "of-another-program"
@@ -119,6 +122,7 @@ def test_the_last_save_on_a_full_disk_is_an_error(volume: Volume) -> None:
         assert ckpt.restore(state(0)) == 1
 
 
+@pytest.mark.fault("A full folder is opened and restored from")
 @mounts
 def test_a_full_folder_can_be_opened_and_restored_from(volume: Volume) -> None:
     with holdfast.Checkpointer(dir=volume.path / "ckpt") as ckpt:
@@ -171,6 +175,7 @@ class Gang:
         return checkpoint
 
 
+@pytest.mark.fault("A folder is full and has abandoned steps")
 def test_a_full_folder_deletes_old_checkpoints_and_their_orphans_first(tmp_path: Path) -> None:
     """Rank 1 never wrote steps 2 and 5. Rank 0's shards of these steps take room but form no checkpoint."""
     gang = Gang(tmp_path)
@@ -192,6 +197,7 @@ def test_a_full_folder_deletes_old_checkpoints_and_their_orphans_first(tmp_path:
     assert gone == [1, 3]
 
 
+@pytest.mark.fault("A folder is full with its restore point")
 def test_the_restore_point_stays_before_this_run_has_a_checkpoint(tmp_path: Path) -> None:
     gang = Gang(tmp_path)
     first = gang.save(1)
@@ -201,6 +207,7 @@ def test_the_restore_point_stays_before_this_run_has_a_checkpoint(tmp_path: Path
     assert gang.committers[0].make_room(wanted, protected=None) == first
 
 
+@pytest.mark.fault("A folder is deleted under way")
 def test_a_deleted_folder_is_created_again(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as ckpt:
@@ -212,6 +219,7 @@ def test_a_deleted_folder_is_created_again(tmp_path: Path) -> None:
         assert ckpt.restore({**state(0), "extra": ""}) == 2
 
 
+@pytest.mark.fault("A part of a folder is deleted under way")
 @pytest.mark.parametrize("what", ["tier", "tier/standalone", "tier/layouts", "prepared", "rounds"])
 def test_a_deleted_part_of_a_folder_is_created_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "ckpt"
@@ -221,6 +229,7 @@ def test_a_deleted_part_of_a_folder_is_created_again(tmp_path: Path, what: str) 
         until(lambda: is_saved(ckpt, 2, extra=what), "a save after that")
 
 
+@pytest.mark.fault("A folder's file system is unmounted and comes back")
 @mounts
 @pytest.mark.parametrize("below", ["", "team/ckpt"], ids=["the volume itself", "below it"])
 def test_an_unmounted_folder_fails_saves_until_it_is_back(
@@ -256,6 +265,7 @@ def small_memory(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> Path:
     return volume.path
 
 
+@pytest.mark.fault("Docker gives a container a small /dev/shm")
 @mounts
 def test_slots_without_room_in_shared_memory_are_in_the_folder(
     tmp_path: Path, small_memory: Path, caplog: pytest.LogCaptureFixture
@@ -277,6 +287,7 @@ def test_slots_without_room_in_shared_memory_are_in_the_folder(
     assert not (folder / "memory").exists()
 
 
+@pytest.mark.fault("A script names `slots_dir`")
 @mounts
 def test_slots_are_in_the_directory_that_the_script_names(
     tmp_path: Path, small_memory: Path
@@ -298,6 +309,7 @@ def test_slots_are_in_the_directory_that_the_script_names(
 CLUSTER_WORDS = ("sidecar", "spec.checkpoint", "node tier", "emptyDir", "pod")
 
 
+@pytest.mark.fault("A folder's message is printed where there is no cluster")
 @mounts
 def test_messages_about_a_folder_do_not_mention_a_cluster(
     volume: Volume,

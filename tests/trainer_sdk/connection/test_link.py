@@ -118,6 +118,7 @@ def link(other: Other, events: Events) -> Iterator[Link]:
 KINDS = [ValueError("x"), MemoryError(), OSError(5, "x"), SystemExit(1), KeyboardInterrupt()]
 
 
+@pytest.mark.fault("The SDK's link thread or a callback of it raises an exception of any kind")
 @pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
     "where", ["push", "disconnected", "connected", "hello_accepted", "hello", "reply"]
@@ -154,6 +155,7 @@ def test_an_exception_does_not_end_the_thread(
     assert last.result(60) == RestoreReply(RestorePoint(Step(7), ROUND))
 
 
+@pytest.mark.fault("The opening of the connection raises what no code expects")
 @pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
 def test_a_link_retries_a_connection_that_cannot_be_opened(
     other: Other, events: Events, link: Link, error: BaseException
@@ -165,6 +167,7 @@ def test_a_link_retries_a_connection_that_cannot_be_opened(
     assert events.calls.count("disconnected") == 1
 
 
+@pytest.mark.fault("A stop is requested in round 0")
 def test_the_round_is_known_before_the_connection_is_announced(
     other: Other, events: Events, link: Link
 ) -> None:
@@ -175,6 +178,7 @@ def test_the_round_is_known_before_the_connection_is_announced(
     assert events.was_ready == [False]
 
 
+@pytest.mark.fault("A message does not fit into the send queue of a stopped peer")
 def test_a_message_that_cannot_be_queued_fails_at_once(other: Other, link: Link) -> None:
     """Such a message is not lost with a connection, so it would never be sent again."""
     link.start()
@@ -235,6 +239,7 @@ def test_a_reply_without_its_open_file_ends_the_connection(
         reply.result(60)
 
 
+@pytest.mark.fault("A connection ends between an open file and its frame")
 def test_no_file_stays_open_when_a_connection_ends_within_a_frame(
     tmp_path: Path, other: Other, events: Events, link: Link
 ) -> None:

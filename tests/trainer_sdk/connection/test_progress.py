@@ -65,6 +65,7 @@ def with_its_own_interval(ckpt: holdfast.Checkpointer, state: dict[str, Any]) ->
         ckpt.save(step, state).wait("local", timeout=HANG_SECONDS)
 
 
+@pytest.mark.fault("A script uses restore, should_save and save, or save alone")
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [
@@ -86,6 +87,7 @@ def test_every_kind_of_loop_reports_its_steps(
     assert all(message.metrics == {"loss": 0.5} for message in reported)
 
 
+@pytest.mark.fault("A script does not save a due step")
 def test_a_due_step_without_a_save_is_reported_at_the_end(sidecar: FakeSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         for step in range(1, 2 * INTERVAL + 1):
@@ -93,6 +95,7 @@ def test_a_due_step_without_a_save_is_reported_at_the_end(sidecar: FakeSidecar) 
     assert sidecar.wait_for(Progress, 5).step == 2 * INTERVAL
 
 
+@pytest.mark.fault("A save is skipped, and later steps would count it again")
 def test_skipped_saves_are_counted_once(
     sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +113,7 @@ def test_skipped_saves_are_counted_once(
     assert sum(message.saves_skipped for message in sidecar.messages(Progress)) == skipped
 
 
+@pytest.mark.fault("A sidecar restarts between two steps, or after the last one")
 def test_a_sidecar_that_restarts_receives_the_step_again(sidecar: FakeSidecar) -> None:
     """No other message would report the step between two steps or after the last one."""
     with holdfast.Checkpointer() as ckpt:

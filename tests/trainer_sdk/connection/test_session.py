@@ -145,6 +145,7 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
     sidecars.close()
 
 
+@pytest.mark.fault("A step is saved twice while the connection is away")
 def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) -> None:
     """If only one save were handed over, the slot of the first one would stay FULL until the end."""
     ring, link, session = handing_over(tmp_path, 2)
@@ -156,6 +157,7 @@ def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) 
     assert names == [slot.name for slot in ring.slots] * 2
 
 
+@pytest.mark.fault("Levels of a first save arrive before a second save of the step is taken")
 def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_acknowledged(
     tmp_path: Path,
 ) -> None:
@@ -190,6 +192,7 @@ def test_a_level_that_does_not_exist_ends_its_waits_and_is_no_failure(tmp_path: 
         assert handle.failure is None
 
 
+@pytest.mark.fault("A step that is saved again is replaced before the second save is acknowledged")
 def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
     tmp_path: Path,
 ) -> None:
@@ -206,6 +209,7 @@ def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
             handle.wait("local", timeout=0)
 
 
+@pytest.mark.fault("A rank closes while the sidecar still compares a repeated save")
 def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Path) -> None:
     """The sidecar replies when the earlier save has been written, which may take minutes."""
     ring, link, session = handing_over(tmp_path, 3)
@@ -226,6 +230,7 @@ def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Pa
     reply.join()
 
 
+@pytest.mark.fault("A step is saved again after its first save failed")
 def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save_durable(
     tmp_path: Path,
 ) -> None:
@@ -240,6 +245,7 @@ def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save
     assert second.failure is None
 
 
+@pytest.mark.fault("A repeated save is compared while the connection is away")
 def test_a_repeated_save_whose_slot_was_freed_during_a_disconnection_is_acknowledged(
     tmp_path: Path,
 ) -> None:

@@ -141,6 +141,7 @@ def test_another_file_than_one_of_tensors_is_refused_without_advice_that_does_no
     assert "safe_globals" not in error
 
 
+@pytest.mark.fault("A state with tensors within tuples is exported for DCP")
 def test_tensors_within_tuples_are_in_a_dcp_checkpoint(tmp_path: Path) -> None:
     """DCP pickles a tuple as one value. The states of numpy's generators are tuples with an array."""
     state = {"pair": (torch.arange(3.0), 2), "list": [(np.arange(2), {"deep": torch.ones(1)})]}
@@ -223,6 +224,9 @@ class Harmful:
         return Path.touch, (Path("harm"),)
 
 
+@pytest.mark.fault("A torch file to import contains code")
+@pytest.mark.fault("A shard, a manifest or a layout is hostile")
+@pytest.mark.fault("A file of torch to import has nested tensors, no tensors or code")
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -258,6 +262,7 @@ def test_a_torch_file_without_weights_is_refused(
         assert ckpt.list() == ()
 
 
+@pytest.mark.fault("A DCP checkpoint to import is damaged")
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -283,6 +288,7 @@ def test_a_damaged_dcp_checkpoint_is_refused(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.fault("An export meets a full disk")
 @pytest.mark.parametrize("form", ["hf", "dcp", "torch"])
 def test_a_full_disk_is_named_and_leaves_no_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str

@@ -33,6 +33,7 @@ def lives(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int]]]:
     return samples, draw(st.lists(life, min_size=1, max_size=6))
 
 
+@pytest.mark.fault("A gang restarts with another number of ranks in the middle of an epoch")
 @given(lives(), st.integers(1, 4))
 def test_over_kills_and_changes_of_the_ranks_every_sample_is_trained_once(
     plan: tuple[int, list[tuple[int, int, int]]], batch: int

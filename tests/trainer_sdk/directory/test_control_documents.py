@@ -77,6 +77,10 @@ class Training:
         return self.folder / "store" / "training"
 
 
+@pytest.mark.fault(
+    "The marker of a run in the store, or the record of its training in the folder, is damaged or "
+    "missing"
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_marker_of_an_ended_run_refuses_no_start(
     tmp_path: Path, damage: Damage, caplog: pytest.LogCaptureFixture
@@ -89,6 +93,10 @@ def test_a_damaged_marker_of_an_ended_run_refuses_no_start(
     assert holdfast.open(f"file://{training.store}").steps()[-1] == 6
 
 
+@pytest.mark.fault(
+    "The marker of a run in the store, or the record of its training in the folder, is damaged or "
+    "missing"
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_to_the_own_marker_stops_no_uploads(tmp_path: Path, damage: Damage) -> None:
     training = Training(tmp_path)
@@ -96,6 +104,10 @@ def test_damage_to_the_own_marker_stops_no_uploads(tmp_path: Path, damage: Damag
     assert holdfast.open(f"file://{training.store}").steps() == (1, 2)
 
 
+@pytest.mark.fault(
+    "The marker of a run in the store, or the record of its training in the folder, is damaged or "
+    "missing"
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_record_of_the_training_accuses_nobody(tmp_path: Path, damage: Damage) -> None:
     training = Training(tmp_path)

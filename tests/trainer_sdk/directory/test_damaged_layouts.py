@@ -45,6 +45,7 @@ def layout_of(root: Path) -> Path:
     return path
 
 
+@pytest.mark.fault("The layout that all steps share is damaged")
 @pytest.mark.parametrize("damage", [flip, cut, misdirected, link, directory, Path.unlink])
 def test_the_next_save_repairs_a_damaged_layout(tmp_path: Path, damage: Damage) -> None:
     root = tmp_path / "ckpt"

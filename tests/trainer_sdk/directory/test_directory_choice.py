@@ -83,6 +83,7 @@ def test_a_reader_finds_a_save_made_after_it_opened(tmp_path: Path) -> None:
     assert chosen_step(reader) == 2
 
 
+@pytest.mark.fault("A reader reads while a training saves and prunes with keep_last=1")
 def test_a_choice_finds_the_checkpoint_that_replaces_the_only_one_meanwhile(tmp_path: Path) -> None:
     """Regression: the reader asked the user to move good checkpoints away."""
     trainer = Trainer(tmp_path, keep_last=1)
@@ -97,6 +98,7 @@ def test_a_choice_finds_the_checkpoint_that_replaces_the_only_one_meanwhile(tmp_
     assert chosen_step(Reader(tmp_path, meanwhile)) == 4
 
 
+@pytest.mark.fault("A reader takes an older step because the newest was pruned")
 def test_pruning_of_the_newest_step_does_not_lead_to_an_older_choice(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, keep_last=2)
     trainer.save(1)
@@ -110,6 +112,7 @@ def test_pruning_of_the_newest_step_does_not_lead_to_an_older_choice(tmp_path: P
     assert chosen_step(Reader(tmp_path, meanwhile)) == 4
 
 
+@pytest.mark.fault("A folder changes faster than it can be read")
 def test_a_folder_that_changes_all_the_time_is_not_reported_as_damaged(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, keep_last=1)
     trainer.save(1)
@@ -145,6 +148,7 @@ def test_a_checkpoint_without_the_shard_of_one_rank_is_skipped(tmp_path: Path, r
     assert chosen_step(opened(tmp_path)) == 1
 
 
+@pytest.mark.fault("A manifest lies under another step's name in a folder")
 def test_a_manifest_under_the_name_of_another_step_is_not_that_step(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, keep_last=2)
     trainer.save(1)
@@ -188,6 +192,7 @@ class ChangingStore:
         return load_choice(self._tier, checkpoint)
 
 
+@pytest.mark.fault("Another run prunes the store during a start")
 def test_a_choice_finds_the_checkpoint_that_replaces_the_only_one_of_the_store(
     tmp_path: Path,
 ) -> None:

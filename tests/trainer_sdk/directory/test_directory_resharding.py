@@ -253,6 +253,7 @@ def folder_of(root: Path, store: FolderStore) -> OpenFolder:
     return OpenFolder.open(options, store)
 
 
+@pytest.mark.fault("The store stops to answer during a read of another number of ranks")
 def test_a_store_that_stops_to_answer_during_a_read_is_waited_for(
     tmp_path: Path, stored: BreakingStore
 ) -> None:
@@ -268,6 +269,7 @@ def test_a_store_that_stops_to_answer_during_a_read_is_waited_for(
     slot.close()
 
 
+@pytest.mark.fault("All copies of a part in the folder are damaged and the store has it")
 def test_damaged_shards_of_the_folder_are_read_from_its_store(
     tmp_path: Path, stored: BreakingStore
 ) -> None:

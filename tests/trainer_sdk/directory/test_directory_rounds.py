@@ -52,6 +52,7 @@ def claim_many(rounds: Path, begin: Any, taken: Any) -> None:
         taken.put(claim_round(rounds, ZERO, "run"))
 
 
+@pytest.mark.fault("Several runs start in a folder together")
 def test_two_processes_never_reserve_the_same_round(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     begin, taken = context.Barrier(4), context.Queue()
@@ -67,6 +68,7 @@ def test_two_processes_never_reserve_the_same_round(tmp_path: Path) -> None:
     assert len(set(found)) == 100
 
 
+@pytest.mark.fault("Two runs take rounds between another run's listing and its file")
 def test_a_round_whose_file_was_removed_meanwhile_is_not_reserved_again(tmp_path: Path) -> None:
     """After one run has listed the rounds, two others take the next rounds and remove the older file."""
     rounds, go = tmp_path / "rounds", tmp_path / "go"
@@ -103,6 +105,7 @@ def gone(path: Path) -> None:
     path.unlink()
 
 
+@pytest.mark.fault("The folder's record of its round is damaged")
 @pytest.mark.parametrize("damage", [empty, zeros, strange, gone])
 def test_damage_to_a_reservation_hides_no_checkpoint(
     tmp_path: Path, damage: Callable[[Path], None]
@@ -144,6 +147,7 @@ def prepared(root: Path, runs: dict[int, str], round_: RestartRound) -> Checkpoi
     return CheckpointId(Step(5), round_)
 
 
+@pytest.mark.fault("Two runs in one round have shards of one step")
 def test_shards_of_two_runs_are_never_committed_together(tmp_path: Path) -> None:
     """The runs may even have the same round: after a file system lost a name, or in a copied folder."""
     checkpoint = prepared(tmp_path, {0: "a", 1: "b"}, ZERO)

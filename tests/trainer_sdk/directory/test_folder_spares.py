@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.trainer.launched import until
@@ -34,6 +35,7 @@ def test_a_folder_at_rest_holds_only_checkpoints(tmp_path: Path) -> None:
     assert torch.equal(restored["weights"], torch.full((1 << 18,), 4.0))
 
 
+@pytest.mark.fault("A full folder has spare files")
 def test_spare_files_make_room_before_anything_else_does(tmp_path: Path) -> None:
     """Also for a record, which the tier does not write. The file of what is deleted is spare at first."""
     folder = OpenFolder.open(

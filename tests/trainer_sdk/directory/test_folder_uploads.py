@@ -113,6 +113,7 @@ def at(step: int) -> CheckpointId:
     return CheckpointId(Step(step), ROUND)
 
 
+@pytest.mark.fault("The store is away for many saves")
 def test_while_the_store_is_away_the_folder_keeps_three_checkpoints_for_it(make: Make) -> None:
     run = make()
     run.store.is_away = True
@@ -123,6 +124,7 @@ def test_while_the_store_is_away_the_folder_keeps_three_checkpoints_for_it(make:
     assert run.uploads.wanted == {at(1), at(99), at(100)}
 
 
+@pytest.mark.fault("The store is away for more saves than outcomes are kept")
 def test_each_of_very_many_checkpoints_that_waited_gets_an_outcome(make: Make) -> None:
     run = make()
     first, last = run.saved(1), run.saved(200)
@@ -139,6 +141,7 @@ def test_each_of_very_many_checkpoints_that_waited_gets_an_outcome(make: Make) -
     assert {one.step for one in run.pushed if isinstance(one, LevelReached)} == {1, 200}
 
 
+@pytest.mark.fault("Another run takes the store and the first one goes on saving")
 def test_what_is_saved_after_another_run_took_the_store_fails_and_may_be_pruned(
     make: Make,
 ) -> None:
@@ -154,6 +157,7 @@ def test_what_is_saved_after_another_run_took_the_store_fails_and_may_be_pruned(
     assert run.uploads.wanted == frozenset()
 
 
+@pytest.mark.fault("An overtaken run is idle while the later one uploads")
 def test_an_idle_run_that_was_overtaken_deletes_nothing(make: Make, tmp_path: Path) -> None:
     """The later run may be uploading again what looks like the rest of an old upload."""
     run, other = make(), make("other")
@@ -176,6 +180,7 @@ def test_an_idle_run_that_was_overtaken_deletes_nothing(make: Make, tmp_path: Pa
     assert tier.shards_stored(NAMESPACE, JOB_UID, being_uploaded)
 
 
+@pytest.mark.fault("A persister is killed with checkpoints in its queue")
 def test_a_persister_queues_what_the_one_before_had_not_queued(make: Make) -> None:
     """It was killed while it uploaded step 1, and the ranks may wait for each of the others."""
     before = make()

@@ -25,6 +25,7 @@ def fill(volume: Path) -> Path:
     return filler
 
 
+@pytest.mark.fault("A store directory is full when a training starts")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_a_training_starts_beside_a_full_store_and_uploads_when_it_has_room(tmp_path: Path) -> None:
     with small_volume(tmp_path / "store", 4 << 20) as store:

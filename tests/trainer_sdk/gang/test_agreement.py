@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.trainer.dict_store import DictStore
@@ -142,6 +143,7 @@ def test_vetoes_are_read_at_the_first_saves_and_again_while_a_rank_is_short_of_s
     assert is_vetoed(110)
 
 
+@pytest.mark.fault("A stranger asks ranks to stop")
 def test_a_request_without_the_secret_is_ignored() -> None:
     plain = DictStore()
     gang = Gang(2, interval_steps=1, plain=plain)

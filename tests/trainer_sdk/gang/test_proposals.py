@@ -74,6 +74,7 @@ wishes = st.dictionaries(
 )
 
 
+@pytest.mark.fault("A rank dies between its vote and the named step")
 @settings(max_examples=400, deadline=None)
 @given(
     wishes,
@@ -147,6 +148,7 @@ def test_ranks_in_lockstep_meet_a_request_within_three_steps_and_once() -> None:
     assert all(gang.nothing_at(step) for step in range(5, 20))
 
 
+@pytest.mark.fault("A rank has passed the step that a proposal names")
 def test_a_rank_that_has_passed_the_step_makes_the_gang_agree_on_a_later_one() -> None:
     gang = Lockstep()
     gang.ranks[0].propose(Purpose.SAVE)
@@ -156,6 +158,7 @@ def test_a_rank_that_has_passed_the_step_makes_the_gang_agree_on_a_later_one() -
     assert gang.steps_until(Purpose.SAVE, 102) == 5  # four steps ahead, instead of two
 
 
+@pytest.mark.fault("A rank votes for nothing")
 def test_a_rank_that_never_polls_delays_no_rank_and_nothing_is_agreed() -> None:
     gang = Lockstep()
     for step in range(1, 100):
@@ -226,6 +229,7 @@ def test_without_a_secret_an_invalid_proposal_only_uses_up_its_number(text: str)
     assert [rank.reach(9) is not None for rank in ranks] == [True, True]
 
 
+@pytest.mark.fault("The gang's store ends")
 def test_a_store_that_fails_raises_in_the_training_thread() -> None:
     class Gone(DictStore):
         failed = threading.Event()
@@ -244,6 +248,7 @@ def test_a_store_that_fails_raises_in_the_training_thread() -> None:
         one.reach(1)
 
 
+@pytest.mark.fault("A Checkpointer is collected in its own polling thread")
 def test_the_polling_thread_itself_may_close() -> None:
     """The collector may run in it and find that the Checkpointer is not referenced any more."""
     errors: list[Exception] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from holdfast.launcher.memory import ContainerMemory
 from holdfast_core.messages.schema import MemoryUse
 
@@ -16,6 +18,7 @@ def cgroup(root: Path, kills: int, **files: str) -> None:
         (root / f"memory.{name}").write_text(text)
 
 
+@pytest.mark.fault("The kernel ends a process because memory runs out")
 def test_a_kill_of_this_round_is_reported_with_limit_and_peak(tmp_path: Path) -> None:
     cgroup(tmp_path, 3, max="4294967296\n", peak="4294963200\n")
     memory = ContainerMemory(tmp_path)

@@ -87,6 +87,7 @@ async def look_at(watched: Watched) -> RankStack:
     return found.stack
 
 
+@pytest.mark.fault("Ranks work for minutes without a step, unannounced")
 @pytest.mark.parametrize("kind", AT_WORK)
 async def test_honest_work_counts_as_work(kind: str) -> None:
     with rank(AT_WORK[kind]) as watched:

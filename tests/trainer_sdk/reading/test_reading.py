@@ -187,12 +187,14 @@ def test_a_slice_needs_memory_for_itself_and_not_for_the_tensor(tmp_path: Path) 
 # ------------------------------------------------------------------------ damage
 
 
+@pytest.mark.fault("A byte of a shard changed, and another rank saved the same part")
 def test_a_part_that_another_rank_holds_too_is_read_from_there(sharded: Path) -> None:
     damage(sharded, 1)
     with holdfast.open(sharded) as folder, folder.at() as saved:
         assert np.array_equal(saved.tensors()["model.rows"].read().numpy(), WIDE)
 
 
+@pytest.mark.fault("A byte of a shard changed, while a checkpoint is read without a training")
 def test_a_bad_byte_without_another_copy_names_the_file(sharded: Path) -> None:
     paths = [damage(sharded, rank) for rank in (1, 3)]
     before = sorted(path.name for path in (sharded / "tier").rglob("*"))
@@ -302,6 +304,7 @@ def test_a_checkpoint_is_kept_while_only_its_tensors_are_in_use(sharded: Path) -
     assert prune_all_but(sharded, 6) == [6]
 
 
+@pytest.mark.fault("A reader of a checkpoint is killed")
 def test_a_reader_that_was_killed_keeps_nothing(sharded: Path) -> None:
     stale = sharded / "readers" / "s5-r0.1234-00ff00ff"
     stale.parent.mkdir()
@@ -311,6 +314,7 @@ def test_a_reader_that_was_killed_keeps_nothing(sharded: Path) -> None:
     assert not stale.exists()
 
 
+@pytest.mark.fault("A checkpoint is deleted while it is read")
 def test_a_checkpoint_that_is_deleted_while_it_is_read_says_so(sharded: Path) -> None:
     with holdfast.open(sharded) as folder:
         tensors = folder.at(5).tensors()

@@ -56,6 +56,7 @@ def replaced(memory: Path) -> None:
 REMOVALS = [the_slots, everything, replaced]
 
 
+@pytest.mark.fault("Another program removes slots between saves")
 @pytest.mark.parametrize("remove", REMOVALS)
 def test_slots_removed_between_two_saves_are_created_again(
     tmp_path: Path, memory: Path, remove: Callable[[Path], None], caplog: pytest.LogCaptureFixture
@@ -70,6 +71,7 @@ def test_slots_removed_between_two_saves_are_created_again(
     assert "were removed from" in caplog.text
 
 
+@pytest.mark.fault("Another program removes slots while they are written")
 @pytest.mark.parametrize("remove", REMOVALS)
 def test_slots_removed_while_they_are_persisted_are_replaced_by_new_ones(
     tmp_path: Path, memory: Path, remove: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
@@ -89,6 +91,7 @@ def test_slots_removed_while_they_are_persisted_are_replaced_by_new_ones(
     assert restored(folder) == (3, 3.0)
 
 
+@pytest.mark.fault("Another program removes slots before the writer has opened them")
 @pytest.mark.parametrize("remove", REMOVALS)
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_slots_removed_before_the_persister_opened_them_are_created_again(
@@ -124,6 +127,9 @@ def test_slots_removed_before_the_persister_opened_them_are_created_again(
     assert restored(folder) == (5, 5.0)
 
 
+@pytest.mark.fault(
+    "Another program removes slots and their lock, and another process takes the directory"
+)
 def test_a_slot_directory_that_another_process_took_over_is_not_used(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,6 +156,7 @@ def interval_steps() -> int:
     return 1
 
 
+@pytest.mark.fault("Another program removes slots in a pod")
 @pytest.mark.parametrize("remove", REMOVALS)
 def test_slots_removed_in_a_pod_are_created_again(
     tmp_path: Path, sidecar: FakeSidecar, remove: Callable[[Path], None]
@@ -165,6 +172,7 @@ def test_slots_removed_in_a_pod_are_created_again(
     assert ckpt.saves_failed == 0
 
 
+@pytest.mark.fault("Another program removes slots in a pod whose sidecar restarts")
 def test_a_save_in_a_removed_slot_fails_when_the_sidecar_has_restarted(
     tmp_path: Path, sidecar: FakeSidecar
 ) -> None:

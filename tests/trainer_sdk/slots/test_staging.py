@@ -225,6 +225,7 @@ def test_an_error_in_the_helper_reaches_the_caller() -> None:
     copier.close()
 
 
+@pytest.mark.fault("Another process has replaced a busy slot")
 def test_a_busy_slot_whose_file_another_process_has_replaced_is_left_alone(tmp_path: Path) -> None:
     slots = SlotRing(tmp_path, Rank(5), 1, is_ours=lambda: False)
     slots.ensure(MIB, ROUND)

@@ -64,6 +64,7 @@ def test_a_tensor_with_some_of_the_attributes_is_a_plain_tensor() -> None:
     assert box_in({"w": other}) == ((2,), (0,), (2,))
 
 
+@pytest.mark.fault("A tensor describes a box outside of its whole tensor")
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -37,6 +37,8 @@ def read_only() -> np.ndarray[Any, Any]:
     return array
 
 
+@pytest.mark.fault("A state holds what could be saved and not loaded")
+@pytest.mark.fault("An array in another byte order is saved")
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -112,6 +114,7 @@ def complex_views() -> list[torch.Tensor]:
     return [plain.conj(), double.conj(), double.conj().imag, plain.conj().imag]
 
 
+@pytest.mark.fault("Conjugate and negative views are saved")
 @pytest.mark.parametrize("number", range(4))
 def test_conjugate_and_negative_views_keep_their_values(number: int) -> None:
     view = complex_views()[number]
@@ -184,6 +187,7 @@ def test_an_object_may_save_values_that_only_it_can_load() -> None:
     assert loader.mask.tolist() == [1, 1, 1]
 
 
+@pytest.mark.fault("A state holds containers of several types")
 @pytest.mark.parametrize(
     "value",
     [

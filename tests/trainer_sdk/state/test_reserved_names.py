@@ -14,6 +14,7 @@ from holdfast_core.errors import UnsupportedStateError
 TENSOR = np.ones(2)
 
 
+@pytest.mark.fault("A state has keys that the format reserves")
 @pytest.mark.parametrize(
     ("state", "path"),
     [

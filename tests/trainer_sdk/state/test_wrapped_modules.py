@@ -75,6 +75,7 @@ def test_a_payload_has_the_names_of_the_plain_module(name: str) -> None:
     assert sorted(leaf.name for leaf in snapshot.leaves) == [f"net.{one}" for one in PLAIN]
 
 
+@pytest.mark.fault("A part of a model is compiled or wrapped in one of two runs")
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(WRAPS, WRAPS)))
 def test_a_module_is_restored_with_and_without_wrappers_inside(before: str, after: str) -> None:
     saved = Net(1, WRAPS[before])

@@ -314,6 +314,7 @@ class Scaled(torch.nn.Linear):
         self.history = state.clone()
 
 
+@pytest.mark.fault("A module's extra state is a tensor that only the module can load")
 def test_extra_state_that_is_a_tensor_is_loaded_by_its_module() -> None:
     model = torch.nn.Sequential(Scaled(), torch.nn.Linear(2, 2))
     model[0].history.fill_(7.0)
@@ -324,6 +325,7 @@ def test_extra_state_that_is_a_tensor_is_loaded_by_its_module() -> None:
     assert torch.equal(other[0].weight, model[0].weight)
 
 
+@pytest.mark.fault("A hook of a module runs after a restore")
 def test_a_hook_that_runs_after_the_load_misses_no_tensor() -> None:
     missing: list[str] = []
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -332,6 +334,7 @@ def test_a_hook_that_runs_after_the_load_misses_no_tensor() -> None:
     assert missing == []
 
 
+@pytest.mark.fault("A script replaces load_state_dict of one instance")
 def test_a_load_method_of_an_instance_gets_every_tensor() -> None:
     model, given = torch.nn.Linear(2, 2), list[str]()
     kept = saved({"model": model})
@@ -346,6 +349,7 @@ def test_a_load_method_of_an_instance_gets_every_tensor() -> None:
     assert sorted(given) == ["bias", "weight"]
 
 
+@pytest.mark.fault("A module keeps the tensor that set_extra_state receives")
 def test_extra_state_that_its_module_keeps_is_no_view_of_the_slot() -> None:
     class Keeping(Scaled):
         def set_extra_state(self, state: torch.Tensor) -> None:
@@ -359,6 +363,7 @@ def test_extra_state_that_its_module_keeps_is_no_view_of_the_slot() -> None:
     assert other.history.tolist() == [7.0, 7.0, 7.0]
 
 
+@pytest.mark.fault("Extra state has another shape than when the model was built")
 def test_extra_state_that_grew_in_training_is_loaded() -> None:
     one, other = Scaled(), Scaled()
     one.history = torch.full((5,), 7.0)
