@@ -1,6 +1,6 @@
 """Controllers of other job kinds in the cluster: each from its pinned module, with its authors' Helm chart.
 
-Only the tests of adopted pods and `make bench-recovery` need them, so no other target builds them (ADR 0106).
+Only the tests of adopted pods and `make bench-recovery` need them, so no other target builds them (ADR 0027).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `python -m tools.code_size` prints the lines of each package. `--check` fails if a package is above its limit
 in `LIMITS`. An engineer who needs more raises the limit in the same commit, so that growth is a decision that
-a review sees (ADR 0111).
+a review sees (ADR 0027).
 
 A line of code is a line with a token that is neither a comment nor a docstring.
 """

@@ -24,7 +24,7 @@ REASONS = {
     "verifies on upload.",
     "cryptography": "The certificate authority of a job and its leaves. The standard library cannot issue "
     "certificates.",
-    "kopf": "The operator's process: signals, login, peering off (ADR 0102), and events of our kinds.",
+    "kopf": "The operator's process: signals, login, peering off (ADR 0004), and events of our kinds.",
     "kubernetes": "The client of `kubectl holdfast`, which reads the kubeconfig as kubectl does.",
     "minio": (
         "Signatures (SigV4) and credential providers for S3. Holdfast's own client sends the "
@@ -32,7 +32,7 @@ REASONS = {
         "parts."
     ),
     "msgspec": "Canonical JSON of layouts, encoded and decoded by type: about twenty times faster than the "
-    "standard library (ADR 0064). It needs no other package.",
+    "standard library (ADR 0021). It needs no other package.",
     "numpy": "Arrays in a training state, and copies into shared memory that release the GIL.",
     "prometheus-client": "Metrics of operator and sidecar in the Prometheus text format.",
     "pydantic": "The models of TrainingJob, Checkpoint and CheckpointStore, from which the CRDs are "

@@ -9,6 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = ("core", "operator", "sidecar", "trainer_sdk", "cli")
 REFERENCE = ROOT / "docs/reference"
+WITH_DECISIONS = ("tests", "tools", "testbed", "benchmarks", "demo", "charts", "examples")
+"""Folders beside those of the members whose files name decisions."""
 PACKAGES = re.compile(r"holdfast_(core|operator|sidecar|sdk|cli)\b")
 OF_OTHER_KINDS = {"spec.nodeName", "spec.trainer"}
 """Fields of pods and of TrainJobs that a page names without the kind."""
@@ -58,8 +60,14 @@ def test_environment_variables_on_pages_are_read_somewhere() -> None:
 
 def test_decisions_that_are_named_exist() -> None:
     records = {path.name[:4] for path in (ROOT / "docs/adr").glob("*.md")}
+    folders = (*(f"{member}/src" for member in MEMBERS), *WITH_DECISIONS)
     texts = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
-    texts += [path for member in MEMBERS for path in (ROOT / member / "src").rglob("*.py")]
+    texts += [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in {".py", ".yaml", ".md", ".sh", ".go"} and ".venv" not in path.parts
+    ]
     named = {
         (str(path.relative_to(ROOT)), number)
         for path in texts
@@ -67,3 +75,13 @@ def test_decisions_that_are_named_exist() -> None:
     }
     assert len(named) > 100
     assert {one for one in named if one[1] not in records} == set()
+
+
+def test_the_title_of_a_decision_states_its_rule() -> None:
+    """`# 0007: Silence is no loss` can be right or wrong. `# 0007: Silent sidecars` cannot."""
+    titles = [
+        path.read_text().partition("\n")[0]
+        for path in sorted((ROOT / "docs/adr").glob("[0-9]*.md"))
+    ]
+    assert [title[2:6] for title in titles] == [f"{n:04}" for n in range(1, len(titles) + 1)]
+    assert [title for title in titles if len(title.split()) < 5] == []

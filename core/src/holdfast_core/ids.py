@@ -26,7 +26,7 @@ MAX_WORKERS = 4096
 
 FIRST_SPARE = Worker(MAX_WORKERS)
 """Index of the first spare pod, above those of all workers. A spare keeps it until a ROUND message names its
-pod as a worker (ADR 0107)."""
+pod as a worker (ADR 0015)."""
 
 MAX_SPARES = 64
 """Largest number of spare pods of a job. Their certificates are in one Secret."""

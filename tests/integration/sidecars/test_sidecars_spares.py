@@ -1,4 +1,4 @@
-"""A spare pod has no worker until ROUND names it, and then it is this worker for good (ADR 0107)."""
+"""A spare pod has no worker until ROUND names it, and then it is this worker for good (ADR 0015)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of workers with which an elastic gang is to continue, and whether it may (ADR 0105)."""
+"""The number of workers with which an elastic gang is to continue, and whether it may (ADR 0011)."""
 
 from __future__ import annotations
 

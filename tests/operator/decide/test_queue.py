@@ -1,4 +1,4 @@
-"""Pods in a queue of Kueue: which group they join, when they are created and released (ADR 0103)."""
+"""Pods in a queue of Kueue: which group they join, when they are created and released (ADR 0012)."""
 
 from __future__ import annotations
 

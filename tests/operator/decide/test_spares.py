@@ -1,4 +1,4 @@
-"""Which spares are ready, which of them becomes which worker, and what is created and deleted (ADR 0107)."""
+"""Which spares are ready, which of them becomes which worker, and what is created and deleted (ADR 0015)."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_two_lost_workers_take_two_spares_in_two_zones() -> None:
 
 
 def test_a_spare_of_the_present_round_is_not_taken() -> None:
-    """A round that takes in a further loss could not give the next spare another name (ADR 0096)."""
+    """A round that takes in a further loss could not give the next spare another name (ADR 0008)."""
     young = pod(FIRST_SPARE, 1)
     members = (RestartRound(0), RestartRound(0), RestartRound(1))
     observed = training(pod(0), pod(2, 1), young)

@@ -1,4 +1,4 @@
-"""Commits that a failure has interrupted are finished before the restore point is chosen (ADR 0115)."""
+"""Commits that a failure has interrupted are finished before the restore point is chosen (ADR 0018)."""
 
 from __future__ import annotations
 

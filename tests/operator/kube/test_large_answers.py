@@ -1,4 +1,4 @@
-"""Long answers of the API server arrive in few turns of a busy event loop (ADR 0120)."""
+"""Long answers of the API server arrive in few turns of a busy event loop (ADR 0005)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An elastic gang continues with fewer workers when nodes are missing, and grows again (ADR 0105)."""
+"""An elastic gang continues with fewer workers when nodes are missing, and grows again (ADR 0011)."""
 
 from __future__ import annotations
 

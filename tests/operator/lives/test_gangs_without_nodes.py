@@ -1,4 +1,4 @@
-"""Gangs whose pods cannot all be scheduled give their nodes back, and try again (ADR 0100)."""
+"""Gangs whose pods cannot all be scheduled give their nodes back, and try again (ADR 0011)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose pods are a group in a queue of Kueue, with a played Kueue (ADR 0103)."""
+"""Jobs whose pods are a group in a queue of Kueue, with a played Kueue (ADR 0012)."""
 
 from __future__ import annotations
 

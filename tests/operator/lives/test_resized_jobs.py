@@ -1,4 +1,4 @@
-"""spec.workers of a job changes: the gang saves, stops, and continues with the new number (ADR 0101)."""
+"""spec.workers of a job changes: the gang saves, stops, and continues with the new number (ADR 0011)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spare pods take the place of lost workers, whatever fails meanwhile (ADR 0107)."""
+"""Spare pods take the place of lost workers, whatever fails meanwhile (ADR 0015)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract with Kueue: what its pod integration reads of a pod, and what the operator writes (ADR 0103).
+"""The contract with Kueue: what its pod integration reads of a pod, and what the operator writes (ADR 0012).
 
 The names are written out, because they are Kueue's: pkg/controller/jobs/pod/constants/constants.go,
 pkg/controller/constants/constants.go and pkg/constants/constants.go of kubernetes-sigs/kueue.

@@ -1,4 +1,4 @@
-"""Copies of the restore point are made again when the ranks have finished a step (ADR 0115)."""
+"""Copies of the restore point are made again when the ranks have finished a step (ADR 0018)."""
 
 from __future__ import annotations
 

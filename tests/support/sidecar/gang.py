@@ -265,7 +265,7 @@ class Gang:
         return counted.get(tier, 0)
 
     async def finish(self, worker: int, shards: Sequence[UncommittedShard]) -> Inventory:
-        """Have a sealed worker write the manifest of a step, as the operator does (ADR 0115).
+        """Have a sealed worker write the manifest of a step, as the operator does (ADR 0018).
 
         Args:
             worker: The worker.

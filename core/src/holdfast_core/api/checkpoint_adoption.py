@@ -1,4 +1,4 @@
-"""CheckpointAdoption: Holdfast for a gang whose pods another controller creates (ADR 0093).
+"""CheckpointAdoption: Holdfast for a gang whose pods another controller creates (ADR 0015).
 
 Pods of its namespace with the label `holdfast.dev/adopt: <name>` get the sidecar at admission. The policy
 that adds it reads `status.injection`, which the operator writes.

@@ -5,7 +5,7 @@ NaN and infinities are refused. The parser is strict: duplicate keys, NaN, infin
 and too deep nesting raise FormatError.
 
 Layouts and manifests are large and contain no floats. They have a type each and are encoded and decoded by
-msgspec, which is about twenty times faster than the standard library (ADR 0064). All other values are
+msgspec, which is about twenty times faster than the standard library (ADR 0021). All other values are
 encoded by the standard library, because msgspec spells some floats differently.
 """
 

@@ -118,7 +118,7 @@ class Seal:
 class FinishCommit:
     """POST /v1/finish-commit, operator -> sealed sidecar; reply Inventory.
 
-    A failure has interrupted the commit of a step of which every rank's shard is on its node tier (ADR 0115).
+    A failure has interrupted the commit of a step of which every rank's shard is on its node tier (ADR 0018).
     The sidecar writes the manifest to its node tier.
     """
 

@@ -181,7 +181,7 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class TakeStore:
-    """Rank 0 -> persister of a folder with an object store: this run is about to save (ADR 0084).
+    """Rank 0 -> persister of a folder with an object store: this run is about to save (ADR 0024).
 
     The reply is sent when the store is this run's, or does not answer. It is refused if the store cannot be
     used, or another run or training uses it.

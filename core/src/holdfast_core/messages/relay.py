@@ -1,4 +1,4 @@
-"""Several messages in one request, for workers that the coordinator reaches through a relay (ADR 0065).
+"""Several messages in one request, for workers that the coordinator reaches through a relay (ADR 0016).
 
 The body is one line of JSON, which lists the letters, and then their bytes one after another. A manifest is
 therefore not quoted again as a JSON text.

@@ -2,7 +2,7 @@
 
 A port cannot refuse newcomers when it is full: a stranger that connects faster than handshakes time out would
 keep it full. So a new connection always gets in, and replaces the oldest one that has not authenticated
-itself. An honest handshake takes milliseconds, and a silent one waits until it is the oldest (ADR 0134).
+itself. An honest handshake takes milliseconds, and a silent one waits until it is the oldest (ADR 0006).
 """
 
 from __future__ import annotations

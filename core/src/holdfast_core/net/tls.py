@@ -4,7 +4,7 @@ Both sides always present a leaf certificate of the job's CA. A client connects 
 the dNSName that the member list gives (contract.peer_dns_name). A server reads the client's name from its
 certificate and looks it up in its member list.
 
-The certificates of a job do not expire (ADR 0041). The member list decides what the owner of a leaf may do.
+The certificates of a job do not expire (ADR 0003). The member list decides what the owner of a leaf may do.
 """
 
 from __future__ import annotations

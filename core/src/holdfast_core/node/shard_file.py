@@ -97,7 +97,7 @@ def to_read_back(written: int, chunks: int) -> range:
     """Return the chunks that are read back after a write: all of a rank's first write, then one in 64.
 
     Other chunks are read at each write, so that each chunk position is read once within 64 writes: a disk
-    that stores one place of the shards wrongly is found, at a cost of a few percent of a write (ADR 0071).
+    that stores one place of the shards wrongly is found, at a cost of a few percent of a write (ADR 0018).
 
     Args:
         written: Number of shards that this process has written for the rank before.

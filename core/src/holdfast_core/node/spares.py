@@ -1,4 +1,4 @@
-"""Spare files: the files of deleted shards, which later writes overwrite (ADR 0071).
+"""Spare files: the files of deleted shards, which later writes overwrite (ADR 0018).
 
 A write into blocks that a file has already is faster than a write into a new file, and the removal of a
 large file slows down all writers of its disk. A file passes these states. Each change is durable before the

@@ -1,4 +1,4 @@
-"""One bulk connection. It starts with mutual TLS, and the payload may leave TLS (ADR 0020, ADR 0073).
+"""One bulk connection. It starts with mutual TLS, and the payload may leave TLS (ADR 0020).
 
 Bytes leave TLS only in jobs with `peer.encryption: None`. The handshake on the same connection has
 authenticated both ends, so there is no token that an attacker could steal or replay. Requests, replies and

@@ -1,4 +1,4 @@
-"""The pack: a stored object with a part of a payload's chunks and an index of all of them (ADR 0025). Pure.
+"""The pack: a stored object with a part of a payload's chunks and an index of all of them (ADR 0023). Pure.
 
     chunks   the stored chunks, in the order of the payload, without gaps
     index    magic HFPACKI1, u32 length, u32 count

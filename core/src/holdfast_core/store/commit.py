@@ -9,7 +9,7 @@
 
 This module never deletes references: a delayed DELETE request could remove those of a later commit that
 succeeded. The references of a failed commit keep objects longer than needed, until the next sweep.
-Why no interleaving loses a byte: ADR 0025 and ADR 0067.
+Why no interleaving loses a byte: ADR 0023.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decisions about which checkpoints may be deleted from the store. Pure functions.
 
-Why no interleaving of a deletion with an upload loses a byte: ADR 0025.
+Why no interleaving of a deletion with an upload loses a byte: ADR 0023.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which run may upload to a store that no operator fences: the run of the highest round (ADR 0084).
+"""Which run may upload to a store that no operator fences: the run of the highest round (ADR 0024).
 
 A run puts the object `runs/r<round>.json` before its first upload. From then on every run of a lower round
 is refused. All runs of a store belong to one training, whose id each marker repeats.

@@ -273,7 +273,7 @@ class ObjectTier:
         checkpoint: CheckpointId,
         needs: Mapping[CheckpointId, int],
     ) -> None:
-        """Put the markers of the earlier checkpoints whose objects a checkpoint needs (ADR 0067).
+        """Put the markers of the earlier checkpoints whose objects a checkpoint needs (ADR 0023).
 
         This must come before its manifest. A repeated call with other values adds to the markers.
 

@@ -88,7 +88,7 @@ def _go_back(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decis
 
 
 def _take_in(world: World, memory: JobMemory, now: Now, ruling: Ruling) -> Decision:
-    """Replace further lost pods in the present round, which has no restore point yet (ADR 0096)."""
+    """Replace further lost pods in the present round, which has no restore point yet (ADR 0008)."""
     status = new_rounds.with_taken_in(world, ruling, now)
     gone = tuple(f.confirm_gone for f in ruling.failures if f.confirm_gone is not None)
     text = f"round {world.round} also replaces what was lost since: {new_rounds.cause_of(ruling)}"

@@ -2,8 +2,7 @@
 
 The scheduler places pods on a dead node until Kubernetes taints it, after 40 seconds or more. A pod that is
 created in this time excludes the node by its node affinity, which cannot be changed later. So a pod that has
-not started is deleted, and created again in the same round under the same name, in three cases (ADR 0049,
-ADR 0059, ADR 0127):
+not started is deleted, and created again in the same round under the same name, in three cases (ADR 0008):
 1. It is bound to a lost node that it does not exclude, because it was created before the loss was noticed.
 2. No node has taken it, and it excludes a node that is back, repaired, tainted, deleted or no longer
    avoided because of failures. A node that is back may be the only one that fits, and Karpenter adds no node
@@ -39,7 +38,7 @@ def avoided_nodes(world: World) -> tuple[str, ...]:
 
 
 def avoided_for_failures(world: World) -> tuple[str, ...]:
-    """Return the sorted names of the nodes that it excludes because workers failed there (ADR 0092)."""
+    """Return the sorted names of the nodes that it excludes because workers failed there (ADR 0010)."""
     return () if world.nodes_are_fixed else tuple(sorted(failed_nodes(world, world.status)))
 
 

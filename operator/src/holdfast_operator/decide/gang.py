@@ -150,7 +150,7 @@ def _leaves(world: World, births: list[Action]) -> list[Action]:
     """Return the creates of Secrets with the leaf certificates of this round's pods that may be missing.
 
     A Secret has the leaves of a block of workers, also of those that have no pod of this round: a round may
-    take in more lost workers later (ADR 0096), and a Secret cannot be changed. The create is repeated until
+    take in more lost workers later (ADR 0008), and a Secret cannot be changed. The create is repeated until
     every sidecar has started, because a pod would wait forever for a Secret that was deleted.
     """
     creating = {a.worker for a in births if isinstance(a, CreatePod)}
@@ -230,7 +230,7 @@ def renamed_coordinator(world: World, now: Now) -> Worker | None:
 def awaits_coordinator(world: World, memory: JobMemory, now: Now) -> bool:
     """Return whether a new operator process still waits for the coordinator of a gang that trains.
 
-    Its state says which ROUND the members have accepted (ADR 0110). Without it, every new process would seal
+    Its state says which ROUND the members have accepted (ADR 0005). Without it, every new process would seal
     each member of each gang again and send it the ROUND that it has.
     """
     current = world.coordinator_member()

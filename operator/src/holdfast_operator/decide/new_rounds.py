@@ -131,7 +131,7 @@ def _members(
 
 
 def with_taken_in(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
-    """Return the status of the present round, which also replaces the pods of these failures (ADR 0096).
+    """Return the status of the present round, which also replaces the pods of these failures (ADR 0008).
 
     The round must satisfy restarts.can_be_taken_in.
     """
@@ -189,7 +189,7 @@ def _stays(member: MemberState) -> bool:
 
 
 def round_after_time_out(world: World, now: Now) -> TrainingJobStatus:
-    """Return the status that begins the round whose pods are created after a back-off (ADR 0100).
+    """Return the status that begins the round whose pods are created after a back-off (ADR 0011).
 
     All pods of the present round, which could not all be scheduled, are deleted.
     """

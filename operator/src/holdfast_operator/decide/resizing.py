@@ -1,13 +1,13 @@
 """Another number of workers: conditions Resizing and WorkersMissing, and placeholders. Pure.
 
-A resize (ADR 0101):
+A resize (ADR 0011):
 1. While the gang trains, it is asked to save and stop, as for a suspension. The record of the request is
    reason Stopping of condition Resizing.
 2. Once no committed step would be lost with the pods, a round with the new number of new pods begins
    (beginnings.resize_gang). An operator that dies continues from the status.
 3. If the ranks fail before their first step, a round with the number before begins (after_failures.py).
 
-An elastic gang for some of whose workers there are no nodes (ADR 0105):
+An elastic gang for some of whose workers there are no nodes (ADR 0011):
 1. It begins a round without them (beginnings.shrink_gang).
 2. When it has trained for growAfterSeconds, placeholders are created for the missing workers.
 3. When placeholders have nodes, the status gets the new number, and the gang is resized

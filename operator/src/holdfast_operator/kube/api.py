@@ -1,4 +1,4 @@
-"""The HTTP session for all reads and writes of the Kubernetes API (docs/adr/0001-writes.md).
+"""The HTTP session for all reads and writes of the Kubernetes API (ADR 0004).
 
 This module handles requests, time-outs and errors, independently of kinds. It retries nothing; its callers
 do.
@@ -81,7 +81,7 @@ class KubeApi:
         """Open a GET whose body the caller reads. Errors while the body is read are ApiErrors, too.
 
         Its connection reads in large pieces: the events of a thousand jobs must not wait for the turns of the
-        event loop (ADR 0120).
+        event loop (ADR 0005).
 
         Args:
             total_seconds: Limit for the whole response.

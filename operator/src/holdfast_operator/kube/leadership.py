@@ -1,4 +1,4 @@
-"""The lease that decides which operator process writes (docs/adr/0102-one-operator-leads.md).
+"""The lease that decides which operator process writes (ADR 0004).
 
 1. A process reads the lease. It takes a lease that has no holder, or whose record has not changed for the
    duration that its holder set.

@@ -69,7 +69,7 @@ LONG_PASS_SECONDS = 0.02
 RESTS_PER_PASS = 4.0
 """After a pass of LONG_PASS_SECONDS or more, the job's next pass waits this many times as long. Each answer
 of a sidecar requests a pass. Without the wait, a recovery of 1,024 workers had 1,025 passes of 60 ms each and
-took 100 seconds (ADR 0114)."""
+took 100 seconds (ADR 0005)."""
 
 
 class IncompletePass(HoldfastError):

@@ -3,7 +3,7 @@
 This is the only module that imports kopf. A handler turns an event into a key and does nothing else. The
 reflectors of watch/ deliver the same events and survive every fault of the API server, while kopf ends at
 some of them, and cancels all tasks of its event loop then. So kopf has an event loop of its own, in a thread,
-and starts again when it has ended (docs/adr/0104-kopf-may-end.md).
+and starts again when it has ended (ADR 0004).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from holdfast_operator.model.outgoing_round import OutgoingRound
 class BeginRound:
     """Compare-and-swap 1 (CAS 1), the fence of a new round. Only Events may accompany it in a decision.
 
-    Until the round has a restore point, it can be repeated with more pods to replace (ADR 0096).
+    Until the round has a restore point, it can be repeated with more pods to replace (ADR 0008).
     """
 
     resource_version: str

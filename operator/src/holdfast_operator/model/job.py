@@ -81,7 +81,7 @@ class OwnerView:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """An object that exists and that this version cannot parse (ADR 0039).
+    """An object that exists and that this version cannot parse (ADR 0002).
 
     It is missing among the views, but it must not be treated as gone.
     """
@@ -153,7 +153,7 @@ def tolerated_taints(spec: Mapping[str, Any]) -> frozenset[Taint]:
 
 @dataclass(frozen=True, slots=True)
 class PodGroup:
-    """A group of pods that Kueue admits as a whole, from the labels of a pod or for a new pod (ADR 0103)."""
+    """A group of pods that Kueue admits as a whole, from the labels of a pod or for a new pod (ADR 0012)."""
 
     name: str
     queue: str

@@ -1,7 +1,7 @@
 """Find the TrainingJob or CheckpointStore that an object belongs to, by its controller reference. Pure.
 
 Labels do not prove ownership: any user who may create pods can copy a label, and a job's uid is public
-(ADR 0039). A pod is a worker of a job if it is in the job's namespace, its controller reference has the
+(ADR 0002). A pod is a worker of a job if it is in the job's namespace, its controller reference has the
 job's kind and uid, and its name is one that the operator gives to a worker of that job.
 """
 
@@ -80,7 +80,7 @@ def adopted_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
 
     The admission policy writes these labels and adds the sidecar. Labels decide here, because another
     controller owns the pod. A pod that only copies them has no certificate of the worker, so no sidecar and
-    no operator accepts it (ADR 0093).
+    no operator accepts it (ADR 0015).
     """
     meta, spec = raw.get("metadata") or {}, raw.get("spec") or {}
     marks = meta.get("labels") or {}

@@ -1,4 +1,4 @@
-"""Where the pods of a gang come from: the operator creates them, or another controller does (ADR 0093).
+"""Where the pods of a gang come from: the operator creates them, or another controller does (ADR 0015).
 
 The rules of `decide` are the same for both. They ask a `PodSource` for names, for the evidence that a pod has
 started, and for the actions that the operator may take on pods.
@@ -59,7 +59,7 @@ class PodSource(Protocol):
         ...
 
     def was_spare(self, worker: Worker, birth: RestartRound) -> bool:
-        """Return whether the worker's pod of this birth round was a spare before (ADR 0107)."""
+        """Return whether the worker's pod of this birth round was a spare before (ADR 0015)."""
         ...
 
     def has_started(self, worker: Worker, birth: RestartRound) -> bool | None:

@@ -2,7 +2,7 @@
 
 1. The authority's private key is in a Secret of the operator's own namespace, never in a tenant's.
 2. The pods that are created in one round read their leaves from one immutable Secret in the job's namespace.
-3. A certificate does not expire (ADR 0041). A leaf is of use as long as its pod is a member of the round, and
+3. A certificate does not expire (ADR 0003). A leaf is of use as long as its pod is a member of the round, and
    an authority exists as long as its job.
 4. An authority is created only when the leaves of a round are issued, and only if the API server has the job
    both before and after the creation, so that a late call for a deleted job leaves none behind. `sweep`

@@ -124,7 +124,7 @@ class JobCalls:
         """Take from the coordinator's state what it says about sidecars that this process does not know yet.
 
         A new process would otherwise call every sidecar of the cluster before it knows that nothing has
-        happened (ADR 0110). Sidecars for which the coordinator no longer answers are called, and so are those
+        happened (ADR 0005). Sidecars for which the coordinator no longer answers are called, and so are those
         that did not answer their first call.
         """
         accepted = state.accepted if state.round == self.round else None

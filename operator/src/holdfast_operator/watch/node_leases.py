@@ -8,7 +8,7 @@
    that is first seen. The watch of nodes or a direct read confirms it. The lease is deleted together with
    the Node object, so the lease alone would never become stale.
 4. While most leases are late at the same time, they are no evidence, because then the API server or the
-   operator itself is slow (ADR 0119).
+   operator itself is slow (ADR 0007).
 5. `decide` combines this with the silence of the sidecars to decide whether a node is lost.
 
 Time stamps of other machines are compared for equality, never for order (R30).

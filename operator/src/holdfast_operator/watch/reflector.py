@@ -1,7 +1,7 @@
 """LIST and WATCH one collection forever, and keep parsed records of its objects by uid.
 
 1. A streamed list: WATCH, which sends the present objects first, and then a bookmark that marks their end
-   (ADR 0118). Objects that were deleted since the last copy are reported first. If the server refuses it for
+   (ADR 0005). Objects that were deleted since the last copy are reported first. If the server refuses it for
    another reason than its load or our rights, or ends it before the bookmark, the next list is a LIST in
    pages.
 2. The same WATCH, or one from the resourceVersion of the LIST, with bookmarks and a read time-out. When the

@@ -1,7 +1,7 @@
 """Records of objects that exist and cannot be parsed. Pure.
 
 After a rollback an object may hold a value that only a newer release can parse. Such an object must
-not count as deleted, because the operator would then delete what belongs to it (ADR 0039).
+not count as deleted, because the operator would then delete what belongs to it (ADR 0002).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which worker passes the messages between a worker and the coordinator on (ADR 0065). Pure."""
+"""Which worker passes the messages between a worker and the coordinator on (ADR 0016). Pure."""
 
 from __future__ import annotations
 

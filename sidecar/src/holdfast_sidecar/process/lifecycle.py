@@ -157,7 +157,7 @@ class Lifecycle:
         """Wait for the writes under way, then write what else the ranks have handed over.
 
         Which of these steps all ranks have is not known here: the operator finds it in the inventories, and
-        finishes the commit of the newest one (ADR 0115).
+        finishes the commit of the newest one (ADR 0018).
 
         The time limits count from the first SEAL of the round.
         """
@@ -219,7 +219,7 @@ class Lifecycle:
             return await self.inventory()
 
     async def finish_commit(self, caller: Caller, message: FinishCommit) -> Inventory:
-        """Write the manifest of a step whose commit the failure has interrupted (ADR 0115).
+        """Write the manifest of a step whose commit the failure has interrupted (ADR 0018).
 
         Raises:
             StaleRoundError: The round is older than the current one.

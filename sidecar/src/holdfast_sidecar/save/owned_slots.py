@@ -2,7 +2,7 @@
 
 Where a rank has three slots or more, a step that is staged while an earlier one is being written waits in its
 slot. It is written to the node tier only after the coordinator has chosen the step for all ranks
-(coordinator/choice.py, ADR 0033), or by a seal.
+(coordinator/choice.py, ADR 0018), or by a seal.
 
 Nothing here does I/O.
 """

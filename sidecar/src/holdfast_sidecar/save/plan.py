@@ -42,7 +42,7 @@ class OwnShard:
     """Whether the current coordinator has acknowledged PREPARED."""
     committed: bool = False
     """Whether the step's manifest is on this node. Copies wait for it, because every rank's shard is
-    durable then: a target reuses equal chunks of its own shard, and only the others are sent (ADR 0029)."""
+    durable then: a target reuses equal chunks of its own shard, and only the others are sent (ADR 0020)."""
     copied: frozenset[Worker] = frozenset()
     """Workers that have acknowledged a durable copy."""
     replicated_acknowledged: bool = False

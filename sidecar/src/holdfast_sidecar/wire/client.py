@@ -3,7 +3,7 @@
 The server's certificate must name the pod that ROUND lists (`<pod>.<job-uid>.holdfast`), so that a request
 fails if the address belongs to another pod by now. A message to the own worker is dispatched without a
 connection, but goes through the same refusals. In a large gang, messages between the coordinator and other
-groups of workers go through a relay (ADR 0065).
+groups of workers go through a relay (ADR 0016).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pass messages between the coordinator and the other workers of this worker's group on (ADR 0065).
+"""Pass messages between the coordinator and the other workers of this worker's group on (ADR 0016).
 
 Nothing is acknowledged here: a sender receives the reply of the receiver, or an error.
 """

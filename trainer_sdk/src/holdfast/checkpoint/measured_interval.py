@@ -2,7 +2,7 @@
 
 Saves follow from the number of the step, so that all ranks save the same steps without an agreement about
 each of them. Rank 0 therefore converts a time to a number of steps and lets the ranks agree on that number
-when it changes (ADR 0082).
+when it changes (ADR 0017).
 
 With `interval="auto"` the time is the optimum of Daly (2006, "A higher order estimate of the optimum
 checkpoint interval for restart dumps"). It balances the time that saves cost with the steps that a failure

@@ -1,4 +1,4 @@
-"""Agreement of all ranks to do something after one step that is named ahead (ADR 0075).
+"""Agreement of all ranks to do something after one step that is named ahead (ADR 0017).
 
 A proposal is an atomic commit that never blocks. Its decision is a key of the gang's store that is written
 once:

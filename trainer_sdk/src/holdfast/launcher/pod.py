@@ -9,7 +9,7 @@
  6. On End it sends SIGKILL to all ranks, reaps them and sends Ended. Then it waits for the next Run.
 
 The launcher of a spare pod connects when the fork server has imported torch. So the sidecar knows that the
-spare is ready (ADR 0107).
+spare is ready (ADR 0015).
 
 This also works when the sidecar starts late, restarts, or repeats a message.
 """

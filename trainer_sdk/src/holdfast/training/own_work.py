@@ -1,4 +1,4 @@
-"""What a step takes this rank by itself, without the time in which it waits for other ranks (ADR 0108).
+"""What a step takes this rank by itself, without the time in which it waits for other ranks (ADR 0014).
 
 All ranks of a gang finish a step together, so their step times do not show which of them is slow. Two parts
 of a step contain no waits for other ranks:

@@ -1,6 +1,6 @@
 """Copy of a whole shard file from a store or a peer. Chunks that this node has already are not requested.
 
-The copy is a whole file that depends on no other (ADR 0029). It is written in order: the head, which the
+The copy is a whole file that depends on no other (ADR 0020). It is written in order: the head, which the
 trailer determines, then the payload from the source and from this node, then padding and trailer.
 """
 

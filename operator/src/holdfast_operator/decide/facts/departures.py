@@ -1,7 +1,7 @@
 """Find workers on nodes that will be taken away soon, and the one whose pod is deleted next. Pure.
 
 A spot notice or an autoscaler taints such a node. The end of a node costs the steps since the last save. A
-delete of the pod costs none, because the gang then saves, and the pod flushes before it ends (ADR 0097).
+delete of the pod costs none, because the gang then saves, and the pod flushes before it ends (ADR 0013).
 1. A pod that tolerates the taint stays: its owner wants it there, and a new pod could get the same node.
 2. Only one pod is deleted at a time, and only while all ranks train. The PodDisruptionBudget allows an
    eviction under the same condition.

@@ -7,7 +7,7 @@
 3. The restart of a sidecar container alone is not a failure. ROUND is sent to the sidecar again.
 4. While a gang trains, a pod that is deleted or evicted has its grace period to save, stop and flush.
 5. A pod of this round that has not started is not a failure, whatever its node: it holds no data.
-6. A sidecar that does not answer is not a failure by itself (ADR 0040). If no sidecar of the job answers,
+6. A sidecar that does not answer is not a failure by itself (ADR 0007). If no sidecar of the job answers,
    the cause is probably the network, and the job waits. Otherwise the pod is replaced only if the newest
    committed step is known to be readable without it (readable.py).
 """

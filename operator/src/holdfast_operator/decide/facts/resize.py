@@ -1,7 +1,7 @@
-"""Facts about a gang whose number of workers changes (ADR 0101). Pure.
+"""Facts about a gang whose number of workers changes (ADR 0011). Pure.
 
 The present number is that of status.members. The wanted one is spec.workers, or the smaller number for which
-an elastic gang has nodes (ADR 0105). A number with which the ranks failed before their first step is refused:
+an elastic gang has nodes (ADR 0011). A number with which the ranks failed before their first step is refused:
 the gang goes back to the number before, and the refused one is tried again once spec.workers has changed.
 An elastic gang then tries lower numbers only, so that it never alternates between two numbers.
 """

@@ -166,7 +166,7 @@ def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now)
 
     It is 0 for disruptions, and if a step was committed since the restore point. Without the back-off, a gang
     that fails repeatedly from the same step would spend its restart budget within seconds, before a user can
-    look at it. The wait is between a half and the whole of 1, 2, 4 and so on seconds (ADR 0003). A gang that
+    look at it. The wait is between a half and the whole of 1, 2, 4 and so on seconds (ADR 0010). A gang that
     ends before its first step mostly lacks something outside of it, which takes minutes to come back. Its
     wait begins with FIRST_START_SECONDS, so that the default budget lasts for a quarter of an hour at least.
     """

@@ -2,7 +2,7 @@
 
 Two gangs that each hold half of the nodes would wait for each other without an end. So a gang that is not
 scheduled within scheduleTimeoutSeconds gives all of its nodes back, and tries again after a back-off
-(ADR 0100). The back-offs of two jobs differ, so that one of them finds all nodes free.
+(ADR 0011). The back-offs of two jobs differ, so that one of them finds all nodes free.
 
 A kubelet repeats a start that fails without an end, and only its Events name the cause, which the operator
 does not read. So the status says what the pod mounts. A cause that lies in the node ends on another one.
@@ -162,7 +162,7 @@ def with_late_nodes(world: World, memory: JobMemory, now: Now) -> TrainingJobSta
 
     It is the same status if there are none, or if no affinity can keep pods off a node. If pods wait on more
     than half of the gang's nodes, the cause may be one that all nodes share. So the pods of one node are
-    tried on others first (ADR 0133).
+    tried on others first (ADR 0008).
     """
     nodes, _ = _to_avoid(world, memory, now)
     status = world.status

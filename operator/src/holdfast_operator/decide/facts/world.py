@@ -159,7 +159,7 @@ class World:
 
     @cached_property
     def spares(self) -> tuple[MemberState, ...]:
-        """Return the spares that the job is to have, with indices from FIRST_SPARE (ADR 0107)."""
+        """Return the spares that the job is to have, with indices from FIRST_SPARE (ADR 0015)."""
         spares = self.status.spares
         return () if spares is None else self._states(enumerate(spares.births, FIRST_SPARE))
 
@@ -249,7 +249,7 @@ class World:
     def wanted_spares(self) -> int:
         """Return the number of spare pods that the job is to have.
 
-        A job in a queue of Kueue has none: its pods are a group with a fixed number of pods (ADR 0103).
+        A job in a queue of Kueue has none: its pods are a group with a fixed number of pods (ADR 0012).
         """
         job = self.observed.job
         return job.spec.spares if queue_of(job) is None else 0
@@ -333,7 +333,7 @@ class World:
         """Return whether the status is older than the pod, so that the pod must not be deleted.
 
         The pod's round is above the status, or its worker was lost while that round had only sealed and the
-        status does not show it yet (ADR 0096), or it is a spare that has become a worker.
+        status does not show it yet (ADR 0008), or it is a spare that has become a worker.
         """
         round_, members = self.status.restart_round, self.status.members
         if round_ is None or pod.birth_round > round_:
@@ -360,7 +360,7 @@ class World:
         """Return the highest birth round above the status, for each worker with such a pod that is alive.
 
         If the status really is behind, because etcd was restored, these pods become members: they may hold
-        the newest copies (ADR 0039).
+        the newest copies (ADR 0002).
         """
         found: dict[Worker, RestartRound] = {}
         for pod in self.observed.pods:

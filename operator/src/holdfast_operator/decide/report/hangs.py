@@ -1,4 +1,4 @@
-"""Count restarts of a gang that hangs at one step, and say how to announce a pause (ADR 0129). Pure.
+"""Count restarts of a gang that hangs at one step, and say how to announce a pause (ADR 0014). Pure.
 
 An honest pause that the script does not announce ends as a hang at the same step in each round. So each such
 restart doubles the limits, until the pause fits in or a user has announced it. It does not double the limit

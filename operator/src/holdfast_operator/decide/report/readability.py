@@ -1,6 +1,6 @@
 """Leave a job alone while one of its pods cannot be parsed, and report it in condition Readable. Pure.
 
-Such a pod is missing among the job's pods, but it must not be treated as gone (ADR 0039).
+Such a pod is missing among the job's pods, but it must not be treated as gone (ADR 0002).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
 
     When such a node closes its connections, the other ranks fail within seconds, but its lease counts as
     stopped only after suspectAfterSeconds. A round that began before could only wait for that node. It would
-    be an additional round and count towards maxRestarts (ADR 0049).
+    be an additional round and count towards maxRestarts (ADR 0008).
     """
     failed_at, state = memory.failure_seen_at, world.coordinator
     if failed_at is None or state is None or not state.dead:

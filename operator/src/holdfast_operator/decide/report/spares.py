@@ -1,4 +1,4 @@
-"""Condition SparesReady: how many spare pods are ready, and what the others wait for (ADR 0107). Pure."""
+"""Condition SparesReady: how many spare pods are ready, and what the others wait for (ADR 0015). Pure."""
 
 from __future__ import annotations
 

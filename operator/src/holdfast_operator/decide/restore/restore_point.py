@@ -147,7 +147,7 @@ def _finish(world: World, best: Candidate | None) -> InterruptedCommit | Wait | 
 
 
 def _may_be_joined(member: MemberState, world: World, memory: JobMemory, now: Now) -> bool:
-    """Return whether this new pod still starts, and further lost pods may join the round (ADR 0096).
+    """Return whether this new pod still starts, and further lost pods may join the round (ADR 0008).
 
     The gang waits for the new pod in any case. So this wait delays no recovery.
     """

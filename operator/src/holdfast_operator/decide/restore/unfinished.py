@@ -1,7 +1,7 @@
 """Find a step whose commit a failure has interrupted, although every rank's shard is on its node. Pure.
 
 The ranks of a gang save a step together, and each sidecar writes its shard before it answers SEAL. If no pod
-is lost, such a step is as complete as a committed one, except for its manifest (ADR 0115).
+is lost, such a step is as complete as a committed one, except for its manifest (ADR 0018).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""status.spares: which spare pods there are to be, and which workers spares have become (ADR 0107). Pure.
+"""status.spares: which spare pods there are to be, and which workers spares have become (ADR 0015). Pure.
 
 CAS 1 of a round writes both together with the members of the round. A spare that becomes a worker gives its
 number to a new spare, whose birth round is this round: the new pod has another name.
@@ -33,7 +33,7 @@ def with_promotions(status: TrainingJobStatus, world: World) -> TrainingJobStatu
     """Return the status of a round with ready spares instead of its new pods, as far as there are any.
 
     A spare that has become a worker by a newer status than this one stays this worker, as a survivor: the
-    status was restored from a backup (ADR 0039).
+    status was restored from a backup (ADR 0002).
     """
     round_ = status.restart_round or RestartRound(0)
     status = _sized(status, world)

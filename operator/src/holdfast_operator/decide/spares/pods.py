@@ -1,4 +1,4 @@
-"""Create and delete the pods of spares (ADR 0107). Pure.
+"""Create and delete the pods of spares (ADR 0015). Pure.
 
 Spares are less urgent than workers. They are created while the gang trains, and deleted when a worker has no
 room. A spare that is lost holds nothing, so it is created again under its name.

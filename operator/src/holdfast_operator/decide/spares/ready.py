@@ -1,4 +1,4 @@
-"""Find the spare pods that can become workers now, and choose among them (ADR 0107). Pure."""
+"""Find the spare pods that can become workers now, and choose among them (ADR 0015). Pure."""
 
 from __future__ import annotations
 

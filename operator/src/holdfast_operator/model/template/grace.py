@@ -15,7 +15,7 @@ from holdfast_operator.model.template.shape import pod_spec
 STOP_SECONDS = 30
 """Shortest time for the ranks to reach the step at which they stop, save it and exit."""
 STOP_STEPS = 4
-"""Steps of mean length in this time: the ranks stop at a step two ahead of the request (ADR 0075)."""
+"""Steps of mean length in this time: the ranks stop at a step two ahead of the request (ADR 0017)."""
 FLUSH_SECONDS = 30
 """Shortest time for the flush."""
 UNMEASURED_FLUSH_SECONDS = 120

@@ -1,4 +1,4 @@
-"""Detection of a gang that finishes no step (ADR 0094, ADR 0129). It uses no I/O and no clock.
+"""Detection of a gang that finishes no step (ADR 0014). It uses no I/O and no clock.
 
 1. The time without a step counts only while every rank has finished a step of this round, no rank has
    announced a pause, none has ended, and every worker reports. So it does not count during a start, a

@@ -1,4 +1,4 @@
-"""Detection of ranks that are slower than the others at the same work (ADR 0108). No I/O, no clock.
+"""Detection of ranks that are slower than the others at the same work (ADR 0014). No I/O, no clock.
 
 All ranks of a gang have the same step time, because they wait for each other. Each rank therefore reports
 what a step takes it without these waits: the time until its batch is there, and that of its forward passes.

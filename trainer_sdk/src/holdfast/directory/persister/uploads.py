@@ -9,7 +9,7 @@ Rank 0's persister leads. One checkpoint is uploaded at a time:
 4. The leader deletes checkpoints of the store that retention does not keep.
 
 A kill between any two of these leaves older checkpoints of the store unchanged. The next persister, of this
-run or of the next one, asks the folder and the store what is missing (ADR 0084).
+run or of the next one, asks the folder and the store what is missing (ADR 0024).
 """
 
 from __future__ import annotations

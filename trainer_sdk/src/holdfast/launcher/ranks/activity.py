@@ -1,4 +1,4 @@
-"""Measure by /proc whether a process is at work, whatever its main thread shows (ADR 0129).
+"""Measure by /proc whether a process is at work, whatever its main thread shows (ADR 0014).
 
 A loop of one line, a long call into C, a program that the rank has started and a download do not move the
 innermost Python frame. They use a processor, read or write, or are woken again and again.

@@ -1,4 +1,4 @@
-"""Find out where ranks are that finish no step: their Python stacks, without extra rights (ADR 0094).
+"""Find out where ranks are that finish no step: their Python stacks, without extra rights (ADR 0014).
 
  1. The fork server registers faulthandler for STACK_SIGNAL in each rank, with a file in memory that launcher
     and rank share. Its handler is C code: it runs although the main thread waits in a collective.
