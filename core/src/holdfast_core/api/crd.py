@@ -42,7 +42,12 @@ _GANG_COLUMNS = (
     _column("Step", "integer", ".status.step", "Newest step that was trained."),
     _column("Committed", "integer", ".status.lastCommittedStep", "Newest local commit."),
     _column("Persisted", "integer", ".status.lastPersisted.step", "Newest step in the store."),
-    _column("Workers", "string", ".status.workers.summary", "Workers that train, of all workers."),
+    _column(
+        "Workers",
+        "string",
+        ".status.workers.summary",
+        "Workers that train or have finished, of all workers.",
+    ),
     _column("Restarts", "integer", ".status.restarts", "Restarts of the gang."),
     _column(
         "Goodput",

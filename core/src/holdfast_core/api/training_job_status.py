@@ -421,7 +421,10 @@ class ElasticStatus(ApiModel):
 class WorkersStatus(ApiModel):
     """How much of the gang is there."""
 
-    ready: Annotated[int, Field(ge=0, description="Workers whose ranks train.")]
+    ready: Annotated[
+        int,
+        Field(ge=0, description="Workers whose ranks train; all of them once the job is complete."),
+    ]
     total: Annotated[int, Field(ge=0, description="Workers of the present gang.")]
     wanted: Annotated[
         int | None,

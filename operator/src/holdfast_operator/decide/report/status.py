@@ -105,20 +105,28 @@ def refresh(
     status = with_queue(status, world, now)
     status = with_adoption(status, world, now)
     status = with_spares_ready(with_spares(status, world), world, now)
-    ready = sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
-    # Pods end after the last write of a job that has no gang any more, and would be shown as ready for good.
-    begun = status.restart_round is not None and not has_no_gang(status)
+    total = len(status.members) or job.spec.workers
     missing = wanted_workers(job, status) < job.spec.workers
     return changed(
         status,
         workers=WorkersStatus(
-            ready=ready if begun else 0,
-            total=len(status.members) or job.spec.workers,
+            ready=_ready(world, status, total),
+            total=total,
             wanted=job.spec.workers if missing else None,
         ),
         phase=compute_phase(status),
         observed_generation=job.generation,
     )
+
+
+def _ready(world: World, status: TrainingJobStatus, total: int) -> int:
+    """Return the number of workers that train, or have finished with the job."""
+    if status.is_true(JobCondition.COMPLETE):
+        return total
+    # Pods end after the last write of a job that has no gang any more, and would be shown as ready for good.
+    if status.restart_round is None or has_no_gang(status):
+        return 0
+    return sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
 
 
 def refresh_kept(world: World, now: Now, status: TrainingJobStatus) -> TrainingJobStatus:
