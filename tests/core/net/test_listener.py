@@ -35,7 +35,7 @@ def test_failed_handshakes_leave_no_buffers_to_the_collector_of_cycles() -> None
                     await asyncio.sleep(0)
             while listener.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            return sum(isinstance(one, SSLProtocol) for one in gc.get_objects())
+            return sum(type(one) is SSLProtocol for one in gc.get_objects())
         finally:
             gc.enable()
             await listener.close()
