@@ -35,6 +35,7 @@ from holdfast_core.messages.schema import (
     Prepared,
     Prune,
     RankProgress,
+    RankSaves,
     Refusal,
     Replicated,
     Round,
@@ -123,6 +124,13 @@ def report(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Worker
         progress=(RankProgress(Rank(rank), Step(1)),),
         dead=(DeadRank(Rank(rank), Worker(worker), 1),),
     )
+
+
+FOREIGN = {
+    "progress": WorkerReport(NOW, Worker(0), progress=(RankProgress(Rank(9), Step(1)),)),
+    "death": WorkerReport(NOW, Worker(0), dead=(DeadRank(Rank(9), Worker(0), 1),)),
+    "saves": WorkerReport(NOW, Worker(0), saves=(RankSaves(Rank(9), Step(1)),)),
+}
 
 
 def keep_layout(round_: RestartRound = NOW) -> KeepLayout:
@@ -297,6 +305,13 @@ CASES = [
     Case("level: from another member", PLAIN, MEMBER[2], level(), Refusal.NOT_MEMBER),
     Case("write next: from another member", PLAIN, MEMBER[2], write_next(), Refusal.NOT_MEMBER),
     Case("persist: from another member", PLAIN, MEMBER[2], persist(), Refusal.NOT_MEMBER),
+    # a report of ranks that its worker does not run
+    *(
+        Case(
+            f"report: {name} of a foreign rank", COORDINATOR, MEMBER[0], message, Refusal.NOT_MEMBER
+        )
+        for name, message in FOREIGN.items()
+    ),
     # messages between members
     *fenced("keep layout", keep_layout, 2, MEMBER[0]),
     Case("keep layout: from a stranger", PLAIN, STRANGER, keep_layout(), Refusal.NOT_MEMBER),

@@ -50,6 +50,23 @@ def test_the_newest_step_is_chosen_and_older_ones_are_dropped_in_order() -> None
     assert weigh(ledger, saves(SLOW, 4)) == Choice(Step(4), (), Step(4))
 
 
+def test_a_written_step_that_lacks_its_manifest_holds_up_no_other_one() -> None:
+    """A node that cannot store a manifest would otherwise stop all later saves of the round."""
+    ledger = new_ledger()
+    written(ledger, 4)
+    assert weigh(ledger, saves(SLOW, 4)).chosen == 4
+    written(ledger, 4, rank=SLOW)
+    written(ledger, 5)
+    assert weigh(ledger, saves(SLOW, 5)).chosen == 5
+
+
+def test_steps_up_to_the_restore_point_are_dropped() -> None:
+    """A script that counts from 0 after a restore saves them. No report of such a shard is accepted."""
+    waiting = {Rank(rank): saves(rank, 2, 3) for rank in (FAST, SLOW)}
+    assert choose(new_ledger(), waiting, base=Step(2)) == Choice(Step(3), (Step(2),), Step(3))
+    assert choose(new_ledger(), waiting, base=Step(9)) == Choice(None, (Step(2), Step(3)), None)
+
+
 def test_the_chosen_step_stays_until_it_is_local() -> None:
     ledger = new_ledger()
     written(ledger, 4)

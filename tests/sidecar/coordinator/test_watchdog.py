@@ -171,7 +171,7 @@ async def test_the_state_names_that_no_rank_has_saved(tmp_path: Path) -> None:
         world.clock.advance(61)
         world.step(4)
         (failure,) = (await world.state()).failures
-        assert "no rank has handed over a newer step" in failure.message
+        assert "no rank has written a newer step" in failure.message
 
 
 async def test_a_known_cause_in_a_node_tier_comes_first(tmp_path: Path) -> None:

@@ -497,7 +497,7 @@ def _check_sender(state: RoundState, caller: Caller, message: Any) -> Refused | 
             ranks = [message.rank]
         case WorkerReport():
             ranks = [d.rank for d in message.dead] + [p.rank for p in message.progress]
-            ranks += [s.rank for s in message.stacks]
+            ranks += [s.rank for s in message.stacks] + [s.rank for s in message.saves]
     own = ranks_of(message.worker, state.procs_per_worker)
     if all(rank in own for rank in ranks):
         return None

@@ -82,7 +82,10 @@ class CommitAlarm:
         waiting = [e for e in self._ledger.steps.values() if e.step > floor and not e.local]
         entry = max(waiting, key=lambda e: e.step, default=None)
         if entry is None:
-            return "no rank has handed over a newer step; check the trainers' logs for failed saves"
+            return (
+                "no rank has written a newer step; check the trainers' logs for failed saves, and "
+                "the nodes' disks if saves are skipped"
+            )
         ranks = [Rank(r) for r in range(entry.world_size) if Rank(r) not in entry.durable]
         shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
         if not ranks:

@@ -32,21 +32,25 @@ class Choice:
         return self.newest is not None or self.chosen is not None
 
 
-def choose(ledger: Ledger, saves: Mapping[Rank, RankSaves]) -> Choice:
+def choose(ledger: Ledger, saves: Mapping[Rank, RankSaves], base: Step | None = None) -> Choice:
     """Return the choice that follows from the messages received so far.
 
     Args:
         ledger: The steps, with those that are written.
         saves: The reported saves of each rank whose worker has sent this coordinator everything it had to
             send.
+        base: Step of the restore point. Ranks that count from 0 again save steps up to it, which are refused
+            as parts of this round's history.
     """
     waiting = {
         step for found in saves.values() for step in found.waiting if not ledger.is_forgotten(step)
     }
-    newest = max((s for s in waiting if _is_complete(s, ledger, saves)), default=None)
+    floor = -1 if base is None else base
+    newest = max((s for s in waiting if s > floor and _is_complete(s, ledger, saves)), default=None)
     chosen = _chosen(ledger, saves, newest)
     local = ledger.newest(Level.LOCAL)
-    replaced_below = max(-1 if newest is None else newest, -1 if local is None else local.step)
+    newer = (newest, None if local is None else local.step)
+    replaced_below = max([floor + 1, *(step for step in newer if step is not None)])
     dropped = (
         step
         for step in waiting
@@ -58,14 +62,18 @@ def choose(ledger: Ledger, saves: Mapping[Rank, RankSaves]) -> Choice:
 def _chosen(ledger: Ledger, saves: Mapping[Rank, RankSaves], newest: Step | None) -> Step | None:
     """Return the step to write next.
 
-    An earlier choice is kept until it is local, unless a rank has lost it. Otherwise this is the newest step
-    that every rank has handed over, once no rank in whose slot it waits is writing another step: a busy
-    rank would have to keep the chosen step in a slot that it needs for later saves.
+    An earlier choice is kept while a rank writes it or has it to write, unless another rank has lost it.
+    Otherwise this is the newest step that every rank has handed over, once no rank in whose slot it waits is
+    writing another step: a busy rank would have to keep the chosen step in a slot that it needs for later
+    saves.
     """
     earlier = ledger.chosen
     if earlier is not None and _is_complete(earlier, ledger, saves):
         entry = ledger.steps.get(earlier)
-        if entry is None or not entry.local:
+        is_open = entry is None or not entry.local
+        # A step that every rank has written may still wait for its manifest, for ever if a node cannot store
+        # it. The disks that have room go on with the next step.
+        if is_open and any(earlier in found.under_way for found in saves.values()):
             return earlier
     if newest is None:
         return None

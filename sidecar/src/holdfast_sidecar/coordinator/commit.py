@@ -87,8 +87,9 @@ _LOOK_SECONDS = 1.0
 _COMPARED_PER_SECOND = 4096
 """Ranks that the search for stragglers compares in a second, at most."""
 _WEIGH_AFTER_SECONDS = 0.01
-"""Time for which reports are gathered before the step to write is chosen again. Each choice looks at all
-ranks."""
+"""Least time for which reports are gathered before the step to write is chosen again."""
+_WEIGHED_PER_SECOND = 200_000
+"""Ranks that choices look at in a second, at most: each choice looks at all."""
 
 
 class Coordinator:
@@ -493,21 +494,23 @@ class Coordinator:
         """Choose again soon, because what a worker's ranks have saved has changed."""
         waiting = {step for saves in message.waiting for step in saves.waiting}
         # A rank that goes back saves a dropped step again. Nothing would free the slot of that save.
-        if again := tuple(sorted(step for step in waiting if self._ledger.is_forgotten(step))):
-            self._outbox.prune(again, in_slots=True)
+        if again := frozenset(step for step in waiting if self._ledger.is_forgotten(step)):
+            self._outbox.prune_again(message.worker, again)
         self._weigh_soon()
 
     def _weigh_soon(self) -> None:
         """Call `_weigh` after a short time, once for all messages until then, if a step waits."""
         if self._weighing is None and self._gathered.waits:
             loop = asyncio.get_running_loop()
-            self._weighing = loop.call_later(_WEIGH_AFTER_SECONDS, self._weigh)
+            delay = max(_WEIGH_AFTER_SECONDS, self._gathered.world_size / _WEIGHED_PER_SECOND)
+            self._weighing = loop.call_later(delay, self._weigh)
 
     def _choice(self) -> Choice:
         """Return what becomes of the steps that wait in slots. If there are none, this looks at no rank."""
         if not self._gathered.waits and self._ledger.chosen is None:
             return Choice()
-        return choose(self._ledger, self._gathered.saves(self.instance))
+        base = self._message.restore_point.step
+        return choose(self._ledger, self._gathered.saves(self.instance), base)
 
     def _weigh(self) -> None:
         """Choose again which waiting step is written next, and drop those that are no longer needed."""
@@ -709,7 +712,8 @@ class Coordinator:
         The members have its shards, from which the ranks were to restore.
         """
         point = self._message.restore_point.own_checkpoint
-        has_saved = self._choice().pending or self._ledger.newest(Level.LOCAL) is not None
+        comes = self._choice().pending or self._ledger.pending
+        has_saved = comes or self._ledger.newest(Level.LOCAL) is not None
         if point is None or has_saved or self._uploads.has(point):
             return
         try:
@@ -728,9 +732,11 @@ class Coordinator:
     def _newest_that_stays(self) -> StepEntry | None:
         """Return the newest local step, which the end of the job uploads.
 
-        None while a step that waits in slots can still become local, because that one is uploaded then.
+        None while a step that waits in slots, or waits for its manifest, can still become local, because that
+        one is uploaded then.
         """
-        return None if self._choice().pending else self._ledger.newest(Level.LOCAL)
+        comes = any(not self._ledger.steps[step].local for step in self._ledger.pending)
+        return None if comes or self._choice().pending else self._ledger.newest(Level.LOCAL)
 
     def _settled(self) -> bool:
         if self._gave_up:

@@ -47,6 +47,8 @@ class _Acknowledged:
     persists: dict[Step, PersistRequest] = field(default_factory=dict)
     pruned: int = 0
     """Number of acknowledged entries of `Outbox._prunes`."""
+    again: frozenset[Step] = frozenset()
+    """Steps that are to be deleted once more, although their prune is acknowledged."""
     chosen: Step | None = None
     requests: int = 0
     """Number of acknowledged entries of `Outbox._requests`."""
@@ -179,6 +181,17 @@ class Outbox:
             self._urgent_prunes = self._prunes.count
         self.wake()
 
+    def prune_again(self, worker: Worker, steps: frozenset[Step]) -> None:
+        """Have one member delete pruned steps that it lists in slots, unless their prune is on its way.
+
+        A broadcast would let one late report of each worker cause a message to every other one.
+        """
+        record = self._acknowledged[worker]
+        known = record.again.union(self._prunes.after(record.pruned))
+        if not steps <= known:
+            record.again |= steps - known
+            self._wakes[worker].set()
+
     def persist(self, request: PersistRequest) -> None:
         """Send this request to all members. It replaces an earlier one for the same step."""
         if self._persist.get(request.step) != request:
@@ -306,13 +319,25 @@ class Outbox:
         pruned = self._prunes.count
         urgent = record.pruned < (pruned if self._newest() is None else self._urgent_prunes)
         if record.chosen == chosen and not urgent:
-            return None
+            return self._prune_again(record) if record.again else None
 
         def acknowledged() -> None:
             record.chosen, record.pruned = chosen, pruned
 
         message = WriteNext(self._ledger.round, chosen, self._prunes.after(record.pruned))
         return message, None, acknowledged
+
+    def _prune_again(self, record: _Acknowledged) -> tuple[WriteNext, None, Callable[[], None]]:
+        again = record.again
+
+        def acknowledged() -> None:
+            record.again -= again
+
+        return (
+            WriteNext(self._ledger.round, record.chosen, tuple(sorted(again))),
+            None,
+            acknowledged,
+        )
 
     def _newest(self) -> StepEntry | None:
         return self._ledger.newest(Level.LOCAL)

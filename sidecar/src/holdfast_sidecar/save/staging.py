@@ -220,7 +220,7 @@ class Stager:
         self.room.close()
 
     async def settle(self, timeout_seconds: float) -> bool:
-        """Wait for all digests and writes under way. Return False if the time ran out."""
+        """Wait for all writes under way. Return False if the time ran out."""
         return await self._tasks.join(timeout_seconds)
 
     async def write_waiting(self, timeout_seconds: float) -> bool:
