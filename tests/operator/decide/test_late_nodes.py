@@ -91,6 +91,19 @@ def test_late_nodes_are_recorded_once_and_each_of_them_is_avoided(
     assert gone == {p.name for p in observed.pods if p.node in nodes}, "and other rules are reached"
 
 
+@pytest.mark.parametrize(("workers", "late"), [(2, 2), (3, 2), (5, 3), (7, 4), (8, 5)])
+def test_the_other_pods_stay_while_the_new_one_has_no_node_yet(workers: int, late: int) -> None:
+    known = after_record(gang(workers, late))
+    moved = replace(known.pods[0], node=None, failed_nodes=frozenset({"node-0"}))
+    known = replace(known, pods=(moved, *known.pods[1:]))
+    assert len(recorded(known)) == 1
+    assert "the cause is probably no node" not in says(known)
+
+
+def test_the_status_says_that_pods_are_tried_on_other_nodes_first() -> None:
+    assert "the pods of node-0 are tried on other nodes first" in says(after_record(gang(8, 5)))
+
+
 def test_a_common_cause_is_named() -> None:
     """The pods of one node were tried on others, where they do not start either."""
     known = after_record(gang(8, 5))

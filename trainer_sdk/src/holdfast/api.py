@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from holdfast.base.folder import folder_path
+from holdfast.base.folder import Folder, folder_path
 from holdfast.base.handle import SaveHandle
 from holdfast.checkpointer import Checkpointer
 from holdfast_core.errors import ConfigError
@@ -21,7 +21,7 @@ _shared: tuple[str | None, Checkpointer] | None = None
 
 
 def restore(
-    state: MutableMapping[str, Any], *, dir: str | os.PathLike[str] | None = None
+    state: MutableMapping[str, Any], *, dir: str | os.PathLike[str] | Folder | None = None
 ) -> int | None:
     """Call `Checkpointer.restore` on the Checkpointer that this process shares.
 
@@ -31,7 +31,7 @@ def restore(
 
 
 def save(
-    step: int, state: Mapping[str, Any], *, dir: str | os.PathLike[str] | None = None
+    step: int, state: Mapping[str, Any], *, dir: str | os.PathLike[str] | Folder | None = None
 ) -> SaveHandle:
     """Call `Checkpointer.save` on the Checkpointer that this process shares.
 
@@ -41,13 +41,14 @@ def save(
     return _checkpointer(dir).save(step, state)
 
 
-def _checkpointer(dir: str | os.PathLike[str] | None) -> Checkpointer:
+def _checkpointer(dir: str | os.PathLike[str] | Folder | None) -> Checkpointer:
     """Return the shared Checkpointer; the first call opens it.
 
     Raises ConfigError when `dir` differs from the directory of the first call.
     """
     global _shared
-    name = None if dir is None else str(folder_path(dir))
+    path = dir.path if isinstance(dir, Folder) else dir
+    name = None if path is None else str(folder_path(path))
     with _lock:
         if _shared is None:
             checkpointer = Checkpointer(dir)

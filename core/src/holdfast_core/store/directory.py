@@ -226,11 +226,14 @@ class DirectoryObjectStore:
         return removed
 
     def _folders(self, prefix: str) -> tuple[str, ...]:
-        """Return the directories below a prefix that are not empty. Deletions leave empty ones."""
+        """Return the directories below a prefix that are not empty. Deletions leave empty ones.
+
+        Those that this process cannot read are left out: the root of a volume has `lost+found`.
+        """
         found = list[str]()
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / prefix) as it:
             for entry in it:
-                if entry.is_dir(follow_symlinks=False):
+                if entry.is_dir(follow_symlinks=False) and os.access(entry.path, os.R_OK):
                     with suppress(FileNotFoundError), os.scandir(entry.path) as inside:
                         if next(inside, None) is not None:
                             found.append(f"{prefix}{entry.name}/")

@@ -471,9 +471,9 @@ class ObjectTier:
         """Return the names of the folders below a prefix, which is empty or ends with a slash."""
         found = list[str]()
         for page in self._pages(prefix, folders=True):
-            if page.objects and prefix != self._base:
-                return []  # a folder of another program, maybe with millions of objects
             found += [folder[len(prefix) : -1] for folder in page.folders]
+            if page.objects and prefix != self._base:
+                break  # a folder of another program, maybe with millions of objects
         return found
 
     def _delete(self, namespace: str, job_uid: JobUid, relative: Iterable[str]) -> None:

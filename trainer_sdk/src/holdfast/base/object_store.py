@@ -20,7 +20,7 @@ def required_store(url: str) -> StoreUrl:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"Folder(store={url!r}) needs the packages {' and '.join(missing)}, which are not "
+            f"the store {url!r} needs the packages {' and '.join(missing)}, which are not "
             'installed: pip install "holdfast-sdk[s3]"'
         )
     return parsed

@@ -6,7 +6,7 @@ This module imports packages that only the extra `holdfast-sdk[s3]` installs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -95,15 +95,17 @@ def _parts(url: StoreUrl) -> tuple[StoreUrl, str, str]:
     """Split a URL into the store, and the namespace and uid that its last two names may be."""
     if url.directory:
         path = Path(url.directory)
+        if not (path / "manifests").is_dir():
+            return url, "", ""
         return replace(url, directory=str(path.parent.parent)), path.parent.name, path.name
     prefix, _, uid = url.prefix.rpartition("/")
     parent, _, namespace = prefix.rpartition("/")
     return replace(url, prefix=parent), namespace, uid
 
 
-def _choose_one(url: StoreUrl, tier: ObjectTier, jobs: Iterable[tuple[str, JobUid]]) -> str:
+def _choose_one(url: StoreUrl, tier: ObjectTier, jobs: Sequence[tuple[str, JobUid]]) -> str:
     lines = [f"{url} holds the checkpoints of several trainings. Open one of them:"]
-    for namespace, uid in itertools.islice(jobs, _SHOWN_JOBS):
+    for namespace, uid in jobs[:_SHOWN_JOBS]:
         name = "a job"
         newest = max(tier.list_manifests(namespace, uid), key=age_of, default=None)
         if newest is None:
@@ -115,4 +117,6 @@ def _choose_one(url: StoreUrl, tier: ObjectTier, jobs: Iterable[tuple[str, JobUi
                 document = tier.get_manifest(namespace, uid, newest)
                 name = f"job {parse_manifest_of(document, uid, newest).job.name}"
         lines.append(f"  {url}/{namespace}/{uid}  {name}, newest step {newest.step}")
+    if len(jobs) > _SHOWN_JOBS:
+        lines.append(f"  and more: {url}/NAMESPACE/UID names each of them")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -121,7 +122,7 @@ def open_checkpoints(path_or_url: str | os.PathLike[str]) -> Checkpoints:
     if isinstance(text, str) and text.strip().lower().startswith("s3:/"):
         return Checkpoints(_store(required_store(text)))
     root = folder_path(path_or_url)
-    if (root / "manifests").is_dir() or any(_jobs_below(root)):
+    if not (root / "tier" / JOB_UID).is_dir() and any(_manifests_of_jobs(root)):
         return Checkpoints(_store(required_store(f"file://{quote(str(root))}")))
     return Checkpoints(FolderSource(root))
 
@@ -132,8 +133,6 @@ def _store(url: StoreUrl) -> CheckpointSource:
     return StoreSource.open(url, current_environment())
 
 
-def _jobs_below(root: Path) -> Iterator[Path]:
-    """Yield the manifests of each job below a directory that serves as a store. A folder has a tier."""
-    return (
-        found for found in root.glob("*/*/manifests") if found.parent != root / "tier" / JOB_UID
-    )
+def _manifests_of_jobs(root: Path) -> Iterator[Path]:
+    """Yield the manifests of each job in a directory that serves as a store or is a job's part of one."""
+    return itertools.chain(root.glob("manifests"), root.glob("*/*/manifests"))

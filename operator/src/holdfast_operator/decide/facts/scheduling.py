@@ -197,16 +197,20 @@ def _to_avoid(world: World, memory: JobMemory, now: Now) -> tuple[list[str], str
     # Pods that wait for the same reason become late at different moments, as they were created.
     waiting = _nodes(_late(world, memory, now, limit / 2))
     used = _nodes((m, m.pod) for m in world.members if m.pod is not None)
-    if len(waiting) > 1 and 2 * len(waiting) > len(used):
-        tried = _tried(world)
+    # The pods of a node that was tried first may have no node yet, so that node counts as well.
+    tried = _tried(world)
+    if len(waiting | tried) > 1 and 2 * len(waiting | tried) > len(used | tried):
         if not tried:
             return late[:1], ""
         if not _start_elsewhere(world, tried):
+            where = f"They wait on {len(waiting)} of the gang's {len(used)} nodes"
+            first = f"the pods of {first_of(sorted(tried))}"
+            if all(p.failed_nodes.isdisjoint(tried) for _, p in _late(world, memory, now, limit)):
+                return [], f"{where}. So {first} are tried on other nodes first"
             return [], (
-                f"They wait on {len(waiting)} of the gang's {len(used)} nodes, and the pods of "
-                f"{first_of(sorted(tried))} have not started on other nodes either. So the cause is probably "
-                "no node, and the pods stay. Look for what they have in common: the image, a claim, a "
-                "Secret, the network"
+                f"{where}, and {first} have not started on other nodes either. So the cause is probably no "
+                "node, and the pods stay. Look for what they have in common: the image, a claim, a Secret, "
+                "the network"
             )
     room = max(0, MAX_NODES - len(avoided))
     why = "" if len(late) <= room else f"A pod avoids {MAX_NODES} nodes at most, so some pods stay"
