@@ -337,6 +337,15 @@ class Job:
             every_seconds=every_seconds,
         )
 
+    def failed_probes(self) -> list[str]:
+        """Return the kubelets' warnings about probes of the job's pods."""
+        pods = set(self.pod_names())
+        return [
+            f"{event['involvedObject']['name']}: {event['message']}"
+            for event in self.kube.events(self.namespace)
+            if event["reason"] == "Unhealthy" and event["involvedObject"]["name"] in pods
+        ]
+
     def wait_step(self, step: int, timeout_seconds: float = PROGRESS_SECONDS) -> int:
         """Wait until the sidecars report `step` or a later one, and return the reported step."""
         return int(

@@ -6,6 +6,7 @@ from __future__ import annotations
 def test_a_job_whose_pod_is_deleted_completes_with_the_bits_of_an_undisturbed_run(scenario):
     job = scenario.adopt()
     job.wait_replicated(20)
+    assert job.failed_probes() == [], "a healthy start has no warnings"
     round_, members = job.round, job.status["members"]
     scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=1)
     job.wait_round(round_ + 1)

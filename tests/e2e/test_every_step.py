@@ -19,6 +19,7 @@ def test_a_slow_disk_keeps_the_newest_step_in_slots(scenario):
     training = replace(SHORT, sleep_per_step=0.5)  # long enough for a status that is up to 10 s old
     job = scenario.start(training, interval=1, slots=3, object_every=None)
     job.wait_step(10)
+    assert job.failed_probes() == [], "a healthy start has no warnings"
 
     def dropped() -> bool:
         return job.status.get("stepsDropped", 0) >= 1

@@ -1,7 +1,7 @@
 """Entry point: the sidecar itself, and the commands that probes and hooks run.
 
 holdfast-sidecar [serve]      run the sidecar (SIGTERM: flush, then exit)
-holdfast-sidecar healthz      exit 0 if the pod's socket accepts connections (startupProbe)
+holdfast-sidecar healthz      wait until the pod's socket accepts connections (startupProbe)
 holdfast-sidecar pre-stop     wait for a limited time until everything handed over is safe (preStop)
 holdfast-sidecar probe-store  probe the object store and write the report for the kubelet
 """
@@ -64,13 +64,16 @@ def main(arguments: list[str] | None = None) -> int:
         choices=("serve", "healthz", "pre-stop", "probe-store"),
     )
     parser.add_argument(
-        "--timeout", type=float, default=25.0, help="longest time that pre-stop waits, in seconds"
+        "--timeout",
+        type=float,
+        default=25.0,
+        help="longest time that healthz or pre-stop waits, in seconds",
     )
     options = parser.parse_args(arguments)
     try:
         match options.command:
             case "healthz":
-                return healthz(shared_dir())
+                return healthz(shared_dir(), timeout_seconds=options.timeout)
             case "pre-stop":
                 return pre_stop(node_dir(), timeout_seconds=options.timeout)
             case "probe-store":

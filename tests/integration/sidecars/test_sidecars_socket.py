@@ -104,6 +104,16 @@ def hook(gang: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+async def test_the_startup_probe_waits_for_the_sidecar(gangs: Gangs) -> None:
+    """The kubelet writes a warning for each probe that fails, also at a start that is healthy."""
+    async with gangs(1) as gang:
+        await gang.start()
+        gang.sidecars[0].kill()
+        probe = asyncio.create_task(asyncio.to_thread(hook, gang, "healthz", "--timeout", "100"))
+        await gang.relaunch(0)
+        assert (await probe).returncode == 0
+
+
 async def test_the_sidecar_starts_by_an_exec(gangs: Gangs) -> None:
     async with gangs(1) as gang:
         await gang.start()
@@ -135,7 +145,9 @@ async def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
         process = gang.sidecars[0].process
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, DEADLINE_SECONDS) == 0
-        assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 1
+        ended = await asyncio.to_thread(hook, gang, "healthz", "--timeout", "0")
+        assert ended.returncode == 1
+        assert "holdfast.sock" in ended.stderr
 
 
 def read(url: str) -> str:

@@ -109,8 +109,10 @@ def test_the_sidecar_is_native_probed_and_flushed() -> None:
     assert sidecar["restartPolicy"] == "Always"
     assert sidecar["image"] == "example/sidecar:1"
     assert sidecar["imagePullPolicy"] == "Always"
-    assert sidecar["startupProbe"]["exec"]["command"] == ["holdfast-sidecar", "healthz"]
-    assert sidecar["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": 7072}
+    started, ready = sidecar["startupProbe"], sidecar["readinessProbe"]
+    assert started["exec"]["command"] == ["holdfast-sidecar", "healthz", "--timeout", "25"]
+    assert ready["httpGet"] == {"path": "/readyz?wait=280", "port": 7072}
+    assert (started["timeoutSeconds"], ready["timeoutSeconds"]) == (30, 285)
     assert "exec" in sidecar["lifecycle"]["preStop"]
     assert sidecar["resources"]["limits"]["memory"]
 

@@ -54,6 +54,59 @@ async def test_readyz_answers_whether_the_ranks_train(ready: bool, expected: int
             assert response.status == expected
 
 
+@pytest.mark.fault("The kubelet asks whether a pod is ready before its ranks train")
+async def test_readyz_waits_for_the_first_training_only() -> None:
+    """Each answer of 503 becomes a warning of the kubelet, but later the pod must stop being ready at once."""
+    handler, clock = Handler(), ManualClock()
+    handler.ready = False
+    async with plain(handler, clock=clock) as (_, port, _), aiohttp.ClientSession() as session:
+
+        async def probe(wait: int) -> int:
+            async with session.get(f"http://127.0.0.1:{port}/readyz?wait={wait}") as response:
+                return response.status
+
+        async def asleep() -> None:
+            while not clock.sleepers:
+                await asyncio.sleep(0)
+
+        impatient = asyncio.create_task(probe(10))
+        await asleep()
+        clock.advance(10)
+        assert await impatient == 503
+
+        patient = asyncio.create_task(probe(10))
+        await asleep()
+        handler.ready = True
+        clock.advance(1)
+        assert await patient == 200
+        handler.ready = False
+        assert await probe(10) == 503
+
+
+async def test_a_probe_that_leaves_waits_no_longer() -> None:
+    handler, clock = Handler(), ManualClock()
+    handler.ready = False
+    async with plain(handler, clock=clock) as (server, port, _):
+        with ExitStack() as stack:
+            request = b"GET /readyz?wait=600 HTTP/1.1\r\nHost: x\r\n\r\n"
+            await asyncio.to_thread(silent_connections, stack, port, 1, request)
+            while not clock.sleepers:
+                await asyncio.sleep(0)
+        while server.connections:
+            await asyncio.sleep(0)
+        clock.advance(1)
+        await asyncio.sleep(0)
+        assert clock.sleepers == 0
+
+
+@pytest.mark.parametrize("wait", ["-1", "x", "9" * 30])
+async def test_a_wait_that_is_no_number_is_refused(wait: str) -> None:
+    async with plain(Handler()) as (_, port, _), aiohttp.ClientSession() as session:
+        async with session.get(f"http://127.0.0.1:{port}/readyz?wait={wait}") as response:
+            assert response.status == 400
+            assert "expected a whole number" in await response.text()
+
+
 async def scrape(port: int) -> str:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"http://127.0.0.1:{port}/metrics") as response:

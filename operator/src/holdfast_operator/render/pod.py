@@ -51,6 +51,13 @@ EXIT_SECONDS = 5
 """Part of the grace period that the preStop hook leaves for the sidecar to exit. The admission policy for
 adopted pods leaves the same."""
 
+_START_SECONDS = 25
+"""Longest time that one startup probe waits for the sidecar."""
+_FIRST_TRAINING_SECONDS = 280
+"""Longest time that one readiness probe waits until the ranks train for the first time."""
+_PROBE_SECONDS = 5
+"""What a probe may take beside its wait."""
+
 SHARED_VOLUME = "holdfast-shared"
 STORE_VOLUME = "holdfast-store"
 POD_IP_VARIABLE = "HOLDFAST_POD_IP"
@@ -249,19 +256,23 @@ def _sidecar_container(
             {"name": "metrics", "containerPort": METRICS_PORT},
         ],
         "startupProbe": {
-            # The probe checks that the socket listens. It does not wait for the restore barrier, because a
-            # long rehydration is not a failed start.
-            "exec": {"command": list(settings.probe_command)},
+            # The probe waits until the socket listens, because the kubelet writes a warning for each probe that
+            # fails. It does not wait for the restore barrier: a long rehydration is not a failed start.
+            "exec": {"command": [*settings.probe_command, "--timeout", str(_START_SECONDS)]},
             "periodSeconds": 1,
-            "timeoutSeconds": 5,
-            "failureThreshold": 120,
+            "timeoutSeconds": _START_SECONDS + _PROBE_SECONDS,
+            "failureThreshold": 5,
         },
         # The pod is ready while its ranks train, because the PodDisruptionBudget counts ready pods. A command
-        # every two seconds would take time from training. Until then each probe causes an Event (limits.md).
+        # every two seconds would take time from training. The answer waits for the first training, so that
+        # the kubelet writes no warnings about a start that is healthy.
         "readinessProbe": {
-            "httpGet": {"path": "/readyz", "port": METRICS_PORT},
+            "httpGet": {
+                "path": f"/readyz?wait={_FIRST_TRAINING_SECONDS}",
+                "port": METRICS_PORT,
+            },
             "periodSeconds": 2,
-            "timeoutSeconds": 2,
+            "timeoutSeconds": _FIRST_TRAINING_SECONDS + _PROBE_SECONDS,
             "failureThreshold": 1,
         },
         "lifecycle": {"preStop": {"exec": {"command": _drain_command(job, settings)}}},

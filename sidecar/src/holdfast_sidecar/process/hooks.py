@@ -7,27 +7,35 @@ the trainer.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from holdfast_core.contract import SOCKET_NAME
 from holdfast_core.shm.shared_files import connect_unix
 from holdfast_sidecar.base.settings import HOOKS_SOCKET
 
+_LOOK_SECONDS = 0.05
+
 FLUSHED = b"flushed\n"
 """The sidecar's answer once the pod may end."""
 
 
-def healthz(shared: Path) -> int:
-    """Return 0 if the sidecar accepts connections on its socket, else 1.
+def healthz(shared: Path, *, timeout_seconds: float) -> int:
+    """Wait until the sidecar accepts connections on its socket. Return 0, or 1 after the time-out.
 
     The probe does not wait for the restore barrier, which may take long.
     """
-    try:
-        connect_unix(shared, SOCKET_NAME, timeout_seconds=2.0).close()
-    except OSError as error:
-        sys.stderr.write(f"{shared / SOCKET_NAME}: {error}\n")
-        return 1
-    return 0
+    until = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            connect_unix(shared, SOCKET_NAME, timeout_seconds=2.0).close()
+        except OSError as error:
+            if time.monotonic() >= until:
+                sys.stderr.write(f"{shared / SOCKET_NAME}: {error}\n")
+                return 1
+            time.sleep(_LOOK_SECONDS)
+        else:
+            return 0
 
 
 def pre_stop(node: Path, *, timeout_seconds: float) -> int:

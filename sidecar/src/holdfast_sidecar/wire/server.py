@@ -57,6 +57,9 @@ certificate of this job come so far."""
 _PLAIN_IDLE_SECONDS = 5.0
 _MAX_QUIET_SECONDS = 600.0
 """Longest time for which the operator may ask for urgent changes only."""
+_MAX_WAIT_SECONDS = 600
+"""Longest time for which a readiness probe may wait for the first training."""
+_LOOK_SECONDS = 0.1
 _RENDERED_SECONDS = 0.2
 """Seconds for which one rendering of /metrics is reused, because anyone may request it at any rate. A request
 that waited for a newer one could lose its connection to others meanwhile."""
@@ -274,7 +277,7 @@ class PlainServer:
 
         Args:
             render: Returns the page /metrics.
-            ready: Whether /readyz answers 200, and not 503.
+            ready: Whether the ranks of this pod train: /readyz answers 200, and not 503.
             dropped: Called with port and reason for each connection that is dropped.
             clock: Measures the age of a rendering.
         """
@@ -282,6 +285,8 @@ class PlainServer:
         self._ready = ready
         self._clock = clock or SystemClock()
         self._rendered: tuple[float, bytes] | None = None
+        self._has_trained = False
+        """Whether a probe has found that the ranks train, in the life of this process."""
         self._port = Port(
             context=None,
             idle_seconds=_PLAIN_IDLE_SECONDS,
@@ -293,7 +298,11 @@ class PlainServer:
             return web.Response(text="ok\n")
 
         async def readyz(request: web.Request) -> web.Response:
-            if self._ready():
+            try:
+                wait_seconds = _number(request, "wait", 0)
+            except FormatError as error:
+                return web.Response(status=400, text=f"{error}\n")
+            if await self._trains(request, wait_seconds):
                 return web.Response(text="ok\n")
             return web.Response(status=503, text="the ranks of this pod do not train\n")
 
@@ -315,6 +324,20 @@ class PlainServer:
 
     async def close(self) -> None:
         await self._port.close()
+
+    async def _trains(self, request: web.Request, wait_seconds: int) -> bool:
+        """Return whether the ranks train. Wait for the first time that they do, at most `wait_seconds`.
+
+        Later the pod must stop being ready at once, because the PodDisruptionBudget counts ready pods.
+        """
+        until = self._clock.monotonic() + min(wait_seconds, _MAX_WAIT_SECONDS)
+        while not (trains := self._ready()) and not self._has_trained:
+            left = request.transport is None or request.transport.is_closing()
+            if left or self._clock.monotonic() >= until:
+                return False
+            await self._clock.sleep(_LOOK_SECONDS)
+        self._has_trained = True
+        return trains
 
     def _metrics(self) -> bytes:
         now = self._clock.monotonic()
