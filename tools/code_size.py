@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 14790,
     "operator": 13930,
-    "sidecar": 9420,
-    "trainer_sdk": 17580,  # 230 of them are the suite that stores of others must pass (holdfast.testing)
+    "sidecar": 9440,
+    "trainer_sdk": 17590,  # 230 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 660,
 }
 """Most lines of code of each package."""

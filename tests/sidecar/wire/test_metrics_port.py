@@ -14,6 +14,7 @@ from tests.support.clock import ManualClock
 from tests.support.servers.flood import flood
 from tests.support.servers.ports import silent_connections
 from tests.support.sidecar.served import served
+from tests.support.sidecar.waiting import until
 
 from holdfast_sidecar.wire.server import PlainServer
 
@@ -56,7 +57,7 @@ async def test_readyz_answers_whether_the_ranks_train(ready: bool, expected: int
 
 @pytest.mark.fault("The kubelet asks whether a pod is ready before its ranks train")
 async def test_readyz_waits_for_the_first_training_only() -> None:
-    """Each answer of 503 becomes a warning of the kubelet, but later the pod must stop being ready at once."""
+    """Each answer of 503 becomes a warning, but later the pod must stop being ready at once."""
     handler, clock = Handler(), ManualClock()
     handler.ready = False
     async with plain(handler, clock=clock) as (_, port, _), aiohttp.ClientSession() as session:
@@ -66,8 +67,7 @@ async def test_readyz_waits_for_the_first_training_only() -> None:
                 return response.status
 
         async def asleep() -> None:
-            while not clock.sleepers:
-                await asyncio.sleep(0)
+            await until(lambda: clock.sleepers, "the probe waits")
 
         impatient = asyncio.create_task(probe(10))
         await asleep()
@@ -90,10 +90,8 @@ async def test_a_probe_that_leaves_waits_no_longer() -> None:
         with ExitStack() as stack:
             request = b"GET /readyz?wait=600 HTTP/1.1\r\nHost: x\r\n\r\n"
             await asyncio.to_thread(silent_connections, stack, port, 1, request)
-            while not clock.sleepers:
-                await asyncio.sleep(0)
-        while server.connections:
-            await asyncio.sleep(0)
+            await until(lambda: clock.sleepers, "the probe waits")
+        await until(lambda: not server.connections, "the server has closed the connection")
         clock.advance(1)
         await asyncio.sleep(0)
         assert clock.sleepers == 0

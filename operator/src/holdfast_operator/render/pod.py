@@ -256,8 +256,8 @@ def _sidecar_container(
             {"name": "metrics", "containerPort": METRICS_PORT},
         ],
         "startupProbe": {
-            # The probe waits until the socket listens, because the kubelet writes a warning for each probe that
-            # fails. It does not wait for the restore barrier: a long rehydration is not a failed start.
+            # The probe waits until the socket listens, because the kubelet writes a warning for each failed
+            # probe. It does not wait for the restore barrier: a long rehydration is not a failed start.
             "exec": {"command": [*settings.probe_command, "--timeout", str(_START_SECONDS)]},
             "periodSeconds": 1,
             "timeoutSeconds": _START_SECONDS + _PROBE_SECONDS,
