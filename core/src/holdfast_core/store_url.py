@@ -39,26 +39,26 @@ def parse_store_url(text: object) -> StoreUrl:
             have.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"store={text!r}: expected a URL such as s3://bucket/prefix")
+        raise ConfigError(f"the store {text!r}: expected a URL such as s3://bucket/prefix")
     url = urlsplit(text.strip())
     if url.query or url.fragment:
-        raise ConfigError(f"store={text!r}: expected s3://bucket/prefix without ? and #")
+        raise ConfigError(f"the store {text!r}: expected s3://bucket/prefix without ? and #")
     if url.scheme == "file" and url.netloc in ("", "localhost") and url.path.startswith("/"):
         return StoreUrl("", "", unquote(url.path).rstrip("/") or "/")
     if url.scheme != "s3":
         raise ConfigError(
-            f"store={text!r}: expected s3://bucket/prefix, or file:///path of a directory"
+            f"the store {text!r}: expected s3://bucket/prefix, or file:///path of a directory"
         )
     prefix = url.path.strip("/")
     if _BUCKET.fullmatch(url.netloc) is None:
         raise ConfigError(
-            f"store={text!r}: {url.netloc!r} is not the name of a bucket: expected 3 to 63 lower-case "
+            f"the store {text!r}: {url.netloc!r} is not the name of a bucket: expected 3 to 63 lower-case "
             "letters, digits, dots and hyphens"
         )
     is_valid = _PREFIX.fullmatch(prefix) is not None and len(prefix) <= _MAX_PREFIX
     if prefix and (not is_valid or {".", ".."} & set(prefix.split("/"))):
         raise ConfigError(
-            f"store={text!r}: the prefix is {prefix!r}: expected at most {_MAX_PREFIX} letters, digits "
+            f"the store {text!r}: the prefix is {prefix!r}: expected at most {_MAX_PREFIX} letters, digits "
             "and the characters . _ = - between single slashes"
         )
     return StoreUrl(url.netloc, prefix)
