@@ -200,7 +200,7 @@ def test_a_step_on_its_way_to_the_store_is_not_pruned_on_the_nodes() -> None:
     )
     outbox.prune((Step(10),))
     assert Step(10) in ledger.steps
-    ledger.give_up_uploads()
+    ledger.upload_ended(ledger.steps[Step(10)], persisted=False)
     outbox.prune((Step(10),))
     assert ledger.is_forgotten(Step(10))
 

@@ -15,7 +15,7 @@ from tests.support.sidecar.ledgers import (
     shard_info,
 )
 
-from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import Reference
 from holdfast_core.store.stored_as import StoredAs
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger
@@ -75,24 +75,25 @@ def test_another_digest_is_an_alarm_and_changes_nothing() -> None:
         ledger.committed(Step(6), b"{}", OTHER_DIGEST, ())
 
 
-def test_the_queue_to_the_store_is_bounded_and_drops_the_oldest_that_waits() -> None:
+def test_a_persisted_step_is_not_queued_again() -> None:
     ledger = new_ledger()
-    for step in range(1, 6):
+    for step in range(1, 5):
         commit(ledger, step)
-    assert ledger.request_upload(Step(1)) is None
-    assert ledger.next_upload() == 1
-    assert ledger.request_upload(Step(2)) is None
-    assert ledger.request_upload(Step(3)) is None
-    assert ledger.request_upload(Step(3)) is None, "asked twice"
-    assert ledger.request_upload(Step(4)) == 2
+        assert ledger.request_upload(Step(step)) == (2 if step == 4 else None)
     assert ledger.on_way_to_store == {1, 3, 4}
-    assert ledger.next_upload() == 1, "one at a time"
-    ledger.upload_ended(Step(1), persisted=True)
+    ledger.upload_ended(ledger.steps[Step(1)], persisted=True)
     assert level(ledger, 1) is Level.PERSISTED
-    assert ledger.next_upload() == 3
-    assert ledger.request_upload(Step(1)) is None, "persisted already"
+    assert ledger.request_upload(Step(1)) is None
     assert ledger.on_way_to_store == {3, 4}
-    assert ledger.give_up_uploads() == (3, 4)
+
+
+def test_an_older_step_that_is_uploaded_keeps_its_own_round() -> None:
+    """A sweep and the retention look for the checkpoint that is being uploaded by its round, too."""
+    ledger = new_ledger()
+    older = CheckpointId(Step(1), RestartRound(ledger.round - 1))
+    ledger.adopt(older, b"{}", SHARD_DIGEST, (shard_info(0), shard_info(1)))
+    ledger.request_upload(Step(1))
+    assert ledger.uploads.wanted == (older,)
 
 
 def test_an_upload_is_complete_when_every_rank_has_uploaded() -> None:
@@ -130,7 +131,6 @@ def test_what_is_on_its_way_to_the_store_is_not_forgotten() -> None:
     ledger = new_ledger()
     commit(ledger, 1)
     ledger.request_upload(Step(1))
-    ledger.next_upload()
     ledger.forget((Step(1),))
     assert Step(1) in ledger.steps
 
@@ -161,7 +161,9 @@ def test_an_upload_that_refers_to_a_deleted_checkpoint_is_waited_for_again() -> 
     )
     ledger.uploaded(Step(5), Rank(0), SHARD_DIGEST, referring)
     assert ledger.uploaded(Step(5), Rank(1), SHARD_DIGEST)
-    ledger.upload_whole(Step(5))
+    ledger.request_upload(Step(5))
+    ledger.uploads, _ = ledger.uploads.requested(ledger.round, None, ())
+    ledger.upload_whole(ledger.steps[Step(5)])
     assert set(ledger.steps[Step(5)].uploaded) == {1}
     assert not ledger.uploaded(Step(5), Rank(0), SHARD_DIGEST, referring)
     assert ledger.uploaded(Step(5), Rank(0), SHARD_DIGEST)

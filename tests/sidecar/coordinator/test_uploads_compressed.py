@@ -53,7 +53,8 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
     acknowledge(ledger, 10)
     uploads.committed(Step(10))
     if whole:
-        ledger.upload_whole(Step(10))
+        ledger.uploads, _ = ledger.uploads.requested(ledger.round, None, (), compress=True)
+        ledger.upload_whole(ledger.steps[Step(10)])
     if changed is not None:
         uploads.policy(round_with(changed))
 

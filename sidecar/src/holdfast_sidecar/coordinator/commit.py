@@ -67,7 +67,7 @@ from holdfast_sidecar.coordinator.rebuild import RebuildTarget, rebuild_from
 from holdfast_sidecar.coordinator.reports.gathered import Gathered
 from holdfast_sidecar.coordinator.reports.hangs import HangWatch
 from holdfast_sidecar.coordinator.reports.stragglers import StragglerWatch
-from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune, uploading
+from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune
 from holdfast_sidecar.coordinator.uploads import Uploads
 from holdfast_sidecar.upkeep.leftovers import Leftovers
 from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
@@ -568,7 +568,7 @@ class Coordinator:
         self._outbox.prune(gone)
 
     def _uploading(self) -> frozenset[CheckpointId]:
-        return uploading(self._ledger)
+        return frozenset(self._ledger.uploads.wanted)
 
     def _lost(self, step: Step) -> None:
         """Handle a member's reply that it lacks its shard of a manifest of this round.

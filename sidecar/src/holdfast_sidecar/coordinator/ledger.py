@@ -15,9 +15,9 @@ from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import RestorePoint, ShardInfo, StepState
 from holdfast_core.store.stored_as import StoredAs
+from holdfast_core.store.upload_queue import UploadQueue
 from holdfast_sidecar.coordinator.forgotten import Forgotten
 
-MAX_WAITING_UPLOADS = 2
 MAX_UNREPLICATED = 4
 """Committed steps that may wait for their copies. Beyond that, those in the middle are given up."""
 
@@ -39,11 +39,13 @@ class StepEntry:
     acknowledged: set[Worker] = field(default_factory=set)
     replicated: set[Rank] = field(default_factory=set)
     uploaded: dict[Rank, StoredAs] = field(default_factory=dict)
-    whole: bool = False
-    """An object that the shards referred to is gone from the store: they are uploaded without references."""
     local: bool = False
     copied: bool = False
     persisted: bool = False
+
+    @property
+    def checkpoint(self) -> CheckpointId:
+        return CheckpointId(self.step, self.round)
 
     @property
     def level(self) -> Level | None:
@@ -103,8 +105,8 @@ class Ledger:
         self.workers = frozenset(workers)
         self.expects_copies = expects_copies
         self.steps: dict[Step, StepEntry] = {}
-        self.uploading: Step | None = None
-        self.waiting_uploads: list[Step] = []
+        self.uploads = UploadQueue()
+        """Replaced as a whole, because a sweep reads it in another thread."""
         self._forgotten = Forgotten()
         self.chosen: Step | None = None
         """The step that ranks write next from slots where it waits, or that they are writing."""
@@ -210,8 +212,8 @@ class Ledger:
         entry = self.entry(step)
         self._same(entry, rank, blake3)
         stored_as = stored_as or StoredAs()
-        if entry.whole and stored_as.references:
-            return False  # sent before the member was asked to upload the shard without references
+        if not self.uploads.counts(entry.checkpoint, stored_as):
+            return False
         entry.uploaded[rank] = stored_as
         return entry.manifest is not None and len(entry.uploaded) == entry.world_size
 
@@ -225,55 +227,27 @@ class Ledger:
     # ------------------------------------------------------------------ uploads
 
     def request_upload(self, step: Step) -> Step | None:
-        """Queue a committed step for the store.
-
-        Returns:
-            The oldest waiting step if the queue was full: it is dropped. The step that is being uploaded is
-            never dropped.
-        """
+        """Queue a committed step for the store. Return the waiting step that is left out for it, if any."""
         entry = self.steps[step]
-        if entry.persisted or step == self.uploading or step in self.waiting_uploads:
+        if entry.persisted:
             return None
-        self.waiting_uploads.append(step)
-        self.waiting_uploads.sort()
-        if len(self.waiting_uploads) > MAX_WAITING_UPLOADS:
-            return self.waiting_uploads.pop(0)
-        return None
+        self.uploads, left_out = self.uploads.added(entry.checkpoint)
+        return None if left_out is None else left_out.step
 
-    def next_upload(self) -> Step | None:
-        """Return the step that is being uploaded. If there is none, start with the oldest waiting step."""
-        if self.uploading is None and self.waiting_uploads:
-            self.uploading = self.waiting_uploads[0]
-            # Removed last: a sweep in another thread must find the step in one of the two places.
-            del self.waiting_uploads[0]
-        return self.uploading
+    def upload_ended(self, entry: StepEntry, *, persisted: bool) -> None:
+        entry.persisted = entry.persisted or persisted
+        self.uploads = self.uploads.without(entry.checkpoint)
 
-    def upload_ended(self, step: Step, *, persisted: bool) -> None:
-        if persisted and step in self.steps:
-            self.steps[step].persisted = True
-        if self.uploading == step:
-            self.uploading = None
-
-    def upload_whole(self, step: Step) -> None:
-        """Require that shards with references are uploaded again without them.
-
-        An object that they refer to is gone from the store.
-        """
-        entry = self.steps[step]
-        entry.whole = True
-        entry.uploaded = {r: s for r, s in entry.uploaded.items() if not s.references}
-
-    def give_up_uploads(self) -> tuple[Step, ...]:
-        """Drop all steps that are being uploaded or wait for it. Return them."""
-        given_up = ([] if self.uploading is None else [self.uploading]) + self.waiting_uploads
-        self.uploading = None
-        self.waiting_uploads = []
-        return tuple(given_up)
+    def upload_whole(self, entry: StepEntry) -> None:
+        """Require that shards of the uploading step are uploaded again without references."""
+        self.uploads = self.uploads.requested_whole()
+        entry.uploaded = {
+            r: s for r, s in entry.uploaded.items() if self.uploads.counts(entry.checkpoint, s)
+        }
 
     @property
     def on_way_to_store(self) -> frozenset[Step]:
-        waiting = frozenset(self.waiting_uploads)
-        return waiting if self.uploading is None else waiting | {self.uploading}
+        return frozenset(checkpoint.step for checkpoint in self.uploads.wanted)
 
     # ------------------------------------------------------------------ queries
 

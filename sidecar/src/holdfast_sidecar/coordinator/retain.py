@@ -51,7 +51,7 @@ def steps_to_prune(
             protecting_level=Level.REPLICATED if ledger.expects_copies else Level.LOCAL,
             restore_point=message.restore_point.own_checkpoint,
             pinned=frozenset(message.pinned) | {c.step for c in quarantined(message)},
-            uploading=uploading(ledger),
+            uploading=frozenset(ledger.uploads.wanted),
             newest_persisted=None if persisted is None else persisted.own_checkpoint,
             pressed=pressed,
             restored=restored,
@@ -95,8 +95,3 @@ def abandoned_steps(
         return (found is not None and found.newest >= step) or (pressed and step not in recent)
 
     return tuple(step for step in incomplete if any(is_gone(step, rank) for rank in looked_at))
-
-
-def uploading(ledger: Ledger) -> frozenset[CheckpointId]:
-    """Return the checkpoints of this round that are being uploaded or wait for it."""
-    return frozenset(CheckpointId(step, ledger.round) for step in ledger.on_way_to_store)

@@ -2,7 +2,7 @@
 
 One step is uploaded at a time. Members upload their shards when the coordinator requests it. When all have,
 the coordinator puts the references (if shards refer to earlier checkpoints) and the manifest, each only if
-absent. At most `ledger.MAX_WAITING_UPLOADS` steps wait.
+absent. The rules of the queue are in `holdfast_core.store.upload_queue`.
 
 The first committed step is uploaded at once, whatever the interval says: until then, the loss of two pods can
 cost all steps. The coordinator also compares the newest persisted step with the store. While the store does
@@ -28,6 +28,7 @@ from holdfast_core.messages.schema import (
 from holdfast_core.store.commit import commit, references_beside
 from holdfast_core.store.stored_as import merged
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.store.upload_queue import UploadQueue
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.failures import Failures
@@ -75,8 +76,6 @@ class Uploads:
         self._requested_at: float | None = None
         """Monotonic seconds of that request. None: this coordinator has requested none."""
         self._gave_up = False
-        self._persist_request: PersistRequest | None = None
-        """The request that members were sent for the step that is being uploaded."""
         self.last = message.last_persisted
         """Newest persisted step of the job, as far as this coordinator has a record of it."""
         self.last_bytes = 0
@@ -113,12 +112,13 @@ class Uploads:
     def give_up(self, waited_seconds: float) -> None:
         """Stop waiting for the store, and report the steps that were not persisted as a failure."""
         self._gave_up = True
-        steps = self._ledger.give_up_uploads()
+        steps = [checkpoint.step for checkpoint in self._ledger.uploads.wanted]
+        self._ledger.uploads = UploadQueue()
         self._failures.note_text(
             "uploads at the end",
             TierName.OBJECT,
             "GaveUp",
-            f"steps {list(steps)} were not persisted within {waited_seconds:.0f} s after the last "
+            f"steps {steps} were not persisted within {waited_seconds:.0f} s after the last "
             "rank returned",
             step=steps[-1] if steps else None,
         )
@@ -213,12 +213,14 @@ class Uploads:
         backoff = Backoff(0.5, 15.0)
         while True:
             await self._versioned.wait_tick(at_most_seconds=5.0)
-            step = self._ledger.next_upload()
-            entry = None if step is None else self._ledger.steps.get(step)
-            if entry is None or entry.manifest is None:
+            first = self._ledger.uploads.first
+            entry = None if first is None else self._ledger.steps.get(first.step)
+            if first is None or entry is None or entry.manifest is None:
                 continue
             try:
-                request = await self._request_for(store, entry)
+                request = await self._requested(store, first)
+                if request is None:
+                    continue
                 self._outbox.persist(request)
                 if len(entry.uploaded) < entry.world_size:
                     continue
@@ -228,12 +230,12 @@ class Uploads:
                         "uploading all of it",
                         step=entry.step,
                     )
-                    self._ledger.upload_whole(entry.step)
+                    self._ledger.upload_whole(entry)
                     self._versioned.tick()
                     continue
             except AlreadyExistsError as error:
                 self._note(entry, error)
-                self._ledger.upload_ended(entry.step, persisted=False)
+                self._ledger.upload_ended(entry, persisted=False)
             except Exception as error:  # noqa: BLE001 - otherwise uploads stop silently
                 self._note(entry, error)
                 await self._clock.sleep(backoff.next_seconds())
@@ -245,37 +247,32 @@ class Uploads:
     def _note(self, entry: StepEntry, error: Exception) -> None:
         self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
-    async def _request_for(self, store: ObjectTier, entry: StepEntry) -> PersistRequest:
-        """Return the request for this step.
+    async def _requested(
+        self, store: ObjectTier, checkpoint: CheckpointId
+    ) -> PersistRequest | None:
+        """Return the request for the first checkpoint of the queue, which the first call makes.
 
-        It stays the same for all members until the step is persisted or must be uploaded whole.
+        None: the coordinator has given up meanwhile.
         """
-        request = self._persist_request
-        if request is None or (request.step, request.whole) != (entry.step, entry.whole):
-            lacks_base = entry.whole or self.last is None or self._is_missing
-            base = None if lacks_base or self.last is None else self.last.own_checkpoint
-            if base == CheckpointId(entry.step, entry.round):
-                base = None  # An earlier coordinator has put this step's manifest already.
-            older: tuple[Reference, ...] = ()
-            if base is not None:
-                older = await self._pools.store.run(
-                    references_beside,
-                    store,
-                    self._contract.namespace,
-                    self._contract.job_uid,
-                    base,
-                )
-            request = PersistRequest(
-                self._round,
-                entry.step,
-                entry.round,
-                None if base is None else self.last,
-                older,
-                whole=entry.whole,
-                compress=self._policy.compresses_uploads and not entry.whole,
+        ledger, contract = self._ledger, self._contract
+        if ledger.uploads.request is not None:
+            return ledger.uploads.request
+        last = None if self._is_missing else self.last
+        stored = None if last is None else last.own_checkpoint
+        base = ledger.uploads.base(() if stored is None else (stored,))
+        older: tuple[Reference, ...] = ()
+        if base is not None:
+            older = await self._pools.store.run(
+                references_beside, store, contract.namespace, contract.job_uid, base
             )
-            self._persist_request = request
-        return request
+        if ledger.uploads.first == checkpoint:
+            ledger.uploads, _ = ledger.uploads.requested(
+                self._round,
+                None if base is None else last,
+                older,
+                compress=self._policy.compresses_uploads,
+            )
+        return ledger.uploads.request
 
     async def _commit(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
         """Put references and manifest of a step whose shards are all in the store.
@@ -290,7 +287,7 @@ class Uploads:
         )
 
     def _persisted(self, entry: StepEntry) -> None:
-        self._ledger.upload_ended(entry.step, persisted=True)
+        self._ledger.upload_ended(entry, persisted=True)
         self._failures.healthy("manifests in the store")
         self._failures.healthy("deleting replaced uploads")
         if self.last is None or self.last.step is None or self.last.step < entry.step:

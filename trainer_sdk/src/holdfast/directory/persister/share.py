@@ -135,7 +135,7 @@ class ShareUploader:
             if failure is None:
                 raise
             return Share(rank, ref.blake3, failure=failure)
-        return Share(rank, ref.blake3, stored.base, stored.references)
+        return Share(rank, ref.blake3, stored)
 
     def _upload_layout(self, tier: ObjectTier, manifest: Manifest, rank: Rank) -> None:
         try:

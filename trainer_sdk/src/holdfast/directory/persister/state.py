@@ -13,19 +13,18 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.sealed import sealed
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound
 from holdfast_core.messages import codec
-from holdfast_core.messages.schema import PersistRequest, Reference
 from holdfast_core.node.documents import read_document
 from holdfast_core.node.files import disk_errors
+from holdfast_core.store.stored_as import SELF_CONTAINED, StoredAs
+from holdfast_core.store.upload_queue import UploadQueue
 
-MAX_WAITING = 2
-"""Checkpoints that wait while another one is uploaded. Beyond that the oldest one that waits is left out."""
 LEFT_OUT = "newer steps were saved while it waited for the store"
 _MAX_OUTCOMES = 64
 _ROUND = re.compile(r"r\d{6}", re.ASCII)
@@ -35,7 +34,7 @@ _ROUND = re.compile(r"r\d{6}", re.ASCII)
 class Outcome:
     """What became of a checkpoint that was to be uploaded."""
 
-    checkpoint: Reference
+    checkpoint: CheckpointId
     failure: str = ""
     """Why it will not be uploaded. "" if it is in the store."""
 
@@ -46,9 +45,7 @@ class Share:
 
     rank: Rank
     blake3: Digest
-    base: Reference | None = None
-    references: tuple[Reference, ...] = ()
-    """How the store holds the shard, as in store.stored_as."""
+    stored: StoredAs = SELF_CONTAINED
     failure: str = ""
     """Why it will not be uploaded. "" if it is in the store."""
 
@@ -57,10 +54,7 @@ class Share:
 class UploadState:
     """Contents of state.json."""
 
-    request: PersistRequest | None = None
-    """The upload of the first one of `wanted`. None: the leader has not asked for it yet."""
-    wanted: tuple[Reference, ...] = ()
-    """Checkpoints to upload, the oldest first."""
+    queue: UploadQueue = field(default_factory=UploadQueue)
     outcomes: tuple[Outcome, ...] = ()
     """The newest outcomes, the oldest first."""
     over: str = ""
@@ -70,32 +64,27 @@ class UploadState:
 
     def ended(self, checkpoint: CheckpointId, failure: str = "") -> UploadState:
         """Return the state after a checkpoint was uploaded or given up."""
-        done = reference(checkpoint)
         return replace(
             self,
-            request=None if self.first == checkpoint else self.request,
-            wanted=tuple(one for one in self.wanted if one != done),
-            outcomes=(*self.outcomes, Outcome(done, failure))[-_MAX_OUTCOMES:],
+            queue=self.queue.without(checkpoint),
+            outcomes=(*self.outcomes, Outcome(checkpoint, failure))[-_MAX_OUTCOMES:],
         )
 
     def with_committed(
         self, checkpoints: Iterable[CheckpointId]
     ) -> tuple[UploadState, tuple[CheckpointId, ...]]:
-        """Return the state after checkpoints were committed, oldest first, and those that are left out."""
+        """Return the state after checkpoints were committed, and those that are left out."""
         state, left_out = self, list[CheckpointId]()
-        known = {one.checkpoint for one in self.outcomes} | set(self.wanted)
+        ended = {one.checkpoint for one in self.outcomes}
         for checkpoint in checkpoints:
-            if reference(checkpoint) in known:
+            if checkpoint in ended:
                 continue
-            state = replace(state, wanted=(*state.wanted, reference(checkpoint)))
-            if len(state.wanted) > MAX_WAITING + 1:
-                left_out.append(checkpoint_of(state.wanted[1]))
-                state = state.ended(left_out[-1], LEFT_OUT)
+            queue, oldest = state.queue.added(checkpoint)
+            state = replace(state, queue=queue)
+            if oldest is not None:
+                left_out.append(oldest)
+                state = state.ended(oldest, LEFT_OUT)
         return state, tuple(left_out)
-
-    @property
-    def first(self) -> CheckpointId | None:
-        return checkpoint_of(self.wanted[0]) if self.wanted else None
 
 
 class UploadFiles:
@@ -125,7 +114,7 @@ class UploadFiles:
     def write(self, state: UploadState) -> None:
         """Write the state, and remove the records of shards that are no longer needed."""
         self._put(self._directory / "state.json", codec.dumps(state))
-        names = {str(checkpoint_of(one)) for one in state.wanted}
+        names = set(map(str, state.queue.wanted))
         with contextlib.suppress(OSError):
             for path in self._directory.iterdir():
                 if path.is_dir() and path.name not in names:
@@ -157,11 +146,3 @@ class UploadFiles:
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
             temporary.write_bytes(sealed(data))
             temporary.replace(path)
-
-
-def reference(checkpoint: CheckpointId) -> Reference:
-    return Reference(checkpoint.step, checkpoint.round)
-
-
-def checkpoint_of(one: Reference) -> CheckpointId:
-    return CheckpointId(one.step, one.round)

@@ -27,12 +27,7 @@ from holdfast.directory.claims import Claim
 from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.persister.folder_store import FolderStore, ForeignTrainingError
 from holdfast.directory.persister.share import GoneError, ShareUploader
-from holdfast.directory.persister.state import (
-    LEFT_OUT,
-    UploadFiles,
-    UploadState,
-    checkpoint_of,
-)
+from holdfast.directory.persister.state import LEFT_OUT, UploadFiles, UploadState
 from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.errors import (
     AlreadyExistsError,
@@ -48,6 +43,7 @@ from holdfast_core.messages.schema import (
     STORE_TAKEN,
     LevelReached,
     PersistRequest,
+    Reference,
     RestorePoint,
     SaveFailed,
 )
@@ -56,6 +52,7 @@ from holdfast_core.store.commit import commit, references_beside
 from holdfast_core.store.prune import QUIET, STALE_UPLOADS
 from holdfast_core.store.runs import TakenError
 from holdfast_core.store.stored_as import StoredAs, merged
+from holdfast_core.store.tier import ObjectTier
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +118,7 @@ class Uploads:
             self._pushes.append(push)
             state = self._state
         for outcome in state.outcomes:
-            push(_message(checkpoint_of(outcome.checkpoint), outcome.failure, state.over))
+            push(_message(outcome.checkpoint, outcome.failure, state.over))
 
     def take(self) -> None:
         """Take the store for this run, before its first step.
@@ -165,7 +162,7 @@ class Uploads:
             if self._state.over:
                 return frozenset()
             state, _ = self._state.with_committed(self._incoming)
-            return frozenset(map(checkpoint_of, state.wanted))
+            return frozenset(state.queue.wanted)
 
     def finish(self, longest_seconds: float) -> bool:
         """Upload what is committed, then stop. Return whether all of it is in the store.
@@ -248,7 +245,7 @@ class Uploads:
     def _is_done(self) -> bool:
         if self._state.over or not self._is_training:
             return True
-        return not self._incoming and not self._state.wanted
+        return not self._incoming and not self._state.queue.wanted
 
     # ------------------------------------------------------------------ every persister but the leader's
 
@@ -258,8 +255,8 @@ class Uploads:
             if self._state != UploadState() and self._files.are_removed:
                 self._set_state(replace(self._state, over="a later run has taken the store"))
             return _POLL_SECONDS
-        if state.request is not None:
-            self._shares.upload(state.request, self._files, state.conditional_put)
+        if state.queue.request is not None:
+            self._shares.upload(state.queue.request, self._files, state.conditional_put)
         self._set_state(state)
         return _POLL_SECONDS
 
@@ -271,7 +268,7 @@ class Uploads:
                 return _POLL_SECONDS
         self._take()
         self._accept()
-        checkpoint = self._state.first
+        checkpoint = self._state.queue.first
         self._claim_checkpoint(checkpoint)
         if checkpoint is None:
             self._sweep()
@@ -338,7 +335,7 @@ class Uploads:
             incoming = tuple(self._incoming)
         state, left_out = self._state.with_committed(incoming)
         self._warn_of(left_out)
-        if state is not self._state:
+        if state != self._state:
             self._write(state)
         with self._lock:
             self._incoming = [c for c in self._incoming if c not in incoming]
@@ -356,45 +353,39 @@ class Uploads:
 
     def _persist(self, checkpoint: CheckpointId) -> float:
         """Continue the upload of a checkpoint. Return the seconds after which to continue."""
-        request = self._request_for(checkpoint)
+        tier = self._shares.tier(self._state.conditional_put)
+        request = self._state.queue.request or self._request(tier)
         self._shares.upload(request, self._files, self._state.conditional_put)
         manifest = self._shares.manifest(checkpoint)
-        stored = self._gathered(manifest, request)
+        stored = self._gathered(manifest)
         if stored is None:
             return _POLL_SECONDS
         failpoint("uploads.before_commit")
         self._store.expect_newest(self._folder.round)
         needs, bases = merged(stored)
-        tier = self._shares.tier(self._state.conditional_put)
         if not commit(tier, NAMESPACE, manifest, needs, bases):
             logger.warning(
                 "%s refers to chunks that the store lost: uploading it whole", checkpoint
             )
-            self._write(replace(self._state, request=replace(request, whole=True)))
+            self._write(replace(self._state, queue=self._state.queue.requested_whole()))
             return 0.0
         failpoint("uploads.after_commit")
         self._write(self._state.ended(checkpoint))
         self._retain()
         return 0.0
 
-    def _request_for(self, checkpoint: CheckpointId) -> PersistRequest:
-        """Return the request for this checkpoint. It stays the same until the checkpoint is persisted."""
-        request = self._state.request
-        if request is not None:
-            return request
-        older = [c for c in self._newest_stored() if age_of(c) < age_of(checkpoint)]
-        request = PersistRequest(self._folder.round, checkpoint.step, checkpoint.round)
-        if older:
-            tier = self._shares.tier(self._state.conditional_put)
-            request = replace(
-                request,
-                base=RestorePoint(older[0].step, older[0].round),
-                older=references_beside(tier, NAMESPACE, JOB_UID, older[0]),
-            )
-        self._write(replace(self._state, request=request))
+    def _request(self, tier: ObjectTier) -> PersistRequest:
+        """Request the upload of the first checkpoint of the queue from all persisters."""
+        base, older = self._state.queue.base(self._store.checkpoints()), tuple[Reference, ...]()
+        point = None
+        if base is not None:
+            point = RestorePoint(base.step, base.round)
+            older = references_beside(tier, NAMESPACE, JOB_UID, base)
+        queue, request = self._state.queue.requested(self._folder.round, point, older)
+        self._write(replace(self._state, queue=queue))
         return request
 
-    def _gathered(self, manifest: Manifest, request: PersistRequest) -> list[StoredAs] | None:
+    def _gathered(self, manifest: Manifest) -> list[StoredAs] | None:
         """Return how the store holds each shard, or None while one is missing.
 
         Raises GoneError if a persister cannot upload its shard.
@@ -406,9 +397,9 @@ class Uploads:
                 return None
             if share.failure:
                 raise GoneError(share.failure)
-            if request.whole and share.references:
-                return None  # it was recorded before the shard was requested whole
-            found.append(StoredAs(share.base, share.references))
+            if not self._state.queue.counts(manifest.checkpoint, share.stored):
+                return None
+            found.append(share.stored)
         return found
 
     def _retain(self) -> None:
@@ -448,9 +439,9 @@ class Uploads:
         """
         with self._lock:
             self._state = state
-            outcomes = {checkpoint_of(o.checkpoint): o.failure for o in state.outcomes}
+            outcomes = {o.checkpoint: o.failure for o in state.outcomes}
             new = {c: failure for c, failure in outcomes.items() if c not in self._told}
-            waiting = {checkpoint_of(one) for one in state.wanted}
+            waiting = state.queue.wanted
             passed = max(map(age_of, (*outcomes, *waiting)), default=(-1, -1))
             incoming = [c for c in self._incoming if c not in outcomes]
             self._incoming = []
@@ -472,7 +463,7 @@ class Uploads:
         """Upload nothing more, and fail what waits: the store belongs to another run or training."""
         logger.error("%s: %s", self._store.url, error)
         with self._lock:
-            waiting = [*map(checkpoint_of, self._state.wanted), *self._incoming]
+            waiting = [*self._state.queue.wanted, *self._incoming]
         state = replace(self._state, over=str(error))
         for checkpoint in dict.fromkeys(waiting):
             state = state.ended(checkpoint, str(error))
