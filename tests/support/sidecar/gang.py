@@ -20,7 +20,7 @@ from tests.support.sidecar.ranks import FakeRank
 
 from holdfast_core.contract import SidecarContract, StoreConfig, operator_dns_name, peer_dns_name
 from holdfast_core.format.dtypes import element_bytes
-from holdfast_core.format.manifest import JobIdentity
+from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import (
     ByteRange,
@@ -32,7 +32,6 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.manifests import manifest_document
 from holdfast_core.messages.schema import (
     CoordinatorState,
     FinishCommit,
@@ -273,7 +272,13 @@ class Gang:
         """
         id_ = CheckpointId(shards[0].step, shards[0].round)
         document = manifest_document(
-            JobIdentity(NAMESPACE, "gpt", JOB_UID), id_, None, [(s.shard, s.layout) for s in shards]
+            JobIdentity(NAMESPACE, "gpt", JOB_UID),
+            id_,
+            None,
+            [
+                (s.shard.payload_bytes, s.shard.blake3, s.shard.chunk_table, s.layout)
+                for s in shards
+            ],
         )
         sealed = (await self.operator.inventory(worker)).round
         message = FinishCommit(sealed, id_.step, id_.round, document.decode())

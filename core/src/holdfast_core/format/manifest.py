@@ -147,6 +147,27 @@ def manifest_shards(
     )
 
 
+def manifest_document(
+    job: JobIdentity,
+    checkpoint: CheckpointId,
+    parent: Digest | None,
+    entries: Sequence[tuple[int, Digest, Digest, LayoutDigests]],
+) -> bytes:
+    """Return the manifest of a checkpoint. Everyone who knows the shards builds the same bytes.
+
+    Args:
+        job: Identity of the job.
+        checkpoint: The checkpoint.
+        parent: Digest of the manifest that the round restored from, or None.
+        entries: Payload bytes, BLAKE3, chunk table and layout of each rank's shard, by rank.
+
+    Raises:
+        FormatError: A value is one that no manifest can hold.
+    """
+    step, round_, shards = checkpoint.step, checkpoint.round, manifest_shards(entries)
+    return Manifest(job, step, round_, len(shards), parent, shards).to_bytes()
+
+
 def manifest_digest(document: bytes) -> Digest:
     """Return the digest of a checkpoint, which is the BLAKE3 of its manifest document."""
     return digest_of(document)

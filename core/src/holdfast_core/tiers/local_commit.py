@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_shards
+from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest
 from holdfast_core.shards.record import ShardRecord
@@ -49,16 +49,8 @@ def build_manifest(
                 f"manifest: shard of rank {header.rank} has layout {header.layout}, expected "
                 f"{layout.layout}"
             )
-    return Manifest(
-        job=job,
-        step=first.step,
-        restart_round=first.round,
-        world_size=first.world_size,
-        parent=parent,
-        shards=manifest_shards(
-            [
-                (record.header.payload_bytes, record.blake3, record.chunk_table, layout)
-                for record, layout in ordered
-            ]
-        ),
-    ).to_bytes()
+    entries = [
+        (record.header.payload_bytes, record.blake3, record.chunk_table, layout)
+        for record, layout in ordered
+    ]
+    return manifest_document(job, ordered[0][0].checkpoint, parent, entries)

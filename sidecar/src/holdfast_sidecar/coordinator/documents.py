@@ -14,11 +14,11 @@ from holdfast_core.format.manifest import (
     JobIdentity,
     Manifest,
     manifest_digest,
+    manifest_document,
     parse_manifest,
     parse_manifest_of,
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank
-from holdfast_core.messages.manifests import manifest_document
 from holdfast_core.messages.schema import ManifestPut, ShardInfo
 from holdfast_sidecar.coordinator.ledger import StepEntry
 
@@ -49,7 +49,7 @@ def build_manifest(contract: SidecarContract, parent: Digest | None, entry: Step
         JobIdentity(contract.namespace, contract.job, contract.job_uid),
         CheckpointId(entry.step, entry.round),
         parent,
-        [(shard, entry.layouts[shard.rank]) for shard in shards],
+        [(s.payload_bytes, s.blake3, s.chunk_table, entry.layouts[s.rank]) for s in shards],
     )
     return Built(manifest, manifest_digest(manifest), shards)
 

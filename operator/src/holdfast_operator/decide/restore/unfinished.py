@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.manifest import JobIdentity
+from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.ids import CheckpointId, Step, ranks_of
-from holdfast_core.messages.manifests import manifest_document
 from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide.facts.apart import quarantined
 from holdfast_operator.decide.facts.readable import has_answered, may_store_shards
@@ -77,5 +76,9 @@ def _manifest(world: World, checkpoint: CheckpointId, saved: list[Saved]) -> str
         JobIdentity(job.namespace, job.name, job.uid),
         checkpoint,
         world.status.lineage[-1].base_manifest,
-        [(item.shard, item.layout) for of_worker in saved for item in of_worker],
+        [
+            (i.shard.payload_bytes, i.shard.blake3, i.shard.chunk_table, i.layout)
+            for of_worker in saved
+            for i in of_worker
+        ],
     ).decode()
