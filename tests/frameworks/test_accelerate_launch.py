@@ -33,7 +33,7 @@ with holdfast.Checkpointer(dir="ckpt", interval_steps=3, when_busy="wait") as ck
         if attempt < len(kills) and index == kills[attempt] and rank == attempt % 2:
             os.kill(os.getpid(), signal.SIGKILL)
 assert accelerator.num_processes == 2
-print("digest", rank, digest_of(model.parameters()), flush=True)
+print(f"digest {rank} {digest_of(model.parameters())}\\n", end="", flush=True)
 accelerator.end_training()
 """
 

@@ -85,7 +85,7 @@ def main(*options: str) -> None:
                 count.seen += float(x.sum())
                 if accelerator.sync_gradients:
                     step += 1
-                    print("step", step, flush=True)
+                    print(f"step {step}\n", end="", flush=True)
                     if "looks" in options and step % 2 == 0:
                         for number, (y,) in enumerate(run.batches(other)):
                             count.seen += float((y * torch.rand(())).sum())
@@ -97,7 +97,8 @@ def main(*options: str) -> None:
                 count.seen += float(torch.rand(()))  # as an evaluation at the end of a pass draws
     seen = torch.tensor([count.seen, schedule.get_last_lr()[0]], dtype=torch.float64)
     gathered = accelerator.gather(seen)
-    print("digest", digest_of([*accelerator.unwrap_model(net).parameters(), gathered]), flush=True)
+    digest = digest_of([*accelerator.unwrap_model(net).parameters(), gathered])
+    print(f"digest {digest}\n", end="", flush=True)
     accelerator.end_training()
 
 

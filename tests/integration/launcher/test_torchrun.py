@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # many starts 
 
 STEPS = 30
 ENDLESS = 1_000_000
+# The ranks write to one file. Each line is one text, because PYTHONUNBUFFERED makes each a write of its own.
 SCRIPT = """
 import hashlib, os, signal, sys, time, torch, holdfast
 import torch.distributed as dist
@@ -45,10 +46,10 @@ with holdfast.Checkpointer(dir="ckpt", interval_steps=3, when_busy="wait") as ck
         if attempt < len(kills) and index == kills[attempt] and rank == attempt % 2:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(pause)
-        print("step", index + 1, flush=True)
+        print(f"step {index + 1}\\n", end="", flush=True)
     if not ckpt.stopping:
         data = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-        print("digest", rank, hashlib.sha256(data).hexdigest(), flush=True)
+        print(f"digest {rank} {hashlib.sha256(data).hexdigest()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
