@@ -66,16 +66,13 @@ async def test_readyz_waits_for_the_first_training_only() -> None:
             async with session.get(f"http://127.0.0.1:{port}/readyz?wait={wait}") as response:
                 return response.status
 
-        async def asleep() -> None:
-            await until(lambda: clock.sleepers, "the probe waits")
-
         impatient = asyncio.create_task(probe(10))
-        await asleep()
+        await until(lambda: clock.sleepers, "the probe waits")
         clock.advance(10)
         assert await impatient == 503
 
         patient = asyncio.create_task(probe(10))
-        await asleep()
+        await until(lambda: clock.sleepers, "the probe waits")
         handler.ready = True
         clock.advance(1)
         assert await patient == 200
@@ -96,6 +93,23 @@ async def test_a_probe_that_leaves_waits_no_longer() -> None:
         for _ in range(10):  # in which the handler would begin to wait again
             await asyncio.sleep(0)
         assert clock.sleepers == 0
+
+
+async def test_the_end_of_the_server_answers_a_probe_that_waits() -> None:
+    """It would otherwise wait for the probe, and delay the end of a sidecar whose ranks never trained."""
+    handler = Handler()
+    handler.ready = False
+    async with plain(handler) as (server, port, _), aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{port}/readyz?wait=600"
+
+        async def probe() -> int:
+            async with session.get(url) as response:
+                return response.status
+
+        waiting = asyncio.create_task(probe())
+        await until(lambda: server.connections, "the probe waits")
+        await server.close()
+        assert await waiting == 503
 
 
 @pytest.mark.parametrize("wait", ["-1", "x", "9" * 30])

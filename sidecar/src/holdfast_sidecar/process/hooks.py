@@ -15,6 +15,7 @@ from holdfast_core.shm.shared_files import connect_unix
 from holdfast_sidecar.base.settings import HOOKS_SOCKET
 
 _LOOK_SECONDS = 0.05
+"""Pause of the startup probe between two attempts to connect."""
 
 FLUSHED = b"flushed\n"
 """The sidecar's answer once the pod may end."""

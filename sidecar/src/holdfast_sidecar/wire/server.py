@@ -60,6 +60,7 @@ _MAX_QUIET_SECONDS = 600.0
 _MAX_WAIT_SECONDS = 600
 """Longest time for which a readiness probe may wait for the first training."""
 _LOOK_SECONDS = 0.1
+"""Pause of a waiting probe between two looks at the ranks."""
 _RENDERED_SECONDS = 0.2
 """Seconds for which one rendering of /metrics is reused, because anyone may request it at any rate. A request
 that waited for a newer one could lose its connection to others meanwhile."""
@@ -287,6 +288,7 @@ class PlainServer:
         self._rendered: tuple[float, bytes] | None = None
         self._has_trained = False
         """Whether a probe has found that the ranks train, in the life of this process."""
+        self._is_closing = False
         self._port = Port(
             context=None,
             idle_seconds=_PLAIN_IDLE_SECONDS,
@@ -323,6 +325,7 @@ class PlainServer:
         return self._port.connections
 
     async def close(self) -> None:
+        self._is_closing = True  # the end of the server waits for the probes
         await self._port.close()
 
     async def _trains(self, request: web.Request, wait_seconds: int) -> bool:
@@ -333,7 +336,7 @@ class PlainServer:
         until = self._clock.monotonic() + min(wait_seconds, _MAX_WAIT_SECONDS)
         while not (trains := self._ready()) and not self._has_trained:
             left = request.transport is None or request.transport.is_closing()
-            if left or self._clock.monotonic() >= until:
+            if left or self._is_closing or self._clock.monotonic() >= until:
                 return False
             await self._clock.sleep(_LOOK_SECONDS)
         self._has_trained = True
