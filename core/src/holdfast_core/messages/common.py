@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     CheckpointId,
     Digest,
@@ -236,6 +237,10 @@ class ShardInfo:
     """BLAKE3 of the payload."""
     chunk_table: Digest
     """BLAKE3 of the shard's chunk table."""
+
+    def entry(self, layout: LayoutDigests) -> tuple[int, Digest, Digest, LayoutDigests]:
+        """Return what a manifest holds of the shard (format.manifest.manifest_document)."""
+        return self.payload_bytes, self.blake3, self.chunk_table, layout
 
 
 CHECKPOINT_MISSING: Final = "CheckpointMissing"

@@ -49,7 +49,7 @@ def build_manifest(contract: SidecarContract, parent: Digest | None, entry: Step
         JobIdentity(contract.namespace, contract.job, contract.job_uid),
         CheckpointId(entry.step, entry.round),
         parent,
-        [(s.payload_bytes, s.blake3, s.chunk_table, entry.layouts[s.rank]) for s in shards],
+        [shard.entry(entry.layouts[shard.rank]) for shard in shards],
     )
     return Built(manifest, manifest_digest(manifest), shards)
 

@@ -76,9 +76,5 @@ def _manifest(world: World, checkpoint: CheckpointId, saved: list[Saved]) -> str
         JobIdentity(job.namespace, job.name, job.uid),
         checkpoint,
         world.status.lineage[-1].base_manifest,
-        [
-            (i.shard.payload_bytes, i.shard.blake3, i.shard.chunk_table, i.layout)
-            for of_worker in saved
-            for i in of_worker
-        ],
+        [item.shard.entry(item.layout) for of_worker in saved for item in of_worker],
     ).decode()
