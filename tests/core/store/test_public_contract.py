@@ -51,6 +51,7 @@ def test_the_suite_runs_in_another_project(
     (tmp_path / "sqlite_store.py").write_text(store)
     (tmp_path / "test_store.py").write_text(SUITE)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env["CI"] = "true"  # there pytest writes whole diffs, which must not be of megabytes
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", "test_store.py"],
         cwd=tmp_path,

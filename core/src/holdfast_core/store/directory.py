@@ -233,8 +233,9 @@ class DirectoryObjectStore:
         found = list[str]()
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / prefix) as it:
             for entry in it:
-                if entry.is_dir(follow_symlinks=False) and os.access(entry.path, os.R_OK):
-                    with suppress(FileNotFoundError), os.scandir(entry.path) as inside:
+                if entry.is_dir(follow_symlinks=False):
+                    unreadable = suppress(FileNotFoundError, PermissionError)
+                    with unreadable, os.scandir(entry.path) as inside:
                         if next(inside, None) is not None:
                             found.append(f"{prefix}{entry.name}/")
         return tuple(sorted(found))

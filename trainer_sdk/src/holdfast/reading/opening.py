@@ -134,5 +134,5 @@ def _store(url: StoreUrl) -> CheckpointSource:
 
 
 def _manifests_of_jobs(root: Path) -> Iterator[Path]:
-    """Yield the manifests of each job in a directory that serves as a store or is a job's part of one."""
+    """Yield the `manifests` directories of jobs. `root` is a store, or the part of one job in a store."""
     return itertools.chain(root.glob("manifests"), root.glob("*/*/manifests"))

@@ -249,7 +249,8 @@ def check_same(found: bytes, written: bytes) -> None:
     """
     if found != written:
         pairs = zip(found, written, strict=False)
-        first = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), len(found))
+        differing = (place for place, pair in enumerate(pairs) if pair[0] != pair[1])
+        first = next(differing, min(len(found), len(written)))
         pytest.fail(
             f"{len(written)} bytes were written and {len(found)} read; they differ from byte {first}"
         )
