@@ -19,6 +19,8 @@ _PACKAGES = {
 """Packages of this repository, whose modules are searched for further imports."""
 _FORK_SERVER = "holdfast.launcher.ranks.forkserver"
 _OTHERS = frozenset({"torch", "numpy"})
+_OF_OPTIMIZERS = "torch._dynamo"
+"""torch imports it, with 900 further modules, when a program creates its first optimizer: 1.4 CPU seconds."""
 _NOT_PRELOADED = "tests"
 """A program imports test modules itself, but not again what those import."""
 
@@ -36,6 +38,8 @@ def preloads(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
             found.update(dict.fromkeys(_of_test_module(name)))
         else:
             found[name] = None
+    if any(name.partition(".")[0] == "torch" for name in found):
+        found[_OF_OPTIMIZERS] = None
     return tuple(name for name in found if name.partition(".")[0] in _OTHERS | set(_PACKAGES))
 
 
@@ -47,7 +51,7 @@ def _of_program(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
         file = Path(directory, kind)
         return tuple(_imported(file.read_text())) if file.is_file() else ()
     if rest[0] == _FORK_SERVER:
-        return (*_of_main(rest[0]), *rest[2:])  # the launcher names what it preloads
+        return (*_of_main(rest[0]), "holdfast", *rest[2:])  # the launcher names what it preloads
     return _of_main(rest[0])
 
 
