@@ -5,7 +5,8 @@ all other processes would wait for it. pytest's own order knows the number of te
 time, so the Makefile switches it off (`--no-loadscope-reorder`). tools/file_seconds.py writes the times.
 
 The files of a folder in FOLDERS share an API server. It takes eight CPU seconds to start and a thirtieth of a
-core to wait, so one process runs all of them.
+core to wait, so one process runs all of them, without those of folders below. A folder that takes longer than
+half of all integration tests decides how long these take: divide it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import json
 from pathlib import Path
 
-FOLDERS = ("integration/operator", "charts")
+FOLDERS = ("integration/operator", "integration/operator/faults", "charts")
 FILE = Path(__file__).resolve().parents[1] / "file_seconds.json"
 
 
