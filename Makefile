@@ -14,9 +14,8 @@ PY := $(RUN) python
 unexport PYTHONDONTWRITEBYTECODE
 # Files of tests side by side, the longest first (tests/support/file_order.py).
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
-# Tests wait more than they compute, so that more processes than cores pay. Integration tests start processes too.
-FILES_SIDE_BY_SIDE := -n 3 $(SIDE_BY_SIDE)
-UNITS_SIDE_BY_SIDE := -n 4 $(SIDE_BY_SIDE)
+# Tests wait more than they compute, so that more processes than cores pay.
+FILES_SIDE_BY_SIDE := -n 4 $(SIDE_BY_SIDE)
 # One of each kind: the chart, a lost pod, a lost rank, a lost node, the store.
 REGISTRY_MODE_TESTS := restricted or notes or deleted_pod or killed_sidecar_rank or killed_node or store_is_down
 
@@ -62,7 +61,7 @@ check: sync ## ruff, mypy --strict, import contracts, generated files, size of t
 
 .PHONY: test-unit
 test-unit: sync ## unit and contract tests, no server, no root
-	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts --ignore=tests/frameworks -q $(UNITS_SIDE_BY_SIDE)
+	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts --ignore=tests/frameworks -q $(FILES_SIDE_BY_SIDE)
 
 FRAMEWORKS := UV_PROJECT_ENVIRONMENT=$(CURDIR)/.venv-frameworks
 # mosaicml-streaming has an environment of its own (test-streaming).
