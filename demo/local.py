@@ -280,7 +280,7 @@ class LocalStage:
         return self.run.cluster.member(Worker(worker))
 
     def _pod(self) -> None:
-        self.run.cluster.delete(self._member(2))
+        self.run.cluster.lose(self._member(2))
 
     def _rank(self) -> None:
         pids = self.run.cluster.pods[self._member(1)].rank_pids()
@@ -290,11 +290,11 @@ class LocalStage:
             os.kill(pid, signal.SIGKILL)
 
     def _node(self) -> None:
-        self.run.cluster.delete(self._member(3))
+        self.run.cluster.lose(self._member(3))
 
     def _all(self) -> None:
         for name in list(self.run.cluster.pods):
-            self.run.cluster.delete(name)
+            self.run.cluster.lose(name)
 
     def recovery(self) -> Recovery | None:
         status = self.run.cluster.job.status

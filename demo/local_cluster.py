@@ -10,7 +10,6 @@ import asyncio
 import ssl
 import threading
 import uuid
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from holdfast_core.api import (
     CheckpointStatus,
     Gang,
     TrainingJob,
-    TrainingJobStatus,
     changed,
 )
 from holdfast_core.clock import SystemClock
@@ -41,24 +39,21 @@ from holdfast_core.messages.schema import (
     Ok,
     Prune,
     PruneReply,
-    Seal,
 )
 from holdfast_core.names import parse_pod_name
 from holdfast_operator.apply.apply import apply, memory_after
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.model import kinds
 from holdfast_operator.model.actions import (
-    CreateCertificates,
+    Call,
+    Delete,
+    DesiredObject,
     EmitEvent,
-    FinishInterruptedCommit,
-    PruneObject,
     ReleasePod,
-    RequestSave,
-    RequestStop,
-    SealWorker,
-    SendRound,
-    UpdateCheckpoint,
+    StatusWrite,
 )
 from holdfast_operator.model.effects import ConflictError
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import (
     AckedRound,
     InventoryView,
@@ -72,8 +67,8 @@ from holdfast_operator.model.job import (
     SidecarView,
     StoreView,
 )
+from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.model.pod_source import pod_source
-from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.sidecars.manifests import Manifests
 
 T = TypeVar("T")
@@ -107,8 +102,6 @@ class LocalCluster:
     nodes: dict[str, NodeView] = field(default_factory=dict)
     sidecars: dict[str, SidecarView] = field(default_factory=dict)
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
-    services: set[str] = field(default_factory=set)
-    disruption_budget: int | None = None
     secrets: set[str] = field(default_factory=set)
     coordinator: CoordinatorState | None = None
     acted_version: int = 0
@@ -120,6 +113,7 @@ class LocalCluster:
     _tls: ssl.SSLContext | bool = True
     _manifests: Manifests = field(init=False)
     _calls: set[str] = field(default_factory=set)
+    _pruned: dict[Prune, PruneReply] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -160,13 +154,13 @@ class LocalCluster:
         if decision.acted_version is not None:
             self.acted_version = decision.acted_version
         try:
-            applied = await apply(decision, observed, self, SidecarSettings(image="local"))
+            applied = await apply(decision, observed, self)
         except ConflictError:
             self._wake.set()
             return
         self.memory = memory_after(decision, observed, applied)
         for failed in applied.failed:
-            self.events.append(f"{type(failed.action).__name__}: {failed.error}")
+            self.events.append(str(failed))
 
     def observe(self) -> Observed:
         return Observed(
@@ -179,8 +173,7 @@ class LocalCluster:
             coordinator=self.coordinator,
             checkpoints=tuple(self.checkpoints.values()),
             store=self.store,
-            services=frozenset(self.services),
-            disruption_budget=self.disruption_budget,
+            sidecar=SidecarSettings(image="local"),
             secrets=frozenset(self.secrets),
             memory=self.memory,
         )
@@ -227,7 +220,7 @@ class LocalCluster:
 
     # ------------------------------------------------------------ faults of the demo
 
-    def delete(self, name: str) -> None:
+    def lose(self, name: str) -> None:
         self._forget(name).delete()
         self._wake.set()
 
@@ -246,27 +239,54 @@ class LocalCluster:
 
     # ------------------------------------------------------------ effects on Kubernetes
 
-    async def write_job_status(
-        self, job: Gang, resource_version: str, status: TrainingJobStatus
-    ) -> None:
-        if resource_version != self.job.resource_version:
-            raise ConflictError(f"status of {job.name}: {resource_version} is not the newest")
+    async def write_status(self, job: Gang, write: StatusWrite) -> None:
+        if write.resource_version != self.job.resource_version:
+            raise ConflictError(f"status of {job.name}: {write.resource_version} is not the newest")
         version = str(int(self.job.resource_version) + 1)
         metadata = changed(self.job.metadata, resource_version=version)
-        self.job = changed(self.job, metadata=metadata, status=status)
+        self.job = changed(self.job, metadata=metadata, status=write.status)
         self._wake.set()
-
-    async def delete_job(self, job: Gang) -> None:
-        raise AssertionError(
-            "expected no action that deletes the job: the demo's job sets no "
-            "ttlSecondsAfterFinished"
-        )
 
     async def pod_is_gone(self, job: Gang, name: str) -> bool:
         return name not in self.pods
 
-    async def create_pod(self, job: Gang, body: Mapping[str, Any]) -> None:
-        name = body["metadata"]["name"]
+    def is_present(self, job: Gang, wanted: DesiredObject) -> bool:
+        return wanted.name in self.secrets
+
+    async def put(self, job: Gang, wanted: DesiredObject) -> None:
+        """Create pods, certificates and Checkpoints. Services and policies mean nothing to processes."""
+        match wanted.kind:
+            case kinds.POD:
+                await self._create_pod(job, wanted.name)
+            case kinds.SECRET:
+                for pod in wanted.leaves:
+                    self.authority.write_leaf(
+                        self.place.certs_root / pod, peer_dns_name(pod, job.uid)
+                    )
+                self.secrets.add(wanted.name)
+            case Checkpoint.KIND:
+                self._put_checkpoint(wanted)
+        self._wake.set()
+
+    def _put_checkpoint(self, wanted: DesiredObject) -> None:
+        known = self.checkpoints.get(wanted.name)
+        status = {k: v for k, v in wanted.body["status"].items() if v is not None}
+        if wanted.resource_version is None:
+            if known is None:
+                created = Checkpoint.from_dict({**wanted.body, "status": status})
+                given = changed(created.metadata, uid=str(uuid.uuid4()), resource_version="1")
+                self.checkpoints[wanted.name] = changed(created, metadata=given)
+            return
+        if known is None or known.resource_version != wanted.resource_version:
+            raise ConflictError(
+                f"Checkpoint {wanted.name}: {wanted.resource_version} is not the newest"
+            )
+        version = str(int(known.resource_version) + 1)
+        metadata = changed(known.metadata, resource_version=version)
+        written = CheckpointStatus.from_dict(status)
+        self.checkpoints[wanted.name] = changed(known, metadata=metadata, status=written)
+
+    async def _create_pod(self, job: Gang, name: str) -> None:
         if name in self.pods:
             return
         worker, birth = _identity(job, name)
@@ -296,115 +316,52 @@ class LocalCluster:
         await asyncio.to_thread(pod.start)
         self._wake.set()
 
-    async def delete_pod(self, job: Gang, name: str, uid: str, *, force: bool) -> None:
-        pod = self.pods.get(name)
-        if pod is not None and pod.spec.uid == uid:
-            self._forget(name)
+    async def delete(self, job: Gang, delete: Delete | ReleasePod) -> None:
+        """Delete a pod, a Secret or a Checkpoint. No Kueue adds a finalizer to processes."""
+        if isinstance(delete, ReleasePod):
+            return
+        pod = self.pods.get(delete.name)
+        if delete.kind == kinds.POD and pod is not None and pod.spec.uid == delete.uid:
+            self._forget(delete.name)
             await asyncio.to_thread(pod.delete)
-
-    async def release_pod(self, job: Gang, action: ReleasePod) -> None:
-        """Do nothing: no Kueue adds a finalizer to processes."""
-
-    async def create_policy(self, job: Gang, body: Mapping[str, Any]) -> None:
-        """Do nothing: there is no network between processes."""
-
-    async def set_disruption_budget(self, job: Gang, body: Mapping[str, Any], workers: int) -> None:
-        """Only record the number, because nothing evicts processes."""
-        self.disruption_budget = workers
-
-    async def create_service(
-        self, job: Gang, body: Mapping[str, Any], policy: Mapping[str, Any] | None
-    ) -> None:
-        self.services.add(body["metadata"]["name"])
-
-    async def create_certificates(self, job: Gang, action: CreateCertificates) -> None:
-        for pod in action.pods:
-            self.authority.write_leaf(self.place.certs_root / pod, peer_dns_name(pod, job.uid))
-        self.secrets.add(action.secret)
-        self._wake.set()
-
-    async def delete_certificates(self, job: Gang, secret: str) -> None:
-        self.secrets.discard(secret)
-
-    async def create_checkpoint(
-        self, job: Gang, body: Mapping[str, Any], status: CheckpointStatus
-    ) -> None:
-        created = Checkpoint.from_dict(body)
-        metadata = changed(created.metadata, uid=str(uuid.uuid4()), resource_version="1")
-        self.checkpoints.setdefault(
-            created.name, changed(created, metadata=metadata, status=status)
-        )
-        self._wake.set()
-
-    async def update_checkpoint(self, job: Gang, action: UpdateCheckpoint) -> None:
-        known = self.checkpoints[action.name]
-        if known.resource_version != action.resource_version:
-            raise ConflictError(
-                f"status of {known.name}: {action.resource_version} is not the newest"
-            )
-        version = str(int(known.resource_version) + 1)
-        metadata = changed(known.metadata, resource_version=version)
-        self.checkpoints[action.name] = changed(known, metadata=metadata, status=action.status)
-        self._wake.set()
-
-    async def delete_checkpoint(self, job: Gang, name: str, uid: str) -> None:
-        self.checkpoints.pop(name, None)
+        elif delete.kind == kinds.SECRET:
+            self.secrets.discard(delete.name)
+        elif delete.kind == Checkpoint.KIND:
+            self.checkpoints.pop(delete.name, None)
 
     async def emit(self, job: Gang, event: EmitEvent) -> None:
         self.events.append(f"{event.reason}: {event.message}")
 
     # ------------------------------------------------------------ effects on sidecars
 
-    async def seal(self, job: Gang, action: SealWorker) -> None:
-        async def call() -> None:
-            found = await self._call(
-                action.address, action.pod, "/v1/seal", Seal(action.round), Inventory
+    def call(self, job: Gang, call: Call) -> PruneReply | None:
+        if isinstance(call.message, Prune):
+            landed = self._pruned.pop(call.message, None)
+            if landed is not None:
+                return landed
+        self._start(f"{call.path} {call.pod}", call.worker, call.pod_uid, self._send(call))
+        return None
+
+    async def _send(self, call: Call) -> None:
+        message = call.message
+        pod = next(p for p in self.pods.values() if p.spec.uid == call.pod_uid)
+        address, restarts = pod.address() or "", pod.sidecar_restarts
+        if isinstance(message, GangRequest):
+            await self._call(address, call.pod, call.path, message, Ok)
+            return
+        if isinstance(message, Prune):
+            self._pruned[message] = await self._call(
+                address, call.pod, call.path, message, PruneReply
             )
-            stored = await self._stored(action.address, action.pod, found)
-            self._update_sidecar(action.pod_uid, stored, sealed=action.round)
-
-        self._start(f"seal {action.pod} {action.round}", action.worker, action.pod_uid, call())
-
-    async def finish_commit(self, job: Gang, action: FinishInterruptedCommit) -> None:
-        async def call() -> None:
-            found = await self._call(
-                action.address, action.pod, "/v1/finish-commit", action.message, Inventory
-            )
-            stored = await self._stored(action.address, action.pod, found)
-            self._update_sidecar(action.pod_uid, stored, sealed=action.message.round)
-
-        self._start(f"finish {action.pod}", action.worker, action.pod_uid, call())
-
-    async def send_round(self, job: Gang, action: SendRound) -> None:
-        async def call() -> None:
-            message = action.message
-            found = await self._call(action.address, action.pod, "/v1/round", message, Inventory)
-            stored = await self._stored(action.address, action.pod, found)
-            self._update_sidecar(action.pod_uid, stored, sealed=message.round)
-            view = self.sidecars[action.pod_uid]
-            acked = AckedRound(
-                message.round,
-                message.version,
-                action.outgoing.digest,
-                action.sidecar_restarts,
-            )
-            self.sidecars[action.pod_uid] = replace(view, acked=acked)
-
-        self._start(f"round {action.pod}", action.worker, action.pod_uid, call())
-
-    async def request_save(self, job: Gang, action: RequestSave) -> None:
-        await self._call(
-            action.address, action.pod, "/v1/save-now", GangRequest(action.round, action.token), Ok
-        )
-
-    async def request_stop(self, job: Gang, action: RequestStop) -> None:
-        await self._call(
-            action.address, action.pod, "/v1/stop", GangRequest(action.round, action.token), Ok
-        )
-
-    async def prune(self, job: Gang, action: PruneObject) -> PruneReply:
-        message = Prune(action.round, (action.checkpoint,))
-        return await self._call(action.address, action.pod, "/v1/prune", message, PruneReply)
+            return
+        sent = message.message if isinstance(message, OutgoingRound) else message
+        found = await self._call(address, call.pod, call.path, sent, Inventory)
+        stored = await self._stored(address, call.pod, found)
+        self._update_sidecar(call.pod_uid, stored, sealed=sent.round)
+        if isinstance(message, OutgoingRound):
+            view = self.sidecars[call.pod_uid]
+            acked = AckedRound(sent.round, message.message.version, message.digest, restarts)
+            self.sidecars[call.pod_uid] = replace(view, acked=acked)
 
     def _start(self, key: str, worker: Worker, uid: str, call: Any) -> None:
         """Start `call` as a task, unless a call with the same key is running.

@@ -12,7 +12,7 @@ import pytest
 from tests.support.chart import CHART, render_adoption
 
 from holdfast_operator.base.settings import Settings
-from holdfast_operator.render.network_policy import WorkerNetwork
+from holdfast_operator.model.installation import WorkerNetwork
 
 pytestmark = pytest.mark.integration
 

@@ -54,7 +54,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
         assert spare.rank_pids() == []
         assert list(spare.node.rglob("*.shard")) == []
         lost = cluster.member(Worker(1))
-        cluster.delete(lost)
+        cluster.lose(lost)
         allow(limit, None)
         until(lambda: bool(spares().promoted), "the round that takes the spare", SECONDS)
         [record] = spares().promoted

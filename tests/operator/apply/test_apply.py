@@ -13,50 +13,62 @@ from tests.support.operator.builders import job
 from holdfast_core.api import CheckpointPhase, CheckpointStatus, TrainingJobStatus
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import RestartRound, Step, Worker
-from holdfast_core.messages.schema import PruneReply, RestorePoint
+from holdfast_core.messages.schema import Prune, PruneReply, RestorePoint, Seal
 from holdfast_operator.apply.apply import ActionFailed, Applied, apply, memory_after
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
-    CreateCertificates,
-    CreateCheckpointObject,
-    CreatePod,
-    CreateService,
+    Call,
+    CallPath,
     Decision,
-    DeletePod,
+    Delete,
+    DesiredObject,
     EmitEvent,
     EventKind,
-    PruneObject,
-    RequestSave,
-    SealWorker,
+    ReleasePod,
+    StatusWrite,
     WriteStatus,
 )
 from holdfast_operator.model.effects import ConflictError
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Observed, RequestedSave
-from holdfast_operator.render.pod import SidecarSettings
+from holdfast_operator.render.checkpoint import render_checkpoint
+from holdfast_operator.render.placeholder import render_placeholder
+from holdfast_operator.render.pod import render_pod
+from holdfast_operator.render.secret import render_certificates
+from holdfast_operator.render.service import render_service
 
 WRITE = WriteStatus("7", TrainingJobStatus())
 BEGIN = BeginRound("7", TrainingJobStatus(), confirm_gone=("job-l2msg4-1-r0",))
-SERVICE = CreateService("job-l2msg4-gang")
-CERTIFICATES = CreateCertificates("job-l2msg4-certs-0-r0", RestartRound(0), ("job-l2msg4-0-r0",))
-POD = CreatePod("job-l2msg4-0-r0", Worker(0), RestartRound(0))
-SEAL = SealWorker(Worker(1), "job-l2msg4-1-r0", "u", "10.0.0.1", RestartRound(1))
-OBSOLETE = DeletePod("job-l2msg4-2-r0", "u2")
+SIDECAR = SidecarSettings("example/sidecar:1")
+SERVICE = DesiredObject(render_service(job(2)))
+CERTIFICATES = DesiredObject(render_certificates(job(2), "certs"), ("job-l2msg4-0-r0",))
+POD = DesiredObject(render_pod(job(2), Worker(0), RestartRound(0), None, SIDECAR))
+PLACEHOLDER = DesiredObject(render_placeholder(job(2), Worker(0), None, SIDECAR))
+SEAL = Call(CallPath.SEAL, Worker(1), "job-l2msg4-1-r0", "u", Seal(RestartRound(1)))
+OBSOLETE = Delete("Pod", "job-l2msg4-2-r0", "u2", "it is obsolete")
 EVENT = EmitEvent(EventKind.NORMAL, "Why", "the message")
-PRUNE = PruneObject(
-    Worker(0),
-    "job-l2msg4-0-r0",
-    "10.0.0.1",
-    RestartRound(1),
+PRUNE = Delete(
+    "Checkpoint",
     "job-l2msg4-s40-r0",
     "u",
-    RestorePoint(Step(40), RestartRound(0)),
+    "it is pruned",
+    data=Call(
+        CallPath.PRUNE,
+        Worker(0),
+        "job-l2msg4-0-r0",
+        "u0",
+        Prune(RestartRound(1), (RestorePoint(Step(40), RestartRound(0)),)),
+    ),
 )
-RECORD = CreateCheckpointObject(
-    "job-l2msg4-s40-r0",
-    Step(40),
-    CheckpointStatus(phase=CheckpointPhase.COMMITTED),
+RECORD = DesiredObject(
+    render_checkpoint(
+        job(2),
+        "job-l2msg4-s40-r0",
+        Step(40),
+        CheckpointStatus(phase=CheckpointPhase.COMMITTED),
+    )
 )
 
 
@@ -65,118 +77,136 @@ class Recorder:
     """Effects that record the calls and raise the errors that a test sets."""
 
     errors: dict[str, Exception] = field(default_factory=dict)
-    present: set[str] = field(default_factory=set)
+    """The errors, by the description of the action without its object, such as "create Pod"."""
+    exist: set[str] = field(default_factory=set)
+    """Names of the pods that exist, and of the objects that are present."""
     pruned: tuple[RestorePoint, ...] = ()
     calls: list[str] = field(default_factory=list)
 
     async def pod_is_gone(self, job: Any, name: str) -> bool:
-        return name not in self.present
+        return name not in self.exist
 
-    async def prune(self, job: Any, action: Any) -> PruneReply:
-        await self._call("prune")
-        return PruneReply(self.pruned)
+    def is_present(self, job: Any, wanted: DesiredObject) -> bool:
+        return wanted.name in self.exist
 
-    async def _call(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self.errors:
-            raise self.errors[name]
+    def call(self, job: Any, call: Call) -> PruneReply | None:
+        self.calls.append(f"call {call.path}")
+        return PruneReply(self.pruned) if call.path is CallPath.PRUNE else None
 
-    def __getattr__(self, name: str) -> Any:
-        async def call(*_: Any, **__: Any) -> None:
-            await self._call(name)
+    async def write_status(self, job: Any, write: StatusWrite) -> None:
+        self._do("write the status")
 
-        return call
+    async def put(self, job: Any, wanted: DesiredObject) -> None:
+        self._do(f"create {wanted.kind}")
+
+    async def delete(self, job: Any, delete: Delete | ReleasePod) -> None:
+        self._do(f"delete {delete.kind}")
+
+    async def emit(self, job: Any, event: EmitEvent) -> None:
+        self._do("emit")
+
+    def _do(self, what: str) -> None:
+        self.calls.append(what)
+        if what in self.errors:
+            raise self.errors[what]
 
 
 def run(effects: Recorder, *actions: Action) -> Applied:
-    decision = Decision(actions, None, "test", JobMemory())
-    observed = Observed(job=job(2))
-    return asyncio.run(apply(decision, observed, effects, SidecarSettings("example/sidecar:1")))
+    decision = Decision.of(actions, None, "test", JobMemory())
+    return asyncio.run(apply(decision, Observed(job=job(2)), effects))
 
 
 def test_the_status_is_written_first_and_events_come_last() -> None:
     effects = Recorder()
     applied = run(effects, EVENT, OBSOLETE, POD, CERTIFICATES, SERVICE, WRITE)
     assert applied.complete
-    assert effects.calls[0] == "write_job_status"
+    assert effects.calls[0] == "write the status"
     assert effects.calls[-1] == "emit"
-    assert effects.calls.index("create_certificates") < effects.calls.index("create_pod")
+    assert effects.calls.index("create Secret") < effects.calls.index("create Pod")
 
 
 @pytest.mark.parametrize(
     "error", [ConflictError("409"), UnavailableError("timed out")], ids=["conflict", "unknown"]
 )
 def test_a_status_that_was_not_written_stops_the_pass(error: HoldfastError) -> None:
-    effects = Recorder(errors={"write_job_status": error})
+    effects = Recorder(errors={"write the status": error})
     applied = run(effects, WRITE, POD, EVENT)
     assert not applied.complete
     assert applied.conflict is isinstance(error, ConflictError)
-    assert effects.calls == ["write_job_status"]
+    assert effects.calls == ["write the status"]
 
 
 def test_a_pod_that_is_there_after_all_costs_no_round() -> None:
-    effects = Recorder(present={"job-l2msg4-1-r0"})
+    effects = Recorder(exist={"job-l2msg4-1-r0"})
     applied = run(effects, BEGIN, EVENT)
     assert applied.not_gone == ("job-l2msg4-1-r0",)
     assert effects.calls == []
 
 
-def test_without_certificates_no_pod_is_created_and_seals_are_sent() -> None:
-    effects = Recorder(errors={"create_certificates": UnavailableError("503")})
-    applied = run(effects, CERTIFICATES, POD, SEAL)
+def test_without_certificates_no_worker_is_created_and_seals_are_sent() -> None:
+    effects = Recorder(errors={"create Secret": UnavailableError("503")})
+    applied = run(effects, CERTIFICATES, POD, PLACEHOLDER, SEAL)
     assert [f.action for f in applied.failed] == [CERTIFICATES]
-    assert effects.calls == ["create_certificates", "seal"]
+    assert effects.calls == ["call /v1/seal", "create Secret", "create Pod"]
+
+
+def test_an_object_that_is_present_costs_no_call() -> None:
+    effects = Recorder(exist={SERVICE.name})
+    assert run(effects, SERVICE, CERTIFICATES, POD).complete
+    assert effects.calls == ["create Secret", "create Pod"]
 
 
 def test_a_failed_action_does_not_stop_the_others() -> None:
-    effects = Recorder(errors={"seal": UnavailableError("refused")})
+    effects = Recorder(errors={"create Pod": UnavailableError("refused")})
     applied = run(effects, SEAL, POD, OBSOLETE, RECORD)
-    assert [f.action for f in applied.failed] == [SEAL]
-    assert {"create_pod", "delete_pod", "create_checkpoint"} <= set(effects.calls)
+    assert [f.action for f in applied.failed] == [POD]
+    assert {"delete Pod", "create Checkpoint"} <= set(effects.calls)
 
 
 @pytest.mark.parametrize(
-    ("call", "action", "error", "text"),
+    ("what", "actions", "text"),
     [
         pytest.param(
-            "create_pod",
-            POD,
-            ApiError(403, "Forbidden", "quota"),
-            f"action CreatePod {POD.name}",
-            id="create",
+            "create Pod",
+            (SEAL, SERVICE, POD, PLACEHOLDER, OBSOLETE),
+            f"2 of 5 actions failed: create Pod {POD.name}: exceeded quota",
+            id="creates",
         ),
         pytest.param(
-            "write_job_status",
-            WRITE,
-            ApiError(500, "", "away"),
-            "action WriteStatus",
+            "delete Pod",
+            (WRITE, OBSOLETE),
+            f"1 of 2 actions failed: delete Pod {OBSOLETE.name}: exceeded quota",
+            id="delete",
+        ),
+        pytest.param(
+            "write the status",
+            (WRITE, POD),
+            "1 of 1 actions failed: write the status: exceeded quota",
             id="status",
         ),
-        pytest.param("seal", SEAL, UnavailableError("no answer"), None, id="silent sidecar"),
     ],
 )
-def test_an_error_names_its_action_unless_a_condition_names_the_sidecar(
-    call: str, action: Action, error: HoldfastError, text: str | None
+def test_the_error_of_a_pass_names_action_object_and_answer(
+    what: str, actions: tuple[Action, ...], text: str
 ) -> None:
-    applied = run(Recorder(errors={call: error}), action)
+    applied = run(Recorder(errors={what: ApiError(403, "Forbidden", "exceeded quota")}), *actions)
     assert not applied.complete
-    notes = [e.__notes__ for e in applied.errors]
-    assert notes == ([] if text is None else [[text]])
+    assert str(applied.error) == text
 
 
 def test_an_unexpected_exception_says_which_action_it_ended() -> None:
-    effects = Recorder(errors={"create_pod": TypeError("'str' object has no attribute 'get'")})
+    effects = Recorder(errors={"create Pod": TypeError("'str' object has no attribute 'get'")})
     with pytest.raises(TypeError) as raised:
         run(effects, POD)
-    assert f"action CreatePod {POD.name}" in traceback.format_exception_only(raised.value)[-1]
+    assert f"create Pod {POD.name}" in traceback.format_exception_only(raised.value)[-1]
 
 
 @pytest.mark.parametrize(
     ("deleted", "expected"),
     [
-        ((RestorePoint(Step(40), RestartRound(0)),), ["prune", "delete_checkpoint"]),
-        ((), ["prune"]),
-        ((RestorePoint(Step(41), RestartRound(0)),), ["prune"]),
+        ((RestorePoint(Step(40), RestartRound(0)),), ["call /v1/prune", "delete Checkpoint"]),
+        ((), ["call /v1/prune"]),
+        ((RestorePoint(Step(41), RestartRound(0)),), ["call /v1/prune"]),
     ],
     ids=["confirmed", "not yet", "something else"],
 )
@@ -188,7 +218,6 @@ def test_an_object_goes_only_after_its_data(
     assert effects.calls == expected
 
 
-ASK = RequestSave(Worker(0), "job-l2msg4-0-r0", "10.0.0.1", RestartRound(1), "before-lunch")
 OLD = JobMemory(round=RestartRound(1), levels_written_at=10.0, counted_at=10.0)
 NEW = replace(
     OLD,
@@ -204,12 +233,9 @@ NEW = replace(
     [
         pytest.param(Applied(), NEW, id="all done"),
         pytest.param(
-            Applied(failed=(ActionFailed(SEAL, UnavailableError("x")),)), NEW, id="a seal failed"
-        ),
-        pytest.param(
-            Applied(failed=(ActionFailed(ASK, UnavailableError("x")),)),
-            replace(NEW, save_requests=()),
-            id="a save request failed",
+            Applied(failed=(ActionFailed(OBSOLETE, UnavailableError("x")),)),
+            NEW,
+            id="a delete failed",
         ),
         pytest.param(Applied(conflict=True), replace(OLD, round_seen_at=20.0), id="conflict"),
         pytest.param(
@@ -222,5 +248,5 @@ NEW = replace(
 def test_memory_keeps_observations_and_forgets_failed_actions(
     applied: Applied, expected: JobMemory
 ) -> None:
-    decision = Decision((), None, "test", NEW)
+    decision = Decision.of((), None, "test", NEW)
     assert memory_after(decision, Observed(job=job(2), memory=OLD), applied) == expected

@@ -10,11 +10,13 @@ from tests.support.operator.builders import raw_job
 from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.api import TrainingJob
-from holdfast_core.errors import HoldfastError, UnavailableError
+from holdfast_core.errors import UnavailableError
+from holdfast_operator.apply.apply import ActionFailed, ActionsFailed
 from holdfast_operator.apply.failed_passes import FailedPasses
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events
+from holdfast_operator.model.actions import Delete
 
 OTHER = {"type": "Running", "status": "True", "reason": "Training", "lastTransitionTime": "x"}
 
@@ -32,10 +34,10 @@ class Bed:
             async with self.passes.reported(self.job):
                 raise error
 
-    async def fail_action(self, *errors: HoldfastError) -> None:
-        """Run a pass in which these errors end single actions."""
+    async def fail_actions(self, error: ActionsFailed) -> None:
+        """Run a pass in which actions fail."""
         async with self.passes.reported(self.job) as failed:
-            failed.extend(errors)
+            failed.append(error)
 
     async def succeed(self) -> None:
         async with self.passes.reported(self.job):
@@ -137,31 +139,33 @@ async def test_only_a_refusal_by_the_api_server_is_answered_with_a_correction(
 
 async def test_an_exception_of_an_action_names_the_action_and_its_object() -> None:
     bed, error = Bed(), TypeError("'str' object has no attribute 'get'")
-    error.add_note("action CreatePod job-l2msg4-0-r0")
+    error.add_note("create Pod job-l2msg4-0-r0")
     await bed.fail(error)
     assert bed.reconciled is not None
-    assert "(action CreatePod job-l2msg4-0-r0)" in bed.reconciled[1]
+    assert "(create Pod job-l2msg4-0-r0)" in bed.reconciled[1]
 
 
-def failed_create(text: str) -> HoldfastError:
-    """Return the error of a create as `apply` returns it."""
-    error = ApiError(403, "Forbidden", text)
-    error.add_note("action CreatePod job-l2msg4-0-r0")
-    return error
+POD = Delete("Pod", "job-l2msg4-0-r0", "u", "it is obsolete")
+
+
+def failed(text: str, number: int, of: int) -> ActionsFailed:
+    """Return the error of a pass as `apply` returns it."""
+    one = ActionFailed(POD, ApiError(403, "Forbidden", text))
+    return ActionsFailed((one,) * number, of)
 
 
 @pytest.mark.fault("An action of the operator fails in each pass, such as a create that is refused")
 async def test_an_error_of_an_action_is_reported_like_one_that_ends_the_pass() -> None:
     bed = Bed()
-    text = "POST /pods: 403 Forbidden: exceeded quota"
-    for _ in range(2):
-        await bed.fail_action(failed_create(text), failed_create("another"))
+    text = "DELETE /pods: 403 Forbidden: not allowed"
+    for number in (1, 3):
+        await bed.fail_actions(failed(text, number, 7))
         assert bed.reconciled is None, "most are over by the next pass"
-    await bed.fail_action(failed_create(text), failed_create("another"))
+    await bed.fail_actions(failed(text, 2, 5))
     assert bed.reconciled is not None
     value, message = bed.reconciled
     assert value == "False"
-    assert message.startswith(f"ApiError: {text} (action CreatePod job-l2msg4-0-r0). ")
+    assert message.startswith(f"2 of 5 actions failed: delete Pod job-l2msg4-0-r0: {text}. ")
     assert message.endswith("correct what its answer names")
     assert len(bed.api.all("events")) == 1
     await bed.succeed()

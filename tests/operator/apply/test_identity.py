@@ -22,6 +22,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.names import checkpoint_name, pod_name
 from holdfast_operator.apply.job_effects import JobEffects
+from holdfast_operator.apply.present import Present
 from holdfast_operator.apply.unreadable_reports import UnreadableReports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ApiError
@@ -30,12 +31,13 @@ from holdfast_operator.kube.events import Events
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.stores_probe import probe_name
 from holdfast_operator.model import labels
-from holdfast_operator.model.actions import CreateCheckpointObject
+from holdfast_operator.model.actions import DesiredObject
 from holdfast_operator.model.effects import NameTakenError
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.keys import Key, job_key
 from holdfast_operator.render.checkpoint import render_checkpoint
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.pod import render_pod
 from holdfast_operator.render.service import render_service
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates, JobGoneError, ca_secret_name
@@ -84,7 +86,7 @@ class Edge:
             self.certificates,
             Events(self.cluster, self.clock),
             metrics,
-            self.clock,
+            Present(self.clock),
         )
 
     async def look(self) -> None:
@@ -196,14 +198,14 @@ async def test_forged_pods_are_counted_and_reported_once_for_each_namespace(
 async def test_a_create_meets_its_own_pod_and_no_other() -> None:
     edge = Edge()
     body = rendered(edge.job)
-    first = await edge.cluster.create_pod(NAMESPACE, body)
-    again = await edge.cluster.create_pod(NAMESPACE, body)
+    first = await edge.cluster.create_owned(body)
+    again = await edge.cluster.create_owned(body)
     assert (again.uid, again.existed) == (first.uid, True)
     pod = edge.api.objects["pods", NAMESPACE, POD]
     pod["metadata"]["ownerReferences"][0]["uid"] = OTHER_UID
     pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     with pytest.raises(NameTakenError, match=f"{POD}.*is being deleted.*{OTHER_UID}"):
-        await edge.cluster.create_pod(NAMESPACE, body)
+        await edge.cluster.create_owned(body)
     assert await edge.effects.pod_is_gone(edge.job, POD), "the job itself has no such pod"
 
 
@@ -212,9 +214,10 @@ async def test_a_foreign_service_is_reported_and_does_not_stop_the_job() -> None
     edge = Edge()
     body = render_service(edge.job)
     edge.api.put("services", {**body, "metadata": {**body["metadata"], "ownerReferences": []}})
-    await edge.effects.create_service(edge.job, body, None)
+    service = DesiredObject(body)
+    await edge.effects.put(edge.job, service)
     assert edge.events() == ["NameTaken"]
-    assert edge.effects.services(edge.job.uid) == {body["metadata"]["name"]}
+    assert edge.effects.is_present(edge.job, service)
     assert (
         edge.api.objects["services", NAMESPACE, body["metadata"]["name"]]["metadata"][
             "ownerReferences"
@@ -228,7 +231,12 @@ def record() -> CheckpointStatus:
 
 
 def checkpoint_body(job: TrainingJob, name: str) -> Raw:
-    return render_checkpoint(job, CreateCheckpointObject(name, COMMIT.step, record()))
+    return render_checkpoint(job, name, COMMIT.step, record())
+
+
+def without_status(body: Raw) -> Raw:
+    """Return the body as the API server stores it before the write of its status."""
+    return {k: v for k, v in body.items() if k != "status"}
 
 
 @pytest.mark.fault("An operator dies between a Checkpoint and its status")
@@ -236,8 +244,8 @@ async def test_a_record_is_repaired_where_an_operator_died_before_its_status() -
     edge = Edge()
     name = checkpoint_name("job", UID, COMMIT)
     body = checkpoint_body(edge.job, name)
-    edge.api.put("checkpoints", body)
-    await edge.effects.create_checkpoint(edge.job, body, record())
+    edge.api.put("checkpoints", without_status(body))
+    await edge.effects.put(edge.job, DesiredObject(body))
     written = edge.api.objects["checkpoints", NAMESPACE, name]["status"]
     assert (written["phase"], written["jobUid"]) == ("Committed", UID)
 
@@ -248,8 +256,8 @@ async def test_a_field_that_a_newer_crd_adds_to_job_ref_does_not_hide_a_record()
     name = checkpoint_name("job", UID, COMMIT)
     body = checkpoint_body(edge.job, name)
     newer = {"jobRef": {"name": "job", "namespace": "team"}, "step": COMMIT.step}
-    edge.api.put("checkpoints", {**body, "spec": newer})
-    await edge.effects.create_checkpoint(edge.job, body, record())
+    edge.api.put("checkpoints", {**without_status(body), "spec": newer})
+    await edge.effects.put(edge.job, DesiredObject(body))
     assert edge.api.objects["checkpoints", NAMESPACE, name]["status"]["phase"] == "Committed"
 
 
@@ -270,10 +278,10 @@ async def test_a_foreign_checkpoint_is_neither_taken_nor_overwritten(change: Raw
     edge = Edge()
     name = checkpoint_name("job", UID, COMMIT)
     body = checkpoint_body(edge.job, name)
-    there = edge.api.put("checkpoints", {**body, **change})
+    there = edge.api.put("checkpoints", {**without_status(body), **change})
     before = dict(there)
     with pytest.raises(NameTakenError, match=name):
-        await edge.effects.create_checkpoint(edge.job, body, record())
+        await edge.effects.put(edge.job, DesiredObject(body))
     assert edge.api.objects["checkpoints", NAMESPACE, name] == before
     assert edge.events() == ["NameTaken"]
 

@@ -11,7 +11,6 @@ import pytest
 from tests.support.operator.builders import START, condition, job
 
 from holdfast_core.api import (
-    Gang,
     GoodputStatus,
     JobCondition,
     RecoveryStatus,
@@ -56,8 +55,13 @@ class Server:
         self.written: list[Mapping[str, Any]] = []
         self.asked = 0
 
-    async def patch_job_status(
-        self, job: Gang, resource_version: str, status: Mapping[str, Any]
+    async def patch_status(
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        resource_version: str,
+        status: Mapping[str, Any],
     ) -> Mapping[str, Any]:
         self.asked += 1
         if not self._takes(json.dumps(status)):

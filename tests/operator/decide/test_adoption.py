@@ -8,20 +8,13 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import sidecar
+from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import CheckpointAdoption, JobCondition, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.report.owners import owner_of_job
-from holdfast_operator.model.actions import (
-    Action,
-    BeginRound,
-    CreateCertificates,
-    CreatePod,
-    CreateService,
-    DeletePod,
-    WriteStatus,
-)
+from holdfast_operator.model.actions import Action, BeginRound, WriteStatus
 from holdfast_operator.model.job import Now, Observed, OwnerView, PodPhase, PodView
 from holdfast_operator.model.pod_source import AdoptedPods, certificates_prefix
 
@@ -132,12 +125,12 @@ def test_the_operator_neither_creates_nor_deletes_pods_of_another_controller(
     status: dict[str, Any] = {"restartRound": 0, "members": [0, 0], "coordinator": 0}
     job = adoption(**status) if restore_point is None else adoption(**status, restorePoint={})
     found = actions(job, owner=None)
-    assert any(isinstance(a, CreateCertificates) for a in found)
-    assert not any(isinstance(a, CreatePod | CreateService) for a in found)
+    assert bool(of_kind(found, "create Secret"))
+    assert not of_kind(found, "create Pod", "create Service")
     complete = adoption(**status, restorePoint={})
     done = complete.status.with_condition("Failed", True, "R", "", NOW.utc)
     over = changed(complete, status=done)
-    assert not any(isinstance(a, DeletePod) for a in actions(over, pod(0, "a"), owner=KIND))
+    assert not of_kind(actions(over, pod(0, "a"), owner=KIND), "delete Pod")
 
 
 @pytest.mark.parametrize(

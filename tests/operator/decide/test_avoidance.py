@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status
+from tests.support.operator.decisions import created_pods, of_kind
 
 from holdfast_core.api import RestorePointStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.avoidance import MAX_AVOIDED
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.actions import CreatePod, DeletePod, WriteStatus
+from holdfast_operator.model.actions import Delete, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
@@ -80,12 +81,12 @@ def observe(
     return Observed(**{**base, **changes})
 
 
-def deletes(observed: Observed) -> list[DeletePod]:
-    return [a for a in decide(observed, now()).actions if isinstance(a, DeletePod)]
+def deletes(observed: Observed) -> list[Delete]:
+    return of_kind(decide(observed, now()).actions, "delete Pod")
 
 
-def creates(observed: Observed) -> list[CreatePod]:
-    return [a for a in decide(observed, now()).actions if isinstance(a, CreatePod)]
+def creates(observed: Observed) -> list[PodView]:
+    return created_pods(decide(observed, now()).actions)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_created_again(
     name: str, replacement: PodView, lost: list[str], tainted: list[str], force: bool
 ) -> None:
     observed = observe(replacement, lost, *tainted)
-    assert deletes(observed) == [DeletePod(replacement.name, replacement.uid, force)], name
+    assert deletes(observed) == [Delete("Pod", replacement.name, replacement.uid, "", force)], name
     assert decide(observed, now()).memory.unstarted == {replacement.name}
 
 
@@ -137,14 +138,14 @@ def test_a_deleted_pod_that_never_started_is_created_in_its_round_without_the_lo
     observed = observe(None, ["b", "a"], memory=NEVER_STARTED)
     [create] = creates(observed)
     assert (create.name, create.worker, create.birth_round) == (GONE, 1, 1)
-    assert (create.avoided_nodes, create.failed_nodes) == (("a", "b"), ())
+    assert (create.avoided_nodes, create.failed_nodes) == ({"a", "b"}, set())
     assert decide(observed, now()).memory.unstarted == {GONE}
 
 
 def test_a_node_that_kubernetes_has_tainted_is_not_excluded() -> None:
     """Karpenter adds no node for a pod that excludes nodes by name."""
     (create,) = creates(observe(None, ["a"], "b", memory=NEVER_STARTED))
-    assert create.avoided_nodes == ("a",)
+    assert create.avoided_nodes == {"a"}
 
 
 @pytest.mark.fault("A template tolerates the taint of lost nodes")
@@ -167,7 +168,7 @@ def test_a_template_that_tolerates_the_taint_excludes_the_node_while_it_is_lost(
     pod_spec = {**spec.template["spec"], "tolerations": [toleration]}
     of = changed(observed.job, spec=changed(spec, template={**spec.template, "spec": pod_spec}))
     (create,) = creates(replace(observed, job=of))
-    assert create.avoided_nodes == excluded, name
+    assert create.avoided_nodes == set(excluded), name
     again = replace(observed, job=of, pods=(observed.pods[0], waiting(None, *excluded)))
     assert deletes(again) == [], "it is not created again and again"
 

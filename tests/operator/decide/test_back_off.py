@@ -62,7 +62,6 @@ def failing(
             dead=(DeadRank(Rank(1), Worker(1), 1, "boom"),),
             progress=None if trained is None else progress_of(trained, trained),
         ),
-        services=frozenset({"job-l2msg4-gang"}),
         memory=JobMemory(round=ROUND, round_seen_at=900.0, failure_seen_at=1000.0),
     )
 

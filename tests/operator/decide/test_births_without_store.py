@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status, store
+from tests.support.operator.decisions import created_pods, of_kind
 
 from holdfast_core.api import CheckpointStore, JobCondition
 from holdfast_core.ids import Worker
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import CreatePod, WriteStatus
+from holdfast_operator.model.actions import WriteStatus
 from holdfast_operator.model.job import Observed, StoreView, Unreadable
 from holdfast_operator.model.reasons import Reason
 
@@ -42,7 +43,7 @@ HIDDEN = Unreadable(
 )
 def test_the_gang_waits_for_the_store_and_reports_it(observed: Observed, reason: Reason) -> None:
     decision = decide(observed, now())
-    assert not [a for a in decision.actions if isinstance(a, CreatePod)]
+    assert not of_kind(decision.actions, "create Pod")
     (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
     found = write.status.condition(JobCondition.RUNNING)
     assert found is not None
@@ -55,11 +56,11 @@ def test_the_gang_waits_for_the_store_and_reports_it(observed: Observed, reason:
 def test_a_store_that_is_there_delays_nothing(available: bool | None) -> None:
     """The store's server may be down: a sidecar retries by itself."""
     decision = decide(recovery(store(available=available)), now())
-    assert [a.worker for a in decision.actions if isinstance(a, CreatePod)] == [Worker(1)]
+    assert [p.worker for p in created_pods(decision.actions)] == [Worker(1)]
 
 
 def test_a_job_without_a_store_needs_none() -> None:
     observed = Observed(
         job=job(2, status(1, (0, 1))), pods=(SURVIVOR,), sidecars=(sidecar(SURVIVOR, 1),)
     )
-    assert [a.worker for a in decide(observed, now()).actions if isinstance(a, CreatePod)] == [1]
+    assert [p.worker for p in created_pods(decide(observed, now()).actions)] == [1]

@@ -25,6 +25,7 @@ from tests.support.operator.builders import (
     status,
     store,
 )
+from tests.support.operator.decisions import does, of_kind, status_of, step_of
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
@@ -40,11 +41,6 @@ from holdfast_core.ids import JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RestorePoint
 from holdfast_operator.apply.apply import ActionFailed, Applied, memory_after
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import (
-    DeleteCheckpoint,
-    RequestSave,
-    UpdateCheckpoint,
-)
 from holdfast_operator.model.job import JobMemory, Observed
 
 NUMBER = 48
@@ -205,7 +201,7 @@ def requests(number: int) -> tuple[Checkpoint, ...]:
 @pytest.mark.fault("A tenant creates thousands of Checkpoints of one job")
 def test_sixteen_requests_are_open_and_the_newer_ones_expire() -> None:
     decision = decide(training(requests(20)), now())
-    updates = {a.name: a.status for a in decision.actions if isinstance(a, UpdateCheckpoint)}
+    updates = {a.name: status_of(a) for a in of_kind(decision.actions, "change Checkpoint")}
     phases = {name: update.phase for name, update in updates.items()}
     assert phases == {
         **{f"object-{n:05}": "InProgress" for n in range(16)},
@@ -221,8 +217,8 @@ def test_a_request_that_is_in_progress_stays_open_beside_older_ones() -> None:
     decision = decide(training((*requests(16), known)), now())
     expired = [
         a.name
-        for a in decision.actions
-        if isinstance(a, UpdateCheckpoint) and a.status.phase == "Expired"
+        for a in of_kind(decision.actions, "change Checkpoint")
+        if status_of(a).phase == "Expired"
     ]
     assert expired == ["object-00015"]
 
@@ -233,20 +229,20 @@ def test_a_pass_writes_a_limited_number_of_checkpoints() -> None:
         for phase, turn in PHASES.items():
             observed = turn(training(tuple(make(n) for n in range(500))))
             actions = decide(observed, now()).actions
-            writes = [a for a in actions if isinstance(a, UpdateCheckpoint | DeleteCheckpoint)]
+            writes = of_kind(actions, "change Checkpoint", "delete Checkpoint")
             assert len(writes) <= 100, (kind, phase)
 
 
 def test_requests_of_one_moment_share_one_save() -> None:
     first = decide(training(requests(3)), now())
-    (ask,) = (a for a in first.actions if isinstance(a, RequestSave))
+    (ask,) = of_kind(first.actions, "call /v1/save-now")
     waiting = tuple(named(request(phase="InProgress"), n) for n in range(3))
     more = (*waiting, named(request(), 3))
     second = decide(training(more, first.memory), now(1001.0))
-    assert not any(isinstance(a, RequestSave) for a in second.actions), (
+    assert not of_kind(second.actions, "call /v1/save-now"), (
         "no step has been finished since the save was requested, so it serves this request as well"
     )
-    assert ask.token == "object-00002"
+    assert ask.message.token == "object-00002"
 
     saved = PersistedStep(step=Step(45), round=ROUND, manifest=manifest_digest(45, 2))
     observed = training(more, second.memory)
@@ -254,8 +250,8 @@ def test_requests_of_one_moment_share_one_save() -> None:
         observed,
         job=changed(observed.job, status=changed(observed.job.status, last_persisted=saved)),
     )
-    records = [a for a in decide(done, now(1002.0)).actions if isinstance(a, UpdateCheckpoint)]
-    assert {(a.name, a.step) for a in records} == {(f"object-{n:05}", 45) for n in range(4)}
+    records = of_kind(decide(done, now(1002.0)).actions, "change Checkpoint")
+    assert {(a.name, step_of(a)) for a in records} == {(f"object-{n:05}", 45) for n in range(4)}
 
 
 @pytest.mark.parametrize(
@@ -271,10 +267,10 @@ def test_a_mark_of_a_request_that_could_not_be_written_is_written_again(
     errors = tuple(
         ActionFailed(a, UnavailableError("the API server is away"))
         for a in first.actions
-        if failed and isinstance(a, UpdateCheckpoint)
+        if failed and does(a, "change Checkpoint")
     )
     memory = memory_after(first, observed, Applied(failed=errors))
     second = decide(training(requests(1), memory), now(1001.0))
-    marks = [a for a in second.actions if isinstance(a, UpdateCheckpoint)]
+    marks = of_kind(second.actions, "change Checkpoint")
     assert bool(marks) == written_again
-    assert not any(isinstance(a, RequestSave) for a in second.actions)
+    assert not of_kind(second.actions, "call /v1/save-now")

@@ -19,6 +19,7 @@ from tests.support.operator.builders import (
     status,
     store,
 )
+from tests.support.operator.decisions import of_kind, status_of, step_of
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
@@ -38,17 +39,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.report.status import LEVELS_EVERY_SECONDS
-from holdfast_operator.model.actions import (
-    Action,
-    CommitPersisted,
-    CreateCheckpointObject,
-    Decision,
-    DeleteCheckpoint,
-    PruneObject,
-    RequestSave,
-    UpdateCheckpoint,
-    WriteStatus,
-)
+from holdfast_operator.model.actions import Action, CommitPersisted, Decision, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed
 
 
@@ -111,8 +102,8 @@ def world(
     )
 
 
-def only(decision: Decision, kind: type[Any]) -> list[Any]:
-    return [a for a in decision.actions if isinstance(a, kind)]
+def only(decision: Decision, kind: type | str) -> list[Any]:
+    return of_kind(decision.actions, kind)
 
 
 # --------------------------------------------------------------------------- the commit
@@ -168,12 +159,12 @@ def test_finish_is_released_only_up_to_what_is_durable() -> None:
 @pytest.mark.fault("The operator dies between the write of the status and the Checkpoint object")
 def test_the_object_is_a_projection_of_the_commit() -> None:
     decision = decide(world(committed=persisted(40), reported=point(40)), now())
-    (create,) = only(decision, CreateCheckpointObject)
+    (create,) = only(decision, "create Checkpoint")
     assert create.name == "job-l2msg4-s40-r2"
-    written = create.status
+    written = status_of(create)
     assert (written.phase, written.manifest) == ("Committed", manifest_digest(40, 2))
     assert (written.bytes, written.world_size, written.job_uid) == (1234, 2, UID)
-    assert (create.step, written.round, written.job_namespace) == (40, 2, "team-a")
+    assert (step_of(create), written.round, written.job_namespace) == (40, 2, "team-a")
     assert written.shards == ShardCounts(total=2, object=2)
     held = {c.type for c in written.conditions if c.is_true}
     assert held == {"Committed", "Replicated", "Persisted", "Restorable"}
@@ -184,14 +175,14 @@ def test_the_object_is_a_projection_of_the_commit() -> None:
 
 def test_a_request_is_asked_once_and_becomes_the_record() -> None:
     first = decide(world(checkpoints=(request(),)), now())
-    (ask,) = only(first, RequestSave)
-    assert (ask.token, ask.round, ask.worker) == ("before-lunch", 2, 0)
-    (update,) = only(first, UpdateCheckpoint)
-    assert update.status.phase == "InProgress"
+    (ask,) = only(first, "call /v1/save-now")
+    assert (ask.message.token, ask.message.round, ask.worker) == ("before-lunch", 2, 0)
+    (update,) = only(first, "change Checkpoint")
+    assert status_of(update).phase == "InProgress"
 
     waiting = request(phase="InProgress", started_at=START)
     second = decide(world(checkpoints=(waiting,), memory=first.memory), now(1001.0))
-    assert not only(second, RequestSave)
+    assert not only(second, "call /v1/save-now")
 
     older = decide(
         world(
@@ -201,20 +192,20 @@ def test_a_request_is_asked_once_and_becomes_the_record() -> None:
         ),
         now(1002.0),
     )
-    assert not only(older, UpdateCheckpoint), "saved before it was asked for"
+    assert not only(older, "change Checkpoint"), "saved before it was asked for"
 
     done = decide(
         world(committed=persisted(45), checkpoints=(waiting,), memory=older.memory), now(1003.0)
     )
-    (record,) = only(done, UpdateCheckpoint)
-    assert record.status.phase == "Committed"
-    assert (record.step, record.status.round) == (45, 2)
-    assert not only(done, CreateCheckpointObject), "the request is the object of this commit"
+    (record,) = only(done, "change Checkpoint")
+    assert status_of(record).phase == "Committed"
+    assert (step_of(record), status_of(record).round) == (45, 2)
+    assert not only(done, "create Checkpoint"), "the request is the object of this commit"
 
 
 def test_a_request_is_asked_again_by_a_new_operator_and_in_a_new_round() -> None:
     waiting = request(phase="InProgress")
-    assert only(decide(world(checkpoints=(waiting,)), now()), RequestSave)
+    assert only(decide(world(checkpoints=(waiting,)), now()), "call /v1/save-now")
 
 
 @pytest.mark.fault("The record of a save request is interrupted between its two writes")
@@ -227,24 +218,24 @@ def test_a_record_that_was_interrupted_is_completed(store: str | None) -> None:
         {"committed": persisted(45)} if store else {"coordinator": {"last_replicated": point(45)}}
     )
     decision = decide(world(checkpoints=(half,), store=store, **stored), now())
-    (update,) = only(decision, UpdateCheckpoint)
-    assert (update.name, update.step, update.status.round) == (half.name, 45, 2)
-    assert (update.status.phase, update.status.started_at) == ("Committed", START)
-    assert not only(decision, CreateCheckpointObject), "the request is the object of this commit"
+    (update,) = only(decision, "change Checkpoint")
+    assert (update.name, step_of(update), status_of(update).round) == (half.name, 45, 2)
+    assert (status_of(update).phase, status_of(update).started_at) == ("Committed", START)
+    assert not only(decision, "create Checkpoint"), "the request is the object of this commit"
 
 
 def test_an_interrupted_record_waits_for_its_own_step() -> None:
     waiting = request(phase="InProgress")
     half = changed(waiting, spec=changed(waiting.spec, step=Step(45)))
     decision = decide(world(checkpoints=(half,), committed=persisted(60)), now())
-    assert not only(decision, UpdateCheckpoint)
-    assert not any(type(a).__name__ == "RequestSave" for a in decision.actions)
+    assert not only(decision, "change Checkpoint")
+    assert not only(decision, "call /v1/save-now")
 
 
 def test_without_a_store_a_request_is_recorded_when_it_is_replicated() -> None:
     first = decide(world(checkpoints=(request(),), store=None), now())
-    (ask,) = only(first, RequestSave)
-    assert ask.token == "before-lunch"
+    (ask,) = only(first, "call /v1/save-now")
+    assert ask.message.token == "before-lunch"
     done = decide(
         world(
             checkpoints=(request(phase="InProgress"),),
@@ -254,16 +245,16 @@ def test_without_a_store_a_request_is_recorded_when_it_is_replicated() -> None:
         ),
         now(),
     )
-    (record,) = only(done, UpdateCheckpoint)
-    assert (record.step, record.status.round) == (45, 2)
-    assert not record.status.is_true("Persisted")
+    (record,) = only(done, "change Checkpoint")
+    assert (step_of(record), status_of(record).round) == (45, 2)
+    assert not status_of(record).is_true("Persisted")
 
 
 # --------------------------------------------------------------------------- retention
 
 
 def names(actions: list[Action]) -> list[str]:
-    return [a.name for a in actions if isinstance(a, UpdateCheckpoint | PruneObject)]
+    return [a.name for a in of_kind(actions, "change Checkpoint", "prune Checkpoint")]
 
 
 FOUR = tuple(checkpoint(step, 2) for step in (40, 50, 60, 70))
@@ -271,12 +262,15 @@ FOUR = tuple(checkpoint(step, 2) for step in (40, 50, 60, 70))
 
 def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
     marked = decide(world(committed=persisted(70), checkpoints=FOUR), now())
-    updates = only(marked, UpdateCheckpoint)
-    assert [(u.name, u.status.phase) for u in updates] == [("job-l2msg4-s40-r2", "Deleting")]
-    assert not only(marked, PruneObject)
+    updates = only(marked, "change Checkpoint")
+    assert [(u.name, status_of(u).phase) for u in updates] == [("job-l2msg4-s40-r2", "Deleting")]
+    assert not only(marked, "prune Checkpoint")
     doomed = (checkpoint(40, 2, phase="Deleting"), *FOUR[1:])
-    (prune,) = only(decide(world(committed=persisted(70), checkpoints=doomed), now()), PruneObject)
-    assert (prune.name, prune.checkpoint.step, prune.uid) == ("job-l2msg4-s40-r2", 40, "ckpt-40-2")
+    (prune,) = only(
+        decide(world(committed=persisted(70), checkpoints=doomed), now()), "prune Checkpoint"
+    )
+    assert (prune.name, prune.uid) == ("job-l2msg4-s40-r2", "ckpt-40-2")
+    assert [c.step for c in prune.data.message.checkpoints] == [40]
 
 
 @pytest.mark.parametrize(
@@ -334,16 +328,16 @@ def going(**changes: Any) -> Checkpoint:
 def test_deletes_by_people(view: Checkpoint, committed: int, pruned: bool, released: bool) -> None:
     objects = (view, checkpoint(70, 2)) if committed == 70 else (view,)
     decision = decide(world(committed=persisted(committed), checkpoints=objects), now())
-    assert bool(only(decision, PruneObject)) is pruned
-    assert bool(only(decision, DeleteCheckpoint)) is released
+    assert bool(only(decision, "prune Checkpoint")) is pruned
+    assert bool(only(decision, "delete Checkpoint")) is released
 
 
 def test_delete_data_gets_our_finalizer() -> None:
     view = checkpoint(40, 2, deletion_policy="DeleteData")
     decision = decide(world(committed=persisted(40), checkpoints=(view,)), now())
-    (update,) = only(decision, UpdateCheckpoint)
-    assert update.finalizers == ("holdfast.dev/delete-data",)
-    assert update.status.phase == "Committed"
+    (update,) = only(decision, "change Checkpoint")
+    assert update.body["metadata"]["finalizers"] == ["holdfast.dev/delete-data"]
+    assert status_of(update).phase == "Committed"
 
 
 # --------------------------------------------------------------------------- status

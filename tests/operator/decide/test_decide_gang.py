@@ -21,6 +21,7 @@ from tests.support.operator.builders import (
     silent,
     status,
 )
+from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import (
     Compression,
@@ -36,17 +37,7 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.placement import place_copies
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.gang import round_message
-from holdfast_operator.model.actions import (
-    BeginRound,
-    ChooseRestorePoint,
-    CreateCertificates,
-    CreatePod,
-    CreateService,
-    DeletePod,
-    SealWorker,
-    SendRound,
-    WriteStatus,
-)
+from holdfast_operator.model.actions import BeginRound, ChooseRestorePoint, Delete, WriteStatus
 from holdfast_operator.model.job import (
     AckedRound,
     JobMemory,
@@ -59,10 +50,6 @@ from holdfast_operator.model.reasons import Reason
 
 MEMORY = JobMemory(round=RestartRound(1), round_seen_at=999.0)
 CHOSEN = status(1, (0, 1), restore_point=RestorePointStatus(), coordinator=Worker(0))
-
-
-def of_kind(actions: tuple[Any, ...], *kinds: type) -> list[Any]:
-    return [a for a in actions if isinstance(a, kinds)]
 
 
 def acked(observed: Observed, of: SidecarView, **changes: Any) -> SidecarView:
@@ -84,7 +71,7 @@ def test_a_new_job_begins_round_0_and_touches_nothing_else() -> None:
     assert action.status.members == (0, 0, 0)
     assert action.status.phase == "Starting"
     assert action.status.is_true("Accepted")
-    assert not of_kind(decision.actions, CreatePod, CreateService)
+    assert not of_kind(decision.actions, "create Pod", "create Service")
 
 
 def test_the_first_round_is_above_what_sidecars_remember() -> None:
@@ -97,13 +84,11 @@ def test_the_first_round_is_above_what_sidecars_remember() -> None:
 
 def test_a_new_round_creates_service_certificates_and_pods() -> None:
     decision = decide(Observed(job=job(2, status(0))), now())
-    assert of_kind(decision.actions, CreateService)[0].name == "job-l2msg4-gang"
-    assert of_kind(decision.actions, CreateCertificates) == [
-        CreateCertificates(
-            "job-l2msg4-certs-0-r0", RestartRound(0), ("job-l2msg4-0-r0", "job-l2msg4-1-r0")
-        )
-    ]
-    assert [a.name for a in of_kind(decision.actions, CreatePod)] == [
+    assert of_kind(decision.actions, "create Service")[0].name == "job-l2msg4-gang"
+    (secret,) = of_kind(decision.actions, "create Secret")
+    assert secret.name == "job-l2msg4-certs-0-r0"
+    assert secret.leaves == ("job-l2msg4-0-r0", "job-l2msg4-1-r0")
+    assert [a.name for a in of_kind(decision.actions, "create Pod")] == [
         "job-l2msg4-0-r0",
         "job-l2msg4-1-r0",
     ]
@@ -115,15 +100,16 @@ def test_recovery_seals_survivors_creates_the_missing_and_deletes_the_obsolete()
         job=job(2, status(1, (0, 1))),
         pods=(survivor, old),
         sidecars=(silent(survivor), silent(old)),
-        services=frozenset({"job-l2msg4-gang"}),
         memory=MEMORY,
     )
     actions = decide(observed, now()).actions
-    (seal,) = of_kind(actions, SealWorker)
-    assert (seal.worker, seal.round, seal.pod_uid) == (0, 1, survivor.uid)
-    assert [a.name for a in of_kind(actions, CreatePod)] == ["job-l2msg4-1-r1"]
-    assert of_kind(actions, DeletePod) == [DeletePod("job-l2msg4-1-r0", old.uid, force=False)]
-    assert not of_kind(actions, SendRound, ChooseRestorePoint)
+    (seal,) = of_kind(actions, "call /v1/seal")
+    assert (seal.worker, seal.message.round, seal.pod_uid) == (0, 1, survivor.uid)
+    assert [a.name for a in of_kind(actions, "create Pod")] == ["job-l2msg4-1-r1"]
+    assert of_kind(actions, "delete Pod") == [
+        Delete("Pod", "job-l2msg4-1-r0", old.uid, "", force=False)
+    ]
+    assert not of_kind(actions, "call /v1/round", ChooseRestorePoint)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +130,7 @@ def test_obsolete_pods(lost: bool, terminating: bool, expected: list[bool]) -> N
         nodes={"node-1": NodeView("node-1", lost_because="is gone" if lost else "")},
         memory=MEMORY,
     )
-    assert [a.force for a in of_kind(decide(observed, now()).actions, DeletePod)] == expected
+    assert [a.force for a in of_kind(decide(observed, now()).actions, "delete Pod")] == expected
 
 
 RUNNING = condition(JobCondition.RUNNING, True, Reason.TRAINING)
@@ -169,10 +155,9 @@ def test_a_new_process_first_waits_for_the_coordinator_of_a_running_gang(
         job=job(2, changed(CHOSEN, conditions=conditions)),
         pods=(pod(0), pod(1, 1)),
         sidecars=(*(() if coordinator is None else (coordinator,)), silent(pod(1, 1))),
-        services=frozenset({"job-l2msg4-gang"}),
         memory=replace(MEMORY, round_seen_at=1000.0 - seconds),
     )
-    found = of_kind(decide(observed, now()).actions, SealWorker, SendRound)
+    found = of_kind(decide(observed, now()).actions, "call /v1/seal", "call /v1/round")
     assert bool(found) == calls
 
 
@@ -194,7 +179,7 @@ def test_choosing_touches_no_pods() -> None:
     assert choice.status.coordinator == 0
     assert choice.status.step == 10
     assert [(e.round, e.base_step) for e in choice.status.lineage] == [(1, 10)]
-    assert not of_kind(actions, CreatePod, DeletePod, SealWorker, WriteStatus)
+    assert not of_kind(actions, "create Pod", "delete Pod", "call /v1/seal", WriteStatus)
 
 
 # --------------------------------------------------------------------------- ROUND
@@ -206,16 +191,15 @@ def gang(**changes: Any) -> Observed:
         job=job(2, CHOSEN),
         pods=pods,
         sidecars=tuple(sidecar(p, 1) for p in pods),
-        services=frozenset({"job-l2msg4-gang"}),
         memory=MEMORY,
     )
     return replace(base, **changes)
 
 
 def test_round_goes_to_every_member() -> None:
-    sent = of_kind(decide(gang(), now()).actions, SendRound)
+    sent = of_kind(decide(gang(), now()).actions, "call /v1/round")
     assert [a.worker for a in sent] == [0, 1]
-    message = sent[0].message
+    message = sent[0].message.message
     assert (message.round, message.version, message.coordinator, message.store_host) == (1, 1, 0, 0)
     assert [(m.worker, m.pod, m.address) for m in message.members] == [
         (0, "job-l2msg4-0-r0", "10.0.0.0"),
@@ -231,25 +215,28 @@ def test_a_round_message_names_the_encryption_of_copies_and_the_compression_of_u
     encryption: PeerEncryption, compression: Compression
 ) -> None:
     of = job(2, CHOSEN, store="main", encryption=encryption, compression=compression)
-    sent = of_kind(decide(gang(job=of), now()).actions, SendRound)
+    sent = of_kind(decide(gang(job=of), now()).actions, "call /v1/round")
     policies = [
-        (a.message.policy.peer_encryption, a.message.policy.object_compression) for a in sent
+        (a.message.message.policy.peer_encryption, a.message.message.policy.object_compression)
+        for a in sent
     ]
     assert policies == [(encryption.value, compression.value)] * 2
 
 
 def test_round_is_encoded_and_digested_once_for_all_members() -> None:
-    one, other = of_kind(decide(gang(), now()).actions, SendRound)
-    assert one.outgoing is other.outgoing
-    assert one.outgoing.body is other.outgoing.body
-    assert one.outgoing.body == dumps(one.message)
-    assert one.outgoing.digest == one.message.content_digest()
+    one, other = of_kind(decide(gang(), now()).actions, "call /v1/round")
+    assert one.message is other.message
+    assert one.message.body is other.message.body
+    assert one.message.body == dumps(one.message.message)
+    assert one.message.digest == one.message.message.content_digest()
 
 
 def test_a_sidecar_that_has_the_round_receives_it_once() -> None:
     observed = gang()
     acknowledged = tuple(acked(observed, s) for s in observed.sidecars)
-    assert not of_kind(decide(replace(observed, sidecars=acknowledged), now()).actions, SendRound)
+    assert not of_kind(
+        decide(replace(observed, sidecars=acknowledged), now()).actions, "call /v1/round"
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,34 +254,34 @@ def test_a_sidecar_that_lost_the_round_receives_it_again(changes: dict[str, Any]
     observed = replace(
         observed, sidecars=(acked(observed, first), acked(observed, second, **changes))
     )
-    sent = of_kind(decide(observed, now()).actions, SendRound)
-    assert [(a.worker, a.message.version) for a in sent] == [(1, 2)]
+    sent = of_kind(decide(observed, now()).actions, "call /v1/round")
+    assert [(a.worker, a.message.message.version) for a in sent] == [(1, 2)]
 
 
 def test_the_version_is_above_that_of_every_sidecar() -> None:
     pods = (pod(0), pod(1, 1))
     observed = gang(sidecars=(sidecar(pods[0], 1, version=6), sidecar(pods[1], 1, version=2)))
-    sent = of_kind(decide(observed, now()).actions, SendRound)
-    assert {a.message.version for a in sent} == {7}
+    sent = of_kind(decide(observed, now()).actions, "call /v1/round")
+    assert {a.message.message.version for a in sent} == {7}
 
 
 def test_a_survivor_receives_the_round_only_after_its_seal() -> None:
     pods = (pod(0), pod(1, 1))
     observed = gang(sidecars=(sidecar(pods[0], 0), sidecar(pods[1], 1)))
     actions = decide(observed, now()).actions
-    assert [a.worker for a in of_kind(actions, SendRound)] == [1]
-    assert [a.worker for a in of_kind(actions, SealWorker)] == [0]
+    assert [a.worker for a in of_kind(actions, "call /v1/round")] == [1]
+    assert [a.worker for a in of_kind(actions, "call /v1/seal")] == [0]
 
 
 def test_members_without_an_address_are_named_and_repeated_slowly() -> None:
     pods = (pod(0), pod(1, 1, ip=None))
     observed = gang(pods=pods, sidecars=(sidecar(pods[0], 1),))
     first = decide(observed, now())
-    (sent,) = of_kind(first.actions, SendRound)
-    assert sent.message.members[1].address == ""
+    (sent,) = of_kind(first.actions, "call /v1/round")
+    assert sent.message.message.members[1].address == ""
     again = replace(observed, memory=first.memory)
-    assert not of_kind(decide(again, now(1000.5)).actions, SendRound)
-    assert of_kind(decide(again, now(1001.5)).actions, SendRound)
+    assert not of_kind(decide(again, now(1000.5)).actions, "call /v1/round")
+    assert of_kind(decide(again, now(1001.5)).actions, "call /v1/round")
 
 
 def test_holds_are_named() -> None:
@@ -383,4 +370,4 @@ def test_a_large_gang_receives_the_round_in_one_pass() -> None:
         pods=pods,
         sidecars=tuple(sidecar(p, 0) for p in pods),
     )
-    assert len(of_kind(decide(observed, now()).actions, SendRound)) == workers
+    assert len(of_kind(decide(observed, now()).actions, "call /v1/round")) == workers

@@ -20,6 +20,7 @@ from tests.support.operator.builders import (
     store,
     template,
 )
+from tests.support.operator.decisions import does, of_kind
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
@@ -37,17 +38,7 @@ from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RestorePoint
 from holdfast_operator.decide.acceptance import template_problem, uses_launcher
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import (
-    BeginRound,
-    CommitPersisted,
-    CreateCheckpointObject,
-    CreatePod,
-    Decision,
-    DeleteJob,
-    DeletePod,
-    RequestStop,
-    WriteStatus,
-)
+from holdfast_operator.model.actions import BeginRound, CommitPersisted, Decision, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
 
@@ -117,7 +108,7 @@ def test_problems_keep_the_first_round_from_beginning(
     assert accepted is not None
     assert (accepted.status, accepted.reason) == (ConditionStatus.of(value), reason)
     assert written.phase == "Pending"
-    assert not any(isinstance(a, BeginRound | CreatePod) for a in decision.actions)
+    assert not any(isinstance(a, BeginRound) or does(a, "create Pod") for a in decision.actions)
     again = decide(Observed(job=job(2, written, **spec), **observed), now(1001.0))
     assert writes(again) != [] or again.actions == ()
 
@@ -242,7 +233,7 @@ def test_the_end_in_the_status_releases_the_launchers() -> None:
     (written,) = writes(decide(finishing(), now()))
     decision = decide(finishing(status=written), now())
     assert decision.acted_version == 9
-    assert not any(isinstance(a, DeletePod) for a in decision.actions)
+    assert not of_kind(decision.actions, "delete Pod")
 
 
 def test_complete_only_after_the_last_commit_and_its_object() -> None:
@@ -285,7 +276,7 @@ def test_pods_after_the_end(kind: JobCondition, seconds: float, deleted: list[st
     over = status(0, (0, 0), conditions=(true(kind),), completion_time=START)
     pods = (pod(0), pod(1, phase=PodPhase.SUCCEEDED))
     decision = decide(Observed(job=job(2, over), pods=pods), now(seconds))
-    assert [a.name for a in decision.actions if isinstance(a, DeletePod)] == deleted
+    assert [a.name for a in of_kind(decision.actions, "delete Pod")] == deleted
 
 
 def test_pods_of_a_failed_job_do_not_stay_because_the_coordinator_is_being_deleted() -> None:
@@ -301,7 +292,7 @@ def test_pods_of_a_failed_job_do_not_stay_because_the_coordinator_is_being_delet
     pods = (pod(0, terminating=True), pod(1))
     observed = Observed(job=job(2, over), pods=pods, sidecars=(sidecar(pods[1], 0),))
     decision = decide(observed, now(1.0))
-    assert [a.name for a in decision.actions if isinstance(a, DeletePod)] == [pods[1].name]
+    assert [a.name for a in of_kind(decision.actions, "delete Pod")] == [pods[1].name]
     assert not any(w.is_true(JobCondition.PODS_KEPT) for w in writes(decision))
 
 
@@ -310,7 +301,7 @@ def test_ttl(seconds: float, gone: bool) -> None:
     over = status(0, (0, 0), conditions=(true(JobCondition.COMPLETE),), completion_time=START)
     observed = Observed(job=job(2, over, ttl_seconds_after_finished=60))
     actions = decide(observed, now(seconds)).actions
-    assert any(isinstance(a, DeleteJob) for a in actions) is gone
+    assert bool(of_kind(actions, "delete TrainingJob")) is gone
 
 
 def test_deadline() -> None:
@@ -332,12 +323,12 @@ def test_a_job_fails_after_its_newest_commit_is_recorded_or_cannot_be(refused: s
         job=job(2, late, store="main", active_deadline_seconds=100), store=store(), memory=memory
     )
     decision = decide(observed, now(100.0))
-    assert any(isinstance(a, CreateCheckpointObject) for a in decision.actions)
+    assert bool(of_kind(decision.actions, "create Checkpoint"))
     assert [w.is_true(JobCondition.FAILED) for w in writes(decision)] == ([True] if refused else [])
     recorded = replace(observed, checkpoints=(checkpoint(40, 0),))
     [failed] = writes(decide(recorded, now(100.0)))
     over = replace(observed, job=changed(observed.job, status=failed))
-    creates = [a for a in decide(over, now(101.0)).actions if isinstance(a, CreateCheckpointObject)]
+    creates = of_kind(decide(over, now(101.0)).actions, "create Checkpoint")
     assert bool(creates) == bool(refused)
 
 
@@ -372,9 +363,9 @@ def training(**spec: Any) -> Observed:
 
 def test_suspending_asks_the_gang_to_save_first() -> None:
     decision = decide(training(suspend=True, store="main"), now())
-    (ask,) = [a for a in decision.actions if isinstance(a, RequestStop)]
-    assert (ask.worker, ask.round) == (0, 0)
-    assert not any(isinstance(a, DeletePod) for a in decision.actions)
+    (ask,) = of_kind(decision.actions, "call /v1/stop")
+    assert (ask.worker, ask.message.round) == (0, 0)
+    assert not of_kind(decision.actions, "delete Pod")
 
 
 def test_stopped_and_saved_is_suspended_not_complete() -> None:
@@ -389,7 +380,7 @@ def test_stopped_and_saved_is_suspended_not_complete() -> None:
     assert not written.is_true(JobCondition.COMPLETE)
     after = replace(observed, job=changed(observed.job, status=written))
     decision = decide(after, now())
-    assert len([a for a in decision.actions if isinstance(a, DeletePod)]) == 2
+    assert len(of_kind(decision.actions, "delete Pod")) == 2
     assert decision.acted_version == 9
 
 
@@ -405,7 +396,7 @@ def test_resuming_is_a_new_round_that_costs_no_restart() -> None:
 
 def test_without_a_store_a_job_that_has_trained_is_not_suspended() -> None:
     decision = decide(training(suspend=True), now())
-    assert not any(isinstance(a, DeletePod | RequestStop) for a in decision.actions)
+    assert not of_kind(decision.actions, "delete Pod", "call /v1/stop")
     (written,) = writes(decision)
     suspended = written.condition(JobCondition.SUSPENDED)
     assert suspended is not None

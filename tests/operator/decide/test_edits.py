@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import create_model
 from tests.support.operator.builders import job, now, pod, sidecar, status, store, template
+from tests.support.operator.decisions import of_kind
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
@@ -25,7 +26,7 @@ from holdfast_core.api.training_job import RestoreFromSpec
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import DeletePod, EmitEvent, RequestStop, WriteStatus
+from holdfast_operator.model.actions import EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, PodView
 from holdfast_operator.model.template.parts import part_digests
 
@@ -194,11 +195,11 @@ def test_a_gang_is_not_resized_while_its_template_is_refused() -> None:
 def stops(observed: Observed) -> bool:
     """Return whether a pass asks the gang to stop, as it does before a resize."""
     actions = decide(observed, now()).actions
-    return any(isinstance(a, RequestStop) for a in actions)
+    return bool(of_kind(actions, "call /v1/stop"))
 
 
 def deleted(observed: Observed) -> list[str]:
-    return [a.name for a in decide(observed, now()).actions if isinstance(a, DeletePod)]
+    return [a.name for a in of_kind(decide(observed, now()).actions, "delete Pod")]
 
 
 def test_pods_in_which_no_rank_ever_ran_are_created_again_from_a_corrected_template() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.operator.builders import job, metadata, now, pod, status, store
+from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import (
     ElasticSpec,
@@ -20,12 +21,7 @@ from holdfast_core.names import placeholder_name
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts import resize
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.actions import (
-    BeginRound,
-    CreatePlaceholder,
-    DeletePod,
-    WriteStatus,
-)
+from holdfast_operator.model.actions import BeginRound, Delete, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, PodPhase, PodView
 from holdfast_operator.model.labels import QUEUE_NAME
 from holdfast_operator.model.reasons import Reason
@@ -55,7 +51,7 @@ def test_a_gang_in_a_queue_keeps_its_size_and_its_condition_says_why() -> None:
     observed = waiting([0, 1, 2])
     queued = replace(observed, job=metadata(observed.job, labels={QUEUE_NAME: "team-a"}))
     actions = decide(queued, now()).actions
-    assert not [a for a in actions if isinstance(a, BeginRound | CreatePlaceholder)]
+    assert not of_kind(actions, BeginRound, "create Pod")
     [write] = [a for a in actions if isinstance(a, WriteStatus)]
     found = write.status.condition(JobCondition.WORKERS_MISSING)
     assert found is not None
@@ -87,8 +83,6 @@ def waiting(
         ),
         pods=tuple(pods),
         store=store(),
-        services=frozenset({"job-l2msg4-gang"}),
-        disruption_budget=workers,
         memory=JobMemory(round=RestartRound(0), round_seen_at=900.0, lacking_since=1000.0 - waited),
     )
 
@@ -141,7 +135,7 @@ def test_a_placeholder_is_no_worker() -> None:
     assert World(with_it).obsolete_pods == ()
     assert World(with_it).next_round == World(observed).next_round
     actions = decide(with_it, now()).actions
-    deleted = DeletePod("job-l2msg4-placeholder-2", "uid-job-l2msg4-placeholder-2")
+    deleted = Delete("Pod", "job-l2msg4-placeholder-2", "uid-job-l2msg4-placeholder-2", "")
     assert [a for a in actions if a != deleted] == list(decide(observed, now()).actions)
     assert deleted in actions, "the gang lacks no worker"
-    assert not any(isinstance(a, CreatePlaceholder) for a in actions)
+    assert not of_kind(actions, "create Pod")

@@ -17,6 +17,7 @@ from tests.support.operator.builders import (
     sidecar,
     status,
 )
+from tests.support.operator.decisions import created_pods, of_kind
 from tests.support.operator.life import Life, dies_after
 from tests.support.operator.oracle import broken_rules
 
@@ -40,9 +41,8 @@ from holdfast_operator.model.actions import (
     BeginRound,
     ChooseRestorePoint,
     CommitPersisted,
-    CreatePod,
     Decision,
-    DeletePod,
+    Delete,
     EmitEvent,
     WriteStatus,
 )
@@ -100,7 +100,6 @@ def gang(
             last_local=newest,
             last_replicated=changes.pop("copied", newest),
         ),
-        services=frozenset({"job-l2msg4-gang"}),
         memory=JobMemory(round=ROUND, round_seen_at=900.0, failure_seen_at=999.0),
     )
     return replace(base, **changes)
@@ -224,20 +223,20 @@ def starting(replacement: PodView | None, **changes: Any) -> Observed:
 
 
 def test_a_new_pod_excludes_the_nodes() -> None:
-    [create] = [a for a in decide(starting(None), now()).actions if isinstance(a, CreatePod)]
-    assert (create.avoided_nodes, create.failed_nodes) == ((), ("node-1",))
+    [create] = created_pods(decide(starting(None), now()).actions)
+    assert (create.avoided_nodes, create.failed_nodes) == (set(), {"node-1"})
 
 
 def test_a_waiting_pod_says_what_it_avoids() -> None:
     decision = decide(starting(waiting("node-1", message="0/3 nodes are available")), now())
     assert "0/3 nodes are available; it avoids nodes on which workers failed" in decision.reason
-    assert not any(isinstance(a, DeletePod) for a in decision.actions)
+    assert not of_kind(decision.actions, "delete Pod")
 
 
 def test_a_pod_that_no_node_took_is_created_again_when_a_node_is_used_again() -> None:
     replacement = waiting("node-1", "node-2")
-    deletes = [a for a in decide(starting(replacement), now()).actions if isinstance(a, DeletePod)]
-    assert deletes == [DeletePod(replacement.name, replacement.uid, force=False)]
+    deletes = of_kind(decide(starting(replacement), now()).actions, "delete Pod")
+    assert deletes == [Delete("Pod", replacement.name, replacement.uid, "", force=False)]
 
 
 @pytest.mark.fault("The nodes to avoid leave none")
@@ -256,7 +255,7 @@ def test_a_list_that_leaves_no_node_is_given_up() -> None:
     assert "node-1: these nodes are used again" in found.message
     again = replace(observed, job=changed(observed.job, status=after), memory=late.memory)
     actions = decide(again, now(1001.0 + PATIENCE_SECONDS)).actions
-    assert [a.name for a in actions if isinstance(a, DeletePod)] == [observed.pods[1].name]
+    assert [a.name for a in of_kind(actions, "delete Pod")] == [observed.pods[1].name]
 
 
 def written_failures(decision: Decision, observed: Observed) -> tuple[NodeFailure, ...]:

@@ -77,7 +77,6 @@ def gang(*ended: DeadRank, rules: tuple[FailureRule, ...] = (), **changes: Any) 
         coordinator=CoordinatorState(
             5, ROUND, running=True, dead=ended, last_local=newest, last_replicated=copied
         ),
-        services=frozenset({"job-l2msg4-gang"}),
         memory=JobMemory(round=ROUND, round_seen_at=900.0, failure_seen_at=999.0),
     )
     return replace(base, **changes)

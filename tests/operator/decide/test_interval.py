@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status
+from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import GoodputStatus, IntervalStatus, RestorePointStatus, changed
 from holdfast_core.api.checkpoint_policy import SaveInterval
@@ -15,16 +15,12 @@ from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, GangProgress, Interval, Timing
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.interval import estimated_mtbf
-from holdfast_operator.model.actions import BeginRound, SendRound, WriteStatus
+from holdfast_operator.model.actions import BeginRound, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed
 
 CHOSEN = status(1, (0, 1), restore_point=RestorePointStatus(), coordinator=Worker(0))
 AUTO = SaveInterval(auto=True, mtbf="1h")
 HOUR = 3600.0
-
-
-def of_kind(actions: tuple[Any, ...], kind: type) -> list[Any]:
-    return [a for a in actions if isinstance(a, kind)]
 
 
 def running(spec: SaveInterval, /, **status: object) -> Observed:
@@ -33,13 +29,14 @@ def running(spec: SaveInterval, /, **status: object) -> Observed:
         job=job(2, changed(CHOSEN, **status), interval=spec),
         pods=pods,
         sidecars=tuple(sidecar(p, 1) for p in pods),
-        services=frozenset({"job-l2msg4-gang"}),
         memory=JobMemory(round=RestartRound(1), round_seen_at=900.0),
     )
 
 
 def sent_timing(observed: Observed) -> Timing | None:
-    return of_kind(decide(observed, now()).actions, SendRound)[0].message.policy.timing
+    return of_kind(decide(observed, now()).actions, "call /v1/round")[
+        0
+    ].message.message.policy.timing
 
 
 @pytest.mark.parametrize(

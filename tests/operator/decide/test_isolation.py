@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import job, now, pod, status
+from tests.support.operator.decisions import created_pods
 from tests.support.operator.hostile_templates import HOSTILE_TEMPLATES, mounted, template
 
 from holdfast_operator.decide.acceptance import template_problem
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import CreatePod
 from holdfast_operator.model.job import Observed
 from holdfast_operator.model.template.isolation import find_breach
 
@@ -64,4 +64,4 @@ def test_a_later_round_creates_no_pod_from_a_changed_template(
     """Worker 0 is replaced in round 1. The template was changed after the job was accepted."""
     running = job(2, status(round_=1, members=(1, 0)), template=given)
     decision = decide(Observed(job=running, pods=(pod(1),)), now())
-    assert [a.worker for a in decision.actions if isinstance(a, CreatePod)] == workers
+    assert [p.worker for p in created_pods(decision.actions)] == workers

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from tests.support.operator.builders import job, now, pod, status
+from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import NodeFailure, RestorePointStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import DeletePod, WriteStatus
+from holdfast_operator.model.actions import WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
 
@@ -86,7 +87,7 @@ def test_late_nodes_are_recorded_once_and_each_of_them_is_avoided(
     decision = decide(known, now(LATE_AT))
     assert recorded(known) == first, "the status settles after one write"
     assert "new pods avoid" not in decision.reason.lower()
-    gone = {a.name for a in decision.actions if isinstance(a, DeletePod)}
+    gone = {a.name for a in of_kind(decision.actions, "delete Pod")}
     nodes = {f.node for f in first}
     assert gone == {p.name for p in observed.pods if p.node in nodes}, "and other rules are reached"
 

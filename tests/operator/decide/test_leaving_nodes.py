@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status, store, template
+from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import (
     FailureAction,
@@ -22,7 +23,7 @@ from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.departures import why_pods_stay
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.actions import DeletePod, EmitEvent, WriteStatus
+from holdfast_operator.model.actions import Delete, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView, Taint
 from holdfast_operator.model.reasons import Reason
 
@@ -51,7 +52,7 @@ def training(*pods: PodView, of: TrainingJob | None = None, **state: Any) -> Obs
 
 
 def deleted(observed: Observed) -> list[str]:
-    return [a.name for a in decide(observed, now(1000)).actions if isinstance(a, DeletePod)]
+    return [a.name for a in of_kind(decide(observed, now(1000)).actions, "delete Pod")]
 
 
 def test_without_copies_a_pod_is_deleted_if_its_last_step_goes_to_the_object_store() -> None:
@@ -62,8 +63,8 @@ def test_without_copies_a_pod_is_deleted_if_its_last_step_goes_to_the_object_sto
 
 def test_one_pod_is_deleted_gracefully_and_an_event_says_why() -> None:
     actions = decide(training(), now(1000)).actions
-    assert [a for a in actions if isinstance(a, DeletePod)] == [
-        DeletePod(pod(1).name, pod(1).uid, force=False)
+    assert of_kind(actions, "delete Pod") == [
+        Delete("Pod", pod(1).name, pod(1).uid, "", force=False)
     ]
     texts = [a.message for a in actions if isinstance(a, EmitEvent)]
     assert any(pod(1).name in t and SPOT.key in t and "is deleted" in t for t in texts)

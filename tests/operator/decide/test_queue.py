@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import UID, job, metadata, now, pod, sidecar, status
+from tests.support.operator.decisions import created_pods, of_kind
 
 from holdfast_core.api import (
     JobCondition,
@@ -21,13 +22,7 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.queue.groups import counts, present_group
 from holdfast_operator.model import labels
-from holdfast_operator.model.actions import (
-    BeginRound,
-    CreatePod,
-    DeletePod,
-    ReleasePod,
-    WriteStatus,
-)
+from holdfast_operator.model.actions import BeginRound, Delete, ReleasePod, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
@@ -73,10 +68,6 @@ def member(worker: int, birth: int, of: PodGroup | None, **changes: Any) -> PodV
     return pod(worker, birth, **{"group": of, "has_kueue_finalizer": True, **changes})
 
 
-def of_kind(actions: tuple[Any, ...], *kinds: type) -> list[Any]:
-    return [a for a in actions if isinstance(a, kinds)]
-
-
 # --------------------------------------------------------------------------- which group
 
 FRESH, OLD = group(1), group(0)
@@ -118,7 +109,7 @@ def test_a_priority_class_that_a_webhook_added_does_not_create_pods_again() -> N
     of = queued_job(status(1, (1, 1)))
     first, second = gated(0, 1, FRESH), gated(1, 1, replace(FRESH, priority_class="default"))
     decision = decide(Observed(job=of, pods=(first, second), memory=MEMORY), now())
-    assert of_kind(decision.actions, DeletePod) == []
+    assert of_kind(decision.actions, "delete Pod") == []
 
 
 # --------------------------------------------------------------------------- creates
@@ -144,7 +135,7 @@ def test_a_replacement_is_created_once_the_pod_before_does_not_count(case: str) 
         sidecars=(sidecar(survivor, 1),),
         memory=MEMORY,
     )
-    creates = of_kind(decide(observed, now()).actions, CreatePod)
+    creates = created_pods(decide(observed, now()).actions)
     assert [c.worker for c in creates] == ([] if expected else [1])
     assert all(c.group == OLD for c in creates)
 
@@ -152,7 +143,7 @@ def test_a_replacement_is_created_once_the_pod_before_does_not_count(case: str) 
 def test_an_older_pod_of_another_group_does_not_delay_a_new_one() -> None:
     leaving = member(1, 0, OLD, terminating=True)
     observed = Observed(job=queued_job(status(1, (1, 1))), pods=(leaving,), memory=MEMORY)
-    creates = of_kind(decide(observed, now()).actions, CreatePod)
+    creates = created_pods(decide(observed, now()).actions)
     assert [(c.worker, c.group) for c in creates] == [(0, FRESH), (1, FRESH)]
 
 
@@ -170,7 +161,7 @@ def test_a_pod_in_another_group_that_has_not_started_is_created_again(
 ) -> None:
     observed = Observed(job=queued_job(CHOSEN), pods=(stray, gated(1, 1, FRESH)), memory=MEMORY)
     decision = decide(observed, now())
-    found = [d.name for d in of_kind(decision.actions, DeletePod)]
+    found = [d.name for d in of_kind(decision.actions, "delete Pod")]
     assert found == ([stray.name] if deleted else [])
     assert of_kind(decision.actions, BeginRound) == [], "it costs no round"
 
@@ -243,7 +234,9 @@ def test_a_pod_of_a_lost_node_is_released_once_it_is_deleted() -> None:
         memory=MEMORY,
     )
     decision = decide(observed, now())
-    assert of_kind(decision.actions, DeletePod) == [DeletePod(lost.name, lost.uid, force=True)]
+    assert of_kind(decision.actions, "delete Pod") == [
+        Delete("Pod", lost.name, lost.uid, "", force=True)
+    ]
     assert of_kind(decision.actions, ReleasePod) == [ReleasePod(lost.name, lost.uid, False)]
 
 

@@ -20,6 +20,7 @@ from tests.support.operator.builders import (
     status,
     store,
 )
+from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import (
     Checkpoint,
@@ -33,7 +34,7 @@ from holdfast_core.api import (
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.releases import RELEASE_SECONDS
-from holdfast_operator.model.actions import DeleteCheckpoint, EmitEvent
+from holdfast_operator.model.actions import EmitEvent
 from holdfast_operator.model.job import Observed
 from holdfast_operator.model.reasons import Reason
 
@@ -79,7 +80,7 @@ def observed(**changes: Any) -> Observed:
 def released(given: Observed, seconds: float = 1000.0) -> tuple[list[str], list[str]]:
     """Return the names of the released objects, and the messages of Events that data was kept."""
     actions = decide(given, now(seconds)).actions
-    names = [a.name for a in actions if isinstance(a, DeleteCheckpoint)]
+    names = [a.name for a in of_kind(actions, "delete Checkpoint")]
     messages = [
         a.message for a in actions if isinstance(a, EmitEvent) and a.reason == Reason.DATA_KEPT
     ]
@@ -133,7 +134,7 @@ def test_a_job_that_is_being_deleted_lets_go() -> None:
 def test_a_job_that_runs_may_order_the_delete_for_a_while() -> None:
     given = observed()
     first = decide(given, now(1000.0))
-    assert not any(isinstance(a, DeleteCheckpoint) for a in first.actions)
+    assert not of_kind(first.actions, "delete Checkpoint")
     again = replace(given, memory=first.memory)
     assert released(again, 999.0 + RELEASE_SECONDS)[0] == []
     names, messages = released(again, 1000.0 + RELEASE_SECONDS)

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status
+from tests.support.operator.decisions import of_kind
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import HangsStatus, RestorePointStatus, TrainingJobStatus, changed
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState, Hang
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import BeginRound, SendRound, WriteStatus
+from holdfast_operator.model.actions import BeginRound, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed
 
 TEXT = "no rank has finished a step for 61 s; rank 1 did not arrive: evaluate (train.py:9)"
@@ -65,8 +66,8 @@ def sent_factor(known: TrainingJobStatus) -> float:
         coordinator=None,
         memory=JobMemory(round=known.restart_round),
     )
-    rounds = [a for a in decide(found, now()).actions if isinstance(a, SendRound)]
-    return rounds[0].outgoing.message.policy.hang_factor
+    rounds = of_kind(decide(found, now()).actions, "call /v1/round")
+    return rounds[0].message.message.policy.hang_factor
 
 
 @pytest.mark.fault("Ranks work for minutes without a step, unannounced")

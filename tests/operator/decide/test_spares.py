@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import UID, job, metadata, now, pod, sidecar, status
+from tests.support.operator.decisions import created_pods, of_kind
 
 from holdfast_core.api import (
     JobCondition,
@@ -20,21 +21,12 @@ from holdfast_core.api import (
 from holdfast_core.api.failure_policy import AvoidNodesSpec
 from holdfast_core.ids import FIRST_SPARE, MAX_SPARES, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
-from holdfast_core.names import certificates_secret_name, pod_name, service_name
+from holdfast_core.names import certificates_secret_name, pod_name
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.gang import SPARES_EVERY_SECONDS
 from holdfast_operator.decide.spares.ready import ready_spares
-from holdfast_operator.model.actions import (
-    BeginRound,
-    CreateCertificates,
-    CreatePod,
-    DeletePod,
-    EmitEvent,
-    SealWorker,
-    SendRound,
-    WriteStatus,
-)
+from holdfast_operator.model.actions import BeginRound, Delete, EmitEvent, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
@@ -100,8 +92,6 @@ def training(
         sidecars=tuple(views) if sidecars is None else sidecars,
         nodes={**found, **(nodes or {})},
         coordinator=CoordinatorState(5, RestartRound(0), running=True),
-        services=frozenset({service_name("job", UID)}),
-        disruption_budget=WORKERS,
         memory=known,
     )
 
@@ -140,12 +130,12 @@ def test_the_promoted_spare_is_sealed_and_then_gets_its_round() -> None:
     observed = replace(training(), job=source.job, pods=pods, coordinator=None)
     unsealed = replace(observed, sidecars=tuple(sidecar(p, 0) for p in pods))
     actions = decide(unsealed, now(1001.0)).actions
-    assert {a.pod for a in actions if isinstance(a, SealWorker)} == {p.name for p in pods}
-    assert not [a for a in actions if isinstance(a, CreatePod | DeletePod | CreateCertificates)]
+    assert {a.pod for a in of_kind(actions, "call /v1/seal")} == {p.name for p in pods}
+    assert not of_kind(actions, "create Pod", "delete Pod", "create Secret")
     sealed = replace(observed, sidecars=tuple(sidecar(p, 1) for p in pods))
-    sent = [a for a in decide(sealed, now(1002.0)).actions if isinstance(a, SendRound)]
+    sent = of_kind(decide(sealed, now(1002.0)).actions, "call /v1/round")
     assert {a.worker for a in sent} == {0, 1, 2}
-    assert [(m.worker, m.pod) for m in sent[0].message.members][1] == (1, SPARE.name)
+    assert [(m.worker, m.pod) for m in sent[0].message.message.members][1] == (1, SPARE.name)
 
 
 def test_a_promoted_spare_that_is_lost_is_a_failure_before_the_restore_point_is_chosen() -> None:
@@ -262,12 +252,12 @@ def test_a_spare_of_the_present_round_is_not_taken() -> None:
 
 def test_spares_are_created_with_the_certificates_of_all_later_ones() -> None:
     actions = decide(training(pod(0), pod(1), pod(2)), now(1000.0)).actions
-    [create] = [a for a in actions if isinstance(a, CreatePod)]
+    [create] = created_pods(actions)
     assert (create.name, create.worker, create.birth_round) == (SPARE.name, FIRST_SPARE, 0)
-    [secret] = [a for a in actions if isinstance(a, CreateCertificates)]
-    assert secret.secret == certificates_secret_name("job", UID, FIRST_SPARE, 0)
+    [secret] = of_kind(actions, "create Secret")
+    assert secret.name == certificates_secret_name("job", UID, FIRST_SPARE, 0)
     names = [pod_name("job", UID, FIRST_SPARE + n, 0) for n in range(MAX_SPARES)]
-    assert list(secret.pods) == names
+    assert list(secret.leaves) == names
 
 
 def test_a_refused_spare_is_not_created_in_each_pass() -> None:
@@ -277,7 +267,7 @@ def test_a_refused_spare_is_not_created_in_each_pass() -> None:
     later = replace(observed, memory=first.memory)
     for at, creates in ((1005.0, False), (1000.0 + SPARES_EVERY_SECONDS, True)):
         actions = decide(later, now(at)).actions
-        assert bool([a for a in actions if isinstance(a, CreatePod)]) == creates
+        assert bool(of_kind(actions, "create Pod")) == creates
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -285,7 +275,7 @@ def test_spares_are_created_while_the_gang_trains_only(running: bool) -> None:
     observed = training(pod(0), pod(1), pod(2))
     state = CoordinatorState(5, RestartRound(0), running=running)
     actions = decide(replace(observed, coordinator=state), now(1000.0)).actions
-    assert bool([a for a in actions if isinstance(a, CreatePod)]) == running
+    assert bool(of_kind(actions, "create Pod")) == running
 
 
 @pytest.mark.parametrize(
@@ -303,8 +293,8 @@ def test_a_lost_spare_is_deleted(spare: PodView, node: NodeView | None, force: b
     observed = training(*pods, spare, sidecars=views, nodes=nodes)
     decision = decide(observed, now(1000.0))
     assert [a for a in decision.actions if isinstance(a, BeginRound)] == []
-    assert [a for a in decision.actions if isinstance(a, DeletePod)] == [
-        DeletePod(spare.name, spare.uid, force=force)
+    assert of_kind(decision.actions, "delete Pod") == [
+        Delete("Pod", spare.name, spare.uid, "", force=force)
     ]
 
 
@@ -326,7 +316,7 @@ def test_the_condition_says_what_a_spare_waits_for() -> None:
     assert found.message == (
         f"0 of 1 spare pods are ready: pod {waiting.name} is not scheduled: 0/3 nodes are available"
     )
-    assert [a for a in actions if isinstance(a, DeletePod)] == []
+    assert of_kind(actions, "delete Pod") == []
 
 
 def test_a_job_without_spares_gets_neither_status_nor_condition() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from tests.support.operator.builders import condition, job, now, pod, sidecar, status
+from tests.support.operator.decisions import of_kind
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
@@ -22,14 +22,7 @@ from holdfast_core.api import (
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, Straggler
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import (
-    BeginRound,
-    DeletePod,
-    EmitEvent,
-    EventKind,
-    SendRound,
-    WriteStatus,
-)
+from holdfast_operator.model.actions import BeginRound, EmitEvent, EventKind, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed
 from holdfast_operator.model.reasons import Reason
 
@@ -46,10 +39,6 @@ SLOW = Straggler(Rank(5), 2.4, Step(120), "Input")
 SHOWN = StragglerStatus(
     rank=5, worker=Worker(1), node="node-1", factor=2.4, since_step=Step(120), slow_part="Input"
 )
-
-
-def of_kind(actions: tuple[Any, ...], kind: type) -> list[Any]:
-    return [a for a in actions if isinstance(a, kind)]
 
 
 def observed(
@@ -72,7 +61,6 @@ def observed(
         job=job(2, before, procs_per_worker=PROCS),
         pods=pods,
         sidecars=tuple(sidecar(p, 1) for p in pods),
-        services=frozenset({"job-l2msg4-gang"}),
         coordinator=state,
         memory=JobMemory(round=RestartRound(1), round_seen_at=900.0, levels_written_at=999.0),
     )
@@ -91,7 +79,7 @@ def test_a_straggler_is_shown_at_once_and_changes_nothing_else() -> None:
     actions = decide(observed(SLOW), now()).actions
     (write,) = of_kind(actions, WriteStatus)
     assert write.status.stragglers == (SHOWN,)
-    assert not of_kind(actions, BeginRound) and not of_kind(actions, DeletePod)
+    assert not of_kind(actions, BeginRound) and not of_kind(actions, "delete Pod")
 
 
 @pytest.mark.fault(
@@ -202,5 +190,5 @@ def test_sidecars_get_the_limits_of_the_spec(
     found = observed()
     limited = changed(found.job.spec, failure_policy=FailurePolicySpec(stragglers=spec))
     found = replace(found, job=changed(found.job, spec=limited))
-    policy = of_kind(decide(found, now()).actions, SendRound)[0].message.policy
+    policy = of_kind(decide(found, now()).actions, "call /v1/round")[0].message.message.policy
     assert (policy.straggler_factor, policy.straggler_steps) == expected

@@ -20,6 +20,7 @@ from tests.support.operator.builders import (
     status,
     uncommitted,
 )
+from tests.support.operator.decisions import of_kind
 from tests.support.operator.life import Life
 from tests.support.operator.oracle import broken_rules
 
@@ -31,7 +32,6 @@ from holdfast_operator.decide import rounds
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.restore import restore_point
 from holdfast_operator.decide.restore.restore_point import Choice, Chosen, InterruptedCommit, Wait
-from holdfast_operator.model.actions import FinishInterruptedCommit
 from holdfast_operator.model.job import JobMemory, Observed, PodView, SidecarView
 from holdfast_operator.model.reasons import Reason
 
@@ -103,7 +103,7 @@ def test_the_manifest_is_the_one_that_the_coordinator_would_have_built() -> None
 
 def test_members_are_sent_the_manifest_and_no_restore_point_is_chosen() -> None:
     decision = rounds.choose(world(*COMPLETE), JUST_BEGUN, now(1000.0))
-    sent = [a for a in decision.actions if isinstance(a, FinishInterruptedCommit)]
+    sent = of_kind(decision.actions, "call /v1/finish-commit")
     assert [(a.worker, a.pod_uid) for a in sent] == [(0, A.uid), (1, B.uid)]
     message = sent[0].message
     assert (message.round, message.step, message.saved_in) == (1, 20, 0)

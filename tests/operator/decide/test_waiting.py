@@ -27,7 +27,7 @@ def test_a_refused_create_reaches_the_condition_and_one_event() -> None:
     status, reason, message = running(life)
     assert (status, reason) == ("False", Reason.CREATE_REFUSED)
     assert QUOTA in message
-    assert "CreatePod" in message
+    assert message.startswith("create Pod ")
     events = [e for e in life.operator.events if e.reason == Reason.CREATE_REFUSED]
     assert len(events) == 1
     assert QUOTA in events[0].message

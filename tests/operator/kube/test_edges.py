@@ -201,7 +201,7 @@ class Recorder:
         self.bodies: list[Any] = []
         self.refuse = False
 
-    async def create_event(self, namespace: str, body: Any) -> None:
+    async def create(self, body: Any) -> None:
         if self.refuse:
             raise ApiError(403, "Forbidden", "no")
         self.bodies.append(body)
@@ -313,7 +313,7 @@ def test_a_disruption_budget_that_exists_gets_the_new_number() -> None:
 
     def set_to(number: int) -> int:
         body = render_disruption_budget(builders.job(number + 1), number + 1)
-        asyncio.run(cluster.set_disruption_budget("team-a", body))
+        asyncio.run(cluster.set_disruption_budget(body))
         return int(api.objects[key]["spec"]["minAvailable"])
 
     assert [set_to(1), set_to(2), set_to(2)] == [1, 2, 2]

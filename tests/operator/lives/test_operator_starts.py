@@ -11,7 +11,7 @@ from tests.support.operator.life import Life
 
 from holdfast_core.api import JobCondition
 from holdfast_core.names import service_name
-from holdfast_operator.apply.job_effects import SURE_SECONDS
+from holdfast_operator.apply.present import SURE_SECONDS
 from holdfast_operator.decide.report.status import LEVELS_EVERY_SECONDS
 from holdfast_operator.kube.api import ApiError
 
@@ -41,7 +41,12 @@ def test_a_service_that_was_deleted_meanwhile_is_created_again() -> None:
     life.cluster.api.remove("services", NAMESPACE, SERVICE)
     life.restart()
     created = next(
-        (second for second in range(int(SURE_SECONDS) + 10) if _exists_after_a_second(life)), None
+        (
+            second
+            for second in range(int(SURE_SECONDS["Service"]) + 10)
+            if _exists_after_a_second(life)
+        ),
+        None,
     )
     assert created is not None
 
@@ -56,14 +61,14 @@ def test_after_an_outage_the_objects_of_all_jobs_are_not_looked_for_at_once() ->
     api = life.cluster.api
     for plural in ("services", "poddisruptionbudgets"):
         api.refuse["POST", plural] = ApiError(503, "ServiceUnavailable", "away")
-    life.run(int(SURE_SECONDS) + 5)
+    life.run(int(SURE_SECONDS["Service"]) + 5)
     assert ("POST", f"/api/v1/namespaces/{NAMESPACE}/services") in api.requests
     api.refuse.clear()
     api.requests.clear()
     api.remove("services", NAMESPACE, SERVICE)
     life.run(10)
     assert [path for method, path in api.requests if method == "POST"] == []
-    assert any(_exists_after_a_second(life) for _ in range(int(SURE_SECONDS)))
+    assert any(_exists_after_a_second(life) for _ in range(int(SURE_SECONDS["Service"])))
 
 
 @pytest.mark.fault(

@@ -19,9 +19,9 @@ from holdfast_core.api import CheckpointAdoption, TrainingJob
 from holdfast_core.names import job_prefix
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.stores import Stores
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory
 from holdfast_operator.model.keys import Key, KeyKind, adoption_key, job_key
-from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations
 
@@ -107,7 +107,7 @@ async def test_a_pass_costs_the_same_beside_any_number_of_checkpoints_that_canno
         cache = await listed(api)
         assert len(cache.unreadable_objects()) == number
         nothing = cast(Any, Nothing())
-        observer = Observer(cache, nothing, nothing, ManualClock())
+        observer = Observer(cache, nothing, nothing, nothing, ManualClock())
         (job,) = cache.jobs()
         observer.observe(job, JobMemory())  # the first call fills caches of the interpreter
         costs.append(operations(lambda: observer.observe(job, JobMemory())))  # noqa: B023
@@ -127,7 +127,7 @@ async def test_a_checkpoint_that_cannot_be_read_is_part_of_the_pass_over_its_job
         api.put("checkpoints", {**hidden, "spec": {**hidden["spec"], "pin": "perhaps"}})
     assert uid == read.uid
     nothing = cast(Any, Nothing())
-    observer = Observer(await listed(api), nothing, nothing, ManualClock())
+    observer = Observer(await listed(api), nothing, nothing, nothing, ManualClock())
     found = observer.observe(read, JobMemory()).unreadable
     assert {u.name for u in found} == {names[0], names[2]}
 

@@ -26,8 +26,8 @@ class Reads:
     def __init__(self) -> None:
         self.paths: list[str] = []
 
-    async def get_batch_job(self, namespace: str, name: str) -> Any:
-        self.paths.append(f"job {namespace}/{name}")
+    async def get(self, kind: str, namespace: str, name: str) -> Any:
+        self.paths.append(f"{kind} {namespace}/{name}")
         return {"metadata": {"name": name}, "spec": {"backoffLimit": 3}}
 
 
@@ -47,7 +47,7 @@ def pod(group: str, kind: str) -> PodView:
 @pytest.mark.parametrize(
     ("group", "kind", "read", "text"),
     [
-        ("batch", "Job", ["job team/lm"], "Job lm (backoffLimit 3) creates a lost pod again"),
+        ("batch", "Job", ["Job team/lm"], "Job lm (backoffLimit 3) creates a lost pod again"),
         ("batch.volcano.sh", "Job", [], "Holdfast does not know its restart policy"),
         ("ray.io", "RayJob", [], "Holdfast does not know its restart policy"),
     ],

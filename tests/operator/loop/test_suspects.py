@@ -52,7 +52,9 @@ class Calls:
 def suspects(pods: tuple[PodView, ...], state_round: int = 1) -> frozenset[str]:
     """Return the suspect nodes of a gang of two in round 1 whose coordinator reports a dead rank."""
     state = CoordinatorState(version=1, round=RestartRound(state_round), dead=DEAD)
-    observer = Observer(cast(Any, Cache()), cast(Any, Calls(state)), cast(Any, None), SystemClock())
+    observer = Observer(
+        cast(Any, Cache()), cast(Any, Calls(state)), cast(Any, None), cast(Any, None), SystemClock()
+    )
     gang = changed(job(2), status=status(1, members=(0, 0)))
     return observer.suspects(gang, pods)
 

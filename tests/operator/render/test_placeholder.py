@@ -9,10 +9,11 @@ from tests.support.operator.builders import job
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import parse_placeholder_name, parse_pod_name, placeholder_name
 from holdfast_operator.model import labels
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import worker_identity
 from holdfast_operator.render.disruption_budget import render_disruption_budget
 from holdfast_operator.render.placeholder import render_placeholder
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.pod import render_pod
 from holdfast_operator.render.service import render_service
 
 JOB = job(4)

@@ -19,8 +19,9 @@ from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.names import pod_group_name, pod_name
 from holdfast_operator.decide.queue.groups import wanted_group
 from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import worker_identity
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.pod import render_pod
 from holdfast_operator.watch.views import pod_view
 
 SIDECAR = SidecarSettings("example/sidecar:1")

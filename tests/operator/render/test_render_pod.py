@@ -13,12 +13,12 @@ from holdfast_core.api.checkpoint_policy import NodeTierSpec, NodeVolumeSpec
 from holdfast_core.contract import CERTS_VOLUME, PodContract, SidecarContract
 from holdfast_core.ids import FIRST_SPARE, RestartRound, Step, Worker
 from holdfast_operator.model import labels
-from holdfast_operator.model.actions import CreateCheckpointObject
+from holdfast_operator.model.installation import SidecarSettings, WorkerNetwork
 from holdfast_operator.model.job import StoreView
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.disruption_budget import render_disruption_budget
-from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.network_policy import render_network_policy
+from holdfast_operator.render.pod import render_pod
 from holdfast_operator.render.service import render_service
 
 SIDECAR = SidecarSettings("example/sidecar:1", "Always")
@@ -322,8 +322,7 @@ def test_service_is_headless_and_names_pods_before_they_are_ready() -> None:
 
 
 def test_checkpoint_objects_outlive_their_job() -> None:
-    action = CreateCheckpointObject("job-l2msg4-s40-r2", Step(40), CheckpointStatus())
-    body = render_checkpoint(job(2), action)
+    body = render_checkpoint(job(2), "job-l2msg4-s40-r2", Step(40), CheckpointStatus())
     assert "ownerReferences" not in body["metadata"]
     assert body["spec"] == {"jobRef": {"name": "job"}, "step": 40, "deletionPolicy": "Retain"}
 

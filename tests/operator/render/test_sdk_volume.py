@@ -11,7 +11,8 @@ from tests.support.operator.builders import job
 from holdfast_core.api import changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.acceptance import template_problem
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.model.installation import SidecarSettings
+from holdfast_operator.render.pod import render_pod
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/install.md"
 

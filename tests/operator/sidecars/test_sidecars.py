@@ -23,6 +23,7 @@ from holdfast_core.messages.schema import (
     Member,
     Policy,
     Prune,
+    PruneReply,
     RestorePoint,
     Round,
 )
@@ -146,13 +147,13 @@ async def test_a_refused_round_brings_the_newest_version_of_the_sidecar() -> Non
     async with bench() as b:
         pod = pod_view(0)
         server = await b.answering(pod)
-        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 1)), 0)
+        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 1)))
         await b.until(lambda: b.view(pod).acked is not None)
         acked = b.view(pod).acked
         assert acked is not None
         assert (acked.round, acked.version, acked.sidecar_restarts) == (0, 1, 0)
         server.version = 7
-        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 2)), 0)
+        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 2)))
         await b.until(lambda: (i := b.view(pod).inventory) is not None and i.version == 7)
         assert b.view(pod).reachable is Reachable.YES
 
@@ -201,11 +202,11 @@ async def test_save_now_is_sent_until_a_sidecar_accepts_it_and_prune_returns_lat
         replies = []
 
         def pruned() -> bool:
-            replies.append(b.sidecars.prune(UID, pod.name, "gpt-s10-r0", message))
-            return bool(replies[-1].deleted)
+            replies.append(b.sidecars.prune(UID, pod.name, message))
+            return replies[-1] is not None
 
         await b.until(pruned)
-        assert replies[-1].deleted == (point,)
+        assert replies[-1] == PruneReply((point,))
         assert [kind for kind, _ in server.calls].count("prune") == 1
 
 
@@ -295,7 +296,7 @@ async def test_round_uses_the_connection_of_seal_and_closes_it() -> None:
             before = server.handshakes
             b.sidecars.seal(UID, pod.uid, RestartRound(number))
             await b.until(lambda number=number: b.view(pod).sealed_round == number)
-            b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(number, 1)), 0)
+            b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(number, 1)))
             await b.until(lambda number=number: len(server.rounds) == number)
             assert server.handshakes == before + 1
 
@@ -308,7 +309,7 @@ async def test_a_round_whose_kept_connection_breaks_is_sent_again_on_a_new_one()
         b.sidecars.seal(UID, pod.uid, RestartRound(1))
         await b.until(lambda: b.view(pod).sealed_round == 1)
         server.cuts, before = 1, server.handshakes
-        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(1, 1)), 0)
+        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(1, 1)))
         await b.until(lambda: [kind for kind, _ in server.calls].count("round") == 2)
         assert server.handshakes == before + 1
         await b.until(lambda: b.view(pod).acked is not None)
@@ -327,7 +328,7 @@ async def test_a_sidecar_that_does_not_coordinate_yet_is_polled_when_it_has_rece
         await b.until(lambda: server.calls.count(("state", 0)) >= 5)
         assert asyncio.get_running_loop().time() - begun > FIRST_REFUSED_SECONDS * 2**3 - 0.1
         server.state = CoordinatorState(1, RestartRound(0), running=True)
-        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 1)), 0)
+        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 1)))
         await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
 
 

@@ -24,10 +24,11 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
 from holdfast_operator.model import labels
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import PodPhase, Taint
 from holdfast_operator.model.ownership import WorkerIdentity
 from holdfast_operator.model.template.parts import part_digests
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.pod import render_pod
 from holdfast_operator.watch.views import (
     node_view,
     pod_view,

@@ -22,6 +22,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, Worker
 from holdfast_operator.apply.apply import Applied, apply, memory_after
 from holdfast_operator.apply.job_effects import JobEffects
+from holdfast_operator.apply.present import Present
 from holdfast_operator.apply.unreadable_reports import UnreadableReports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.decide import decide
@@ -32,10 +33,10 @@ from holdfast_operator.loop.former_jobs import release_pods
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.silence_checks import confirm
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Unreadable
 from holdfast_operator.model.keys import job_key
 from holdfast_operator.model.pod_source import pod_source
-from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations
@@ -43,6 +44,7 @@ from holdfast_operator.watch.expectations import Expectations
 __all__ = ["OPERATOR_NAMESPACE", "FakeOperator", "Trouble", "calm"]
 
 OPERATOR_NAMESPACE = "holdfast-system"
+SIDECAR = SidecarSettings("example/sidecar:1")
 LEAVING_TAINTS = frozenset({"example.com/spot-notice"})
 """Setting of the installation: keys of taints that say that a node will be taken away soon."""
 ALWAYS_FRESH = frozenset({"leases", "nodes"})
@@ -70,11 +72,12 @@ class FakeOperator:
         self.link = ToyLink(cluster, calm())
         self.trouble = calm() if trouble is None else trouble
         self.metrics = Metrics()
+        self._present = Present(clock)
         self._effects = JobEffects(
-            kube, self.cache, self.link, self.certificates, events, self.metrics, clock
+            kube, self.cache, self.link, self.certificates, events, self.metrics, self._present
         )
         self._observer = Observer(
-            self.cache, self.link, self._effects, clock, leaving_taints=LEAVING_TAINTS
+            self.cache, self.link, self._present, SIDECAR, clock, leaving_taints=LEAVING_TAINTS
         )
         self._reports = UnreadableReports(kube, events, clock)
         self.stuck: set[str] = set()
@@ -137,9 +140,7 @@ class FakeOperator:
             return Applied()  # the watch has not delivered this operator's writes yet
         decision = decide(observed, now(self.cluster.seconds))
         self.decisions.append(decision)
-        applied = await apply(
-            decision, observed, self._effects, SidecarSettings("example/sidecar:1")
-        )
+        applied = await apply(decision, observed, self._effects)
         self.memory = memory_after(decision, observed, applied)
         if applied.complete:
             self.link.acted_on(job.uid, decision.acted_version)
@@ -209,7 +210,7 @@ class FakeOperator:
             uid = JobUid(self._gone.pop().uid)
             self.memory = JobMemory()
             self._expectations.forget(uid)
-            self._effects.forget(uid)
+            self._present.forget(uid)
             self.link.forget(uid)
             self._reports.forget(uid)
             try:

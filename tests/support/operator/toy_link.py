@@ -181,9 +181,7 @@ class ToyLink(Sidecars):
         if not self.trouble.strikes(self.trouble.lost_reply):
             self._update_sidecar(known, inventory)
 
-    def send_round(
-        self, uid: JobUid, pod_uid: str, outgoing: OutgoingRound, sidecar_restarts: int
-    ) -> None:
+    def send_round(self, uid: JobUid, pod_uid: str, outgoing: OutgoingRound) -> None:
         message = outgoing.message
         known = self._of(uid).pods.get(pod_uid)
         sidecar = None if known is None else self._cluster.reachable(known.pod)
@@ -197,7 +195,8 @@ class ToyLink(Sidecars):
         if self.trouble.strikes(self.trouble.lost_reply):
             return
         self._update_sidecar(known, inventory)
-        known.acked = AckedRound(message.round, message.version, outgoing.digest, sidecar_restarts)
+        restarts = known.pod.sidecar_restarts
+        known.acked = AckedRound(message.round, message.version, outgoing.digest, restarts)
 
     def request(self, uid: JobUid, pod: str, path: str, message: GangRequest) -> None:
         run = self._cluster.gang.run
@@ -208,15 +207,15 @@ class ToyLink(Sidecars):
         if path == "/v1/end":
             run.is_over = True
 
-    def prune(self, uid: JobUid, pod: str, name: str, message: Prune) -> PruneReply:
+    def prune(self, uid: JobUid, pod: str, message: Prune) -> PruneReply | None:
         if self._named(uid, pod) is None:
-            return PruneReply(())
+            return None
         wanted = {(c.step, c.round) for c in message.checkpoints}
         stored = self._cluster.store.checkpoints
         for id_ in [i for i in stored if (i.step, i.round) in wanted]:
             del stored[id_]
         if self.trouble.strikes(self.trouble.lost_reply):
-            return PruneReply(())
+            return None
         return PruneReply(message.checkpoints)
 
     # ------------------------------------------------------------------ parts

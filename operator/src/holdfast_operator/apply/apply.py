@@ -1,70 +1,60 @@
-"""Carry out a decision: turn its actions into calls on `Effects`, in a safe order.
+"""Carry out a decision, in a safe order.
 
 1. The status write, alone. If it fails, the pass ends. A conflict shows that the decision is based on an old
    object.
-2. Service and certificates.
-3. The PodDisruptionBudget, pods, seals, ROUND and the requests to save or stop, concurrently. No pod is
-   created if stage 2 failed.
-4. Checkpoint objects, prunes and deletes, concurrently.
-5. Events.
-In stages 2 to 4 the error of one action does not stop the others: all actions are idempotent, and the next
-pass repeats them. This module holds no state and decides nothing.
+2. Calls to sidecars are started.
+3. NetworkPolicy, Service and certificates, which pods need.
+4. Pods, placeholders and the PodDisruptionBudget. No worker is created if stage 3 failed.
+5. Checkpoint objects and deletes.
+6. Events.
+The requests of one stage are concurrent. In stages 3 to 5 the error of one does not stop the others: all are
+idempotent, and the next pass repeats them. This module holds no state and decides nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import assert_never
 
-from holdfast_core.api import Gang
-from holdfast_core.errors import HoldfastError, UnavailableError
+from holdfast_core.api import Checkpoint
+from holdfast_core.errors import HoldfastError
+from holdfast_core.messages.schema import Prune
+from holdfast_operator.model import kinds, labels
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
-    ChooseRestorePoint,
-    CommitPersisted,
-    CreateCertificates,
-    CreateCheckpointObject,
-    CreatePlaceholder,
-    CreatePod,
-    CreateService,
     Decision,
-    DeleteCertificates,
-    DeleteCheckpoint,
-    DeleteJob,
-    DeletePod,
-    EmitEvent,
-    FinishInterruptedCommit,
-    PruneObject,
+    Delete,
+    DesiredObject,
     ReleasePod,
-    RequestSave,
-    RequestStop,
-    SealWorker,
-    SendRound,
-    SetDisruptionBudget,
     StatusWrite,
-    UpdateCheckpoint,
-    WriteStatus,
+    described,
 )
 from holdfast_operator.model.effects import ConflictError, Effects
 from holdfast_operator.model.job import JobMemory, Observed
-from holdfast_operator.render.checkpoint import render_checkpoint
-from holdfast_operator.render.disruption_budget import render_disruption_budget
-from holdfast_operator.render.network_policy import render_network_policy
-from holdfast_operator.render.placeholder import render_placeholder
-from holdfast_operator.render.pod import SidecarSettings, render_pod
-from holdfast_operator.render.service import render_service
 
 CONCURRENT_CALLS = 32
 """Largest number of concurrent calls for one decision."""
+
+_NEEDED_BY_PODS = frozenset({kinds.NETWORK_POLICY, kinds.SERVICE, kinds.SECRET})
 
 
 @dataclass(frozen=True, slots=True)
 class ActionFailed:
     action: Action
     error: HoldfastError
+
+    def __str__(self) -> str:
+        return f"{described(self.action)}: {self.error}"
+
+
+class ActionsFailed(HoldfastError):
+    """Error of a pass in which actions failed. The text names the first of them."""
+
+    def __init__(self, failed: tuple[ActionFailed, ...], attempted: int) -> None:
+        super().__init__(f"{len(failed)} of {attempted} actions failed: {failed[0]}")
+        self.first = failed[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,41 +67,52 @@ class Applied:
     """Names of pods that the decision treated as gone and that exist, because the cache lags. If there is
     one, no action was carried out."""
     failed: tuple[ActionFailed, ...] = ()
+    attempted: int = 0
+    """Number of actions that were tried."""
 
     @property
     def complete(self) -> bool:
         return not (self.conflict or self.not_gone or self.failed)
 
     @property
-    def errors(self) -> tuple[HoldfastError, ...]:
-        """The errors of actions, without those of sidecars that do not answer (SidecarsUnreachable)."""
-        return tuple(f.error for f in self.failed if not isinstance(f.error, UnavailableError))
+    def error(self) -> ActionsFailed | None:
+        return ActionsFailed(self.failed, self.attempted) if self.failed else None
 
 
-async def apply(
-    decision: Decision, observed: Observed, effects: Effects, sidecar: SidecarSettings
-) -> Applied:
+async def apply(decision: Decision, observed: Observed, effects: Effects) -> Applied:
     """Carry out a decision.
 
     Each HoldfastError is returned in the result. Other exceptions, such as cancellation, are raised.
     """
-    interpreter = _Interpreter(observed, effects, sidecar)
-    write, first, then, deletes, events = _stages(decision.actions)
-    if write is not None:
-        outcome = await interpreter.write(write)
+    job = observed.job
+    if decision.status is not None:
+        outcome = await _write(decision.status, observed, effects)
         if not outcome.complete:
             return outcome
-    failed: list[ActionFailed] = []
-    prepared = await interpreter.all(first)
-    failed.extend(prepared)
-    if prepared:
+    for call in decision.calls:
+        effects.call(job, call)
+
+    async def one(action: DesiredObject | Delete | ReleasePod) -> None:
+        if isinstance(action, DesiredObject):
+            await effects.put(job, action)
+        elif not isinstance(action, Delete) or _data_is_gone(action, observed, effects):
+            await effects.delete(job, action)
+
+    absent = [o for o in decision.objects if not effects.is_present(job, o)]
+    first = [o for o in absent if o.kind in _NEEDED_BY_PODS]
+    records = [o for o in absent if o.kind == Checkpoint.KIND]
+    then = [o for o in absent if o not in first and o not in records]
+    failed = await _all(first, one)
+    if failed:
         # Without its Secret, a pod would only wait in ContainerCreating.
-        then = [a for a in then if not isinstance(a, CreatePod)]
-    failed.extend(await interpreter.all(then))
-    failed.extend(await interpreter.all(deletes))
-    for event in events:
-        await effects.emit(observed.job, event)
-    return Applied(failed=tuple(failed))
+        then = [o for o in then if not _is_worker(o)]
+    failed += await _all(then, one)
+    failed += await _all([*records, *decision.deletes], one)
+    for event in decision.events:
+        await effects.emit(job, event)
+    writes = 0 if decision.status is None else 1
+    attempted = writes + len(decision.calls) + len(absent) + len(decision.deletes)
+    return Applied(failed=tuple(failed), attempted=attempted)
 
 
 def memory_after(decision: Decision, observed: Observed, applied: Applied) -> JobMemory:
@@ -125,7 +126,7 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
     """
     refused, old = _refused_create(applied), observed.memory
     new = replace(decision.memory, create_refused=refused, record_refused=_refused_record(applied))
-    if any(isinstance(a, CreatePlaceholder) for a in decision.actions):
+    if any(map(is_placeholder, decision.objects)):
         new = replace(new, placeholders_refused=_refused_placeholder(applied))
     written = not (
         applied.conflict
@@ -133,12 +134,9 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
         or any(isinstance(f.action, StatusWrite) for f in applied.failed)
     )
     if written:
-        lost = {f.action.token for f in applied.failed if isinstance(f.action, RequestSave)}
-        unmarked = {f.action.name for f in applied.failed if isinstance(f.action, UpdateCheckpoint)}
+        unmarked = {o.name for o, _ in _failed_objects(applied) if o.kind == Checkpoint.KIND}
         requests = (
-            replace(r, marked=r.marked and r.name not in unmarked)
-            for r in new.save_requests
-            if r.token not in lost
+            replace(r, marked=r.marked and r.name not in unmarked) for r in new.save_requests
         )
         return replace(new, save_requests=tuple(requests))
     same_round = old.round == new.round
@@ -155,192 +153,85 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
     )
 
 
+def _failed_objects(applied: Applied) -> list[tuple[DesiredObject, HoldfastError]]:
+    return [(f.action, f.error) for f in applied.failed if isinstance(f.action, DesiredObject)]
+
+
 def _refused_create(applied: Applied) -> str:
-    creates = (CreateService, CreateCertificates, CreatePod)
-    refused = [f for f in applied.failed if isinstance(f.action, creates)]
-    if not refused:
+    needed = [
+        (o, e) for o, e in _failed_objects(applied) if o.kind in _NEEDED_BY_PODS or _is_worker(o)
+    ]
+    if not needed:
         return ""
-    first, more = refused[0], len(refused) - 1
+    (first, error), more = needed[0], len(needed) - 1
     others = f" (and {more} more)" if more else ""
-    return f"{_described(first.action)}{others} was refused: {first.error}"
-
-
-def _described(action: Action) -> str:
-    """Return the kind of the action, and the name of its object if it has one."""
-    names = (getattr(action, field, "") for field in ("name", "pod", "secret"))
-    return " ".join([type(action).__name__, *(n for n in names if n)][:2])
+    return f"{described(first)}{others} was refused: {error}"
 
 
 def _refused_placeholder(applied: Applied) -> str:
-    errors = [str(f.error) for f in applied.failed if isinstance(f.action, CreatePlaceholder)]
+    errors = [str(error) for o, error in _failed_objects(applied) if is_placeholder(o)]
     return errors[0] if errors else ""
 
 
 def _refused_record(applied: Applied) -> str:
-    for failed in applied.failed:
-        action = failed.action
-        if isinstance(failed.error, ConflictError):
-            continue
-        if isinstance(action, CreateCheckpointObject) or (
-            isinstance(action, UpdateCheckpoint) and action.step is not None
-        ):
-            return f"Checkpoint {action.name} cannot be written: {failed.error}"
+    for wanted, error in _failed_objects(applied):
+        records = wanted.kind == Checkpoint.KIND and "spec" in wanted.body
+        if records and not isinstance(error, ConflictError):
+            return f"Checkpoint {wanted.name} cannot be written: {error}"
     return ""
 
 
-def _stages(
-    actions: Iterable[Action],
-) -> tuple[StatusWrite | None, list[Action], list[Action], list[Action], list[EmitEvent]]:
-    write: StatusWrite | None = None
-    first: list[Action] = []
-    then: list[Action] = []
-    deletes: list[Action] = []
-    events: list[EmitEvent] = []
-    for action in actions:
-        match action:
-            case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
-                write = action
-            case CreateService() | CreateCertificates():
-                first.append(action)
-            case (
-                SetDisruptionBudget()
-                | CreatePlaceholder()
-                | CreatePod()
-                | SealWorker()
-                | FinishInterruptedCommit()
-                | SendRound()
-                | RequestSave()
-                | RequestStop()
-            ):
-                then.append(action)
-            case (
-                CreateCheckpointObject()
-                | UpdateCheckpoint()
-                | PruneObject()
-                | DeleteCheckpoint()
-                | DeletePod()
-                | ReleasePod()
-                | DeleteCertificates()
-                | DeleteJob()
-            ):
-                deletes.append(action)
-            case EmitEvent():
-                events.append(action)
-            case _:
-                assert_never(action)
-    return write, first, then, deletes, events
+def is_placeholder(wanted: DesiredObject) -> bool:
+    """Return whether the object is a placeholder of a missing worker."""
+    return wanted.labels.get(labels.COMPONENT) == labels.COMPONENT_PLACEHOLDER
 
 
-class _Interpreter:
-    def __init__(self, observed: Observed, effects: Effects, sidecar: SidecarSettings) -> None:
-        self._observed = observed
-        self._effects = effects
-        self._sidecar = sidecar
-        self._slots = asyncio.Semaphore(CONCURRENT_CALLS)
+def _is_worker(wanted: DesiredObject) -> bool:
+    return wanted.kind == kinds.POD and not is_placeholder(wanted)
 
-    @property
-    def _job(self) -> Gang:
-        return self._observed.job
 
-    async def write(self, action: StatusWrite) -> Applied:
-        try:
-            if isinstance(action, BeginRound):
-                present = [
-                    name
-                    for name in action.confirm_gone
-                    if not await self._effects.pod_is_gone(self._job, name)
-                ]
-                if present:
-                    return Applied(not_gone=tuple(present))
-            await self._effects.write_job_status(self._job, action.resource_version, action.status)
-        except ConflictError:
-            return Applied(conflict=True)
-        except HoldfastError as error:
-            error.add_note(f"action {_described(action)}")
-            return Applied(failed=(ActionFailed(action, error),))
-        return Applied()
+async def _write(write: StatusWrite, observed: Observed, effects: Effects) -> Applied:
+    job = observed.job
+    try:
+        if isinstance(write, BeginRound):
+            present = [n for n in write.confirm_gone if not await effects.pod_is_gone(job, n)]
+            if present:
+                return Applied(not_gone=tuple(present))
+        await effects.write_status(job, write)
+    except ConflictError:
+        return Applied(conflict=True)
+    except HoldfastError as error:
+        return Applied(failed=(ActionFailed(write, error),), attempted=1)
+    return Applied()
 
-    async def all(self, actions: list[Action]) -> list[ActionFailed]:
-        outcomes = await asyncio.gather(*(self._guarded(a, self._one) for a in actions))
-        return [o for o in outcomes if o is not None]
 
-    async def _guarded(
-        self, action: Action, call: Callable[[Action], Awaitable[None]]
-    ) -> ActionFailed | None:
-        async with self._slots:
+def _data_is_gone(delete: Delete, observed: Observed, effects: Effects) -> bool:
+    """Return whether the object may be deleted: it has no data to delete, or the store has confirmed it."""
+    if delete.data is None:
+        return True
+    reply = effects.call(observed.job, delete.data)
+    message = delete.data.message
+    wanted = message.checkpoints if isinstance(message, Prune) else ()
+    gone = {(d.step, d.round) for d in reply.deleted} if reply is not None else set()
+    return all((c.step, c.round) in gone for c in wanted)
+
+
+async def _all(
+    actions: Sequence[DesiredObject | Delete | ReleasePod],
+    one: Callable[[DesiredObject | Delete | ReleasePod], Awaitable[None]],
+) -> list[ActionFailed]:
+    slots = asyncio.Semaphore(CONCURRENT_CALLS)
+
+    async def guarded(action: DesiredObject | Delete | ReleasePod) -> ActionFailed | None:
+        async with slots:
             try:
-                await call(action)
+                await one(action)
+            except HoldfastError as error:
+                return ActionFailed(action, error)
             except Exception as error:
-                error.add_note(f"action {_described(action)}")  # the error alone names no object
-                if isinstance(error, HoldfastError):
-                    return ActionFailed(action, error)
+                error.add_note(described(action))  # the error alone names no object
                 raise
         return None
 
-    async def _one(self, action: Action) -> None:
-        effects, job = self._effects, self._job
-        match action:
-            case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
-                await effects.write_job_status(job, action.resource_version, action.status)
-            case CreateService():
-                network = self._sidecar.network
-                policy = None if network is None else render_network_policy(job, network)
-                await effects.create_service(job, render_service(job), policy)
-            case SetDisruptionBudget():
-                body = render_disruption_budget(job, action.workers)
-                await effects.set_disruption_budget(job, body, action.workers)
-            case CreateCertificates():
-                await effects.create_certificates(job, action)
-            case CreatePod():
-                body = render_pod(
-                    job,
-                    action.worker,
-                    action.birth_round,
-                    self._observed.store,
-                    self._sidecar,
-                    action.avoided_nodes,
-                    action.failed_nodes,
-                    action.group,
-                    action.certificates,
-                )
-                await effects.create_pod(job, body)
-            case CreatePlaceholder():
-                body = render_placeholder(job, action.worker, self._observed.store, self._sidecar)
-                await effects.create_pod(job, body)
-            case DeletePod():
-                await effects.delete_pod(job, action.name, action.uid, force=action.force)
-            case ReleasePod():
-                await effects.release_pod(job, action)
-            case DeleteCertificates():
-                await effects.delete_certificates(job, action.secret)
-            case DeleteJob():
-                await effects.delete_job(job)
-            case SealWorker():
-                await effects.seal(job, action)
-            case FinishInterruptedCommit():
-                await effects.finish_commit(job, action)
-            case SendRound():
-                await effects.send_round(job, action)
-            case RequestSave():
-                await effects.request_save(job, action)
-            case RequestStop():
-                await effects.request_stop(job, action)
-            case CreateCheckpointObject():
-                await effects.create_checkpoint(job, render_checkpoint(job, action), action.status)
-            case UpdateCheckpoint():
-                await effects.update_checkpoint(job, action)
-            case PruneObject():
-                await self._prune(action)
-            case DeleteCheckpoint():
-                await effects.delete_checkpoint(job, action.name, action.uid)
-            case EmitEvent():
-                await effects.emit(job, action)
-            case _:
-                assert_never(action)
-
-    async def _prune(self, action: PruneObject) -> None:
-        """Delete the data, and delete the object only when the store has confirmed that its data is gone."""
-        reply = await self._effects.prune(self._job, action)
-        wanted = (action.checkpoint.step, action.checkpoint.round)
-        if any((d.step, d.round) == wanted for d in reply.deleted):
-            await self._effects.delete_checkpoint(self._job, action.name, action.uid)
+    outcomes = await asyncio.gather(*(guarded(a) for a in actions))
+    return [o for o in outcomes if o is not None]

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from holdfast_core.api import API_VERSION, ConditionStatus, Gang, JobCondition
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
+from holdfast_operator.apply.apply import ActionsFailed
 from holdfast_operator.apply.raw_conditions import NewCondition, write_condition
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
@@ -34,19 +35,19 @@ class FailedPasses:
         self._events = events
         self._clock = clock
         self._failed: dict[str, tuple[str, int]] = {}
-        """Text of the newest failure and the number of passes in a row that ended with it, by uid."""
+        """Cause of the newest failure and the number of passes in a row that ended with it, by uid."""
 
     def forget(self, uid: str) -> None:
         self._failed.pop(uid, None)
 
     @asynccontextmanager
-    async def reported(self, job: Gang) -> AsyncIterator[list[HoldfastError]]:
+    async def reported(self, job: Gang) -> AsyncIterator[list[ActionsFailed]]:
         """Report what the body raises, and raise it again. Report a success after a failure.
 
         Yields:
-            A list for the errors of single actions. The first of them is reported in the same way.
+            A list for the error of failed actions. It is reported in the same way.
         """
-        failed: list[HoldfastError] = []
+        failed: list[ActionsFailed] = []
         try:
             yield failed
         except Exception as error:
@@ -64,9 +65,12 @@ class FailedPasses:
     async def _failure(self, job: Gang, error: Exception) -> None:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         text = f"{type(error).__name__}: {error}{notes}"[:_MAX_CHARACTERS]
+        cause = text
+        if isinstance(error, ActionsFailed):  # the number of failed actions may differ in each pass
+            text, cause, error = str(error)[:_MAX_CHARACTERS], str(error.first), error.first.error
         known, count = self._failed.get(job.uid, ("", 0))
-        count = count + 1 if known == text else 1
-        self._failed[job.uid] = (text, count)
+        count = count + 1 if known == cause else 1
+        self._failed[job.uid] = (cause, count)
         if count != (FAULTS_IN_A_ROW if isinstance(error, HoldfastError) else 1):
             return
         message = (
@@ -82,7 +86,7 @@ class FailedPasses:
         try:
             await write_condition(
                 self._cluster,
-                job.PLURAL,
+                job.KIND,
                 job.namespace,
                 job.name,
                 job.uid,

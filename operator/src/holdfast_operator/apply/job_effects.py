@@ -1,65 +1,45 @@
 """Implementation of `Effects` on the Kubernetes API and on sidecars.
 
 Writes to the API are awaited. Calls to sidecars are only started, and their results are part of the next
-Observed. This module records which Services and Secrets this process created or found, or takes for present.
-It decides nothing.
+Observed. It decides nothing.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, assert_never
 
-from holdfast_core.api import (
-    API_VERSION,
-    Checkpoint,
-    CheckpointStatus,
-    Gang,
-    JobCondition,
-    TrainingJobStatus,
-    merge_patch,
-)
-from holdfast_core.clock import Clock
+from holdfast_core.api import API_VERSION, Checkpoint, Gang
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import JobUid
-from holdfast_core.messages.schema import GangRequest, Prune, PruneReply
-from holdfast_core.names import service_name
+from holdfast_core.messages.schema import FinishCommit, GangRequest, Prune, PruneReply, Seal
+from holdfast_operator.apply.present import Present
 from holdfast_operator.apply.status_parts import write_status
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
-from holdfast_operator.model import labels
+from holdfast_operator.model import kinds, labels
 from holdfast_operator.model.actions import (
-    CreateCertificates,
+    Call,
+    Delete,
+    DesiredObject,
     EmitEvent,
     EventKind,
-    FinishInterruptedCommit,
-    PruneObject,
     ReleasePod,
-    RequestSave,
-    RequestStop,
-    SealWorker,
-    SendRound,
-    UpdateCheckpoint,
+    StatusWrite,
 )
 from holdfast_operator.model.effects import ConflictError, NameTakenError
+from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.metadata import job_labels, owner_reference
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import ClusterCache
 
 _LOGGED = frozenset({Reason.RECOVERED, Reason.RECOVERY_INTERRUPTED})
 """Reasons of the Events that are also logged: one line for each round."""
-
-SURE_SECONDS = 600.0
-"""Time after which the create of a Service or a PodDisruptionBudget is repeated, in case it was deleted. They
-are not watched."""
-
-SECRET_SURE_SECONDS = 60.0
-"""Time after which, while pods wait to start, the create of their Secret is repeated."""
+_MAY_BE_MISSING = frozenset({kinds.SERVICE, kinds.DISRUPTION_BUDGET})
+"""Kinds without which the job can run. DNS names of the Service are for users: the gang gets its addresses in
+ROUND."""
 
 
 class JobEffects:
@@ -73,7 +53,7 @@ class JobEffects:
         certificates: Certificates,
         events: Events,
         metrics: Metrics,
-        clock: Clock,
+        present: Present,
     ) -> None:
         self._cluster = cluster
         self._cache = cache
@@ -81,133 +61,59 @@ class JobEffects:
         self._certificates = certificates
         self._events = events
         self._metrics = metrics
-        self._clock = clock
-        self._services: dict[JobUid, dict[str, float]] = {}
-        self._budgets: dict[JobUid, tuple[int, float]] = {}
-        self._secrets: dict[JobUid, dict[str, float]] = {}
-        self._taken: dict[JobUid, set[str]] = {}
+        self._present = present
 
-    # ------------------------------------------------------------------ what is known to exist
-
-    def assume_present(self, job: Gang) -> None:
-        """Take the Service and the PodDisruptionBudget of a gang that trains for present.
-
-        An earlier process has created them. A new one looks for them later: the calls for a thousand jobs
-        would delay the first passes by half a minute.
-        """
-        if self._services.get(job.uid) or not job.status.is_true(JobCondition.RUNNING):
-            return
-        found_at = self._found_earlier(job)
-        self._services[job.uid] = {service_name(job.name, job.uid): found_at}
-        self._budgets.setdefault(job.uid, (len(job.status.members), found_at))
-
-    def services(self, uid: JobUid) -> frozenset[str]:
-        """Return the Services of the job that were created or found in the last SURE_SECONDS."""
-        oldest = self._clock.monotonic() - SURE_SECONDS
-        return frozenset(n for n, at in self._services.get(uid, {}).items() if at > oldest)
-
-    def disruption_budget(self, uid: JobUid) -> int | None:
-        """Return the number of workers of the PodDisruptionBudget if it was written in SURE_SECONDS."""
-        workers, at = self._budgets.get(uid, (None, 0.0))
-        return workers if self._clock.monotonic() - at < SURE_SECONDS else None
-
-    def secrets(self, uid: JobUid) -> frozenset[str]:
-        """Return the certificate Secrets of the job that this process created or found."""
-        return frozenset(self._secrets.get(uid, {}))
-
-    def doubtful_secrets(self, uid: JobUid) -> frozenset[str]:
-        """Return the Secrets that were created or found more than SECRET_SURE_SECONDS ago.
-
-        One of them may have been deleted since, and a pod would wait for it forever.
-        """
-        oldest = self._clock.monotonic() - SECRET_SURE_SECONDS
-        return frozenset(n for n, at in self._secrets.get(uid, {}).items() if at <= oldest)
-
-    def taken_secrets(self, uid: JobUid) -> frozenset[str]:
-        """Return the names for Secrets of the job that this process found in use for something else."""
-        return frozenset(self._taken.get(uid, ()))
-
-    def forget(self, uid: JobUid) -> None:
-        """Drop the records of a job that is gone."""
-        self._services.pop(uid, None)
-        self._budgets.pop(uid, None)
-        self._secrets.pop(uid, None)
-        self._taken.pop(uid, None)
-
-    # ------------------------------------------------------------------ the job
-
-    async def write_job_status(
-        self, job: Gang, resource_version: str, status: TrainingJobStatus
-    ) -> None:
-        reply, written = await write_status(self._cluster, job, resource_version, status)
+    async def write_status(self, job: Gang, write: StatusWrite) -> None:
+        reply, written = await write_status(
+            self._cluster, job, write.resource_version, write.status
+        )
         self._cache.take_job(job, reply)
         self._metrics.status_written(job, written)
-
-    async def delete_job(self, job: Gang) -> None:
-        await self._cluster.delete_job(job)
-
-    # ------------------------------------------------------------------ pods and what they need
 
     async def pod_is_gone(self, job: Gang, name: str) -> bool:
         return await self._cluster.pod_is_gone(job.namespace, name, job.uid)
 
-    async def create_pod(self, job: Gang, body: Mapping[str, Any]) -> None:
-        created = await self._cluster.create_pod(job.namespace, body)
-        if not created.existed:
-            self._cache.expect_created(job, created.uid)
+    # ------------------------------------------------------------------ objects
 
-    async def delete_pod(self, job: Gang, name: str, uid: str, *, force: bool) -> None:
-        await self._cluster.delete_pod(job.namespace, name, uid, force=force)
-        self._cache.expect_deleted(job, uid)
+    def is_present(self, job: Gang, wanted: DesiredObject) -> bool:
+        return self._present.is_fresh(job, wanted)
 
-    async def release_pod(self, job: Gang, action: ReleasePod) -> None:
-        await self._cluster.release_pod(
-            job.namespace, action.name, action.uid, ends_group=action.ends_group
-        )
+    async def put(self, job: Gang, wanted: DesiredObject) -> None:
+        """Create the object, or compare the one that exists.
 
-    async def set_disruption_budget(self, job: Gang, body: Mapping[str, Any], workers: int) -> None:
-        try:
-            await self._cluster.set_disruption_budget(job.namespace, body)
-        except NameTakenError as error:  # the job can run without it
-            await self._warn(job, Reason.NAME_TAKEN, str(error))
-        except HoldfastError:
-            if self._budgets.get(job.uid, (None, 0.0))[0] == workers:
-                self._budgets[job.uid] = (workers, self._found_earlier(job))
-            raise
-        self._budgets[job.uid] = (workers, self._clock.monotonic())
-
-    async def create_service(
-        self, job: Gang, body: Mapping[str, Any], policy: Mapping[str, Any] | None
-    ) -> None:
-        """Create the NetworkPolicy, and then the Service. If another owner has its name, only emit an Event.
-
-        The job can run without the Service: its DNS names are for users, and the gang gets its addresses in
-        ROUND.
+        Another owner's Service or PodDisruptionBudget only leads to an Event.
         """
-        name = str(body["metadata"]["name"])
-        known = self._services.setdefault(job.uid, {})
         try:
-            if policy is not None:
-                await self._cluster.create_policy(job.namespace, policy)
-            await self._cluster.create_service(job.namespace, body)
+            await self._put(job, wanted)
         except NameTakenError as error:
-            await self._warn(job, Reason.NAME_TAKEN, str(error))
+            if wanted.kind != kinds.POD:
+                await self._warn(job, Reason.NAME_TAKEN, str(error))
+            if wanted.kind not in _MAY_BE_MISSING:
+                raise
         except HoldfastError:
-            if name in known:
-                known[name] = self._found_earlier(job)
+            self._present.failed(job, wanted)
             raise
-        known[name] = self._clock.monotonic()
+        self._present.put(job, wanted)
 
-    def _found_earlier(self, job: Gang) -> float:
-        """Return when an object counts as found that is taken for present, because looking for it failed.
+    async def _put(self, job: Gang, wanted: DesiredObject) -> None:
+        body, cluster = wanted.body, self._cluster
+        match wanted.kind:
+            case kinds.SECRET:
+                await self._put_certificates(job, wanted)
+            case kinds.DISRUPTION_BUDGET:
+                await cluster.set_disruption_budget(body)
+            case kinds.NETWORK_POLICY:
+                await cluster.create(body)  # the operator may not read the owner of one that exists
+            case Checkpoint.KIND if wanted.resource_version is not None:
+                await self._change_checkpoint(body, wanted.resource_version)
+            case Checkpoint.KIND:
+                await self._create_checkpoint(job, body)
+            case _:
+                created = await cluster.create_owned(body)
+                if wanted.kind == kinds.POD and not created.existed:
+                    self._cache.expect_created(job, created.uid)
 
-        It is a time within the last SURE_SECONDS that differs between jobs. When the API server is back after
-        ten minutes, the operator would otherwise look for the objects of all jobs at the same moment, before
-        it sees which pods were lost meanwhile.
-        """
-        return self._clock.monotonic() - zlib.crc32(job.uid.encode()) / 2**32 * SURE_SECONDS
-
-    async def create_certificates(self, job: Gang, action: CreateCertificates) -> None:
+    async def _put_certificates(self, job: Gang, wanted: DesiredObject) -> None:
         """Create the Secret. If one exists that no pod of the job mounts, its name is taken.
 
         The operator may not read it. It may be the user's, or of an operator that ended before it created
@@ -216,30 +122,17 @@ class JobEffects:
         Raises:
             NameTakenError: The name is taken. The next decision takes another one.
         """
-        data = await self._certificates.round_data(job, action.pods)
-        metadata = {"labels": job_labels(job), "ownerReferences": [owner_reference(job)]}
-        created = await self._cluster.create_secret(job.namespace, action.secret, data, metadata)
-        known = self._secrets.get(job.uid, {})
-        if created.existed and not action.in_use and action.secret not in known:
-            self._taken.setdefault(job.uid, set()).add(action.secret)
-            text = (
-                f"Secret {job.namespace}/{action.secret} exists, and no pod of this job mounts it. The "
+        data = await self._certificates.round_data(job, wanted.leaves)
+        created = await self._cluster.create_secret(wanted.body, data)
+        if created.existed and not wanted.in_use and not self._present.is_known(job, wanted):
+            self._present.take_name(job, wanted.name)
+            raise NameTakenError(
+                f"Secret {job.namespace}/{wanted.name} exists, and no pod of this job mounts it. The "
                 "operator may not read it, so the certificates go to a Secret of another name. Delete this "
                 "one if nothing else needs it"
             )
-            await self._warn(job, Reason.NAME_TAKEN, text)
-            raise NameTakenError(text)
-        self._secrets.setdefault(job.uid, {})[action.secret] = self._clock.monotonic()
 
-    async def delete_certificates(self, job: Gang, secret: str) -> None:
-        await self._cluster.delete_secret(job.namespace, secret)
-        self._secrets.get(job.uid, {}).pop(secret, None)
-
-    # ------------------------------------------------------------------ Checkpoint objects
-
-    async def create_checkpoint(
-        self, job: Gang, body: Mapping[str, Any], status: CheckpointStatus
-    ) -> None:
+    async def _create_checkpoint(self, job: Gang, body: Mapping[str, Any]) -> None:
         """Create the object, then write its status.
 
         An object that exists already must be the record of this commit. It gets the status only if it has
@@ -249,86 +142,90 @@ class JobEffects:
             ConflictError: The object was deleted or changed after it was created.
             NameTakenError: The object that exists is not a record of this commit.
         """
-        name, cluster = str(body["metadata"]["name"]), self._cluster
-        await cluster.create_checkpoint(job.namespace, body)
-        raw = await cluster.get_checkpoint(job.namespace, name)
+        name, cluster, status = str(body["metadata"]["name"]), self._cluster, body["status"]
+        await cluster.create({k: v for k, v in body.items() if k != "status"})
+        raw = await cluster.get(Checkpoint.KIND, job.namespace, name)
         if raw is None:
             raise ConflictError(
                 f"Checkpoint {job.namespace}/{name} was deleted after it was created"
             )
-        if not _is_record_of(raw, body, status):
-            text = (
+        if not _is_record_of(raw, body):
+            raise NameTakenError(
                 f"Checkpoint {job.namespace}/{name} cannot record step {body['spec']['step']} of round "
-                f"{status.round} of job {job.name} (uid {job.uid}): an object of that name exists that is "
+                f"{status['round']} of job {job.name} (uid {job.uid}): an object of that name exists that is "
                 "no record of this commit; it is left alone, delete it or rename it so that the job can go on"
             )
-            await self._warn(job, Reason.NAME_TAKEN, text)
-            raise NameTakenError(text)
         if not (raw.get("status") or {}).get("phase"):
             version = str(raw["metadata"]["resourceVersion"])
-            patch = merge_patch(status)
-            await cluster.patch_checkpoint_status(job.namespace, name, version, patch)
+            await cluster.patch_status(Checkpoint.KIND, job.namespace, name, version, status)
 
-    async def update_checkpoint(self, job: Gang, action: UpdateCheckpoint) -> None:
-        version, patch = action.resource_version, dict[str, Any]()
-        if action.step is not None:
-            patch["spec"] = {"step": action.step}
-        if action.finalizers:
-            patch["metadata"] = {"finalizers": list(action.finalizers)}
+    async def _change_checkpoint(self, body: Mapping[str, Any], version: str) -> None:
+        """Write the spec and the finalizers that the body has, then the status."""
+        meta, kind = body["metadata"], Checkpoint.KIND
+        patch = {"spec": body["spec"]} if "spec" in body else dict[str, Any]()
+        if "finalizers" in meta:
+            patch["metadata"] = {"finalizers": meta["finalizers"]}
         if patch:
-            version = await self._cluster.patch_checkpoint(
-                job.namespace, action.name, version, patch
+            version = await self._cluster.patch(
+                kind, meta["namespace"], meta["name"], version, patch
             )
-        await self._cluster.patch_checkpoint_status(
-            job.namespace, action.name, version, merge_patch(action.status)
+        await self._cluster.patch_status(
+            kind, meta["namespace"], meta["name"], version, body["status"]
         )
 
-    async def delete_checkpoint(self, job: Gang, name: str, uid: str) -> None:
-        await self.release_checkpoint(job.namespace, name, uid)
+    # ------------------------------------------------------------------ deletes
+
+    async def delete(self, job: Gang, delete: Delete | ReleasePod) -> None:
+        namespace = job.namespace
+        if isinstance(delete, ReleasePod):
+            await self._cluster.release_pod(
+                namespace, delete.name, delete.uid, ends_group=delete.ends_group
+            )
+            return
+        if delete.kind == Checkpoint.KIND:
+            await self.release_checkpoint(namespace, delete.name, delete.uid)
+            return
+        options: dict[str, Any] = {"gracePeriodSeconds": 0} if delete.force else {}
+        if delete.kind == job.KIND:
+            options["propagationPolicy"] = "Background"
+        await self._cluster.delete(delete.kind, namespace, delete.name, delete.uid, options)
+        if delete.kind == kinds.POD:
+            self._cache.expect_deleted(job, delete.uid)
+        self._present.deleted(job, delete.kind, delete.name)
 
     async def release_checkpoint(self, namespace: str, name: str, uid: str) -> None:
         """Delete the object and remove our finalizer from it. Its data stays."""
-        raw = await self._cluster.get_checkpoint(namespace, name)
+        kind, cluster = Checkpoint.KIND, self._cluster
+        raw = await cluster.get(kind, namespace, name)
         if raw is None or raw["metadata"]["uid"] != uid:
             return
-        await self._cluster.delete_checkpoint(namespace, name, uid)
+        await cluster.delete(kind, namespace, name, uid)
         kept = [f for f in raw["metadata"].get("finalizers") or [] if f != Checkpoint.FINALIZER]
         if kept == (raw["metadata"].get("finalizers") or []):
             return
-        again = await self._cluster.get_checkpoint(namespace, name)
+        again = await cluster.get(kind, namespace, name)
         if again is not None and again["metadata"]["uid"] == uid:
             version = str(again["metadata"]["resourceVersion"])
-            await self._cluster.patch_checkpoint(
-                namespace, name, version, {"metadata": {"finalizers": kept or None}}
-            )
+            finalizers = {"metadata": {"finalizers": kept or None}}
+            await cluster.patch(kind, namespace, name, version, finalizers)
 
-    # ------------------------------------------------------------------ sidecars
+    # ------------------------------------------------------------------ sidecars, Events
 
-    async def seal(self, job: Gang, action: SealWorker) -> None:
-        self._sidecars.seal(job.uid, action.pod_uid, action.round)
-
-    async def finish_commit(self, job: Gang, action: FinishInterruptedCommit) -> None:
-        self._sidecars.finish_commit(job.uid, action.pod_uid, action.message)
-
-    async def send_round(self, job: Gang, action: SendRound) -> None:
-        self._sidecars.send_round(job.uid, action.pod_uid, action.outgoing, action.sidecar_restarts)
-
-    async def request_save(self, job: Gang, action: RequestSave) -> None:
-        request = GangRequest(action.round, action.token)
-        self._sidecars.request(job.uid, action.pod, "/v1/save-now", request)
-
-    async def request_stop(self, job: Gang, action: RequestStop) -> None:
-        path = "/v1/end" if action.job_is_over else "/v1/stop"
-        request = GangRequest(action.round, action.token)
-        self._sidecars.request(job.uid, action.pod, path, request)
-
-    async def prune(self, job: Gang, action: PruneObject) -> PruneReply:
-        """Start the delete in the object store, or return the reply of a delete that has ended.
-
-        The reply is empty while the delete runs. Its end causes another pass, which calls this method again.
-        """
-        message = Prune(action.round, (action.checkpoint,))
-        return self._sidecars.prune(job.uid, action.pod, action.name, message)
+    def call(self, job: Gang, call: Call) -> PruneReply | None:
+        match call.message:
+            case Seal(round=round_):
+                self._sidecars.seal(job.uid, call.pod_uid, round_)
+            case FinishCommit() as message:
+                self._sidecars.finish_commit(job.uid, call.pod_uid, message)
+            case OutgoingRound() as outgoing:
+                self._sidecars.send_round(job.uid, call.pod_uid, outgoing)
+            case GangRequest() as message:
+                self._sidecars.request(job.uid, call.pod, call.path, message)
+            case Prune() as message:
+                return self._sidecars.prune(job.uid, call.pod, message)
+            case _:
+                assert_never(call.message)
+        return None
 
     async def _warn(self, job: Gang, reason: Reason, message: str) -> None:
         await self.emit(job, EmitEvent(EventKind.WARNING, reason, message))
@@ -340,21 +237,17 @@ class JobEffects:
         await self._events.emit(subject, event.kind, event.reason, event.message)
 
 
-def _is_record_of(
-    raw: Mapping[str, Any], body: Mapping[str, Any], status: CheckpointStatus
-) -> bool:
+def _is_record_of(raw: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
     """Return whether an existing Checkpoint is the record of this commit of this job.
 
     It must have the job's uid as a label, the job's name and the step in its spec, and a status that is empty
     or the same. Only the operator may write that status.
     """
     marks, spec = raw["metadata"].get("labels") or {}, raw.get("spec") or {}
-    known = raw.get("status") or {}
+    known, status = raw.get("status") or {}, body["status"]
     return (
         marks.get(labels.JOB_UID) == body["metadata"]["labels"][labels.JOB_UID]
         and (spec.get("jobRef") or {}).get("name") == body["spec"]["jobRef"]["name"]
         and spec.get("step") == body["spec"]["step"]
-        and known.get("jobUid") in (None, status.job_uid)
-        and known.get("round") in (None, status.round)
-        and known.get("manifest") in (None, status.manifest)
+        and all(known.get(k) in (None, status[k]) for k in ("jobUid", "round", "manifest"))
     )

@@ -27,7 +27,7 @@ class NewCondition:
 
 async def write_condition(
     cluster: Cluster,
-    plural: str,
+    kind: str,
     namespace: str,
     name: str,
     uid: str,
@@ -36,17 +36,17 @@ async def write_condition(
 ) -> None:
     """Write the condition with the resourceVersion of a direct read.
 
-    Nothing is written if the name has another uid now, or if status.conditions is not a list of conditions.
-    Raises ConflictError and ApiError.
+    Nothing is written if the object is gone or the name has another uid now, or if status.conditions is not a
+    list of conditions. Raises ConflictError and ApiError.
     """
-    raw = await cluster.get_job(plural, namespace, name)
-    if raw["metadata"]["uid"] != uid:
+    raw = await cluster.get(kind, namespace, name)
+    if raw is None or raw["metadata"]["uid"] != uid:
         return
     conditions = _with(condition, raw, stamp(now))
     if conditions is None:
         return
     version = str(raw["metadata"]["resourceVersion"])
-    await cluster.patch_status(plural, namespace, name, version, {"conditions": conditions})
+    await cluster.patch_status(kind, namespace, name, version, {"conditions": conditions})
 
 
 def _with(condition: NewCondition, raw: Mapping[str, Any], now: str) -> list[Any] | None:

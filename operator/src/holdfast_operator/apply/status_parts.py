@@ -33,7 +33,10 @@ async def write_status(
     """
 
     async def write(wanted: TrainingJobStatus) -> Mapping[str, Any]:
-        return await cluster.patch_job_status(job, resource_version, merge_patch(wanted))
+        reply: Mapping[str, Any] = await cluster.patch_status(
+            job.KIND, job.namespace, job.name, resource_version, merge_patch(wanted)
+        )
+        return reply
 
     try:
         return await write(status), status

@@ -17,7 +17,7 @@ from holdfast_operator.model.effects import ConflictError
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.reasons import Reason
 
-_GANG_KINDS = {kind.KIND: kind.PLURAL for kind in GANGS}
+_GANG_KINDS = frozenset(kind.KIND for kind in GANGS)
 _MAX_REMEMBERED = 10_000
 REMEDY = (
     "Holdfast does not delete, write or start anything of it until it can be read. Correct the "
@@ -65,7 +65,7 @@ class UnreadableReports:
     async def _write_condition(self, job: Unreadable, text: str) -> None:
         await write_condition(
             self._cluster,
-            _GANG_KINDS[job.kind],
+            job.kind,
             job.namespace,
             job.name,
             job.uid,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Self
 
 from holdfast_core.errors import ConfigError
+from holdfast_operator.model.installation import WorkerNetwork
 from holdfast_operator.model.job import LOST_NODE_TAINTS
-from holdfast_operator.render.network_policy import WorkerNetwork
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 DEFAULT_METRICS_PORT = 8080

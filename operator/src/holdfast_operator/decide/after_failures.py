@@ -46,7 +46,7 @@ def plan(world: World, memory: JobMemory, now: Now, failures: tuple[Failure, ...
     left = 0.0 if taken_in else restarts.gather_seconds(world, failures, memory, now)
     if left > 0:
         text = f"{failures[0].message}; further pods may be lost with it"
-        return Decision((), left, text, memory)
+        return Decision.of((), left, text, memory)
     memory = times.with_cause(memory, now)
     refused = resize.failed_first_start(world, failures)
     if refused is not None:
@@ -117,7 +117,7 @@ def _await_peers(
     pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
     if times.seconds_since(memory.failure_seen_at, now) < PEERS_ANSWER_SECONDS:
         text = f"{cause.message}; every sidecar is called to find out which of them answer"
-        return Decision((), pause, text, memory)
+        return Decision.of((), pause, text, memory)
     note = Note(Reason.BACKING_OFF, f"{cause.message}; {silent}")
     return with_status_write(world, memory, now, [], note, pause)
 

@@ -18,12 +18,14 @@ from holdfast_operator.decide.acceptance import replacement_problem
 from holdfast_operator.decide.facts.node_failures import failed_nodes
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.status import Note
-from holdfast_operator.model.actions import Action, DeletePod
+from holdfast_operator.model import kinds
+from holdfast_operator.model.actions import Action, Delete
 from holdfast_operator.model.job import PodView, tolerated_taints
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template.shape import pod_spec
 from holdfast_operator.model.wording import first_of
 
+MISPLACED = "a new pod may get a better node"
 MAX_AVOIDED = 64
 """Largest number of nodes that a pod excludes. Each of them is a requirement in each term of the pod's
 affinity. The newest losses go first: Kubernetes taints the others sooner."""
@@ -45,7 +47,7 @@ def avoided_for_failures(world: World) -> tuple[str, ...]:
 def replacements(world: World) -> list[Action]:
     """Return deletes of pods that a later pass creates again, because a new pod may get a better node."""
     return [
-        DeletePod(pod.name, pod.uid, force=member.node_lost)
+        Delete(kinds.POD, pod.name, pod.uid, MISPLACED, force=member.node_lost)
         for member, pod in _waiting(world)
         if _is_misplaced(world, member, pod)
     ]
@@ -54,7 +56,7 @@ def replacements(world: World) -> list[Action]:
 def misplaced_spares(world: World) -> list[Action]:
     """Return deletes of spares that have not started and may get a better node."""
     return [
-        DeletePod(spare.pod.name, spare.pod.uid, force=spare.node_lost)
+        Delete(kinds.POD, spare.pod.name, spare.pod.uid, MISPLACED, force=spare.node_lost)
         for spare in world.spares
         if spare.pod is not None and not spare.pod.started and not spare.node_lost
         if _is_misplaced(world, spare, spare.pod)

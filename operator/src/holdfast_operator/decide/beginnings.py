@@ -61,12 +61,12 @@ def over(world: World, memory: JobMemory, now: Now) -> Decision:
     if commit is not None:
         record = checkpoints.record_of(world, commit, now)
         if record and not memory.record_refused:
-            return Decision(tuple(record), 0.0, "the last commit is recorded", memory)
+            return Decision.of(record, 0.0, "the last commit is recorded", memory)
         status = changed(status, last_persisted=commit)
         text = f"step {commit.step} of round {commit.round} is persisted"
         event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)
         write = CommitPersisted(job.resource_version, status)
-        return Decision((write, *record, event), 0.0, text, memory)
+        return Decision.of((write, *record, event), 0.0, text, memory)
     if status.is_true(JobCondition.PODS_KEPT):
         status = renamed(world, now, refresh_kept(world, now, status))
     present = World(with_status(world, status))
@@ -93,7 +93,7 @@ def over(world: World, memory: JobMemory, now: Now) -> Decision:
     # Launchers leave when the version is acknowledged, and their pods end.
     state = world.coordinator
     acted = None if state is None or kept is not None else state.version
-    return Decision(tuple(actions), WAITING_SECONDS, "the job is over", memory, acted)
+    return Decision.of(actions, WAITING_SECONDS, "the job is over", memory, acted)
 
 
 def suspended(world: World, memory: JobMemory, now: Now) -> Decision:
@@ -110,7 +110,7 @@ def suspended(world: World, memory: JobMemory, now: Now) -> Decision:
         acted = None if world.coordinator is None else world.coordinator.version
         freed = releases.release_all(world, "the job is suspended")
         actions = (*lifecycle.delete_all_pods(world), *freed)
-        return Decision(actions, WAITING_SECONDS, "suspended", memory, acted)
+        return Decision.of(actions, WAITING_SECONDS, "suspended", memory, acted)
     if status.restart_round is None:
         note = Note(Reason.RESUMED, "spec.suspend is false")
         status = set_condition(status, JobCondition.SUSPENDED, False, note, now, generation)
@@ -134,7 +134,7 @@ def first_round(world: World, memory: JobMemory, now: Now) -> Decision:
             events.append(EmitEvent(kind, problem.reason, problem.message))
         same = old is not None and (old.reason, old.message) == (problem.reason, problem.message)
         if same and job.status.observed_generation == job.generation:
-            return Decision((), WAITING_SECONDS, problem.message, memory)
+            return Decision.of((), WAITING_SECONDS, problem.message, memory)
         decision = written(world, memory, now, status, events, problem.message)
         return replace(decision, requeue_after_seconds=WAITING_SECONDS)
     begun = new_rounds.first_round(World(with_status(world, status)), now)

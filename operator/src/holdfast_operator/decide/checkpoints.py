@@ -28,21 +28,21 @@ from holdfast_core.api import (
 )
 from holdfast_core.format.manifest import FORMAT_VERSION
 from holdfast_core.ids import CheckpointId
-from holdfast_core.messages.schema import RestorePoint
+from holdfast_core.messages.schema import GangRequest, Prune, RestorePoint
 from holdfast_core.names import checkpoint_name
 from holdfast_operator.decide.facts.apart import quarantined
 from holdfast_operator.decide.facts.world import World, on_lineage
 from holdfast_operator.decide.report.checkpoint_status import marks, with_phase
 from holdfast_operator.model.actions import (
     Action,
-    CreateCheckpointObject,
-    DeleteCheckpoint,
-    PruneObject,
-    RequestSave,
-    UpdateCheckpoint,
+    Call,
+    CallPath,
+    Delete,
+    DesiredObject,
 )
 from holdfast_operator.model.job import JobMemory, Now, RequestedSave
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.render.checkpoint import render_change, render_checkpoint
 
 PRUNES_PER_PASS = 4
 WRITES_PER_PASS = 32
@@ -118,9 +118,8 @@ def expire_requests(world: World, now: Now) -> tuple[Action, ...]:
     """Return actions that expire the open requests to save of a job that has ended."""
     message = "the job ended before this was saved"
     return tuple(
-        UpdateCheckpoint(
-            c.name,
-            c.resource_version,
+        _change(
+            c,
             with_phase(c.status, CheckpointPhase.EXPIRED, now, pinned=c.spec.pin, message=message),
         )
         for c in _open_requests(world)[:WRITES_PER_PASS]
@@ -138,7 +137,8 @@ def records(world: World, now: Now) -> list[Action]:
 def _projection(world: World, now: Now, requests: list[Action]) -> list[Action]:
     last = world.status.last_persisted
     becomes = last is not None and any(
-        isinstance(a, UpdateCheckpoint) and (a.step, a.status.round) == (last.step, last.round)
+        isinstance(a, DesiredObject)
+        and (a.body.get("spec"), a.body["status"]["round"]) == ({"step": last.step}, last.round)
         for a in requests
     )
     return [] if last is None or becomes else record_of(world, last, now)
@@ -151,7 +151,7 @@ def record_of(world: World, last: PersistedStep, now: Now) -> list[Action]:
     job = world.observed.job
     name = checkpoint_name(job.name, job.uid, last.id)
     status = _with_commit(CheckpointStatus(), world, last, now, persisted=True, pinned=False)
-    return [CreateCheckpointObject(name, last.step, status)]
+    return [DesiredObject(render_checkpoint(job, name, last.step, status))]
 
 
 def _with_commit(
@@ -242,13 +242,11 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
             reason=Reason.TOO_MANY_REQUESTS,
             message=message,
         )
-        actions.append(UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status))
+        actions.append(_change(checkpoint, status))
     return actions, replace(memory, save_requests=tuple(save_requests.values()))
 
 
-def _record(
-    world: World, checkpoint: Checkpoint, commit: PersistedStep, now: Now
-) -> UpdateCheckpoint:
+def _record(world: World, checkpoint: Checkpoint, commit: PersistedStep, now: Now) -> DesiredObject:
     """Return the write that makes a request the record of the commit that fulfils it."""
     status = _with_commit(
         checkpoint.status,
@@ -258,7 +256,7 @@ def _record(
         persisted=world.observed.job.spec.store is not None,
         pinned=checkpoint.spec.pin,
     )
-    return UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status, step=commit.step)
+    return DesiredObject(render_change(checkpoint, status, step=commit.step))
 
 
 def _request_save(
@@ -281,13 +279,8 @@ def _request_save(
     # The newest name is the token. A coordinator ignores a token that it knows, and after a restart of the
     # operator older requests may be sent a second time together with a new one.
     token = unsent[-1].name
-    save = RequestSave(
-        coordinator.worker,
-        coordinator.pod.peer_name,
-        coordinator.pod.ip,
-        world.round,
-        token=token,
-    )
+    pod, message = coordinator.pod, GangRequest(world.round, token)
+    save = Call(CallPath.SAVE, coordinator.worker, pod.peer_name, pod.uid, message)
     return [save], RequestedSave(token, world.round, trained, token)
 
 
@@ -300,7 +293,7 @@ def _in_progress(checkpoint: Checkpoint, now: Now) -> list[Action]:
         now,
         pinned=checkpoint.spec.pin,
     )
-    return [UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status)]
+    return [_change(checkpoint, status)]
 
 
 def _open_requests(world: World) -> list[Checkpoint]:
@@ -358,11 +351,12 @@ def _finalizers(world: World, now: Now) -> list[Action]:
         and not c.deleting
     ]
     return [
-        UpdateCheckpoint(
-            c.name,
-            c.resource_version,
-            _with_phase_of_record(c, CheckpointPhase.COMMITTED, now),
-            finalizers=(*c.metadata.finalizers, Checkpoint.FINALIZER),
+        DesiredObject(
+            render_change(
+                c,
+                _with_phase_of_record(c, CheckpointPhase.COMMITTED, now),
+                finalizers=(*c.metadata.finalizers, Checkpoint.FINALIZER),
+            )
         )
         for c in bare[:WRITES_PER_PASS]
     ]
@@ -422,7 +416,8 @@ def _deletes(world: World) -> list[Action]:
         if not checkpoint.deleting or not checkpoint.has_finalizer:
             continue
         if not checkpoint.deletes_data or checkpoint.id is None or not checkpoint.persisted:
-            actions.append(DeleteCheckpoint(checkpoint.name, checkpoint.uid))
+            why = "it was deleted, and it has no data to delete"
+            actions.append(Delete(Checkpoint.KIND, checkpoint.name, checkpoint.uid, why))
         elif checkpoint.id not in protected:
             actions.extend(_prune(world, checkpoint))
     return actions
@@ -453,7 +448,7 @@ def _retention(world: World, now: Now) -> list[Action]:
     for checkpoint in excess[:PRUNES_PER_PASS]:
         message = "pruned by spec.checkpoint.retention"
         deleting = _with_phase_of_record(checkpoint, CheckpointPhase.DELETING, now, message)
-        actions.append(UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, deleting))
+        actions.append(_change(checkpoint, deleting))
     return actions
 
 
@@ -463,16 +458,12 @@ def _prune(world: World, checkpoint: Checkpoint) -> list[Action]:
         return []
     if not coordinator.alive or not may_prune(world) or checkpoint.id is None:
         return []
-    return [
-        PruneObject(
-            worker=coordinator.worker,
-            pod=coordinator.pod.peer_name,
-            address=coordinator.pod.ip,
-            round=world.round,
-            name=checkpoint.name,
-            uid=checkpoint.uid,
-            checkpoint=RestorePoint(
-                checkpoint.spec.step, checkpoint.status.round, checkpoint.status.manifest
-            ),
-        )
-    ]
+    point = RestorePoint(checkpoint.spec.step, checkpoint.status.round, checkpoint.status.manifest)
+    pod, message = coordinator.pod, Prune(world.round, (point,))
+    call = Call(CallPath.PRUNE, coordinator.worker, pod.peer_name, pod.uid, message)
+    why = "it is pruned, or a user has deleted it"
+    return [Delete(Checkpoint.KIND, checkpoint.name, checkpoint.uid, why, data=call)]
+
+
+def _change(checkpoint: Checkpoint, status: CheckpointStatus) -> DesiredObject:
+    return DesiredObject(render_change(checkpoint, status))

@@ -43,12 +43,13 @@ from holdfast_operator.decide.report import readability
 from holdfast_operator.decide.report.notices import with_notices
 from holdfast_operator.decide.writes import fail_job, written
 from holdfast_operator.model.actions import (
-    Action,
     BeginRound,
     ChooseRestorePoint,
     Decision,
+    Delete,
     EmitEvent,
     EventKind,
+    ReleasePod,
 )
 from holdfast_operator.model.job import Now, Observed
 from holdfast_operator.model.pod_source import pod_source
@@ -59,22 +60,26 @@ __all__ = ["decide"]
 
 def decide(observed: Observed, now: Now) -> Decision:
     """Return the actions of one pass over one job, and the memory for the next pass."""
-    decision = _decide(observed, now)
-    actions = decision.actions
-    if not any(isinstance(a, BeginRound | ChooseRestorePoint) for a in actions):
-        actions = (*actions, *_in_each_pass(World(observed)))
-    permitted = pod_source(observed.job).permitted(actions)
-    return with_notices(replace(decision, actions=permitted), observed.job.status)
+    decision, source = _decide(observed, now), pod_source(observed.job)
+    deletes = decision.deletes
+    if not isinstance(decision.status, BeginRound | ChooseRestorePoint):
+        deletes = (*deletes, *_in_each_pass(World(observed)))
+    decision = replace(
+        decision,
+        objects=tuple(o for o in decision.objects if source.may_put(o.kind)),
+        deletes=tuple(d for d in deletes if source.may_delete(d.kind)),
+    )
+    return with_notices(decision, observed.job.status)
 
 
-def _in_each_pass(world: World) -> list[Action]:
+def _in_each_pass(world: World) -> list[Delete | ReleasePod]:
     """Return what is done to pods whichever rule decides, except in a pass that begins a round."""
     observed = world.observed
-    actions: list[Action] = []
-    actions.extend(queue_releases.due(world, is_over=lifecycle.is_over(observed.job.status)))
+    deletes: list[Delete | ReleasePod] = []
+    deletes.extend(queue_releases.due(world, is_over=lifecycle.is_over(observed.job.status)))
     if observed.placeholders and not observed.unreadable:
-        actions.extend(resizing.unneeded_placeholders(world))
-    return actions
+        deletes.extend(resizing.unneeded_placeholders(world))
+    return deletes
 
 
 def _decide(observed: Observed, now: Now) -> Decision:
@@ -83,7 +88,7 @@ def _decide(observed: Observed, now: Now) -> Decision:
     job = observed.job
     if job.deleting:
         freed = releases.release_all(world, "the job is being deleted")
-        return Decision(tuple(freed), None, "the job is being deleted", memory)
+        return Decision.of(freed, None, "the job is being deleted", memory)
     readable = readability.plan(world, memory, now)
     if readable is not None:
         return readable

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.api import Compression, JobCondition, PersistedStep, RestorePointStatus
 from holdfast_core.ids import RestartRound, Step, Worker
-from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
-from holdfast_core.names import service_name
+from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round, Seal
 from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.edits import outdated
 from holdfast_operator.decide.facts.apart import with_released
+from holdfast_operator.decide.facts.births import worker_pod
 from holdfast_operator.decide.facts.interval import timing
 from holdfast_operator.decide.facts.placement import domain_of, place_copies
 from holdfast_operator.decide.facts.resize import elastic_of
@@ -30,19 +30,18 @@ from holdfast_operator.decide.spares.pods import (
     delete_lost_spares,
     make_room,
 )
+from holdfast_operator.model import kinds
 from holdfast_operator.model.actions import (
     Action,
-    CreateCertificates,
-    CreatePod,
-    CreateService,
-    DeleteCertificates,
-    DeletePod,
-    SealWorker,
-    SendRound,
-    SetDisruptionBudget,
+    Call,
+    CallPath,
+    Delete,
+    DesiredObject,
 )
 from holdfast_operator.model.job import JobMemory, Now, Reachable
 from holdfast_operator.model.outgoing_round import OutgoingRound
+from holdfast_operator.render.secret import render_certificates
+from holdfast_operator.render.standing import standing_objects
 
 COORDINATOR_SILENT_SECONDS = 10.0
 """Time without an answer after which another member becomes the coordinator."""
@@ -57,18 +56,12 @@ SPARES_EVERY_SECONDS = 10.0
 
 
 def member_actions(world: World) -> list[Action]:
-    """Return the creates of Service, certificates and missing pods, the seals of survivors and the deletes.
+    """Return the certificates and pods that are missing, the seals of survivors and the deletes.
 
     Pods that are not members, or wait on an unsuitable node, are deleted.
     """
-    job = world.observed.job
     actions: list[Action] = []
-    service = service_name(job.name, job.uid)
-    if service not in world.observed.services:
-        actions.append(CreateService(service))
-    if world.observed.disruption_budget != len(world.members):
-        actions.append(SetDisruptionBudget(len(world.members)))
-    births: list[Action] = []
+    births: list[MemberState] = []
     unstarted = any(world.awaits_start(m) for m in world.members)
     # acceptance.birth_problem checks what else a new pod requires.
     creatable = world.may_create_pods and birth_problem(world) is None
@@ -77,16 +70,24 @@ def member_actions(world: World) -> list[Action]:
     if creatable and world.may_replace_pods:
         if unstarted:
             actions.extend(avoidance.replacements(world) or groups.strays(world))
-        known = {a.uid for a in actions if isinstance(a, DeletePod)}
+        known = {a.uid for a in actions if isinstance(a, Delete)}
         actions.extend(
             a for a in outdated.replacements(world) if getattr(a, "uid", None) not in known
         )
     actions.extend(_leaves(world, births))
-    actions.extend(births)
+    if world.observed.job.spec.template is not None:  # else another controller creates the pods
+        actions.extend(_pods(world, births))
     actions.extend(seals(world))
     actions.extend(delete_obsolete(world))
     actions.extend(make_room(world))
     return actions
+
+
+def standing(world: World) -> list[DesiredObject]:
+    """Return the objects that the gang has for as long as it exists. Those that are there cost no call."""
+    observed = world.observed
+    found = standing_objects(observed.job, len(world.members), observed.sidecar)
+    return [DesiredObject(body) for body in found]
 
 
 def seals(world: World) -> list[Action]:
@@ -96,7 +97,8 @@ def seals(world: World) -> list[Action]:
         pod = member.pod
         if pod is None or pod.ip is None or not member.alive or member.sealed_for(world.round):
             continue
-        actions.append(SealWorker(member.worker, pod.name, pod.uid, pod.ip, world.round))
+        message = Seal(world.round)
+        actions.append(Call(CallPath.SEAL, member.worker, pod.name, pod.uid, message))
     return actions
 
 
@@ -122,47 +124,46 @@ def spare_actions(world: World, memory: JobMemory, now: Now) -> tuple[list[Actio
     return [*creates, *actions], memory
 
 
-def _births(world: World) -> list[Action]:
-    """Return the creates of this round's missing pods.
+def _births(world: World) -> list[MemberState]:
+    """Return the members whose pods of this round are missing and are created now.
 
     Once the restore point is chosen, a missing pod that had started is lost and requires a new round: an
     empty pod must not take the name of one that may have held shards. In a queue, a pod is created once the
     older pod of its worker no longer counts there.
     """
-    avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
-    group, occupied = groups.present_group(world), groups.occupied(world)
+    occupied = groups.occupied(world)
     return [
-        CreatePod(
-            world.source.identity(m.worker, world.round),
-            m.worker,
-            world.round,
-            avoided,
-            failed,
-            group,
-            world.certificates(m.worker, world.round),
-        )
-        for m in _born(world)
-        if m.pod is None and world.awaits_start(m) and m.worker not in occupied
+        m
+        for m in world.members
+        if m.birth_round == world.round
+        and m.pod is None
+        and world.awaits_start(m)
+        and m.worker not in occupied
     ]
 
 
-def _leaves(world: World, births: list[Action]) -> list[Action]:
-    """Return the creates of Secrets with the leaf certificates of this round's pods that may be missing.
+def _pods(world: World, births: list[MemberState]) -> list[DesiredObject]:
+    """Return the pods of these members."""
+    avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
+    group = groups.present_group(world) if births else None
+    return [worker_pod(world, m.worker, world.round, avoided, failed, group) for m in births]
+
+
+def _leaves(world: World, births: list[MemberState]) -> list[DesiredObject]:
+    """Return the Secrets with the leaf certificates of this round's pods that have not started.
 
     A Secret has the leaves of a block of workers, also of those that have no pod of this round: a round may
-    take in more lost workers later (ADR 0008), and a Secret cannot be changed. The create is repeated until
-    every sidecar has started, because a pod would wait forever for a Secret that was deleted.
+    take in more lost workers later (ADR 0008), and a Secret cannot be changed. It is wanted until every
+    sidecar has started, because a pod would wait forever for a Secret that was deleted.
     """
-    creating = {a.worker for a in births if isinstance(a, CreatePod)}
-    known = world.observed.secrets - world.observed.doubtful_secrets
+    creating = {m.worker for m in births}
     needed: dict[str, list[str]] = {}
     for member in world.members:
         if member.birth_round != world.round or member.was_spare:
             continue
         waits = member.alive and member.pod is not None and not member.pod.sidecar_started
-        secret = world.certificates(member.worker, world.round)
-        if secret not in known and (waits or member.worker in creating):
-            needed.setdefault(secret, [])
+        if waits or member.worker in creating:
+            needed.setdefault(world.certificates(member.worker, world.round), [])
     if not needed:
         return []
     for member in world.members:
@@ -170,15 +171,12 @@ def _leaves(world: World, births: list[Action]) -> list[Action]:
         if secret in needed:
             needed[secret].append(world.source.identity(member.worker, world.round))
     # The names for adopted pods are fixed by the status, which the admission policy reads.
-    fixed = world.observed.job.spec.template is None
+    job = world.observed.job
+    fixed = job.spec.template is None
     return [
-        CreateCertificates(s, world.round, tuple(pods), fixed or world.is_mounted(s))
+        DesiredObject(render_certificates(job, s), tuple(pods), fixed or world.is_mounted(s))
         for s, pods in needed.items()
     ]
-
-
-def _born(world: World) -> list[MemberState]:
-    return [m for m in world.members if m.birth_round == world.round]
 
 
 def delete_obsolete(world: World) -> list[Action]:
@@ -187,7 +185,8 @@ def delete_obsolete(world: World) -> list[Action]:
     for pod in world.obsolete_pods:
         lost = world.observed.node_lost(pod)
         if lost or not pod.terminating:
-            actions.append(DeletePod(pod.name, pod.uid, force=lost))
+            why = f"it is not a pod of round {world.round}"
+            actions.append(Delete(kinds.POD, pod.name, pod.uid, why, force=lost))
     return actions
 
 
@@ -199,7 +198,9 @@ def delete_old_certificates(world: World) -> list[Action]:
     present = (*world.members, *world.spares)
     wanted = {world.certificates(m.worker, m.birth_round) for m in present}
     wanted.update(m.pod.certificates for m in present if m.pod is not None)
-    return [DeleteCertificates(s) for s in sorted(world.observed.secrets - wanted)]
+    why = "no pod of the gang mounts it"
+    unused = sorted(world.observed.secrets - wanted)
+    return [Delete(kinds.SECRET, name, "", why) for name in unused]
 
 
 # --------------------------------------------------------------------------- coordinator
@@ -288,9 +289,7 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
             continue
         if not member.sealed_for(world.round):
             continue  # member_actions seals it first
-        actions.append(
-            SendRound(member.worker, pod.name, pod.uid, pod.ip, outgoing, pod.sidecar_restarts)
-        )
+        actions.append(Call(CallPath.ROUND, member.worker, pod.name, pod.uid, outgoing))
     if actions:
         memory = replace(memory, round_sent_at=now.monotonic)
     return RoundPlan(tuple(actions), memory, False)

@@ -15,6 +15,7 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
+from holdfast_core.messages.schema import GangRequest
 from holdfast_operator.decide.acceptance import replacement_problem
 from holdfast_operator.decide.checkpoints import has_object, pending_commit
 from holdfast_operator.decide.facts import readable, resize
@@ -25,7 +26,8 @@ from holdfast_operator.decide.facts.restarts import budget_spent, is_ignored, ke
 from holdfast_operator.decide.facts.rules import Ruling
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note, set_condition
-from holdfast_operator.model.actions import Action, DeleteJob, DeletePod, RequestStop
+from holdfast_operator.model import kinds
+from holdfast_operator.model.actions import Action, Call, CallPath, Delete
 from holdfast_operator.model.job import Now, PodPhase
 from holdfast_operator.model.reasons import Reason
 
@@ -175,10 +177,12 @@ def after_the_end(world: World, now: Now, *, kept: bool) -> list[Action]:
         running = pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
         unwanted = pod.uid not in members or (running and overdue) or lost
         if unwanted and (lost or not pod.terminating):
-            actions.append(DeletePod(pod.name, pod.uid, force=lost))
+            why = "the job is over"
+            actions.append(Delete(kinds.POD, pod.name, pod.uid, why, force=lost))
     ttl_seconds = world.observed.job.spec.ttl_seconds_after_finished
     if not kept and ttl_seconds is not None and now.elapsed_seconds(ended) >= ttl_seconds:
-        actions.append(DeleteJob(world.observed.job.uid))
+        job, why = world.observed.job, "ttlSecondsAfterFinished has passed"
+        actions.append(Delete(job.KIND, job.name, job.uid, why))
     return actions
 
 
@@ -382,22 +386,16 @@ def request_stop(world: World, *, job_is_over: bool = False) -> list[Action]:
     coordinator = world.coordinator_member()
     if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
         return []
-    return [
-        RequestStop(
-            coordinator.worker,
-            coordinator.pod.peer_name,
-            coordinator.pod.ip,
-            world.round,
-            token="end" if job_is_over else f"suspend-{world.observed.job.generation}",
-            job_is_over=job_is_over,
-        )
-    ]
+    token = "end" if job_is_over else f"suspend-{world.observed.job.generation}"
+    path = CallPath.END if job_is_over else CallPath.STOP
+    pod, message = coordinator.pod, GangRequest(world.round, token)
+    return [Call(path, coordinator.worker, pod.peer_name, pod.uid, message)]
 
 
 def delete_all_pods(world: World) -> list[Action]:
     """Return deletes of all pods, except those of a round above the status."""
     return [
-        DeletePod(p.name, p.uid, force=world.observed.node_lost(p))
+        Delete(kinds.POD, p.name, p.uid, "the job is suspended", world.observed.node_lost(p))
         for p in world.observed.pods
         if (not p.terminating or world.observed.node_lost(p)) and not world.is_ahead(p)
     ]

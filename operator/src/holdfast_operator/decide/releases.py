@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from holdfast_core.api import Checkpoint
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.actions import Action, DeleteCheckpoint, EmitEvent, EventKind
+from holdfast_operator.model.actions import Action, Delete, EmitEvent, EventKind
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
@@ -83,7 +83,7 @@ def _of_name(world: World) -> list[Checkpoint]:
 def _released(checkpoints: tuple[Checkpoint, ...], why: str) -> list[Action]:
     actions: list[Action] = []
     for checkpoint in checkpoints[:RELEASES_PER_PASS]:
-        actions.append(DeleteCheckpoint(checkpoint.name, checkpoint.uid))
+        actions.append(Delete(Checkpoint.KIND, checkpoint.name, checkpoint.uid, why))
         text = kept_data(checkpoint, why)
         if text is not None:
             actions.append(EmitEvent(EventKind.WARNING, Reason.DATA_KEPT, text))

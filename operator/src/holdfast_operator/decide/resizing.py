@@ -20,15 +20,16 @@ from dataclasses import replace
 
 from holdfast_core.api import JobCondition, TrainingJobStatus, changed
 from holdfast_core.ids import Worker
-from holdfast_core.names import placeholder_name
 from holdfast_operator.decide import lifecycle
 from holdfast_operator.decide.facts import readable, resize, scheduling
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note, set_condition
-from holdfast_operator.model.actions import CreatePlaceholder, DeletePod
+from holdfast_operator.model import kinds
+from holdfast_operator.model.actions import Delete, DesiredObject
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.render.placeholder import render_placeholder
 
 
 def with_resizing(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
@@ -195,13 +196,14 @@ def _keeps_placeholders(world: World) -> bool:
 
 def new_placeholders(
     world: World, memory: JobMemory, now: Now
-) -> tuple[list[CreatePlaceholder], JobMemory]:
+) -> tuple[list[DesiredObject], JobMemory]:
     """Return the creates of placeholders for all missing workers if they are due.
 
     They are created once in elastic.growAfterSeconds. They stay until they have nodes: a scheduler tries pods
     again when there is room.
     """
-    job = world.observed.job
+    observed = world.observed
+    job = observed.job
     elastic = resize.elastic_of(job)
     since = memory.chosen_seen_at if memory.placeholders_at is None else memory.placeholders_at
     if elastic is None or not may_grow(world):
@@ -210,14 +212,14 @@ def new_placeholders(
         return [], memory
     present = {p.worker for p in world.observed.placeholders}
     creates = [
-        CreatePlaceholder(placeholder_name(job.name, job.uid, w), Worker(w))
+        DesiredObject(render_placeholder(job, Worker(w), observed.store, observed.sidecar))
         for w in range(len(world.members), job.spec.workers)
         if w not in present
     ]
     return creates, replace(memory, placeholders_at=now.monotonic)
 
 
-def unneeded_placeholders(world: World) -> list[DeletePod]:
+def unneeded_placeholders(world: World) -> list[Delete]:
     """Return deletes of the placeholders that have ended or that no growth of the gang needs any more.
 
     The pods of a round that has begun need their nodes.
@@ -227,5 +229,6 @@ def unneeded_placeholders(world: World) -> list[DeletePod]:
     for pod in world.observed.placeholders:
         lost = world.observed.node_lost(pod)
         if (not kept or pod.ended or lost) and (lost or not pod.terminating):
-            actions.append(DeletePod(pod.name, pod.uid, force=lost))
+            why = "the gang does not grow, or the placeholder has ended or its node is lost"
+            actions.append(Delete(kinds.POD, pod.name, pod.uid, why, force=lost))
     return actions

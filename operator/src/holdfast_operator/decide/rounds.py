@@ -37,14 +37,16 @@ from holdfast_operator.decide.writes import (
     with_status_write,
     written,
 )
+from holdfast_operator.model import kinds
 from holdfast_operator.model.actions import (
     Action,
+    Call,
+    CallPath,
     ChooseRestorePoint,
     Decision,
-    DeletePod,
+    Delete,
     EmitEvent,
     EventKind,
-    FinishInterruptedCommit,
 )
 from holdfast_operator.model.job import JobMemory, Now, PodPhase
 from holdfast_operator.model.reasons import Reason
@@ -65,7 +67,9 @@ def record_births(world: World, memory: JobMemory, now: Now) -> Decision | None:
     if status is world.status:
         return None
     if world.observed.owner is None:
-        return Decision((), STARTING_SECONDS, "the controller of the pods is not known yet", memory)
+        return Decision.of(
+            (), STARTING_SECONDS, "the controller of the pods is not known yet", memory
+        )
     refused = adoption.refusal(world)
     if refused is None:
         return written(world, memory, now, status, [], "pods have started as workers")
@@ -81,11 +85,11 @@ def record_births(world: World, memory: JobMemory, now: Now) -> Decision | None:
 def choose(world: World, memory: JobMemory, now: Now) -> Decision:
     choice = restore_point.choose(world, memory, now)
     if isinstance(choice, restore_point.InterruptedCommit):
-        actions = [*gang.member_actions(world), *_finishes(world, choice)]
+        actions = [*gang.standing(world), *gang.member_actions(world), *_finishes(world, choice)]
         return with_status_write(world, memory, now, actions, choice.note, STARTING_SECONDS)
     if isinstance(choice, restore_point.Wait):
         note = _refused(world) or _pod_trouble(world, memory, now) or choice.note
-        actions = gang.member_actions(world)
+        actions = [*gang.standing(world), *gang.member_actions(world)]
         pause = times.again_after(memory.round_seen_at, STARTING_SECONDS, now)
         return with_status_write(world, memory, now, actions, note, pause)
     if isinstance(choice, restore_point.Exhausted):
@@ -98,7 +102,7 @@ def choose(world: World, memory: JobMemory, now: Now) -> Decision:
         EmitEvent(kind, choice.reason, choice.message),
     ]
     memory = after_write(memory, world, now)
-    return Decision(tuple(actions), 0.0, choice.message, memory)
+    return Decision.of(actions, 0.0, choice.message, memory)
 
 
 def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator[Action]:
@@ -107,7 +111,7 @@ def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator
     for member in world.members[:FINISHING_MEMBERS]:
         pod = member.pod
         if pod is not None and pod.ip is not None:
-            yield FinishInterruptedCommit(member.worker, pod.name, pod.uid, pod.ip, message)
+            yield Call(CallPath.FINISH_COMMIT, member.worker, pod.name, pod.uid, message)
 
 
 def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatus:
@@ -164,7 +168,7 @@ def _less_lost_work(
 def run(world: World, memory: JobMemory, now: Now) -> Decision:
     if gang.awaits_coordinator(world, memory, now):
         text = "the coordinator has not answered this operator process yet"
-        return Decision((), STARTING_SECONDS, text, memory)
+        return Decision.of((), STARTING_SECONDS, text, memory)
     job = world.observed.job
     state = world.coordinator
     running = state is not None and state.running
@@ -191,6 +195,7 @@ def run(world: World, memory: JobMemory, now: Now) -> Decision:
     else:
         requeue = RUNNING_SECONDS
     requeue = min(requeue, lifecycle.seconds_to_deadline(world, now))
+    actions.extend(gang.standing(world))
     note = None
     if not running:
         note = _refused(world) or _missing(world) or _pod_trouble(world, memory, now)
@@ -215,7 +220,7 @@ def _departing(world: World) -> list[Action]:
         return []
     text = f"{leaves} is deleted, because the node will be taken away: the gang saves, and the worker moves"
     return [
-        DeletePod(leaves.pod.name, leaves.pod.uid),
+        Delete(kinds.POD, leaves.pod.name, leaves.pod.uid, "its node will be taken away"),
         EmitEvent(EventKind.NORMAL, Reason.NODE_LEAVING, text),
     ]
 

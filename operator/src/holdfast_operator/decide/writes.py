@@ -69,7 +69,7 @@ def with_status_write(
         memory = after_write(memory, world, now)
     elif renamed(world, now, status).coordinator != job.status.coordinator:
         actions = [WriteStatus(job.resource_version, renamed(world, now, status)), *actions]
-    return Decision(tuple(actions), requeue_seconds, reason, memory, _acted(world))
+    return Decision.of(actions, requeue_seconds, reason, memory, _acted(world))
 
 
 def _refreshed(
@@ -92,7 +92,7 @@ def written(
     status = with_silence(refresh(world, now, memory, status), world, now)
     write = WriteStatus(world.observed.job.resource_version, status)
     memory = after_write(memory, world, now)
-    return Decision((write, *others), 0.0, reason, memory, _acted(world))
+    return Decision.of((write, *others), 0.0, reason, memory, _acted(world))
 
 
 def committed(
@@ -111,7 +111,7 @@ def committed(
     first: list[Action] = [CommitPersisted(job.resource_version, status)]
     event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)
     memory = after_write(memory, world, now)
-    return Decision((*first, *actions, event), 0.0, text, memory, _acted(world))
+    return Decision.of((*first, *actions, event), 0.0, text, memory, _acted(world))
 
 
 def begin_round(
@@ -125,7 +125,7 @@ def begin_round(
     status = _stamped(world, memory, now, status)
     memory = replace(memory, begins=status.restart_round, begins_at=now.monotonic)
     action = BeginRound(world.observed.job.resource_version, status, gone)
-    return Decision((action, event), 0.0, event.message, after_write(memory, world, now))
+    return Decision.of((action, event), 0.0, event.message, after_write(memory, world, now))
 
 
 def fail_job(world: World, memory: JobMemory, now: Now, note: Note) -> Decision:
@@ -135,7 +135,7 @@ def fail_job(world: World, memory: JobMemory, now: Now, note: Note) -> Decision:
     """
     records = checkpoints.records(world, now)
     if records and not memory.record_refused:
-        return Decision(tuple(records), 0.0, "the newest commit is recorded", memory)
+        return Decision.of(records, 0.0, "the newest commit is recorded", memory)
     event = EmitEvent(EventKind.WARNING, note.reason, note.message)
     status = recovery.interrupted(lifecycle.failed(world, now, note), memory)
     status = kept_pods.with_condition(status, world, kept_pods.why(world), now)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from holdfast_core.clock import Clock, stamp
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.base import logs
-from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.cluster import EVENT, Cluster
 from holdfast_operator.model import labels
 
 INTERVAL_SECONDS = 60.0
@@ -57,7 +57,7 @@ class Events:
         now = stamp(self._clock.utc_now())
         body = {
             "apiVersion": "v1",
-            "kind": "Event",
+            "kind": EVENT,
             "metadata": {"generateName": f"{subject.name}-", "namespace": subject.namespace},
             "involvedObject": {
                 "apiVersion": subject.api_version,
@@ -75,7 +75,7 @@ class Events:
             "count": count,
         }
         try:
-            await self._cluster.create_event(subject.namespace, body)
+            await self._cluster.create(body)
         except HoldfastError as error:
             logs.warning(
                 f"event {reason} not written: {error}",

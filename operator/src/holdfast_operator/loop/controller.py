@@ -29,6 +29,7 @@ from holdfast_core.ids import JobUid
 from holdfast_operator.apply.apply import Applied, apply, memory_after
 from holdfast_operator.apply.failed_passes import FailedPasses
 from holdfast_operator.apply.job_effects import JobEffects
+from holdfast_operator.apply.present import Present
 from holdfast_operator.apply.unreadable_reports import UnreadableReports
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
@@ -47,11 +48,11 @@ from holdfast_operator.loop.silence_checks import SilenceChecks
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.template_checks import TemplateChecks
 from holdfast_operator.loop.workqueue import WorkQueue
-from holdfast_operator.model.actions import EventKind
+from holdfast_operator.model.actions import EventKind, described
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Now, Unreadable
 from holdfast_operator.model.keys import Key, KeyKind, gang_key, store_key
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
@@ -128,6 +129,7 @@ class Controller:
             self._client, self._certificates, clock, self._queue.add, metrics.unexpected
         )
         self._events = events = Events(self._cluster, clock)
+        self._present = Present(clock)
         self._effects = JobEffects(
             self._cluster,
             self._cache,
@@ -135,7 +137,7 @@ class Controller:
             self._certificates,
             events,
             metrics,
-            clock,
+            self._present,
         )
         self._owners = Owners(self._cluster)
         self._reports = UnreadableReports(self._cluster, events, clock)
@@ -143,7 +145,8 @@ class Controller:
         self._observer = Observer(
             self._cache,
             self._sidecars,
-            self._effects,
+            self._present,
+            self._sidecar,
             clock,
             settings.failing_conditions,
             settings.leaving_taints,
@@ -269,7 +272,8 @@ class Controller:
             return
         async with self._failed_passes.reported(job) as errors:
             applied = await self._pass(key, job)
-            errors.extend(applied.errors)
+            if applied.error is not None:
+                errors.append(applied.error)
         if not applied.complete:
             raise self._incomplete(key, job, applied)
 
@@ -286,7 +290,7 @@ class Controller:
         if taken >= LONG_PASS_SECONDS:
             self._queue.rest(key, RESTS_PER_PASS * taken)
         self._log_changes.info(str(key), decision.reason, **logs.job_fields(job))
-        applied = await apply(decision, observed, self._effects, self._sidecar)
+        applied = await apply(decision, observed, self._effects)
         self._memory[job.uid] = memory_after(decision, observed, applied)
         await release_pods(self._cache, self._cluster, key)
         if applied.complete:
@@ -330,9 +334,10 @@ class Controller:
             self._log_changes.info(f"{key} pods", text, **logs.job_fields(job))
             self._cache.relist_pods()
         for failed in applied.failed:
-            name = type(failed.action).__name__
-            text = f"{name} failed: {failed.error}"
-            self._log_changes.warning(f"{key} {name}", text, **logs.job_fields(job))
+            verb = described(failed.action).rpartition(" ")[
+                0
+            ]  # the same failure of many pods is one line
+            self._log_changes.warning(f"{key} {verb}", f"{failed}", **logs.job_fields(job))
         return IncompletePass(failed=bool(applied.failed))
 
     def _pass_failed(self, key: Key, error: Exception) -> None:
@@ -398,7 +403,7 @@ class Controller:
         self._memory.pop(uid, None)
         self._templates.forget(uid)
         self._expectations.forget(uid)
-        self._effects.forget(uid)
+        self._present.forget(uid)
         self._sidecars.forget(uid)
         self._reports.forget(uid)
         self._failed_passes.forget(uid)

@@ -13,7 +13,8 @@ from holdfast_core.api import Checkpoint, CheckpointStore, Gang, JobCondition
 from holdfast_core.clock import Clock
 from holdfast_core.ids import FIRST_SPARE, Worker
 from holdfast_core.names import job_prefix
-from holdfast_operator.apply.job_effects import JobEffects
+from holdfast_operator.apply.present import Present
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
@@ -45,14 +46,16 @@ class Observer:
         self,
         cache: ClusterCache,
         sidecars: Sidecars,
-        effects: JobEffects,
+        present: Present,
+        sidecar: SidecarSettings,
         clock: Clock,
         failing_conditions: frozenset[tuple[str, str]] = frozenset(),
         leaving_taints: frozenset[str] = frozenset(),
     ) -> None:
         self._cache = cache
         self._sidecars = sidecars
-        self._effects = effects
+        self._present = present
+        self._sidecar = sidecar
         self._clock = clock
         self._failing_conditions = failing_conditions
         self._leaving_taints = leaving_taints
@@ -71,7 +74,7 @@ class Observer:
     ) -> Observed:
         pods, placeholders = self.pods(job), self._cache.placeholders(job)
         self.follow_sidecars(job, pods)
-        self._effects.assume_present(job)
+        self._present.assume(job, self._sidecar)
         return Observed(
             job=job,
             pods=pods,
@@ -82,11 +85,9 @@ class Observer:
             coordinator=self._sidecars.coordinator_state(job.uid),
             checkpoints=self._checkpoints(job),
             store=self._store(job),
-            services=self._effects.services(job.uid),
-            disruption_budget=self._effects.disruption_budget(job.uid),
-            secrets=self._effects.secrets(job.uid),
-            doubtful_secrets=self._effects.doubtful_secrets(job.uid),
-            taken_secrets=self._effects.taken_secrets(job.uid),
+            sidecar=self._sidecar,
+            secrets=self._present.secrets(job.uid),
+            taken_secrets=self._present.taken_secrets(job.uid),
             memory=memory,
             routine_seconds=routine_seconds(self._cache.job_count),
             unreadable=self._unreadable(job),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from holdfast_core.api import CheckpointAdoption, Gang
 from holdfast_core.ids import JobUid
 from holdfast_operator.decide.report.owners import NO_OWNER, other_owner, owner_of_job
-from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.cluster import JOB, Cluster
 from holdfast_operator.model.job import Owner, OwnerView, PodView
 
 
@@ -38,7 +38,7 @@ class Owners:
     async def _read(self, namespace: str, controller: Owner) -> OwnerView:
         if (controller.group, controller.kind) != ("batch", "Job"):
             return other_owner(controller.kind, controller.name)
-        raw = await self._cluster.get_batch_job(namespace, controller.name)
+        raw = await self._cluster.get(JOB, namespace, controller.name)
         return NO_OWNER if raw is None else owner_of_job(raw)
 
     def forget(self, uid: JobUid) -> None:

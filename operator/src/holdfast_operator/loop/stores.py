@@ -20,9 +20,10 @@ from holdfast_operator.loop.stores_probe import (
     result_of,
     store_status,
 )
+from holdfast_operator.model import kinds
 from holdfast_operator.model.effects import NameTakenError
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.store_view import store_config
-from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.records import ProbePod
 
@@ -85,7 +86,7 @@ class Stores:
             await self._write(store, ProbeResult(False, PROBE_REFUSED, text, None))
             return LOOK_AGAIN_SECONDS
         try:
-            await self._cluster.create_pod(namespace, body)
+            await self._cluster.create_owned(body)
         except NameTakenError as error:
             await self._write(store, ProbeResult(False, PROBE_REFUSED, str(error), None))
         return LOOK_AGAIN_SECONDS
@@ -102,12 +103,16 @@ class Stores:
     async def _remove(self, pod: ProbePod) -> None:
         self._first_seen.pop(pod.uid, None)
         if not pod.terminating:
-            await self._cluster.delete_pod(pod.namespace, pod.name, pod.uid, force=False)
+            await self._cluster.delete(kinds.POD, pod.namespace, pod.name, pod.uid)
 
     async def _write(self, store: CheckpointStore, result: ProbeResult) -> None:
         status = store_status(store, result, self._clock.utc_now())
-        await self._cluster.patch_store_status(
-            store.namespace, store.name, store.resource_version, merge_patch(status)
+        await self._cluster.patch_status(
+            CheckpointStore.KIND,
+            store.namespace,
+            store.name,
+            store.resource_version,
+            merge_patch(status),
         )
         if store.available is result.available:
             return

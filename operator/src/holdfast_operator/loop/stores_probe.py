@@ -21,8 +21,9 @@ from holdfast_core.api import (
 )
 from holdfast_core.contract import STORE_DIR, StoreConfig
 from holdfast_operator.model import labels
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import PROBE_PREFIX
-from holdfast_operator.render.pod import HOLDFAST_GROUP, SidecarSettings
+from holdfast_operator.render.pod import HOLDFAST_GROUP
 from holdfast_operator.watch.records import ProbePod
 
 STUCK_SECONDS = 20.0

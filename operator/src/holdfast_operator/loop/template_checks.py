@@ -13,9 +13,10 @@ from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_operator.decide.acceptance import template_problem
 from holdfast_operator.decide.queue.groups import wanted_group
 from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.keys import Key
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.pod import render_pod
 
 REFUSAL_SECONDS = (1.0, 30.0)
 """Shortest and longest wait before a refused template is checked again. Between these limits the wait

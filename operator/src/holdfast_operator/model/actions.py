@@ -1,19 +1,26 @@
-"""The closed union of actions that a decision may contain. `apply` is their only interpreter.
+"""What a decision consists of. `apply` is the only place that carries it out.
 
-Every action is idempotent. A create succeeds if the job's object already exists, a delete succeeds if the
-object is gone, and a status write carries the resourceVersion that the decision is based on. A decision
-contains at most one status write.
+1. At most one write of the job's status, with the resourceVersion that the decision is based on.
+2. Whole objects, which are created or compared with the ones of their names.
+3. Deletes, each with the uid that must be deleted and the reason.
+4. Calls to sidecars, as values.
+5. Events.
+All of them are idempotent: a create succeeds if the job's object already exists, a delete succeeds if the
+object is gone, and a call is repeated until its effect is observed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, assert_never
 
-from holdfast_core.api import CheckpointStatus, TrainingJobStatus
-from holdfast_core.ids import JobUid, RestartRound, Step, Worker
-from holdfast_core.messages.schema import FinishCommit, RestorePoint, Round
-from holdfast_operator.model.job import JobMemory, PodGroup
+from holdfast_core.api import TrainingJobStatus
+from holdfast_core.ids import Worker
+from holdfast_core.messages.schema import FinishCommit, GangRequest, Prune, Seal
+from holdfast_operator.model import kinds
+from holdfast_operator.model.job import JobMemory
 from holdfast_operator.model.outgoing_round import OutgoingRound
 
 
@@ -55,60 +62,82 @@ class WriteStatus:
     status: TrainingJobStatus
 
 
-@dataclass(frozen=True, slots=True)
-class CreateService:
-    name: str
+StatusWrite = BeginRound | ChooseRestorePoint | CommitPersisted | WriteStatus
 
 
 @dataclass(frozen=True, slots=True)
-class SetDisruptionBudget:
-    """Creation of the PodDisruptionBudget, or its change to this number of workers."""
+class DesiredObject:
+    """An object of the job as it should be. One that exists must belong to the job.
 
-    workers: int
+    A body with a resourceVersion changes the object of that version: a Checkpoint, or parts of it.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class CreateCertificates:
-    """Creation of one Secret with the leaf certificates of pods that are or may be created in `round`."""
-
-    secret: str
-    round: RestartRound
-    pods: tuple[str, ...]
+    body: Mapping[str, Any]
+    leaves: tuple[str, ...] = ()
+    """Secret with certificates: names of the pods whose leaf certificates it holds. Only the edge has the
+    job's authority, so it adds them to the body."""
     in_use: bool = False
-    """Whether a pod names this Secret. One that exists is then taken for it, else for one of another owner:
-    the operator may not read it."""
+    """Secret: whether a pod names it. One that exists is then taken for it, else for one of another owner,
+    because the operator may not read it."""
+
+    @property
+    def kind(self) -> str:
+        return str(self.body["kind"])
+
+    @property
+    def name(self) -> str:
+        return str(self.body["metadata"]["name"])
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        found: Mapping[str, str] = self.body["metadata"].get("labels") or {}
+        return found
+
+    @property
+    def resource_version(self) -> str | None:
+        found: str | None = self.body["metadata"].get("resourceVersion")
+        return found
+
+
+class CallPath(StrEnum):
+    """Path of a call to a sidecar (docs/protocol.md)."""
+
+    SEAL = "/v1/seal"
+    FINISH_COMMIT = "/v1/finish-commit"
+    ROUND = "/v1/round"
+    SAVE = "/v1/save-now"
+    STOP = "/v1/stop"
+    END = "/v1/end"
+    """As STOP. The newest committed step is persisted besides, before the pods of the job are deleted."""
+    PRUNE = "/v1/prune"
 
 
 @dataclass(frozen=True, slots=True)
-class CreatePod:
-    name: str
+class Call:
+    """A call to the sidecar of a pod. It is only started: its result is part of a later Observed."""
+
+    path: CallPath
     worker: Worker
-    birth_round: RestartRound
-    avoided_nodes: tuple[str, ...] = ()
-    """Names of lost nodes that the pod's node affinity excludes."""
-    failed_nodes: tuple[str, ...] = ()
-    """Names of nodes that it excludes because workers of the job failed there."""
-    group: PodGroup | None = None
-    """The pod group in Kueue that it joins. None: it is in no queue."""
-    certificates: str = ""
-    """Secret with its certificate. "" means the first name for it."""
+    pod: str
+    """Name of the pod in its certificate."""
+    pod_uid: str
+    message: Seal | FinishCommit | OutgoingRound | GangRequest | Prune
 
 
 @dataclass(frozen=True, slots=True)
-class CreatePlaceholder:
-    """Creation of a pod that takes a node as the pod of this missing worker would, and runs no container."""
-
-    name: str
-    worker: Worker
-
-
-@dataclass(frozen=True, slots=True)
-class DeletePod:
+class Delete:
+    kind: str
     name: str
     uid: str
-    """Precondition of the delete: a pod of this name with another uid is left alone."""
+    """Precondition: an object of this name with another uid is left alone. "" for a Secret, which the
+    operator may not read."""
+    reason: str = field(compare=False)
+    """Why it is deleted, for the log."""
     force: bool = False
     """Delete with grace period 0, because the node is lost and its kubelet cannot confirm the delete."""
+    data: Call | None = None
+    """Call to the coordinator that deletes the data of a Checkpoint in the object store. The object is
+    deleted when its reply confirms that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,131 +149,7 @@ class ReleasePod:
     """Precondition: a pod of this name with another uid is left alone."""
     ends_group: bool
     """Whether Kueue may finish the pod's group: no pod of it will be replaced."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteCertificates:
-    """Deletion of a certificate Secret that no current member's pod uses."""
-
-    secret: str
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteJob:
-    """Deletion of a job whose ttlSecondsAfterFinished has passed."""
-
-    uid: JobUid
-
-
-@dataclass(frozen=True, slots=True)
-class SealWorker:
-    worker: Worker
-    pod: str
-    pod_uid: str
-    address: str
-    round: RestartRound
-
-
-@dataclass(frozen=True, slots=True)
-class FinishInterruptedCommit:
-    worker: Worker
-    pod: str
-    pod_uid: str
-    address: str
-    message: FinishCommit
-
-
-@dataclass(frozen=True, slots=True)
-class SendRound:
-    worker: Worker
-    pod: str
-    pod_uid: str
-    address: str
-    outgoing: OutgoingRound
-    sidecar_restarts: int
-    """Restart count of the pod's sidecar container when the message is sent, for AckedRound."""
-
-    @property
-    def message(self) -> Round:
-        return self.outgoing.message
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSave:
-    worker: Worker
-    """Worker whose sidecar is the coordinator."""
-    pod: str
-    address: str
-    round: RestartRound
-    token: str
-    """Name of the Checkpoint object that requests the save. It identifies the request if it is repeated."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestStop:
-    """Request to save and stop."""
-
-    worker: Worker
-    """Worker whose sidecar is the coordinator."""
-    pod: str
-    address: str
-    round: RestartRound
-    token: str
-    """Identifies the request if it is repeated."""
-    job_is_over: bool = False
-    """Whether the newest committed step is persisted besides, before the pods of the job are deleted."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreateCheckpointObject:
-    """Creation of a Checkpoint object, which records a commit, with its status."""
-
-    name: str
-    step: Step
-    status: CheckpointStatus
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateCheckpoint:
-    """Write of a Checkpoint's status, and before it of spec.step and the finalizers if they are given."""
-
-    name: str
-    resource_version: str
-    status: CheckpointStatus
-    step: Step | None = None
-    """Value for spec.step. None leaves it as it is."""
-    finalizers: tuple[str, ...] = ()
-    """Value for metadata.finalizers. () leaves them as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class PruneObject:
-    """Deletion of a checkpoint's data in the object store, and then of its Checkpoint object.
-
-    The coordinator deletes the data, and the operator removes its finalizer from the object. Nothing
-    restores from the checkpoint any more: it is in phase Deleting, or
-    a user has deleted the object.
-    """
-
-    worker: Worker
-    """Worker whose sidecar is the coordinator."""
-    pod: str
-    address: str
-    round: RestartRound
-    name: str
-    uid: str
-    checkpoint: RestorePoint
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteCheckpoint:
-    """Deletion of a Checkpoint object without its data.
-
-    There is no data, it must be kept, or no sidecar can delete it.
-    """
-
-    name: str
-    uid: str
+    kind = kinds.POD
 
 
 class EventKind(StrEnum):
@@ -259,40 +164,39 @@ class EmitEvent:
     message: str
 
 
-StatusWrite = BeginRound | ChooseRestorePoint | CommitPersisted | WriteStatus
+Action = StatusWrite | DesiredObject | Delete | ReleasePod | Call | EmitEvent
 
-Action = (
-    BeginRound
-    | ChooseRestorePoint
-    | CommitPersisted
-    | WriteStatus
-    | CreateService
-    | SetDisruptionBudget
-    | CreateCertificates
-    | CreatePod
-    | CreatePlaceholder
-    | DeletePod
-    | ReleasePod
-    | DeleteCertificates
-    | DeleteJob
-    | SealWorker
-    | FinishInterruptedCommit
-    | SendRound
-    | RequestSave
-    | RequestStop
-    | CreateCheckpointObject
-    | UpdateCheckpoint
-    | PruneObject
-    | DeleteCheckpoint
-    | EmitEvent
-)
+
+def described(action: Action) -> str:
+    """Return what the action does to which object, such as "create Pod gpt-1-r3"."""
+    match action:
+        case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
+            return "write the status"
+        case DesiredObject():
+            verb = "create" if action.resource_version is None else "change"
+            return f"{verb} {action.kind} {action.name}"
+        case Delete():
+            verb = "delete" if action.data is None else "prune"
+            return f"{verb} {action.kind} {action.name}"
+        case ReleasePod():
+            return f"release Pod {action.name}"
+        case Call():
+            return f"call {action.path} of Pod {action.pod}"
+        case EmitEvent():
+            return f"emit Event {action.reason}"
+        case _:
+            assert_never(action)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Result of one pass over one job."""
 
-    actions: tuple[Action, ...]
+    status: StatusWrite | None
+    objects: tuple[DesiredObject, ...]
+    deletes: tuple[Delete | ReleasePod, ...]
+    calls: tuple[Call, ...]
+    events: tuple[EmitEvent, ...]
     requeue_after_seconds: float | None
     """Seconds until the next pass if no event comes before. None: only an event causes a pass."""
     reason: str
@@ -302,3 +206,34 @@ class Decision:
     acted_version: int | None = None
     """Version of the coordinator's state up to which everything is durable in the API. The next long poll
     sends it as `since`. None: the value that was sent before stays."""
+
+    @classmethod
+    def of(
+        cls,
+        actions: Iterable[Action],
+        requeue_after_seconds: float | None,
+        reason: str,
+        memory: JobMemory,
+        acted_version: int | None = None,
+    ) -> Decision:
+        """Return the decision of these actions, in any order."""
+        given = tuple(actions)
+        writes = [a for a in given if isinstance(a, StatusWrite)]
+        assert len(writes) <= 1, f"a pass writes the status at most once, not {len(writes)} times"
+        return cls(
+            writes[0] if writes else None,
+            tuple(a for a in given if isinstance(a, DesiredObject)),
+            tuple(a for a in given if isinstance(a, Delete | ReleasePod)),
+            tuple(a for a in given if isinstance(a, Call)),
+            tuple(a for a in given if isinstance(a, EmitEvent)),
+            requeue_after_seconds,
+            reason,
+            memory,
+            acted_version,
+        )
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Return everything that the decision does, in the order in which it is carried out."""
+        write = () if self.status is None else (self.status,)
+        return (*write, *self.calls, *self.objects, *self.deletes, *self.events)

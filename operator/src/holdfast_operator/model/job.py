@@ -21,6 +21,7 @@ from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, ListedShard, UncommittedShard
 from holdfast_operator.model import labels
+from holdfast_operator.model.installation import SidecarSettings
 
 CLOCK_SKEW = timedelta(minutes=5)
 """Largest difference between the wall clocks of two operator processes in a cluster whose clocks are kept."""
@@ -535,14 +536,10 @@ class Observed:
     store: StoreView | None = None
     """The store that the spec names. None: the spec names no store, or the store does not exist, cannot be
     parsed or is being deleted."""
-    services: frozenset[str] = frozenset()
-    """Names of the job's Services that this process created or found recently."""
-    disruption_budget: int | None = None
-    """Number of workers for which this process recently wrote the PodDisruptionBudget. None: it did not."""
+    sidecar: SidecarSettings = field(default_factory=lambda: SidecarSettings(""))
+    """Settings of the installation for the objects of the job."""
     secrets: frozenset[str] = frozenset()
     """Names of certificate Secrets that this process created or found. The operator may not read them."""
-    doubtful_secrets: frozenset[str] = frozenset()
-    """Members of `secrets` that may have been deleted since they were created or found."""
     taken_secrets: frozenset[str] = frozenset()
     """Names for Secrets with certificates that this process found in use for something else."""
     memory: JobMemory = JobMemory()

@@ -6,13 +6,13 @@ started, and for the actions that the operator may take on pods.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 from holdfast_core.api import (
     AdoptedPod,
+    Checkpoint,
     CheckpointAdoption,
     CheckpointAdoptionStatus,
     Gang,
@@ -29,15 +29,7 @@ from holdfast_core.names import (
     pod_name,
     worker_name,
 )
-from holdfast_operator.model.actions import (
-    Action,
-    CreatePod,
-    CreateService,
-    DeleteCertificates,
-    DeletePod,
-    ReleasePod,
-    SetDisruptionBudget,
-)
+from holdfast_operator.model import kinds
 from holdfast_operator.model.job import PodView
 
 
@@ -76,8 +68,12 @@ class PodSource(Protocol):
         """Return the status with a record of every pod that has started."""
         ...
 
-    def permitted(self, actions: Sequence[Action]) -> tuple[Action, ...]:
-        """Return the actions without those that belong to the controller of the pods."""
+    def may_put(self, kind: str) -> bool:
+        """Return whether the operator creates objects of this kind, or the controller of the pods does."""
+        ...
+
+    def may_delete(self, kind: str) -> bool:
+        """Return whether the operator deletes objects of this kind, and releases them."""
         ...
 
 
@@ -150,8 +146,11 @@ class OwnPods:
     ) -> TrainingJobStatus:
         return status
 
-    def permitted(self, actions: Sequence[Action]) -> tuple[Action, ...]:
-        return tuple(actions)
+    def may_put(self, kind: str) -> bool:
+        return True
+
+    def may_delete(self, kind: str) -> bool:
+        return True
 
 
 def _as(pod: PodView, became: tuple[Worker, RestartRound] | None) -> PodView:
@@ -227,13 +226,8 @@ class AdoptedPods:
             return status
         return changed(status, pods=tuple(records[w] for w in sorted(records)))
 
-    def permitted(self, actions: Sequence[Action]) -> tuple[Action, ...]:
-        theirs = (
-            CreatePod,
-            DeletePod,
-            ReleasePod,
-            CreateService,
-            SetDisruptionBudget,
-            DeleteCertificates,
-        )
-        return tuple(a for a in actions if not isinstance(a, theirs))
+    def may_put(self, kind: str) -> bool:
+        return kind in (kinds.SECRET, Checkpoint.KIND)
+
+    def may_delete(self, kind: str) -> bool:
+        return kind not in (kinds.POD, kinds.SECRET)

@@ -10,14 +10,14 @@ from typing import Any
 
 from holdfast_core.api import Gang
 from holdfast_core.names import service_name
-from holdfast_operator.model import labels
+from holdfast_operator.model import kinds, labels
 from holdfast_operator.render.metadata import job_labels, owner_reference
 
 
 def render_disruption_budget(job: Gang, workers: int) -> dict[str, Any]:
     return {
         "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
+        "kind": kinds.DISRUPTION_BUDGET,
         "metadata": {
             "name": service_name(job.name, job.uid),
             "namespace": job.namespace,

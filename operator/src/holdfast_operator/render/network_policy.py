@@ -7,25 +7,14 @@ always admits its own node. NetworkPolicies are additive, so a tenant can allow 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.api import Gang
 from holdfast_core.contract import CONTROL_PORT, METRICS_PORT
 from holdfast_core.names import service_name
-from holdfast_operator.model import labels
+from holdfast_operator.model import kinds, labels
+from holdfast_operator.model.installation import WorkerNetwork
 from holdfast_operator.render.metadata import job_labels, owner_reference
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerNetwork:
-    """Settings of the installation for the network of workers."""
-
-    operator_namespace: str
-    operator_labels: tuple[tuple[str, str], ...]
-    """Labels that select the operator's pod."""
-    metrics_from: tuple[dict[str, Any], ...] = ()
-    """NetworkPolicyPeers that may read metrics. Empty: any client may read them."""
 
 
 def render_network_policy(job: Gang, network: WorkerNetwork) -> dict[str, Any]:
@@ -41,7 +30,7 @@ def render_network_policy(job: Gang, network: WorkerNetwork) -> dict[str, Any]:
         metrics["from"] = list(network.metrics_from)
     return {
         "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
+        "kind": kinds.NETWORK_POLICY,
         "metadata": {
             "name": service_name(job.name, job.uid),
             "namespace": job.namespace,

@@ -15,8 +15,9 @@ from holdfast_core.contract import CERTS_VOLUME
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import placeholder_name
 from holdfast_operator.model import labels
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import StoreView
-from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.pod import render_pod
 
 
 def render_placeholder(

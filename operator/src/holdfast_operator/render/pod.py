@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from holdfast_core.api import Gang, parse_quantity_bytes
@@ -32,7 +32,8 @@ from holdfast_core.contract import (
 )
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
-from holdfast_operator.model import labels
+from holdfast_operator.model import kinds, labels
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import PodGroup, StoreView
 from holdfast_operator.model.template.grace import grace_of
 from holdfast_operator.model.template.parts import part_digests, to_annotation
@@ -43,7 +44,6 @@ from holdfast_operator.render.metadata import (
     worker_labels,
 )
 from holdfast_operator.render.names import certificate_items
-from holdfast_operator.render.network_policy import WorkerNetwork
 
 HOLDFAST_GROUP = 65532
 """User and group of the sidecar, and default fsGroup of the pod: both containers share files by group."""
@@ -61,28 +61,6 @@ _PROBE_SECONDS = 5
 SHARED_VOLUME = "holdfast-shared"
 STORE_VOLUME = "holdfast-store"
 POD_IP_VARIABLE = "HOLDFAST_POD_IP"
-
-
-def _default_resources() -> dict[str, Any]:
-    return {
-        "requests": {"cpu": "100m", "memory": "256Mi"},
-        "limits": {"memory": "1Gi"},
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class SidecarSettings:
-    """Settings of the installation for the sidecar container."""
-
-    image: str
-    pull_policy: str = "IfNotPresent"
-    resources: Mapping[str, Any] = field(default_factory=_default_resources)
-    """Resources of the container. The default has no CPU limit, because throttling would delay the durable
-    write of a step."""
-    drain_command: tuple[str, ...] = ("holdfast-sidecar", "pre-stop")
-    probe_command: tuple[str, ...] = ("holdfast-sidecar", "healthz")
-    network: WorkerNetwork | None = None
-    """Settings of the workers' NetworkPolicy. None: the operator creates none."""
 
 
 def render_pod(
@@ -154,7 +132,7 @@ def render_pod(
     }
     annotations[labels.RENDERED_FROM] = to_annotation(part_digests(job))
     metadata["annotations"] = annotations
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    return {"apiVersion": "v1", "kind": kinds.POD, "metadata": metadata, "spec": spec}
 
 
 # --------------------------------------------------------------------------- trainer

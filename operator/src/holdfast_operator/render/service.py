@@ -10,14 +10,14 @@ from typing import Any
 from holdfast_core.api import Gang
 from holdfast_core.contract import CONTROL_PORT
 from holdfast_core.names import service_name
-from holdfast_operator.model import labels
+from holdfast_operator.model import kinds, labels
 from holdfast_operator.render.metadata import job_labels, owner_reference
 
 
 def render_service(job: Gang) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
-        "kind": "Service",
+        "kind": kinds.SERVICE,
         "metadata": {
             "name": service_name(job.name, job.uid),
             "namespace": job.namespace,

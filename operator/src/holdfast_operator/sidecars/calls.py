@@ -210,17 +210,15 @@ class Sidecars:
 
         self._start(uid, pod_uid, FINISH_COMMIT, call)
 
-    def send_round(
-        self, uid: JobUid, pod_uid: str, outgoing: OutgoingRound, sidecar_restarts: int
-    ) -> None:
+    def send_round(self, uid: JobUid, pod_uid: str, outgoing: OutgoingRound) -> None:
         """Start a ROUND to the pod's sidecar, unless one is under way or its back-off has not ended.
 
-        Args:
-            sidecar_restarts: Restart count of the container, recorded with the acknowledgement. A restarted
-                sidecar needs ROUND again.
+        The restart count of the container at the start of the call is recorded with the acknowledgement. A
+        restarted sidecar needs ROUND again.
         """
 
         async def call(context: SSLContext, pod: PodCalls) -> None:
+            _, restarts = pod.starts
             reply = await self._client.round(context, pod.target, outgoing)
             await self._take(context, pod, reply)
             pod.round_received.set()
@@ -230,7 +228,7 @@ class Sidecars:
                     outgoing.message.round,
                     outgoing.message.version,
                     outgoing.digest,
-                    sidecar_restarts,
+                    restarts,
                 ),
             )
 
@@ -249,30 +247,26 @@ class Sidecars:
         job.requests.add(name)
         self._spawn(self._ask(job, pod, path, message, name))
 
-    def prune(self, uid: JobUid, pod: str, name: str, message: Prune) -> PruneReply:
-        """Return the reply of an earlier call for this Checkpoint, or start a call.
-
-        Args:
-            name: Name of the Checkpoint.
-
-        Returns:
-            The reply, once; an empty one while no call has ended.
-        """
+    def prune(self, uid: JobUid, pod: str, message: Prune) -> PruneReply | None:
+        """Return the reply of an earlier call for the same checkpoints once, or start a call."""
         job = self._jobs.get(uid)
         if job is None:
-            return PruneReply(())
-        landed = job.pruned.pop(name, None)
+            return None
+        landed = job.pruned.pop(message.checkpoints, None)
         if landed is not None:
             return landed
         known = job.pod(pod)
         if known is not None:
 
             async def call(context: SSLContext, asked: PodCalls) -> None:
-                job.pruned[name] = await self._client.prune(context, asked.target, message)
+                job.pruned[message.checkpoints] = await self._client.prune(
+                    context, asked.target, message
+                )
                 self._answers.answered(asked)
 
-            self._start(uid, known.view.pod_uid, f"prune {name}", call)
-        return PruneReply(())
+            steps = ", ".join(f"step {c.step} of round {c.round}" for c in message.checkpoints)
+            self._start(uid, known.view.pod_uid, f"prune {steps}", call)
+        return None
 
     # ------------------------------------------------------------------ calls
 

@@ -32,8 +32,9 @@ from holdfast_core.net.tls import load_leaf
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.model import labels
+from holdfast_operator.model import kinds, labels
 from holdfast_operator.render.names import certificate_items
+from holdfast_operator.render.secret import render_secret
 
 NOT_BEFORE = datetime(1970, 1, 1, tzinfo=UTC)
 NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
@@ -174,7 +175,7 @@ class Certificates:
     async def forget(self, job_uid: JobUid) -> None:
         """Delete the authority of a job that is gone. Raises ApiError."""
         async with self._lock(job_uid):
-            await self._cluster.delete_secret(self._namespace, ca_secret_name(job_uid))
+            await self._cluster.delete(kinds.SECRET, self._namespace, ca_secret_name(job_uid))
             self._authorities.pop(job_uid, None)
             self._clients.pop(job_uid, None)
         self._locks.pop(job_uid, None)
@@ -257,7 +258,7 @@ class Certificates:
         try:
             await self._require(job)
         except JobGoneError:
-            await self._cluster.delete_secret(self._namespace, ca_secret_name(job.uid))
+            await self._cluster.delete(kinds.SECRET, self._namespace, ca_secret_name(job.uid))
             raise
         return authority
 
@@ -280,7 +281,9 @@ class Certificates:
             }
         }
         data = {"ca.crt": fresh.certificate, "ca.key": fresh.key}
-        created = await self._cluster.create_secret(self._namespace, name, data, metadata)
+        created = await self._cluster.create_secret(
+            render_secret(self._namespace, name, metadata), data
+        )
         if not created.existed:
             return fresh
         found = await self._read(job.uid)  # another operator created it first, so its key is used

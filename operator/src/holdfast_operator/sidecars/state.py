@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 
 from holdfast_core.ids import Digest, JobUid, RestartRound
-from holdfast_core.messages.schema import CoordinatorState, PruneReply
+from holdfast_core.messages.schema import CoordinatorState, PruneReply, RestorePoint
 from holdfast_operator.model.job import AckedRound, InventoryView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.sidecars.allowance import Allowance
@@ -111,8 +111,8 @@ class JobCalls:
     """Longest wait of the poll for the pass that acts on its answer."""
     refused_seconds: float = 0.0
     """Longest wait of the poll for a ROUND after the sidecar has answered that it does not coordinate."""
-    pruned: dict[str, PruneReply] = field(default_factory=dict)
-    """Replies to prunes that no pass has read yet, by name of the Checkpoint."""
+    pruned: dict[tuple[RestorePoint, ...], PruneReply] = field(default_factory=dict)
+    """Replies to prunes that no pass has read yet, by the checkpoints to delete."""
     requests: set[str] = field(default_factory=set)
     """Names of the requests that are being sent."""
     polls: Allowance = field(default_factory=lambda: Allowance(POLL_BURST, POLL_SECONDS_EACH))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from holdfast_core.ids import Worker
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.world import MemberState, World
-from holdfast_operator.model.actions import Action, DeletePod, EmitEvent, EventKind
+from holdfast_operator.model import kinds
+from holdfast_operator.model.actions import Action, Delete, EmitEvent, EventKind
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template.parts import TEMPLATE, part_digests
 from holdfast_operator.model.wording import first_of
@@ -53,7 +54,7 @@ def replacements(world: World) -> list[Action]:
         return []
     names = first_of([p.name for p in pods])
     text = f"spec.template has changed, and no rank ever ran in {names}: created again from the new one"
-    deletes = [DeletePod(p.name, p.uid) for p in pods]
+    deletes = [Delete(kinds.POD, p.name, p.uid, "spec.template has changed") for p in pods]
     return [*deletes, EmitEvent(EventKind.NORMAL, Reason.TEMPLATE_CHANGED, text)]
 
 

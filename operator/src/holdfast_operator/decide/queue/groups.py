@@ -19,8 +19,8 @@ from holdfast_core.api import Gang, TrainingJob
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import pod_group_name
 from holdfast_operator.decide.facts.world import MemberState, World
-from holdfast_operator.model import labels
-from holdfast_operator.model.actions import Action, DeletePod
+from holdfast_operator.model import kinds, labels
+from holdfast_operator.model.actions import Action, Delete
 from holdfast_operator.model.job import PodGroup, PodPhase, PodView, queue_of
 
 
@@ -86,7 +86,7 @@ def strays(world: World) -> list[Action]:
         return []
     group = present_group(world)
     return [
-        DeletePod(pod.name, pod.uid)
+        Delete(kinds.POD, pod.name, pod.uid, "it is not in the present pod group")
         for member, pod in _waiting(world)
         if not pod.terminating and not member.node_lost and _key(pod.group) != _key(group)
     ]

@@ -13,9 +13,10 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import CheckpointId
-from holdfast_operator.model.actions import Action, UpdateCheckpoint
+from holdfast_operator.model.actions import Action, DesiredObject
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.render.checkpoint import render_change
 
 
 def with_phase(
@@ -78,5 +79,5 @@ def marks(
             else "ranks that restored it failed repeatedly; the job does not restore it"
         )
         status = checkpoint.status.with_condition(kind, not marked, reason, text, now.utc)
-        actions.append(UpdateCheckpoint(checkpoint.name, checkpoint.resource_version, status))
+        actions.append(DesiredObject(render_change(checkpoint, status)))
     return actions

@@ -11,15 +11,7 @@ from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJobStatus
 from holdfast_operator.decide.facts.world import has_no_gang
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.stragglers import straggler_events
-from holdfast_operator.model.actions import (
-    BeginRound,
-    ChooseRestorePoint,
-    CommitPersisted,
-    Decision,
-    EmitEvent,
-    EventKind,
-    WriteStatus,
-)
+from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
 from holdfast_operator.model.reasons import Reason
 
 _HEALTH = (
@@ -52,14 +44,10 @@ _TROUBLE = frozenset(
 
 def with_notices(decision: Decision, before: TrainingJobStatus) -> Decision:
     """Return the decision with Events for the conditions that its status write changes."""
-    for action in decision.actions:
-        match action:
-            case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
-                events = notices(before, action.status)
-                return replace(decision, actions=(*decision.actions, *events))
-            case _:
-                continue
-    return decision
+    if decision.status is None:
+        return decision
+    events = notices(before, decision.status.status)
+    return replace(decision, events=(*decision.events, *events))
 
 
 def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:

@@ -31,7 +31,7 @@ def plan(world: World, memory: JobMemory, now: Now) -> Decision | None:
         return _written(world, memory, now, True, note, ())
     note = Note(Reason.CANNOT_READ, _text(hidden))
     if known is not None and known.is_false and known.message == note.message:
-        return Decision((), WAITING_SECONDS, note.message, memory)
+        return Decision.of((), WAITING_SECONDS, note.message, memory)
     event = EmitEvent(EventKind.WARNING, note.reason, note.message)
     return _written(world, memory, now, False, note, (event,))
 
@@ -51,4 +51,4 @@ def _written(
     job = world.observed.job
     status = set_condition(job.status, JobCondition.READABLE, value, note, now, job.generation)
     write = WriteStatus(job.resource_version, status)
-    return Decision((write, *events), WAITING_SECONDS if events else 0.0, note.message, memory)
+    return Decision.of((write, *events), WAITING_SECONDS if events else 0.0, note.message, memory)

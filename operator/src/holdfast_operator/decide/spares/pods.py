@@ -8,51 +8,44 @@ from __future__ import annotations
 
 from holdfast_core.ids import FIRST_SPARE, MAX_SPARES
 from holdfast_core.names import pod_name
+from holdfast_operator.decide.facts.births import worker_pod
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.actions import Action, CreateCertificates, CreatePod, DeletePod
+from holdfast_operator.model import kinds
+from holdfast_operator.model.actions import Action, Delete, DesiredObject
+from holdfast_operator.render.secret import render_certificates
 
 
-def create_spares(world: World, avoided: tuple[str, ...], failed: tuple[str, ...]) -> list[Action]:
-    """Return the creates of missing spares and of their certificates.
+def create_spares(
+    world: World, avoided: tuple[str, ...], failed: tuple[str, ...]
+) -> list[DesiredObject]:
+    """Return the missing spares and the certificates of those that have not started.
 
     Args:
         avoided: Names of lost nodes that new pods exclude.
         failed: Names of nodes that they exclude because workers failed there.
     """
     job = world.observed.job
-    known = world.observed.secrets - world.observed.doubtful_secrets
-    secrets: dict[str, Action] = {}
-    actions: list[Action] = []
+    secrets: dict[str, DesiredObject] = {}
+    pods: list[DesiredObject] = []
     for spare in world.spares:
         pod, birth = spare.pod, spare.birth_round
         if pod is None or (not pod.sidecar_started and pod.alive):
             secret = world.certificates(spare.worker, birth)
-            if secret not in known:
-                # A Secret cannot be changed, so it has the leaves of all spares that may be created later.
-                names = (
-                    pod_name(job.name, job.uid, FIRST_SPARE + n, birth) for n in range(MAX_SPARES)
-                )
-                mounted = world.is_mounted(secret)
-                secrets[secret] = CreateCertificates(secret, birth, tuple(names), mounted)
+            # A Secret cannot be changed, so it has the leaves of all spares that may be created later.
+            names = (pod_name(job.name, job.uid, FIRST_SPARE + n, birth) for n in range(MAX_SPARES))
+            body, mounted = render_certificates(job, secret), world.is_mounted(secret)
+            secrets[secret] = DesiredObject(body, tuple(names), mounted)
         if pod is None:
-            name = pod_name(job.name, job.uid, spare.worker, birth)
-            actions.append(
-                CreatePod(
-                    name,
-                    spare.worker,
-                    birth,
-                    avoided,
-                    failed,
-                    certificates=world.certificates(spare.worker, birth),
-                )
-            )
-    return [*secrets.values(), *actions]
+            pods.append(worker_pod(world, spare.worker, birth, avoided, failed))
+    return [*secrets.values(), *pods]
 
 
 def delete_lost_spares(world: World) -> list[Action]:
     """Return deletes of the spares that have ended or are on a lost node."""
     return [
-        DeletePod(s.pod.name, s.pod.uid, force=s.node_lost)
+        Delete(
+            kinds.POD, s.pod.name, s.pod.uid, "the spare has ended or its node is lost", s.node_lost
+        )
         for s in world.spares
         if s.pod is not None and (s.node_lost or (s.pod.ended and not s.pod.terminating))
     ]
@@ -63,7 +56,9 @@ def make_room(world: World) -> list[Action]:
     if has_room(world):
         return []
     return [
-        DeletePod(s.pod.name, s.pod.uid, force=s.node_lost)
+        Delete(
+            kinds.POD, s.pod.name, s.pod.uid, "a worker needs the room of the spare", s.node_lost
+        )
         for s in world.spares
         if s.pod is not None and (s.node_lost or not s.pod.terminating)
     ]
