@@ -43,6 +43,7 @@ from holdfast_core.messages.schema import (
 from holdfast_core.names import parse_pod_name
 from holdfast_operator.apply.apply import apply, memory_after
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.kube.api import ConflictError
 from holdfast_operator.model import kinds
 from holdfast_operator.model.actions import (
     Call,
@@ -52,7 +53,6 @@ from holdfast_operator.model.actions import (
     ReleasePod,
     StatusWrite,
 )
-from holdfast_operator.model.effects import ConflictError
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import (
     AckedRound,
@@ -88,7 +88,7 @@ class Place:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """Implementation of holdfast_operator.model.effects.Effects that also observes the cluster."""
+    """Implementation of holdfast_operator.apply.apply.Effects that also observes the cluster."""
 
     job: TrainingJob
     place: Place

@@ -15,7 +15,7 @@ from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import Prune, PruneReply, RestorePoint, Seal
 from holdfast_operator.apply.apply import ActionFailed, Applied, apply, memory_after
-from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.api import ApiError, ConflictError
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -30,7 +30,6 @@ from holdfast_operator.model.actions import (
     StatusWrite,
     WriteStatus,
 )
-from holdfast_operator.model.effects import ConflictError
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Observed, RequestedSave
 from holdfast_operator.render.checkpoint import render_checkpoint

@@ -25,14 +25,13 @@ from holdfast_operator.apply.job_effects import JobEffects
 from holdfast_operator.apply.present import Present
 from holdfast_operator.apply.unreadable_reports import UnreadableReports
 from holdfast_operator.base.metrics import Metrics
-from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.api import ApiError, NameTakenError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.stores_probe import probe_name
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import DesiredObject
-from holdfast_operator.model.effects import NameTakenError
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.keys import Key, job_key

@@ -28,9 +28,8 @@ from holdfast_core.ids import (
     is_spare,
 )
 from holdfast_core.names import pod_name
-from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.api import ApiError, ConflictError
 from holdfast_operator.model import labels
-from holdfast_operator.model.effects import ConflictError
 from holdfast_operator.model.job import PodPhase, PodView
 from holdfast_operator.model.ownership import worker_identity
 

@@ -16,6 +16,7 @@ from holdfast_operator.apply.present import Present
 from holdfast_operator.apply.status_parts import write_status
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.kube.api import ConflictError, NameTakenError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.model import kinds, labels
@@ -28,7 +29,6 @@ from holdfast_operator.model.actions import (
     ReleasePod,
     StatusWrite,
 )
-from holdfast_operator.model.effects import ConflictError, NameTakenError
 from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.sidecars.calls import Sidecars
@@ -43,7 +43,7 @@ ROUND."""
 
 
 class JobEffects:
-    """Implementation of model.effects.Effects."""
+    """Implementation of apply.Effects."""
 
     def __init__(
         self,

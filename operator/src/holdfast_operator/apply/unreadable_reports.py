@@ -11,9 +11,9 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.apply.raw_conditions import NewCondition, write_condition
 from holdfast_operator.base import logs
+from holdfast_operator.kube.api import ConflictError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
-from holdfast_operator.model.effects import ConflictError
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.reasons import Reason
 

@@ -17,12 +17,11 @@ from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.edits import outdated
 from holdfast_operator.decide.facts.apart import with_released
-from holdfast_operator.decide.facts.births import worker_pod
 from holdfast_operator.decide.facts.interval import timing
 from holdfast_operator.decide.facts.placement import domain_of, place_copies
 from holdfast_operator.decide.facts.resize import elastic_of
 from holdfast_operator.decide.facts.times import seconds_since
-from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.facts.world import MemberState, World, worker_pod
 from holdfast_operator.decide.queue import groups
 from holdfast_operator.decide.report.hangs import factor as hang_factor
 from holdfast_operator.decide.spares.pods import (
@@ -146,7 +145,10 @@ def _pods(world: World, births: list[MemberState]) -> list[DesiredObject]:
     """Return the pods of these members."""
     avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
     group = groups.present_group(world) if births else None
-    return [worker_pod(world, m.worker, world.round, avoided, failed, group) for m in births]
+    return [
+        DesiredObject(worker_pod(world, m.worker, world.round, avoided, failed, group))
+        for m in births
+    ]
 
 
 def _leaves(world: World, births: list[MemberState]) -> list[DesiredObject]:

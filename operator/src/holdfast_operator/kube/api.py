@@ -25,6 +25,17 @@ MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 
 
+class ConflictError(HoldfastError):
+    """The object changed or disappeared after it was read. The caller must observe and decide again."""
+
+
+class NameTakenError(HoldfastError):
+    """An object that does not belong to the job has the name that the job's object would get.
+
+    The operator leaves that object alone.
+    """
+
+
 class ApiError(HoldfastError):
     """Error of a request that the API server refused or that got no usable answer (status None)."""
 

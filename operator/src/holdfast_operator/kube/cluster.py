@@ -21,9 +21,8 @@ from holdfast_core.api import (
     Checkpoint,
     CheckpointStore,
 )
-from holdfast_operator.kube.api import ApiError, KubeApi
+from holdfast_operator.kube.api import ApiError, ConflictError, KubeApi, NameTakenError
 from holdfast_operator.model import kinds, labels
-from holdfast_operator.model.effects import ConflictError, NameTakenError
 from holdfast_operator.model.ownership import controller_of, whose
 
 NOT_FOUND, CONFLICT, INVALID, BAD_REQUEST, FORBIDDEN = 404, 409, 422, 400, 403

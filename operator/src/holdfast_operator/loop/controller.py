@@ -48,11 +48,12 @@ from holdfast_operator.loop.silence_checks import SilenceChecks
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.template_checks import TemplateChecks
 from holdfast_operator.loop.workqueue import WorkQueue
-from holdfast_operator.model.actions import EventKind, described
+from holdfast_operator.model.actions import Delete, EventKind, described
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Now, Unreadable
 from holdfast_operator.model.keys import Key, KeyKind, gang_key, store_key
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_of
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
@@ -290,6 +291,11 @@ class Controller:
         if taken >= LONG_PASS_SECONDS:
             self._queue.rest(key, RESTS_PER_PASS * taken)
         self._log_changes.info(str(key), decision.reason, **logs.job_fields(job))
+        deletes = [d for d in decision.deletes if isinstance(d, Delete)]
+        if deletes:
+            names = first_of([f"{d.kind} {d.name}" for d in deletes])
+            text = f"deleting {names}: {deletes[0].reason}"
+            self._log_changes.info(f"{key} deletes", text, **logs.job_fields(job))
         applied = await apply(decision, observed, self._effects)
         self._memory[job.uid] = memory_after(decision, observed, applied)
         await release_pods(self._cache, self._cluster, key)
@@ -412,6 +418,7 @@ class Controller:
         self._metrics.forget(job.namespace, job.name)
         self._log_changes.forget(str(gang_key(job)))
         self._log_changes.forget(f"{gang_key(job)} pods")
+        self._log_changes.forget(f"{gang_key(job)} deletes")
         if self._leadership.leads:  # otherwise the leader does it, or the sweep of the next leader
             self._spawn(self._forget_authority(uid))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from holdfast_core.api import API_VERSION, CheckpointStore, merge_patch
 from holdfast_core.clock import Clock
 from holdfast_operator.base import logs
+from holdfast_operator.kube.api import NameTakenError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.loop.stores_probe import (
@@ -21,7 +22,6 @@ from holdfast_operator.loop.stores_probe import (
     store_status,
 )
 from holdfast_operator.model import kinds
-from holdfast_operator.model.effects import NameTakenError
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.store_view import store_config
 from holdfast_operator.watch.cache import ClusterCache

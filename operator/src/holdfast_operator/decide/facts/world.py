@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count
+from typing import Any
 
 from holdfast_core.api import (
     Checkpoint,
@@ -19,6 +20,7 @@ from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import another_secret_name
 from holdfast_operator.model.job import (
     Observed,
+    PodGroup,
     PodView,
     Reachable,
     SidecarView,
@@ -26,6 +28,7 @@ from holdfast_operator.model.job import (
 )
 from holdfast_operator.model.pod_source import PodSource, pod_source
 from holdfast_operator.model.template.shape import pod_spec
+from holdfast_operator.render.pod import render_pod
 
 ENDS_OF_GANG = (JobCondition.SUSPENDED, JobCondition.COMPLETE, JobCondition.FAILED)
 """Conditions of a job that has no gang: it is suspended or over."""
@@ -72,6 +75,29 @@ class MemberState:
             return False
         known = [r for r in (sidecar.sealed_round, inventory_round(sidecar)) if r is not None]
         return bool(known) and max(known) >= round_
+
+
+def worker_pod(
+    world: World,
+    worker: Worker,
+    birth: RestartRound,
+    avoided: tuple[str, ...],
+    failed: tuple[str, ...],
+    group: PodGroup | None = None,
+) -> dict[str, Any]:
+    """Return the body of the pod that a worker or a spare would get now. See `render_pod`."""
+    observed = world.observed
+    return render_pod(
+        observed.job,
+        worker,
+        birth,
+        observed.store,
+        observed.sidecar,
+        avoided,
+        failed,
+        group,
+        world.certificates(worker, birth),
+    )
 
 
 def has_no_gang(status: TrainingJobStatus) -> bool:

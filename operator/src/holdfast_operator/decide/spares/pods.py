@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from holdfast_core.ids import FIRST_SPARE, MAX_SPARES
 from holdfast_core.names import pod_name
-from holdfast_operator.decide.facts.births import worker_pod
-from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.facts.world import World, worker_pod
 from holdfast_operator.model import kinds
 from holdfast_operator.model.actions import Action, Delete, DesiredObject
 from holdfast_operator.render.secret import render_certificates
@@ -36,7 +35,7 @@ def create_spares(
             body, mounted = render_certificates(job, secret), world.is_mounted(secret)
             secrets[secret] = DesiredObject(body, tuple(names), mounted)
         if pod is None:
-            pods.append(worker_pod(world, spare.worker, birth, avoided, failed))
+            pods.append(DesiredObject(worker_pod(world, spare.worker, birth, avoided, failed)))
     return [*secrets.values(), *pods]
 
 
