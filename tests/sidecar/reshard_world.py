@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill_target import FillTarget
-from holdfast_sidecar.restore.reshard import Resharder, Saved
-from holdfast_sidecar.restore.sources import ShardLocations
+from holdfast_sidecar.restore.slot_reader import SlotReader
+from holdfast_sidecar.restore.sources import PodPlaces
 
 NAMESPACE = "ns"
 JOB = JobIdentity(NAMESPACE, "job", JobUid("job"))
@@ -86,7 +86,7 @@ class World:
         documents = [layout.to_bytes() for layout in self.layouts]
         shards = zip(self.records, map(layout_digests, documents), strict=True)
         document = build_manifest(JOB, shards, parent=None)
-        self.saved = Saved(parse_manifest(document), NAMESPACE)
+        self.manifest = parse_manifest(document)
         self.layout_errors: dict[Rank, HoldfastError] = {}
         """Why the layout of a rank cannot be read."""
         self.layouts_read: list[Rank] = []
@@ -158,24 +158,51 @@ class World:
         path.write_bytes(header.pack().ljust(HEADER_BYTES, b"\0") + bytes(size))
         return path
 
-    def resharder(self, pools: Pools) -> Resharder:
+    def places(self, pools: Pools, node: Any = None) -> PodPlaces:
         store = ObjectTier(FaultyObjectStore(self.objects, self.store_faults))
-        bulk: Any = self
-        places = ShardLocations(Tiers(self.node, store, pools), bulk, bulk, self.metrics, 1)
-        return Resharder(places, bulk, pools, self.metrics, self.clock.patience)
+        tiers = Tiers(node or self.node, store, pools)
+        own: Any = self
+        return PodPlaces(self.manifest, NAMESPACE, tiers, own, own, self.metrics, 1)
 
-    def fill(self, wanted: RankLayout = WANTED, slot: SlotFile | None = None) -> Any:
+    def reader(self, pools: Pools) -> SlotReader:
+        return SlotReader(pools, self.metrics, self.clock.patience)
+
+    def fill(
+        self, wanted: RankLayout = WANTED, slot: SlotFile | None = None
+    ) -> tuple[TierName, bytes]:
         """Fill a slot. Return the farthest tier that was read, and the payload."""
-        path = self.slot(self.root, wanted.payload_bytes)
+        return self._fill(
+            wanted.payload_bytes,
+            lambda reader, places, target: reader.boxes(
+                places, wanted, 3, target, self.waits.append
+            ),
+            slot,
+        )
+
+    def fill_shard(self) -> tuple[TierName, bytes]:
+        """Fill a slot with the shard of rank 1. Return as `fill`."""
+
+        async def shard(reader: SlotReader, places: PodPlaces, target: FillTarget) -> TierName:
+            record, tier = await reader.shard(places, Rank(1), target, self.waits.append)
+            assert record == self.records[1]
+            return tier
+
+        return self._fill(self.layouts[1].payload_bytes, shard)
+
+    def _fill(
+        self,
+        payload_bytes: int,
+        read: Callable[[SlotReader, PodPlaces, FillTarget], Awaitable[TierName]],
+        slot: SlotFile | None = None,
+    ) -> tuple[TierName, bytes]:
+        path = self.slot(self.root, payload_bytes)
 
         async def scenario() -> tuple[TierName, bytes]:
             pools = Pools(disk=1, fetch=1, store=1)
             target = FillTarget(Rank(1))
             target.take(slot or SlotFile.open(self.root, path.name))
             try:
-                tier = await self.resharder(pools).fill(
-                    self.saved, wanted, 3, target, self.waits.append
-                )
+                tier = await read(self.reader(pools), self.places(pools), target)
             finally:
                 target.stop("it is over")
                 pools.close()

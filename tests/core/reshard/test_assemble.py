@@ -156,14 +156,14 @@ def test_what_is_assembled_is_the_unsharded_state(
         moves = planned(wanted, saved.ranks, len(targets))
         read_bytes = 0
         for rank, group in by_source(moves).items():
-            copying = Copying(group, limit_bytes)
+            copying = Copying(group)
             for runs, ahead, silent in failures:
                 error = None if silent else UnavailableError("gone in the middle")
                 try:
-                    copying.take(Flaky(saved.source(rank), runs, ahead, error), target)
+                    copying.take(Flaky(saved.source(rank), runs, ahead, error), target, limit_bytes)
                 except (UnavailableError, CorruptionError):
                     continue
-            copying.take(saved.source(rank), target)
+            copying.take(saved.source(rank), target, limit_bytes)
             read_bytes += copying.read_bytes
         assert bytes(target.data) == payload_of(wanted, wanted.rank % len(saved.ranks))
         assert read_bytes == bytes_read(moves, sizes, CHUNK), "a chunk is read once, or again"
@@ -173,9 +173,9 @@ def test_a_source_that_ends_early_without_an_error_is_a_failure() -> None:
     saved = Saved([4], [0])
     (wanted,) = layouts([1], [None])
     moves = by_source(planned(wanted, saved.ranks, 1))[Rank(1)]
-    copying = Copying(moves, CHUNK)
+    copying = Copying(moves)
     with pytest.raises(CorruptionError, match="received no bytes for"):
-        copying.take(Flaky(saved.source(Rank(1)), 1, 0, None), Target(wanted))
+        copying.take(Flaky(saved.source(Rank(1)), 1, 0, None), Target(wanted), CHUNK)
 
 
 def test_a_source_with_other_chunks_restarts_the_reads() -> None:
@@ -184,11 +184,11 @@ def test_a_source_with_other_chunks_restarts_the_reads() -> None:
     (wanted,) = layouts([1], [None])
     target = Target(wanted)
     for rank, moves in by_source(planned(wanted, saved.ranks, 1)).items():
-        copying = Copying(moves, CHUNK)
+        copying = Copying(moves)
         liar = Flaky(saved.source(rank), 0, 1, UnavailableError("gone"), 2 * CHUNK)
         with pytest.raises(UnavailableError):
-            copying.take(liar, target)
-        copying.take(saved.source(rank), target)
+            copying.take(liar, target, CHUNK)
+        copying.take(saved.source(rank), target, CHUNK)
     assert bytes(target.data) == payload_of(wanted, 0)
 
 

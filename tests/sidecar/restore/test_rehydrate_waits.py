@@ -29,11 +29,10 @@ from holdfast_core.errors import (
     CorruptionError,
     HoldfastError,
     NotFoundError,
-    RefusedError,
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of
-from holdfast_core.ids import Digest, Rank, ShardRef, TierName
+from holdfast_core.ids import Digest, Rank, ShardRef
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.shards.record import ShardRecord
 from holdfast_sidecar.base.pools import Pools
@@ -137,39 +136,6 @@ async def test_a_final_failure_is_reported_at_once(final: HoldfastError) -> None
         assert str(final) in world.rehydrator.cannot_restore
         assert not world.rehydrator.restore_may_succeed
         assert world.store.asked == 1
-
-
-async def test_a_shard_whose_copy_was_bad_is_waited_for() -> None:
-    async with running(*[AWAY] * 200) as world:
-        world.rehydrator.restored = world.restored
-        fetch = asyncio.create_task(world.rehydrator.refetch(RANK, world.restored))
-        await world.until(lambda: world.store.asked >= 2)
-        assert world.rehydrator.cannot_restore == ""
-        world.clock.advance(PATIENCE_SECONDS)
-        await world.until(lambda: "connection refused" in world.rehydrator.cannot_restore)
-        assert world.rehydrator.restore_may_succeed
-        await world.until(fetch.done)
-        assert await fetch is TierName.OBJECT
-        assert world.restored.sources == {RANK: TierName.OBJECT}
-        assert world.rehydrator.cannot_restore == ""
-
-
-async def test_a_shard_that_no_place_has_is_not_waited_for() -> None:
-    async with running(NONE) as world:
-        world.rehydrator.restored = world.restored
-        with pytest.raises(NotFoundError, match="object store: no such key"):
-            await world.rehydrator.refetch(RANK, world.restored)
-
-
-async def test_a_seal_ends_the_wait() -> None:
-    async with running(*[AWAY] * 10_000) as world:
-        world.rehydrator.restored = world.restored
-        fetch = asyncio.create_task(world.rehydrator.refetch(RANK, world.restored))
-        await world.until(lambda: world.store.asked >= 1)
-        await world.rehydrator.reset()
-        await world.until(fetch.done)
-        with pytest.raises(RefusedError, match="the round of the restore ended"):
-            await fetch
 
 
 @pytest.mark.fault("A new round begins at the moment at which a restore of the old one tries again")

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 from tests.sidecar.reshard_world import ROWS, WANTED, World, payload_of
-from tests.support.shards.placements import Tensor, layout_of
+from tests.support.shards.placements import Tensor, layout_of, plan
 from tests.support.tiers.faulty import Fault, FaultKind, Faults
 
 from holdfast_core.errors import (
     AccessDeniedError,
+    CorruptionError,
+    HoldfastError,
     NotFoundError,
+    RefusedError,
     StateMismatchError,
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Rank, TierName, Worker
-from holdfast_core.reshard.plan import plan
 from holdfast_core.reshard.reads import bytes_read
 from holdfast_core.shards.file import Trailer, trailer_bytes
 from holdfast_core.shards.record import CHUNK_BYTES, ShardRecord
@@ -43,7 +45,7 @@ GOOD = payload_of(WANTED, 1)
 
 def planned(world: World, missing: Mapping[Rank, str] | None = None) -> int:
     """Return the payload bytes that the plan reads."""
-    shards = world.saved.manifest.shards
+    shards = world.manifest.shards
     moves = plan(WANTED, 3, shards, world.layouts.__getitem__, missing or {})
     return bytes_read(moves, [layout.payload_bytes for layout in world.layouts], CHUNK_BYTES)
 
@@ -160,12 +162,12 @@ def test_missing_bytes_are_named_and_the_slot_is_released(world: World) -> None:
     world.put(world.members[Worker(4)], 0, 1)
     world.spoil("member4", 1)
     world.store_faults = Faults(
-        [Fault("size", FaultKind.ERR, error=AccessDeniedError("the store has other keys"))]
+        [Fault("size", FaultKind.ERR, error=CorruptionError("the store has other bytes"))]
     )
     with pytest.raises(NotFoundError) as caught:
         world.fill()
     text = str(caught.value)
-    for part in ("rank 1: node tier", "rank 1: worker 4", "worker 5", "other keys"):
+    for part in ("rank 1: node tier", "rank 1: worker 4", "worker 5", "other bytes"):
         assert part in text
     header = header_in(world.root)
     assert (header.state, header.step, header.payload_bytes) == (SlotState.FILLING, None, 0)
@@ -206,6 +208,24 @@ def test_a_member_that_stays_away_is_reported_and_called_again(world: World) -> 
     assert world.clock.monotonic() - before > 60
     assert reported[-2:] == [0, 1]
     assert "rank 1: worker 4" in world.waits[0]
+
+
+@pytest.mark.fault("The store refuses its keys during a restore")
+@pytest.mark.parametrize(
+    "error", [AccessDeniedError("other keys"), RefusedError("BUSY", "not yet")]
+)
+def test_a_place_that_refuses_now_is_asked_again(world: World, error: HoldfastError) -> None:
+    """The shards may be there: a fill that gave up would let the job go back to an older step."""
+    world.upload(0, 1, 2, 3)
+    world.store_faults = Faults([Fault("size", FaultKind.ERR, error=error)])
+
+    def allowed(waits: int) -> None:
+        if waits == 2:
+            world.store_faults.clear()
+
+    world.clock.at = allowed
+    assert world.fill() == (TierName.OBJECT, GOOD)
+    assert world.clock.waits == 2
 
 
 def test_bytes_that_no_place_has_are_not_waited_for(world: World) -> None:
@@ -282,4 +302,57 @@ def test_layouts_that_no_place_has_are_named(world: World) -> None:
         world.layout_errors[Rank(rank)] = NotFoundError("layout: no place has it")
     with pytest.raises(NotFoundError, match=r"rank 2: layout: no place has it.*without them: "):
         world.fill()
+    assert world.clock.waits == 0
+
+
+# ---------------------------------------------------------------- a shard as it was saved
+
+
+def whole(world: World) -> bytes:
+    return payload_of(world.layouts[1], 1)
+
+
+def test_a_shard_of_this_node_is_read_as_it_was_saved(world: World) -> None:
+    world.put(world.node, 1)
+    assert world.fill_shard() == (TierName.NODE, whole(world))
+    header = header_in(world.root)
+    found = (header.state, header.step, header.round, header.payload_bytes)
+    assert found == (SlotState.FREE, 5, 0, len(whole(world)))
+    assert world.counted("holdfast_fetched_bytes") == {"node": len(whole(world))}
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_rest_of_a_shard_that_is_damaged_here_comes_from_a_member(
+    world: World, last: bool
+) -> None:
+    world.put(world.node, 1)
+    world.put(world.members[Worker(5)], 1)
+    world.spoil("node", 1, len(whole(world)) - 1 if last else CHUNK_BYTES)
+    assert world.fill_shard() == (TierName.PEER, whole(world))
+    assert world.node.find(world.records[1].ref) is None, "the bad copy is put aside"
+    assert world.counted("holdfast_corruptions_detected") == {"node": 1}
+
+
+def test_a_shard_whose_last_copy_does_not_answer_is_waited_for(world: World) -> None:
+    world.put(world.node, 1)
+    world.spoil("node", 1)
+    world.put(world.members[Worker(4)], 1)
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+
+    def back(waits: int) -> None:
+        if world.waits:
+            world.faults[Worker(4)].clear()
+
+    world.clock.at = back
+    assert world.fill_shard() == (TierName.PEER, whole(world))
+    assert "rank 1: worker 4" in world.waits[0]
+
+
+def test_a_shard_that_no_place_has_names_the_places(world: World) -> None:
+    world.put(world.node, 1)
+    world.spoil("node", 1)
+    with pytest.raises(NotFoundError) as caught:
+        world.fill_shard()
+    for part in ("node tier: ", "CRC32C of chunk 1", "worker 4: ", "worker 5: ", "object store: "):
+        assert part in str(caught.value)
     assert world.clock.waits == 0

@@ -114,6 +114,7 @@ class Pod:
                 saves,
                 self,  # type: ignore[arg-type]
                 absent,
+                absent,
                 Metrics(),
             )
             try:

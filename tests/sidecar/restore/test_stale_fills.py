@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.sidecar.reshard_world import WANTED, Gate, Turning, World, payload_of
+from tests.sidecar.reshard_world import NAMESPACE, WANTED, Gate, Turning, World, payload_of
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.faulty import Fault, FaultKind, Faults
 
@@ -55,11 +54,12 @@ class SlowReader:
         self._reader = reader
         self._gate = gate
         self.record = reader.record
+        self.table = reader.table
+        self.close = reader.close
 
-    def read_payload(self) -> Generator[memoryview]:
-        for view in self._reader.read_payload():
-            self._gate.wait()
-            yield view
+    def read_payload_into(self, offset: int, buffer: memoryview) -> None:
+        self._reader.read_payload_into(offset, buffer)
+        self._gate.wait()
 
     def __enter__(self) -> SlowReader:
         return self
@@ -79,7 +79,7 @@ class Pod:
         self.path = self.world.slot(root, self.world.layouts[1].payload_bytes)
         self.memory: dict[str, Any] = {}
         self.reported: list[str] = []
-        manifest = self.world.saved.manifest
+        manifest = self.world.manifest
         ref = self.world.records[1].ref
         self.restored = Restored(
             RestorePoint(manifest.step, manifest.restart_round),
@@ -96,7 +96,7 @@ class Pod:
         return False
 
     def namespace_of(self, point: RestorePoint) -> str:
-        return self.world.saved.namespace
+        return NAMESPACE
 
     def failed(self, rank: Rank, text: str, *, is_final: bool = True) -> None:
         if text != (self.reported[-1] if self.reported else ""):
@@ -125,7 +125,8 @@ class Pod:
             Tiers(node, None, pools),
             saves,
             as_any,
-            self.world.resharder(pools),
+            self.world.reader(pools),
+            lambda manifest, namespace: self.world.places(pools, node),
             self.world.metrics,
         )
 

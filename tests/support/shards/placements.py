@@ -7,7 +7,7 @@ empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.support.shards.builders import pack_objects
@@ -18,7 +18,7 @@ from holdfast_core.format.payload import plan_payload
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_digests
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.boxes import Box
-from holdfast_core.reshard.plan import Move, plan
+from holdfast_core.reshard.plan import Move, SliceSearch
 
 Placement = Sequence[int | None]
 """For each dimension of the mesh, the dimension of the tensor that it cuts, or None for a replica."""
@@ -94,6 +94,20 @@ def shards_of(layouts: Sequence[RankLayout]) -> tuple[ManifestShard, ...]:
     )
 
 
+def plan(
+    wanted: RankLayout,
+    world_size: int,
+    shards: Sequence[ManifestShard],
+    read: Callable[[Rank], RankLayout],
+    missing: Mapping[Rank, str] | None = None,
+) -> tuple[Move, ...]:
+    """Search with layouts that `read` returns at once. See `SliceSearch`."""
+    search = SliceSearch(wanted, world_size, shards, missing or {})
+    while (rank := search.next()) is not None:
+        search.add(rank, read(rank))
+    return search.moves()
+
+
 def planned(
     wanted: RankLayout,
     layouts: Sequence[RankLayout],
@@ -101,7 +115,7 @@ def planned(
     missing: Mapping[Rank, str] | None = None,
 ) -> tuple[Move, ...]:
     """Return the plan of a rank of `world_size` from a checkpoint of ranks with these layouts."""
-    return plan(wanted, world_size, shards_of(layouts), layouts.__getitem__, missing or {})
+    return plan(wanted, world_size, shards_of(layouts), layouts.__getitem__, missing)
 
 
 def objects_of(rank: int, objects_bytes: int = 64) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Protocol
 
@@ -16,17 +16,8 @@ from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import ByteRange
 from holdfast_core.reshard.plan import Move
 from holdfast_core.reshard.reads import READ_BYTES, Read, reads_of
-from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.record import ShardRecord
-
-
-class ChunkSource(Protocol):
-    """The part of tiers.base.ShardSource that this module needs."""
-
-    @property
-    def trailer(self) -> Trailer: ...
-
-    def read(self, wanted: Iterable[range]) -> Generator[memoryview]: ...
+from holdfast_core.tiers.base import ShardSource
 
 
 class PayloadSink(Protocol):
@@ -44,24 +35,19 @@ class Copying:
     where the first one failed.
     """
 
-    def __init__(self, moves: Sequence[Move], limit_bytes: int = READ_BYTES) -> None:
-        """Create a copy.
-
-        Args:
-            moves: Moves of one old rank, in order of start.
-            limit_bytes: Maximum length of one read. A read is at least one chunk.
-        """
+    def __init__(self, moves: Sequence[Move]) -> None:
+        """Create a copy. The moves are those of one old rank, in order of start."""
         self._moves = moves
-        self._limit_bytes = limit_bytes
         self._left: Iterator[Read] = iter(())
         self._chunk_bytes: int | None = None
         self.read_bytes = 0
         """Payload bytes read so far from all sources, in whole verified chunks."""
 
-    def take(self, source: ChunkSource, target: PayloadSink) -> None:
+    def take(self, source: ShardSource, target: PayloadSink, limit_bytes: int = READ_BYTES) -> None:
         """Copy all bytes that are left from `source` to `target`.
 
-        After an error, all bytes that were written come from verified chunks.
+        After an error, all bytes that were written come from verified chunks. A read has at most
+        `limit_bytes`, but at least one chunk.
 
         Raises:
             CorruptionError: The source yields other bytes than requested.
@@ -73,7 +59,7 @@ class Copying:
             # start in this source's chunks.
             self._chunk_bytes = header.chunk_bytes
             self._left = reads_of(
-                self._moves, header.payload_bytes, header.chunk_bytes, self._limit_bytes
+                self._moves, header.payload_bytes, header.chunk_bytes, limit_bytes
             )
         requested: deque[Read] = deque()
 

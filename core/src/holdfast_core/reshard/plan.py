@@ -7,8 +7,7 @@ it reads number r mod their number. Equal copies thus serve about equally many r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast_core.errors import FormatError, NotFoundError, StateMismatchError
@@ -49,20 +48,6 @@ class Move(NamedTuple):
 def home_of(rank: Rank, old_world_size: int) -> Rank:
     """Return the old rank whose objects (all state that is not a tensor) the new `rank` takes: r mod N."""
     return Rank(rank % old_world_size)
-
-
-def plan(
-    wanted: RankLayout,
-    world_size: int,
-    shards: Sequence[ManifestShard],
-    read: Callable[[Rank], RankLayout],
-    missing: Mapping[Rank, str] = MappingProxyType({}),
-) -> tuple[Move, ...]:
-    """Search with layouts that `read` returns at once. See `SliceSearch`."""
-    search = SliceSearch(wanted, world_size, shards, missing)
-    while (rank := search.next()) is not None:
-        search.add(rank, read(rank))
-    return search.moves()
 
 
 class SliceSearch:

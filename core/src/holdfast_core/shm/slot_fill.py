@@ -2,8 +2,9 @@
 
 1. `names_shard`: a slot whose header names the shard may still hold it (slot_check.py verifies the bytes).
 2. `first_fitting`: otherwise a slot is chosen that is large enough.
-3. `copy_shard` copies a saved shard. For a payload that is assembled from ranges of several shards,
-   `begin_assembly` is called before, and the header that it returns is written at the end.
+3. `begin_shard` or `begin_assembly` marks the slot. A `reshard.reader.Reader` puts a saved shard, or a
+   payload that is assembled from ranges of several shards, into it. The header that was returned is written
+   at the end.
 
 While a slot is written, it is FILLING and names no shard, so that a slot that was filled in part is never
 taken for the shard. All calls block.
@@ -12,7 +13,6 @@ taken for the shard. All calls block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,7 +21,6 @@ from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ShardRef
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shm.slot_header import SlotHeader, SlotState
-from holdfast_core.tiers.base import ShardReader
 
 
 class SlotTarget(Protocol):
@@ -64,18 +63,10 @@ def first_fitting(
     )
 
 
-def copy_shard(reader: ShardReader, ref: ShardRef, target: SlotTarget) -> None:
-    """Copy a shard's verified payload into the slot, which then names the shard and is FREE.
-
-    Raises CorruptionError if the shard does not verify, and what the target raises.
-    """
+def begin_shard(target: SlotTarget, ref: ShardRef, payload_bytes: int) -> SlotHeader:
+    """Mark the slot as incomplete. Return the slot header to write at the end, which names the shard."""
     free = _begin(target)
-    offset = 0
-    with closing(reader.read_payload()) as pieces:
-        for piece in pieces:
-            target.write_payload(offset, piece)
-            offset += len(piece)
-    target.write_header(replace(free, round=ref.round, step=ref.step, payload_bytes=offset))
+    return replace(free, round=ref.round, step=ref.step, payload_bytes=payload_bytes)
 
 
 def begin_assembly(target: SlotTarget, wanted: RankLayout) -> SlotHeader:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 
 from holdfast_core.closing import Closing
-from holdfast_core.shards.chunks import payload_span
-from holdfast_core.shards.file import Trailer
+from holdfast_core.ids import ByteRange
+from holdfast_core.shards.chunks import bad_crcs, payload_span
+from holdfast_core.shards.file import Trailer, head_bytes
 from holdfast_core.tiers.base import ShardReader
+
+AHEAD_BYTES = 4 << 20
+"""Longest range of `ShardReader.read_file`. A longer run is copied once more, to be in one piece."""
 
 
 class ReaderSource(Closing):
@@ -22,14 +29,57 @@ class ReaderSource(Closing):
         return Trailer(self._reader.record, self._reader.table)
 
     def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
-        header = self._reader.record.header
+        """See ShardSource. Several runs are read ahead, past the page cache: a shard is read once."""
+        runs = iter(wanted)
+        first = tuple(itertools.islice(runs, 2))
+        read = self._read_one if len(first) < 2 else self._read_ahead
+        return read(itertools.chain(first, runs))
+
+    def _read_one(self, wanted: Iterable[range]) -> Generator[memoryview]:
         for chunks in wanted:
-            span = payload_span(header, chunks)
-            if len(self._buffer) < span.length_bytes:
-                self._buffer = memoryview(bytearray(span.length_bytes))
-            view = self._buffer[: span.length_bytes]
+            span = payload_span(self._reader.record.header, chunks)
+            view = self._room(span.length_bytes)
             self._reader.read_payload_into(span.start, view)
             yield view
+
+    def _read_ahead(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        header = self._reader.record.header
+        begun: deque[range] = deque()
+
+        def pieces() -> Iterator[ByteRange]:
+            for chunks in wanted:
+                begun.append(chunks)
+                span = payload_span(header, chunks)
+                for start in range(span.start, span.stop, AHEAD_BYTES):
+                    stop = min(start + AHEAD_BYTES, span.stop)
+                    yield ByteRange(*(head_bytes(header) + at for at in (start, stop)))
+
+        with closing(self._reader.read_file(pieces())) as views:
+            for view in views:
+                chunks = begun.popleft()
+                span = payload_span(header, chunks)
+                if span.length_bytes > AHEAD_BYTES:
+                    view = self._joined(view, views, span.length_bytes)
+                if len(view) != span.length_bytes or bad_crcs(self.trailer, chunks, view):
+                    # Read again, because a bit may have flipped in transit. This names a chunk that is bad.
+                    view = self._room(span.length_bytes)
+                    self._reader.read_payload_into(span.start, view)
+                yield view
+
+    def _joined(self, first: memoryview, views: Iterator[memoryview], length: int) -> memoryview:
+        """Return a run that was read in several pieces."""
+        whole, position = self._room(length), 0
+        for view in itertools.chain((first,), views):
+            whole[position : position + len(view)] = view
+            position += len(view)
+            if position == length:
+                break
+        return whole[:position]
+
+    def _room(self, length: int) -> memoryview:
+        if len(self._buffer) < length:
+            self._buffer = memoryview(bytearray(length))
+        return self._buffer[:length]
 
     def close(self) -> None:
         self._reader.close()

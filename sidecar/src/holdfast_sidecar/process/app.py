@@ -119,10 +119,12 @@ class Sidecar:
         self._hooks = HookServer(
             pod.settings.node_dir, self._flushed, lambda: journeys.stuck, pod.clock
         )
+        replacer = Replacer(tiers, restores.fetcher, current)
+        restores.filler.lost.subscribe(replacer.shard_is_bad)
         self._scrubber = Scrubber(
             pod,
             tiers,
-            Replacer(tiers, restores.fetcher, current),
+            replacer,
             telemetry,
             busy=lambda: journeys.busy,
             throttle=background.take,

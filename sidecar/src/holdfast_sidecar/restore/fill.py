@@ -5,21 +5,21 @@ and the name of a slot that may still hold the shard. It verifies and copies the
 all other ranks the payload is put into a slot.
 
 If a slot still holds exactly these bytes, because it survived the restart in shared memory, its checksums
-are compared and nothing is copied. Otherwise the payload is read from the node tier and each chunk is
-verified. A damaged copy is quarantined, and the shard is fetched again from another source.
+are compared and nothing is copied. Otherwise the payload is read from the places that have it, chunk by
+chunk (slot_reader.py). A damaged copy on this node is quarantined.
 
 If the restore point was saved by another number of ranks, the payload is assembled from the shards of
-several ranks (reshard.py).
+several ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 
 from holdfast_core.errors import (
-    CorruptionError,
     FormatError,
     HoldfastError,
     NotFoundError,
@@ -40,10 +40,9 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.reshard.plan import home_of
 from holdfast_core.reshard.saved import holders_of
-from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile, rank_of_slot
-from holdfast_core.shm.slot_fill import copy_shard, first_fitting, names_shard
+from holdfast_core.shm.slot_fill import first_fitting, names_shard
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
@@ -53,12 +52,10 @@ from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill_target import FillTarget
 from holdfast_sidecar.restore.rehydrate import Rehydrator, Restored
-from holdfast_sidecar.restore.reshard import Resharder, Saved
+from holdfast_sidecar.restore.slot_reader import SlotReader
+from holdfast_sidecar.restore.sources import PodPlaces
 from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.wire.intake import Attached
-
-_MAX_TRIES = 8
-"""Number of damaged or missing copies in a row after which a fill fails."""
 
 
 class Filler:
@@ -70,19 +67,24 @@ class Filler:
         tiers: Tiers,
         saves: SaveJourney,
         rehydrator: Rehydrator,
-        resharder: Resharder,
+        reader: SlotReader,
+        places: Callable[[Manifest, str], PodPlaces],
         metrics: Metrics,
     ) -> None:
+        """Create the handler. `places` returns those of a checkpoint from its manifest and namespace."""
         self._pod = pod
         self._node = tiers.node
         self._pools = tiers.pools
         self._layouts = saves.layouts
         self._stager = saves.stager
         self._rehydrator = rehydrator
-        self._resharder = resharder
+        self._reader = reader
+        self._places = places
         self._metrics = metrics
         self.changed: Signal[[]] = Signal()
         """Called when the source of a rank's shard may have changed."""
+        self.lost: Signal[[ShardRef]] = Signal()
+        """Called with a shard of this node that other places had to serve, completely or in part."""
         self._targets: dict[Rank, FillTarget] = {}
         """Target of the newest fill of each rank, while it runs."""
 
@@ -209,16 +211,37 @@ class Filler:
 
     async def _fill(self, message: Fill, restored: Restored, target: FillTarget) -> Filled:
         rank, names = message.rank, tuple(offer.name for offer in message.slots)
-        if message.layout is not None:
-            return await self._from_others(names, rank, message.layout, restored, target)
+        wanted = None if message.layout is None else await self._layouts.wanted(message.layout)
         ref = restored.refs.get(rank)
-        if ref is None:
+        if restored.manifest is None or (wanted is None and ref is None):
             raise NotFoundError(f"rank {rank} has nothing to restore in this round")
-        payload_bytes = restored.payload_bytes[rank]
-        kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes, target)
-        if kept is not None:
-            return Filled(kept, payload_bytes, TierName.MEMORY)
-        return await self._from_node(names, ref, payload_bytes, restored, target)
+        if wanted is not None and wanted.rank != rank:
+            raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
+        size = restored.payload_bytes[rank] if wanted is None else wanted.payload_bytes
+        if wanted is None and ref is not None:
+            kept = await self._pools.fill.run(self._from_memory, names, ref, size, target)
+            if kept is not None:
+                return Filled(kept, size, TierName.MEMORY)
+        slot = await self._pools.fill.run(self._room, names, size, target)
+        self._stager.memory.pop(slot, None)
+        saved = self._places(restored.manifest, self._pod.namespace_of(restored.point))
+        waits = partial(self._failed, rank, target=target, is_final=False)
+        try:
+            if wanted is not None:
+                world_size = self._pod.state.world_size
+                tier = await self._reader.boxes(saved, wanted, world_size, target, waits)
+                return Filled(slot, size, tier)
+            record, tier = await self._reader.shard(saved, rank, target, waits)
+        except NotFoundError as error:
+            text = f"cannot be restored: {error}"
+            self._failed(rank, text, target)
+            raise NotFoundError(text) from error
+        target.check()
+        self._stager.memory[slot] = record
+        if tier is TierName.NODE:
+            return Filled(slot, size, _source_of_file(restored, rank))
+        self.lost(record.ref)
+        return Filled(slot, size, tier)
 
     def _restored(self, state: RoundState, message: Restore | Fill) -> Restored:
         """Return what the ranks restore from, if the request fits the round. Raises RefusedError."""
@@ -303,67 +326,6 @@ class Filler:
                     Refusal.BUSY, "the round of the restore ended before its layout was read"
                 )
 
-    async def _from_others(
-        self,
-        names: tuple[str, ...],
-        rank: Rank,
-        digest: Digest,
-        restored: Restored,
-        target: FillTarget,
-    ) -> Filled:
-        wanted = await self._layouts.wanted(digest)
-        if wanted.rank != rank:
-            raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
-        if restored.manifest is None:
-            raise NotFoundError(f"rank {rank} has nothing to restore in this round")
-        saved = Saved(restored.manifest, self._pod.namespace_of(restored.point))
-        slot = await self._pools.fill.run(self._room, names, wanted.payload_bytes, target)
-        self._stager.memory.pop(slot, None)
-        try:
-            tier = await self._resharder.fill(
-                saved,
-                wanted,
-                self._pod.state.world_size,
-                target,
-                lambda text: self._failed(rank, text, target, is_final=False),
-            )
-        except NotFoundError as error:
-            self._failed(rank, str(error), target)
-            raise
-        return Filled(slot, wanted.payload_bytes, tier)
-
-    async def _from_node(
-        self,
-        names: tuple[str, ...],
-        ref: ShardRef,
-        payload_bytes: int,
-        restored: Restored,
-        target: FillTarget,
-    ) -> Filled:
-        rank = Rank(ref.rank)
-        for _ in range(_MAX_TRIES):
-            try:
-                slot, record = await self._pools.fill.run(
-                    self._copy, names, ref, payload_bytes, target
-                )
-                target.check()
-                self._stager.memory[slot] = record
-                return Filled(slot, payload_bytes, _source_of_file(restored, rank))
-            except CorruptionError as error:
-                self._metrics.corruption(TierName.NODE)
-                logs.warning("bad copy in the node tier", rank=rank, error=str(error))
-                await self._pools.meta.run(self._node.quarantine, ref, error)
-            except NotFoundError as error:
-                logs.warning("a shard is no longer on the node tier", rank=rank, error=str(error))
-            target.check()
-            try:
-                await self._rehydrator.refetch(rank, restored)
-            except NotFoundError as error:
-                self._failed(rank, str(error), target)
-                raise
-            self.changed()
-        raise NotFoundError(f"rank {rank}: {_MAX_TRIES} copies in a row were bad")
-
     def _failed(self, rank: Rank, text: str, target: FillTarget, *, is_final: bool = True) -> None:
         """Report why the rank cannot be restored, unless the fill was stopped.
 
@@ -422,16 +384,6 @@ class Filler:
             except (FormatError, NotFoundError, UnavailableError):
                 continue
         return None
-
-    def _copy(
-        self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
-    ) -> tuple[str, ShardRecord]:
-        """Copy the payload from the node tier into an offered slot, and return the slot's name."""
-        with self._node.open_shard(ref) as reader:
-            slot = self._room(names, payload_bytes, target)
-            copy_shard(reader, ref, target)
-            self._metrics.fetched(TierName.NODE, payload_bytes)
-            return slot, reader.record
 
     def _room(self, names: tuple[str, ...], payload_bytes: int, target: FillTarget) -> str:
         """Give the target the first offered slot that is large enough and that the stager does not own.

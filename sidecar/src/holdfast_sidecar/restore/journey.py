@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.signals import Signal
@@ -9,8 +11,8 @@ from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Rehydrator
-from holdfast_sidecar.restore.reshard import Resharder
-from holdfast_sidecar.restore.sources import ShardLocations
+from holdfast_sidecar.restore.slot_reader import SlotReader
+from holdfast_sidecar.restore.sources import PodPlaces
 from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.wire.members import Members
 
@@ -33,11 +35,16 @@ class RestoreJourney:
         self.progressed.subscribe(changed)
         self.fetcher = Fetcher(pod, tiers, members, metrics)
         self.rehydrator = Rehydrator(pod, self.fetcher, metrics, self.progressed)
-        places = ShardLocations(
-            tiers, members.bulk, self.fetcher, metrics, pod.contract.procs_per_worker
+        places = partial(
+            PodPlaces,
+            tiers=tiers,
+            bulk=members.bulk,
+            fetcher=self.fetcher,
+            metrics=metrics,
+            procs_per_worker=pod.contract.procs_per_worker,
         )
-        resharder = Resharder(places, self.fetcher, tiers.pools, metrics, pod.patience)
-        self.filler = Filler(pod, tiers, saves, self.rehydrator, resharder, metrics)
+        reader = SlotReader(tiers.pools, metrics, pod.patience)
+        self.filler = Filler(pod, tiers, saves, self.rehydrator, reader, places, metrics)
         self.filler.changed.subscribe(changed)
 
     @property

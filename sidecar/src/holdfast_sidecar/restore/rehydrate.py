@@ -20,21 +20,19 @@ from dataclasses import dataclass
 from holdfast_core.errors import (
     HoldfastError,
     NotFoundError,
-    RefusedError,
 )
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.ids import CheckpointId, Digest, Rank, ShardRef, TierName
 from holdfast_core.messages.schema import (
-    Refusal,
     RestorePoint,
     Round,
 )
+from holdfast_core.tiers.source_errors import SourceErrors
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.restore.fetch import Fetcher
-from holdfast_sidecar.restore.source_errors import SourceErrors
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +46,14 @@ class Restored:
     """The own ranks' shards. Empty if another number of ranks saved the checkpoint."""
     payload_bytes: dict[Rank, int]
     sources: dict[Rank, TierName]
-    """Tier that served each rank's shard. Refetches and fills update it."""
+    """Tier that served each rank's shard. Fills update it."""
     is_of_others: bool = False
     """Whether another number of ranks saved the checkpoint. In that case no whole shard is brought here,
     because the byte ranges that a rank needs are known only from its Fill."""
 
 
 class Rehydrator:
-    """Fetcher of the current round's restore point, and of shards that a fill or the scrub needs again."""
+    """Fetcher of the current round's restore point."""
 
     def __init__(
         self,
@@ -111,37 +109,6 @@ class Rehydrator:
     def retry_now(self) -> None:
         """Begin the next attempt without waiting for the back-off. Call it when members change."""
         self._retry.set()
-
-    async def refetch(self, rank: Rank, restored: Restored) -> TierName:
-        """Fetch a rank's shard again, after the copy on this node was quarantined or is missing.
-
-        This is retried as long as a place that may have the shard is unreachable or busy.
-
-        Returns:
-            The tier that served the shard.
-
-        Raises:
-            NotFoundError: Every place replied that it has no good copy. The message lists them.
-            RefusedError: BUSY: the round has ended.
-        """
-        patience = self._pod.patience()
-        while True:
-            source_errors = SourceErrors()
-            tier = await self._fetcher.shard(restored.refs[rank], restored.point, source_errors)
-            if tier is not None:
-                restored.sources[rank] = tier
-                self.failed(rank, "")
-                return tier
-            if not source_errors.retryable:
-                raise NotFoundError(f"cannot be restored: {source_errors}")
-            if patience.over:
-                self.failed(rank, str(source_errors), is_final=False)
-            await patience.pause()
-            if self.restored is not restored:
-                raise RefusedError(
-                    Refusal.BUSY,
-                    f"the round of the restore ended while rank {rank} waited: {source_errors}",
-                )
 
     async def layout(self, restored: Restored, rank: Rank) -> bytes:
         """Return the layout of a rank that saved the restore point.

@@ -1,7 +1,7 @@
-"""List the locations that may hold one shard of the restore point, for reads of byte ranges.
+"""List the places that may hold the shards of one checkpoint, for the reader (holdfast_core.reshard.reader).
 
 The order is this node, then the other members, then the object store, as for whole shards. Among the
-members, the worker whose rank saved the shard comes first. A location is opened only when it is used.
+members, the worker whose rank saved the shard comes first. A shard is opened only when it is used.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
-from holdfast_core.errors import CorruptionError
-from holdfast_core.ids import ShardRef, TierName, worker_of
+from holdfast_core.errors import CorruptionError, HoldfastError
+from holdfast_core.format.manifest import Manifest
+from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
+from holdfast_core.ids import Rank, ShardRef, TierName, worker_of
 from holdfast_core.messages.schema import Member
+from holdfast_core.reshard.reader import ShardPlace
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
 from holdfast_sidecar.base import logs
@@ -22,75 +26,73 @@ from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.wire.bulk import BulkPeers
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
-class ShardLocation:
-    """One location that may hold a shard."""
+class PodShardPlace(ShardPlace):
+    """One place that may hold a shard."""
 
-    tier: TierName
-    name: str
-    open: Callable[[], ShardSource]
-    """Open the shard for reading. Blocks. Raises HoldfastError."""
     pool: Pool
     """Threads to open and read the shard in."""
     member: Member | None = None
     """The member, where the tier is PEER."""
 
 
-class ShardLocations:
-    """The locations of a shard, and the handling of those whose copy was bad."""
+@dataclass(frozen=True, slots=True)
+class PodPlaces:
+    """The places of a checkpoint's shards, as `reshard.reader.CheckpointPlaces`."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        bulk: BulkPeers,
-        fetcher: Fetcher,
-        metrics: Metrics,
-        procs_per_worker: int,
-    ) -> None:
-        self._node = tiers.node
-        self._store = tiers.store
-        self._pools = tiers.pools
-        self._bulk = bulk
-        self._fetcher = fetcher
-        self._metrics = metrics
-        self._procs_per_worker = procs_per_worker
+    manifest: Manifest
+    namespace: str
+    """Namespace of the job that saved it, as in the keys of the store."""
+    tiers: Tiers
+    bulk: BulkPeers
+    fetcher: Fetcher
+    metrics: Metrics
+    procs_per_worker: int
 
-    def of(self, ref: ShardRef, namespace: str) -> tuple[ShardLocation, ...]:
-        """Return the locations of a shard, in the order in which to try them.
+    async def layout(self, rank: Rank) -> RankLayout:
+        digest = self.manifest.shards[rank].layout
+        document = await self.fetcher.layout(self.manifest.ref(rank), digest, self.namespace)
+        return await self.run(partial(parse_rank_layout, document))
 
-        Args:
-            ref: The shard.
-            namespace: Namespace of the job that saved the shard, as in the keys of the store.
-        """
-        home = worker_of(ref.rank, self._procs_per_worker)
-        members = sorted(self._fetcher.others(), key=lambda member: member.worker != home)
-        found = [
-            ShardLocation(TierName.NODE, "node tier", partial(self._own, ref), self._pools.fill)
-        ]
+    def places(self, rank: Rank) -> tuple[PodShardPlace, ...]:
+        ref, pools, store = self.manifest.ref(rank), self.tiers.pools, self.tiers.store
+        home = worker_of(rank, self.procs_per_worker)
+        members = sorted(self.fetcher.others(), key=lambda member: member.worker != home)
+        found = [PodShardPlace(TierName.NODE, "node tier", partial(self._own, ref), pools.fill)]
         found += [
-            ShardLocation(
+            PodShardPlace(
                 TierName.PEER,
                 f"worker {member.worker}",
-                partial(self._bulk.open, member, ref),
-                self._pools.fetch,
+                partial(self.bulk.open, member, ref),
+                pools.fetch,
                 member,
             )
             for member in members
         ]
-        if self._store is not None:
-            opened = partial(self._store.open_shard, namespace, ref)
-            found.append(ShardLocation(TierName.OBJECT, "object store", opened, self._pools.fetch))
+        if store is not None:
+            opened = partial(store.open_shard, self.namespace, ref)
+            found.append(PodShardPlace(TierName.OBJECT, "object store", opened, pools.fetch))
         return tuple(found)
 
-    async def bad(self, place: ShardLocation, ref: ShardRef, damage: CorruptionError) -> None:
-        """Handle a damaged copy: quarantine the one on this node, or ask the member to verify its own."""
-        self._metrics.corruption(place.tier)
+    async def run(self, call: Callable[[], T], place: PodShardPlace | None = None) -> T:
+        return await (self.tiers.pools.fill if place is None else place.pool).run(call)
+
+    async def failed(self, place: PodShardPlace, rank: Rank, error: HoldfastError) -> None:
+        """Quarantine a damaged copy on this node, or ask the member to verify its own."""
+        logs.warning(
+            "a shard is read from another source", rank=rank, source=place.name, error=str(error)
+        )
+        if not isinstance(error, CorruptionError):
+            return
+        self.metrics.corruption(place.tier)
+        ref = self.manifest.ref(rank)
         if place.member is not None:
-            self._fetcher.report_bad_copy(place.member, ref)
+            self.fetcher.report_bad_copy(place.member, ref)
         elif place.tier is TierName.NODE:
-            logs.warning("bad copy in the node tier", rank=ref.rank, error=str(damage))
-            await self._pools.meta.run(self._node.quarantine, ref, damage)
+            await self.tiers.pools.meta.run(self.tiers.node.quarantine, ref, error)
 
     def _own(self, ref: ShardRef) -> ShardSource:
-        return ReaderSource(self._node.open_shard(ref))
+        return ReaderSource(self.tiers.node.open_shard(ref))

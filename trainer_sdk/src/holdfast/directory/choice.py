@@ -28,6 +28,8 @@ from holdfast_core.errors import (
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef, Step, age_of
 from holdfast_core.node.tier import DiskNodeTier, manifests_in
+from holdfast_core.tiers.base import ShardSource
+from holdfast_core.tiers.sources import ReaderSource
 
 if TYPE_CHECKING:
     from holdfast_core.store.tier import ObjectTier
@@ -174,6 +176,16 @@ def read_patiently(read: Callable[[], T]) -> T:
             logger.warning("%s; reading it again", error)
             time.sleep(_UNREADABLE_PAUSE_SECONDS)
     return read()
+
+
+def open_in_folder(tier: DiskNodeTier, ref: ShardRef) -> ShardSource:
+    """Open a shard of a folder, also one that another process wrote.
+
+    Raises NotFoundError, CorruptionError.
+    """
+    if tier.look_up(ref) is None:
+        raise NotFoundError(f"shard of {ref}: no file {tier.shard_path(ref)}")
+    return ReaderSource(tier.open_shard(ref))
 
 
 def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: RemoteStore) -> Choice:

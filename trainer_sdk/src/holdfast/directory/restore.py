@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from holdfast.base.layouts import LayoutFiles
-from holdfast.directory.choice import NAMESPACE, read_patiently
+from holdfast.directory.choice import NAMESPACE, open_in_folder, read_patiently
 from holdfast.directory.open_folder import OpenFolder
 from holdfast_core.errors import (
     CapacityError,
     CorruptionError,
     FormatError,
+    HoldfastError,
     NotFoundError,
     RefusedError,
 )
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
-from holdfast_core.ids import Digest, Rank, ShardRef, TierName
+from holdfast_core.ids import ByteRange, Digest, Rank, ShardRef, TierName
 from holdfast_core.messages.schema import (
     Fill,
     Filled,
@@ -31,22 +35,20 @@ from holdfast_core.messages.schema import (
     SlotOffer,
 )
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.reshard.assemble import Copying, check_source
-from holdfast_core.reshard.plan import Move, SliceSearch, home_of
-from holdfast_core.reshard.reads import by_source
+from holdfast_core.reshard.plan import home_of
+from holdfast_core.reshard.reader import Reader, ShardPlace, run_blocking
 from holdfast_core.reshard.saved import holders_of
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_fill import (
     begin_assembly,
-    copy_shard,
+    begin_shard,
     first_fitting,
     names_shard,
 )
 from holdfast_core.shm.slot_header import SlotState
-from holdfast_core.tiers.base import ShardSource
-from holdfast_core.tiers.sources import ReaderSource
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _SHOWN = 5
@@ -68,7 +70,7 @@ class Bringer:
         self.has_read_store = False
         """Whether a shard, or a part of one, was read from the store."""
         self._folder = folder
-        self._store = None if folder is None else folder.store
+        self.store = None if folder is None else folder.store
 
     def bring(self, ref: ShardRef) -> None:
         """Make sure that the folder has the shard.
@@ -79,7 +81,7 @@ class Bringer:
             CapacityError: The folder has no room for it.
             RefusedError: The folder cannot be written.
         """
-        store, folder = self._store, self._folder
+        store, folder = self.store, self._folder
         if store is None or folder is None or self._is_here(ref):
             return
         if folder.options.read_only:
@@ -101,7 +103,7 @@ class Bringer:
 
     def layout(self, ref: ShardRef, digest: Digest) -> bytes:
         """Return the layout of a shard. Raises NotFoundError, CorruptionError."""
-        store, folder = self._store, self._folder
+        store, folder = self.store, self._folder
         try:
             return self.tier.get_layout(digest)
         except (NotFoundError, CorruptionError):
@@ -120,44 +122,48 @@ class Bringer:
                 )
         return document
 
-    def copy(self, manifest: Manifest, rank: Rank, copying: Copying, slot: SlotFile) -> None:
-        """Copy parts of a rank's shard to the slot, from where the shard is.
-
-        A damaged shard of the folder is quarantined, and its copy in the store is read instead.
-
-        Raises:
-            NotFoundError: Neither the folder nor the store has it.
-            CorruptionError: Every copy is damaged. That of the folder is quarantined.
-        """
-        store, ref = self._store, manifest.ref(rank)
-
-        def take(source: ShardSource) -> None:
-            with source:
-                check_source(source.trailer.record, manifest.shards[rank])
-                copying.take(source, slot)
-
-        if store is None or self._is_here(ref):
-            try:
-                read_patiently(lambda: take(ReaderSource(self.tier.open_shard(ref))))
-                return
-            except (NotFoundError, CorruptionError) as error:
-                if isinstance(error, CorruptionError):
-                    self.tier.quarantine(ref, error)
-                if store is None:
-                    raise
-                logger.warning("%s; the copy in the object store is read instead", error)
-        store.patiently(
-            f"it has the shard of rank {rank} of step {ref.step}, which this run restores",
-            lambda: take(store.tier.open_shard(NAMESPACE, ref)),
-        )
-        self.has_read_store = True
-
     def _is_here(self, ref: ShardRef) -> bool:
         try:
             return self.tier.look_up(ref) is not None
         except FormatError as error:
             logger.warning("%s; it is read from the store", error)
             return False
+
+
+@dataclass(frozen=True, slots=True)
+class FolderPlaces:
+    """The folder and then its store, as `reshard.reader.CheckpointPlaces`."""
+
+    bringer: Bringer
+    manifest: Manifest
+
+    async def layout(self, rank: Rank) -> RankLayout:
+        digest = self.manifest.shards[rank].layout
+        return parse_rank_layout(self.bringer.layout(self.manifest.ref(rank), digest))
+
+    def places(self, rank: Rank) -> tuple[ShardPlace, ...]:
+        ref, store = self.manifest.ref(rank), self.bringer.store
+        tier = self.bringer.tier
+        here = ShardPlace(TierName.NODE, "the folder", partial(open_in_folder, tier, ref))
+        if store is None:
+            return (here,)
+        opened = partial(store.tier.open_shard, NAMESPACE, ref)
+        return (here, ShardPlace(TierName.OBJECT, str(store.url), opened))
+
+    async def run(self, call: Callable[[], T], place: ShardPlace | None = None) -> T:
+        store = self.bringer.store
+        if place is None or place.tier is TierName.NODE or store is None:
+            return read_patiently(call)
+        why = f"it has a shard of step {self.manifest.step}, which this run restores"
+        found = store.patiently(why, call)
+        self.bringer.has_read_store = True
+        return found
+
+    async def failed(self, place: ShardPlace, rank: Rank, error: HoldfastError) -> None:
+        """Quarantine a damaged shard of the folder."""
+        logger.warning("%s; the shard of rank %d is read from elsewhere", error, rank)
+        if place.tier is TierName.NODE and isinstance(error, CorruptionError):
+            self.bringer.tier.quarantine(self.manifest.ref(rank), error)
 
 
 class FolderRestore:
@@ -235,40 +241,25 @@ class FolderRestore:
         for name in named:
             if self._holds(name, ref, size):
                 return Filled(name, size, TierName.MEMORY)
+        places = FolderPlaces(self._bringer, manifest)
         with closing(self._fitting(message.slots, size)) as slot:
-            try:
-                self._copy(ref, slot)
-            except CorruptionError as error:
-                if self._folder.store is None:
-                    raise
-                logger.warning("%s; the copy in the object store is read instead", error)
-                self._bringer.bring(ref)
-                self._copy(ref, slot)
+            header = begin_shard(slot, ref, size)
+            run_blocking(Reader(places, slot).read_span(message.rank, ByteRange(0, size)))
+            slot.write_header(header)
         return Filled(slot.name, size, self._tier_name)
 
     @property
     def _tier_name(self) -> TierName:
         return TierName.OBJECT if self._bringer.has_read_store else TierName.NODE
 
-    def _copy(self, ref: ShardRef, slot: SlotFile) -> None:
-        """Copy the shard into the slot. It is quarantined if it is damaged."""
-
-        def read() -> None:
-            with self._tier.open_shard(ref) as reader:
-                copy_shard(reader, ref, slot)
-
-        try:
-            read_patiently(read)
-        except CorruptionError as error:
-            self._tier.quarantine(ref, error)
-            raise
-
     def _fill_resharded(self, message: Fill, manifest: Manifest, layout: Digest) -> Filled:
         wanted = parse_rank_layout(self._layouts.read(layout))
         if wanted.rank != message.rank:
             raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
         with closing(self._fitting(message.slots, wanted.payload_bytes)) as slot:
-            read = assemble_payload(self._bringer, manifest, wanted, self._world_size, slot)
+            read = assemble_payload(
+                FolderPlaces(self._bringer, manifest), wanted, self._world_size, slot
+            )
         logger.info(
             "rank %d: read %d bytes for a payload of %d", wanted.rank, read, wanted.payload_bytes
         )
@@ -323,66 +314,16 @@ class FolderRestore:
 
 
 def assemble_payload(
-    bringer: Bringer,
-    manifest: Manifest,
-    wanted: RankLayout,
-    world_size: int,
-    slot: SlotFile,
+    places: FolderPlaces, wanted: RankLayout, world_size: int, slot: SlotFile
 ) -> int:
-    """Assemble the payload of the layout `wanted` in the slot from verified ranges of several shards.
-
-    A shard that fails verification is quarantined and not read again. Where another shard holds the same
-    slices, that shard is read instead.
-
-    Returns:
-        The number of bytes read.
+    """Assemble the payload of the layout `wanted` in the slot. Return the number of bytes read.
 
     Raises:
-        StateMismatchError: The checkpoint holds other tensors.
-        NotFoundError: Too many shards are bad. The bad ones are quarantined.
-        FormatError: A layout is invalid.
+        FormatError: `wanted` is not a valid layout of a payload.
+        StateMismatchError, NotFoundError, UnavailableError: See `Reader.read`.
     """
     free = begin_assembly(slot, wanted)
-    bad: dict[Rank, str] = {}
-    total = 0
-    while True:
-        moves = _planned(bringer, manifest, wanted, world_size, bad)
-        try:
-            for rank, group in by_source(moves).items():
-                copying = Copying(group)
-                bringer.copy(manifest, rank, copying, slot)
-                total += copying.read_bytes
-            slot.write_header(free)
-            return total
-        except CorruptionError as error:
-            bad[rank] = str(error)
-        except NotFoundError as error:
-            bad[rank] = str(error)  # another rank's process has quarantined it in the meantime
-        logger.warning(
-            "shard of rank %d: %s: its slices are read from other shards", rank, bad[rank]
-        )
-
-
-def _planned(
-    bringer: Bringer,
-    manifest: Manifest,
-    wanted: RankLayout,
-    world_size: int,
-    bad: dict[Rank, str],
-) -> tuple[Move, ...]:
-    """Plan without the shards of the `bad` ranks. A rank whose layout is bad or missing is added to them.
-
-    Raises what `SliceSearch.moves` raises.
-    """
-    search = SliceSearch(wanted, world_size, manifest.shards, bad)
-    while (rank := search.next()) is not None:
-        digest = manifest.shards[rank].layout
-        try:
-            document = bringer.layout(manifest.ref(rank), digest)
-        except (NotFoundError, CorruptionError) as error:
-            bad[rank] = f"layout of rank {rank}: {error}"
-            logger.warning("%s: its slices are read from other shards", bad[rank])
-            search = SliceSearch(wanted, world_size, manifest.shards, bad)
-            continue
-        search.add(rank, parse_rank_layout(document))
-    return search.moves()
+    reader = Reader(places, slot)
+    run_blocking(reader.read(wanted, world_size))
+    slot.write_header(free)
+    return reader.read_bytes.total()

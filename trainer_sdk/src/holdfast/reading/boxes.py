@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from holdfast.reading.source import CheckpointSource
 from holdfast_core.closing import Closing
-from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, StateMismatchError
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    StateMismatchError,
+)
 from holdfast_core.format.dtypes import tensor_bytes
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of, parse_rank_layout
-from holdfast_core.ids import ByteRange, CheckpointId, Rank
-from holdfast_core.reshard.assemble import Copying, check_source
-from holdfast_core.reshard.plan import Move, plan
-from holdfast_core.reshard.reads import by_source
+from holdfast_core.ids import ByteRange, CheckpointId, Rank, TierName
+from holdfast_core.reshard.reader import Reader, ShardPlace, run_blocking
 from holdfast_core.tiers.base import ShardSource
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _OPEN_SHARDS = 16
@@ -47,8 +55,32 @@ class _Target:
         self.memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
 
-class _BadLayout(Exception):
-    """A layout cannot be read. The search begins again without its rank."""
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The only place of the shards, as `reshard.reader.CheckpointPlaces`."""
+
+    reader: BoxReader
+    tensor: str = ""
+    """The tensor that is read. The search looks at all names of a layout, of which only this one matters."""
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.reader.manifest
+
+    async def layout(self, rank: Rank) -> RankLayout:
+        found = self.reader.layout(rank)
+        own = found.tensors.get(self.tensor)
+        return replace(found, tensors={} if own is None else {self.tensor: own}, objects={})
+
+    def places(self, rank: Rank) -> tuple[ShardPlace, ...]:
+        opened = partial(self.reader.shard, rank)
+        return (ShardPlace(TierName.NODE, self.reader.name, opened),)
+
+    async def run(self, call: Callable[[], T], place: ShardPlace | None = None) -> T:
+        return call()
+
+    async def failed(self, place: ShardPlace, rank: Rank, error: HoldfastError) -> None:
+        logger.warning("shard of rank %d of %s: %s", rank, place.name, error)
 
 
 class BoxReader(Closing):
@@ -101,29 +133,8 @@ class BoxReader(Closing):
             {},
             size,
         )
-
-        # Only for this read: another tensor may lie in good chunks of the same shard.
-        bad: dict[Rank, str] = {}
-
-        def read(rank: Rank) -> RankLayout:
-            # The search looks at all names of a layout; only one matters here.
-            try:
-                found = self.layout(rank)
-            except (FormatError, NotFoundError) as error:
-                bad[rank] = str(error)
-                raise _BadLayout from error
-            own = found.tensors.get(name)
-            return replace(found, tensors={} if own is None else {name: own}, objects={})
-
-        while True:
-            try:
-                moves = plan(wanted, 1, self.manifest.shards, read, bad)
-            except _BadLayout:
-                continue
-            except (NotFoundError, StateMismatchError, FormatError) as error:
-                raise self._unreadable(name, error) from error
-            if self._take(moves, target, bad):
-                return target.memory
+        self._read(name, Reader(_Places(self, name), target).read(wanted, 1))
+        return target.memory
 
     def read_objects(self, rank: Rank) -> bytes:
         """Return the objects of a rank: JSON. Raises CorruptionError, NotFoundError."""
@@ -135,9 +146,8 @@ class BoxReader(Closing):
             return b""
         place = places.pop()
         target = _Target(place.length_bytes)
-        bad: dict[Rank, str] = {}
-        if not self._take((Move(rank, place.start, place.length_bytes, 0),), target, bad):
-            raise CorruptionError(f"the objects of rank {rank} of {self.name}: {bad[rank]}")
+        reader = Reader(_Places(self), target)
+        self._read(f"the objects of rank {rank}", reader.read_span(rank, place))
         return target.memory.tobytes()
 
     def close(self) -> None:
@@ -145,41 +155,41 @@ class BoxReader(Closing):
             self._shards.popitem()[1].close()
         self._claim = None
 
-    def _take(self, moves: tuple[Move, ...], target: _Target, bad: dict[Rank, str]) -> bool:
-        """Copy the moves. If a shard cannot be read, put the reason into `bad` and return False."""
-        for rank, group in by_source(moves).items():
-            try:
-                Copying(group).take(self._open(rank), target)
-            except (CorruptionError, NotFoundError) as error:
-                self._expect_committed(error)
-                bad[rank] = str(error)
-                if (shard := self._shards.pop(rank, None)) is not None:
-                    shard.close()
-                logger.warning("shard of rank %d of %s: %s", rank, self.name, error)
-                return False
-        return True
-
-    def _open(self, rank: Rank) -> ShardSource:
-        shard = self._shards.get(rank)
+    @contextmanager
+    def shard(self, rank: Rank) -> Iterator[ShardSource]:
+        """Lend the open shard of a rank. It is closed after an error, and when others were used since."""
+        shard = self._shards.pop(rank, None)
         if shard is None:
             if len(self._shards) >= _OPEN_SHARDS:
                 self._shards.popitem(last=False)[1].close()
             shard = self._source.open_shard(self.manifest.ref(rank))
-            self._shards[rank] = shard
-            check_source(shard.trailer.record, self.manifest.shards[rank])
-        self._shards.move_to_end(rank)
-        return shard
+        try:
+            yield shard
+        except BaseException:
+            shard.close()
+            raise
+        self._shards[rank] = shard
+
+    def _read(self, what: str, read: Coroutine[Any, Any, object]) -> None:
+        """Run a read.
+
+        Raises CorruptionError, UnavailableError, and NotFoundError if the checkpoint was deleted.
+        """
+        try:
+            run_blocking(read)
+        except (NotFoundError, StateMismatchError, FormatError) as error:
+            self._expect_committed(error)
+            raise self._unreadable(what, error) from error
 
     def _expect_committed(self, cause: Exception) -> None:
         """Raise NotFoundError if the checkpoint was deleted, which explains that shards are missing."""
-        if isinstance(cause, NotFoundError):
-            with suppress(CorruptionError):
-                try:
-                    self._source.manifest(self.manifest.checkpoint)
-                except NotFoundError:
-                    raise NotFoundError(
-                        f"{self.name} was deleted while it was read: read another step"
-                    ) from cause
+        with suppress(CorruptionError):
+            try:
+                self._source.manifest(self.manifest.checkpoint)
+            except NotFoundError:
+                raise NotFoundError(
+                    f"{self.name} was deleted while it was read: read another step"
+                ) from cause
 
     def _unreadable(self, what: str, error: Exception) -> Exception:
         return CorruptionError(f"{what} of {self.name} cannot be read: {error}")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.directory.choice import JOB_UID, committed
+from holdfast.directory.choice import JOB_UID, committed, open_in_folder
 from holdfast.directory.commit import one_at_a_time
 from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.closing import Closing
-from holdfast_core.errors import ConfigError, NotFoundError
+from holdfast_core.errors import ConfigError
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, ShardRef
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.tiers.base import ShardSource
-from holdfast_core.tiers.sources import ReaderSource
 
 
 class FolderSource(Closing):
@@ -54,9 +53,7 @@ class FolderSource(Closing):
         return self._tier.get_layout(digest)
 
     def open_shard(self, ref: ShardRef) -> ShardSource:
-        if self._tier.look_up(ref) is None:
-            raise NotFoundError(f"shard of {ref}: no file {self._tier.shard_path(ref)}")
-        return ReaderSource(self._tier.open_shard(ref))
+        return open_in_folder(self._tier, ref)
 
     def close(self) -> None:
         """Do nothing: the tier holds no open file."""

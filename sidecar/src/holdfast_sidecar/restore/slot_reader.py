@@ -1,0 +1,104 @@
+"""Read a part of the restore point into a rank's slot, and wait for places that do not answer.
+
+Ranks that start together read from the same few holders and may overload them, so a shard that only an
+unreachable place may have is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from holdfast_core.errors import UnavailableError
+from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.ids import ByteRange, Rank, TierName
+from holdfast_core.reshard.reader import Reader
+from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shm.slot_fill import begin_assembly, begin_shard
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.backoff import Patience
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.restore.fill_target import FillTarget
+from holdfast_sidecar.restore.sources import PodPlaces, PodShardPlace
+
+T = TypeVar("T")
+
+
+class SlotReader:
+    """Reader of a checkpoint into slots.
+
+    Its methods raise NotFoundError, with what was tried, if a part is available nowhere, and RefusedError if
+    the target was stopped. `waits` is called with the reason, on each retry, once waiting has lasted longer
+    than the patience. The tier that they return is the farthest one that served a part.
+    """
+
+    def __init__(self, pools: Pools, metrics: Metrics, patience: Callable[[], Patience]) -> None:
+        self._pools = pools
+        self._metrics = metrics
+        self._patience = patience
+
+    async def shard(
+        self, saved: PodPlaces, rank: Rank, target: FillTarget, waits: Callable[[str], None]
+    ) -> tuple[ShardRecord, TierName]:
+        """Write the payload of a rank's shard into the target's slot, which then names the shard."""
+        size = saved.manifest.shards[rank].payload_bytes
+        header = await self._pools.fill.run(begin_shard, target, saved.manifest.ref(rank), size)
+        reader = Reader(saved, target, target.check)
+        record = await self._patiently(
+            reader, lambda: reader.read_span(rank, ByteRange(0, size)), rank, waits
+        )
+        await self._pools.fill.run(target.write_header, header)
+        return record, reader.farthest
+
+    async def boxes(
+        self,
+        saved: PodPlaces,
+        wanted: RankLayout,
+        world_size: int,
+        target: FillTarget,
+        waits: Callable[[str], None],
+    ) -> TierName:
+        """Write the payload of the layout `wanted` into the target's slot.
+
+        The slot is then FREE and its header names no round and step, since its bytes are not a saved
+        shard. `world_size` is the number of the ranks that restore.
+
+        Raises:
+            StateMismatchError: The checkpoint does not hold the wanted tensors.
+            FormatError: `wanted` is not a valid layout of a payload.
+        """
+        header = await self._pools.fill.run(begin_assembly, target, wanted)
+        reader = Reader(saved, target, target.check)
+        await self._patiently(reader, lambda: reader.read(wanted, world_size), wanted.rank, waits)
+        await self._pools.fill.run(target.write_header, header)
+        logs.info(
+            "a payload was built from other ranks' shards",
+            rank=wanted.rank,
+            payload_bytes=wanted.payload_bytes,
+            read_bytes={str(tier): count for tier, count in reader.read_bytes.items()},
+        )
+        return reader.farthest
+
+    async def _patiently(
+        self,
+        reader: Reader[PodShardPlace],
+        read: Callable[[], Awaitable[T]],
+        rank: Rank,
+        waits: Callable[[str], None],
+    ) -> T:
+        patience: Patience | None = None
+        try:
+            while True:
+                try:
+                    return await read()
+                except UnavailableError as error:
+                    if patience is None:
+                        patience = self._patience()
+                        logs.warning("a fill waits for a source", rank=rank, error=str(error))
+                    if patience.over:
+                        waits(str(error))
+                    await patience.pause()
+        finally:
+            for tier, byte_count in reader.fetched_bytes.items():
+                self._metrics.fetched(tier, byte_count)
