@@ -18,6 +18,7 @@ from holdfast_core.reshard.plan import Move
 from holdfast_core.reshard.reads import READ_BYTES, Read, reads_of
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.tiers.base import ShardSource
+from holdfast_core.tiers.sources import AHEAD_BYTES, ReaderSource
 
 
 class PayloadSink(Protocol):
@@ -90,6 +91,15 @@ class Copying:
             raise CorruptionError(
                 f"{source.trailer.record.ref}: received no bytes for {missed.span}"
             )
+
+
+def copy_span(source: ReaderSource, span: ByteRange, target: PayloadSink) -> None:
+    """Copy a span of the payload of a shard file to the start of `target`.
+
+    Raises CorruptionError, and what the source and the target raise.
+    """
+    move = Move(source.trailer.record.header.rank, span.start, span.length_bytes, 0)
+    Copying([move]).take(source, target, AHEAD_BYTES)
 
 
 def check_source(record: ShardRecord, shard: ManifestShard) -> None:

@@ -4,17 +4,16 @@
    Nothing has been written into the state at this point.
 2. If a slot may still hold the shard, its chunks are compared with the checksums of the file and copied
    into the tensors. If a chunk differs, step 3 overwrites all that was copied.
-3. Otherwise the file is read in order. Each chunk is verified and copied into the tensors.
+3. Otherwise the file is read in order. Each chunk is verified and then copied into the tensors.
 
-If a chunk fails verification in step 3, parts of the bad copy remain in the state. The caller must load
-another copy over them.
+If a chunk fails verification in step 3, the chunks before it are in the state. The caller must load another
+copy over them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from holdfast_core.ids import ByteRange, TierName
 from holdfast_core.messages.schema import ShardFile
 from holdfast_core.node.files import BufferPool, disk_errors
 from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader
+from holdfast_core.reshard.assemble import copy_span
+from holdfast_core.tiers.sources import ReaderSource
 
 _CHUNKS_AT_ONCE = 4
 """Number of chunks to compare and then copy while they are in the processor's cache. With the chunk size
@@ -42,6 +43,26 @@ class InPlace:
     """The saved state. Its tensors are those of the current state, or lie in new memory."""
     tier: TierName
     """Tier from which the bytes came."""
+
+
+@dataclass(slots=True)
+class _Tensors:
+    """The state's tensors as memory of a read."""
+
+    destinations: Destinations
+    done: int = 0
+    """Bytes that belong to tensors."""
+
+    def write_payload(self, offset: int, data: memoryview) -> None:
+        self.done += self.destinations.put(offset, data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    data: bytearray
+
+    def write_payload(self, offset: int, data: memoryview) -> None:
+        self.data[offset : offset + len(data)] = data
 
 
 def read_in_place(
@@ -71,23 +92,20 @@ def read_in_place(
             reader = DiskShardReader.open(path, file.shard, buffers)
         else:
             reader = DiskShardReader.of_file(fd, path, file.shard, buffers)
-    with reader:
+    with ReaderSource(reader) as source:
         size = reader.record.header.payload_bytes
-        head_stop = header_bytes(_read(reader, ByteRange(0, LENGTH_BYTES)), size)
-        plan = parse_payload(_read(reader, ByteRange(0, head_stop)), size)
-        objects = _read(reader, plan.objects)
+        head_stop = header_bytes(_read(source, ByteRange(0, LENGTH_BYTES)), size)
+        plan = parse_payload(_read(source, ByteRange(0, head_stop)), size)
+        objects = _read(source, plan.objects)
         destinations = Destinations(plan, objects, target.leaves, target.classes)
         if not target.fits(destinations.saved):
             return None
         begins()
         if held is not None and _put_held(reader, destinations, held[:size]):
             return InPlace(destinations.saved, TierName.MEMORY)
-        position, done = 0, 0
-        with closing(reader.read_payload()) as pieces:
-            for piece in pieces:
-                done += destinations.put(position, piece)
-                position += len(piece)
-    _expect_all(destinations, done)
+        tensors = _Tensors(destinations)
+        copy_span(source, ByteRange(0, size), tensors)
+    _expect_all(destinations, tensors.done)
     return InPlace(destinations.saved, file.tier)
 
 
@@ -124,12 +142,8 @@ def _expect_all(destinations: Destinations, done: int) -> None:
         )
 
 
-def _read(reader: DiskShardReader, wanted: ByteRange) -> bytes:
+def _read(source: ReaderSource, wanted: ByteRange) -> bytes:
     """Return a range of the payload. Reads and verifies the chunks that contain it."""
-    header = reader.record.header
-    chunk = header.chunk_bytes
-    start = wanted.start // chunk * chunk
-    stop = min(-(-wanted.stop // chunk) * chunk, header.payload_bytes)
-    buffer = bytearray(stop - start)
-    reader.read_payload_into(start, memoryview(buffer))
-    return bytes(buffer[wanted.start - start : wanted.stop - start])
+    found = _Bytes(bytearray(wanted.length_bytes))
+    copy_span(source, wanted, found)
+    return bytes(found.data)
