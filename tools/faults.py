@@ -16,7 +16,7 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Formats and messages", ("core/format", "core/shards", "core/messages", "fuzz", "golden")),
     ("Bytes between nodes", ("core/peer", "core/net", "core/pacing")),
     ("The object store", ("core/store", "core/tiers", "core/policy", "integration/object_store")),
-    ("Another number of ranks", ("core/reshard", "integration/reshard")),
+    ("Another number of ranks", ("core/reshard", "core/reading", "integration/reshard")),
     ("Objects of the API", ("core",)),
     ("The sidecar", ("sidecar",)),
     ("Several sidecars", ("integration/sidecars",)),

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import math
 
-from tests.support.shards.placements import Placement, layout_of, plan, shards_of, transformer
+from tests.support.shards.placements import (
+    Placement,
+    bytes_read,
+    layout_of,
+    plan,
+    shards_of,
+    transformer,
+)
 
-from holdfast_core.reshard.reads import bytes_read
 from holdfast_core.shards.record import CHUNK_BYTES
 
 _LAYERS = 4

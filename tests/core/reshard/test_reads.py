@@ -7,11 +7,11 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.shards.placements import layout_of, plan, shards_of, transformer
+from tests.support.shards.placements import bytes_read, layout_of, plan, shards_of, transformer
 
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.plan import Move
-from holdfast_core.reshard.reads import by_source, bytes_read, reads_of
+from holdfast_core.reshard.reads import by_source, reads_of
 from holdfast_core.shards.record import CHUNK_BYTES
 
 CHUNK = 8

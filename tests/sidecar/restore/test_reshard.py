@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.sidecar.reshard_world import ROWS, WANTED, World, payload_of
-from tests.support.shards.placements import Tensor, layout_of, plan
+from tests.support.shards.placements import Tensor, bytes_read, layout_of, plan
 from tests.support.tiers.faulty import Fault, FaultKind, Faults
 
 from holdfast_core.errors import (
@@ -24,7 +24,6 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Rank, TierName, Worker
-from holdfast_core.reshard.reads import bytes_read
 from holdfast_core.shards.file import Trailer, trailer_bytes
 from holdfast_core.shards.record import CHUNK_BYTES, ShardRecord
 from holdfast_core.shm.slot_file import SlotFile

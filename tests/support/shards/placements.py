@@ -7,7 +7,7 @@ empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.support.shards.builders import pack_objects
@@ -19,6 +19,7 @@ from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_dig
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.boxes import Box
 from holdfast_core.reshard.plan import Move, SliceSearch
+from holdfast_core.reshard.reads import by_source, reads_of
 
 Placement = Sequence[int | None]
 """For each dimension of the mesh, the dimension of the tensor that it cuts, or None for a replica."""
@@ -116,6 +117,15 @@ def planned(
 ) -> tuple[Move, ...]:
     """Return the plan of a rank of `world_size` from a checkpoint of ranks with these layouts."""
     return plan(wanted, world_size, shards_of(layouts), layouts.__getitem__, missing)
+
+
+def bytes_read(moves: Iterable[Move], payload_bytes: Sequence[int], chunk_bytes: int) -> int:
+    """Return how many payload bytes a plan reads. `payload_bytes` is indexed by old rank."""
+    return sum(
+        read.span.length_bytes
+        for rank, group in by_source(moves).items()
+        for read in reads_of(group, payload_bytes[rank], chunk_bytes)
+    )
 
 
 def objects_of(rank: int, objects_bytes: int = 64) -> bytes:

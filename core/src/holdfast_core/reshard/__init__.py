@@ -1,5 +1,5 @@
 """Conversion of a checkpoint of N ranks to payloads of M ranks (ADR 0021).
 
 The package works on layouts and byte ranges, and is independent of slots, sockets and tensors. It is
-pure except for `assemble`, which reads from a source and writes to a target that the caller supplies.
+pure: `reading` executes its plans.
 """

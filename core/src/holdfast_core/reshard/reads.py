@@ -76,15 +76,6 @@ def reads_of(
         yield Read(ByteRange(start, min(stop, payload_bytes)), tuple(pieces))
 
 
-def bytes_read(moves: Iterable[Move], payload_bytes: Sequence[int], chunk_bytes: int) -> int:
-    """Return how many payload bytes a plan reads. `payload_bytes` is indexed by old rank."""
-    return sum(
-        read.span.length_bytes
-        for rank, group in by_source(moves).items()
-        for read in reads_of(group, payload_bytes[rank], chunk_bytes)
-    )
-
-
 def _runs(moves: Sequence[Move]) -> Iterator[Piece]:
     """Yield the single runs of moves in order of start.
 

@@ -2,7 +2,7 @@
 
 1. `names_shard`: a slot whose header names the shard may still hold it (slot_check.py verifies the bytes).
 2. `first_fitting`: otherwise a slot is chosen that is large enough.
-3. `begin_shard` or `begin_assembly` marks the slot. A `reshard.reader.Reader` puts a saved shard, or a
+3. `begin_shard` or `begin_assembly` marks the slot. A `reading.reader.Reader` puts a saved shard, or a
    payload that is assembled from ranges of several shards, into it. The header that was returned is written
    at the end.
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from holdfast_core.errors import UnavailableError
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ByteRange, Rank, TierName
-from holdfast_core.reshard.reader import Reader
+from holdfast_core.reading.reader import Reader
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_fill import begin_assembly, begin_shard
 from holdfast_sidecar.base import logs

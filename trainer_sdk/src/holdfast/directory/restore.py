@@ -35,8 +35,8 @@ from holdfast_core.messages.schema import (
     SlotOffer,
 )
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.reading.reader import Reader, ShardPlace, run_blocking
 from holdfast_core.reshard.plan import home_of
-from holdfast_core.reshard.reader import Reader, ShardPlace, run_blocking
 from holdfast_core.reshard.saved import holders_of
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile
@@ -132,7 +132,7 @@ class Bringer:
 
 @dataclass(frozen=True, slots=True)
 class FolderPlaces:
-    """The folder and then its store, as `reshard.reader.CheckpointPlaces`."""
+    """The folder and then its store, as `reading.reader.CheckpointPlaces`."""
 
     bringer: Bringer
     manifest: Manifest

@@ -29,8 +29,8 @@ from holdfast_core.errors import (
 from holdfast_core.format.dtypes import tensor_bytes
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of, parse_rank_layout
-from holdfast_core.ids import ByteRange, CheckpointId, Rank, TierName
-from holdfast_core.reshard.reader import Reader, ShardPlace, run_blocking
+from holdfast_core.ids import ByteRange, CheckpointId, Rank
+from holdfast_core.reading.reader import Reader, ShardPlace, run_blocking
 from holdfast_core.tiers.base import ShardSource
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The only place of the shards, as `reshard.reader.CheckpointPlaces`."""
+    """The only place of the shards, as `reading.reader.CheckpointPlaces`."""
 
     reader: BoxReader
     tensor: str = ""
@@ -73,8 +73,7 @@ class _Places:
         return replace(found, tensors={} if own is None else {self.tensor: own}, objects={})
 
     def places(self, rank: Rank) -> tuple[ShardPlace, ...]:
-        opened = partial(self.reader.shard, rank)
-        return (ShardPlace(TierName.NODE, self.reader.name, opened),)
+        return (ShardPlace(self.reader.tier, self.reader.name, partial(self.reader.shard, rank)),)
 
     async def run(self, call: Callable[[], T], place: ShardPlace | None = None) -> T:
         return call()
@@ -95,6 +94,7 @@ class BoxReader(Closing):
         self._claim: object = source.claim(checkpoint)
         self.manifest: Manifest = source.manifest(checkpoint)
         self._source = source
+        self.tier = source.tier
         self._layouts: dict[Rank, RankLayout] = {}
         self._shards: OrderedDict[Rank, ShardSource] = OrderedDict()
 

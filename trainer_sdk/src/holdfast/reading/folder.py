@@ -10,7 +10,7 @@ from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.closing import Closing
 from holdfast_core.errors import ConfigError
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, Digest, ShardRef
+from holdfast_core.ids import CheckpointId, Digest, ShardRef, TierName
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.tiers.base import ShardSource
 
@@ -20,6 +20,8 @@ class FolderSource(Closing):
 
     Raises ConfigError where `root` is not a folder of checkpoints.
     """
+
+    tier = TierName.NODE
 
     def __init__(self, root: Path) -> None:
         if not (root / "tier").is_dir():

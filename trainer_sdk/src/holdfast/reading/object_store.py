@@ -16,7 +16,7 @@ from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast_core.closing import Closing
 from holdfast_core.errors import ConfigError, FormatError, NotFoundError
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, age_of
+from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName, age_of
 from holdfast_core.store.open import open_tier
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import StoreUrl
@@ -27,6 +27,8 @@ _SHOWN_JOBS = 10
 
 class StoreSource(Closing):
     """CheckpointSource of a training in an object store. It writes nothing to the store."""
+
+    tier = TierName.OBJECT
 
     def __init__(
         self, url: StoreUrl, tier: ObjectTier, namespace: str = NAMESPACE, uid: JobUid = JOB_UID

@@ -6,12 +6,17 @@ from typing import Protocol
 
 from holdfast_core.closing import Closing
 from holdfast_core.format.manifest import Manifest
-from holdfast_core.ids import CheckpointId, Digest, ShardRef
+from holdfast_core.ids import CheckpointId, Digest, ShardRef, TierName
 from holdfast_core.tiers.base import ShardSource
 
 
 class CheckpointSource(Closing, Protocol):
     """The committed checkpoints of one training. Nothing is written except the record of `claim`."""
+
+    @property
+    def tier(self) -> TierName:
+        """NODE for a folder, OBJECT for a store."""
+        ...
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from tests.support.shards.builders import BytesSource, shard_header
 from tests.support.shards.placements import (
     Placement,
     Tensor,
+    bytes_read,
     layout_of,
     objects_of,
     planned,
@@ -27,9 +28,9 @@ from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import Rank
-from holdfast_core.reshard.assemble import Copying, check_source
+from holdfast_core.reading.copying import Copying, check_source
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.reshard.reads import by_source, bytes_read
+from holdfast_core.reshard.reads import by_source
 from holdfast_core.shards.file import Trailer
 from holdfast_core.tiers.sources import ReaderSource
 

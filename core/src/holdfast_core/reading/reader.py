@@ -22,7 +22,7 @@ from holdfast_core.errors import HoldfastError, NotFoundError, UnavailableError
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ByteRange, Rank, TierName
-from holdfast_core.reshard.assemble import Copying, PayloadSink, check_source
+from holdfast_core.reading.copying import Copying, PayloadSink, check_source
 from holdfast_core.reshard.plan import Move, SliceSearch
 from holdfast_core.reshard.reads import READ_BYTES, by_source
 from holdfast_core.shards.file import trailer_bytes
