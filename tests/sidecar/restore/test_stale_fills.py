@@ -37,6 +37,7 @@ class SlowNode:
 
     def __init__(self, world: World) -> None:
         self._tier = world.node
+        self.quarantine = world.node.quarantine
         self.gate: Gate | None = None
         self.at_open: Gate | None = None
 
@@ -312,3 +313,18 @@ async def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: 
         await old
     pools.close()
     assert pod.header().state is SlotState.FILLING
+
+
+@pytest.mark.fault("The copy on this node is damaged when it is put into a slot")
+async def test_a_shard_that_another_place_had_to_serve_is_recorded_as_lost(pod: Pod) -> None:
+    """The replacer fetches it again, so that this node has a copy for the next restore."""
+    pod.world.spoil("node", 1)
+    pools = Pools(disk=2, fetch=2, store=1)
+    filler, lost = pod.filler(pools), list[ShardRef]()
+    filler.lost.subscribe(lost.append)
+    filled = await filler.fill(pod.state, pod.message(whole=True))
+    pools.close()
+    assert filled.tier is TierName.PEER
+    assert pod.path.read_bytes()[HEADER_BYTES:][: filled.payload_bytes] == pod.payload(True)
+    assert lost == [pod.world.records[1].ref]
+    assert not any(pod.reported)

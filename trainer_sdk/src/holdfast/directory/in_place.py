@@ -46,7 +46,7 @@ class InPlace:
 
 
 @dataclass(slots=True)
-class _Tensors:
+class _TensorSink:
     """The state's tensors as memory of a read."""
 
     destinations: Destinations
@@ -58,7 +58,7 @@ class _Tensors:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bytes:
+class _ByteSink:
     data: bytearray
 
     def write_payload(self, offset: int, data: memoryview) -> None:
@@ -103,7 +103,7 @@ def read_in_place(
         begins()
         if held is not None and _put_held(reader, destinations, held[:size]):
             return InPlace(destinations.saved, TierName.MEMORY)
-        tensors = _Tensors(destinations)
+        tensors = _TensorSink(destinations)
         copy_span(source, ByteRange(0, size), tensors)
     _expect_all(destinations, tensors.done)
     return InPlace(destinations.saved, file.tier)
@@ -144,6 +144,6 @@ def _expect_all(destinations: Destinations, done: int) -> None:
 
 def _read(source: ReaderSource, wanted: ByteRange) -> bytes:
     """Return a range of the payload. Reads and verifies the chunks that contain it."""
-    found = _Bytes(bytearray(wanted.length_bytes))
+    found = _ByteSink(bytearray(wanted.length_bytes))
     copy_span(source, wanted, found)
     return bytes(found.data)
