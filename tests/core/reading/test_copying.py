@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,11 +28,12 @@ from tests.support.tiers.memory import MemoryTier
 from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.ids import Rank
+from holdfast_core.ids import ByteRange, Rank
 from holdfast_core.reading.copying import Copying, check_source
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.reshard.reads import by_source
 from holdfast_core.shards.file import Trailer
+from holdfast_core.tiers.base import ShardReader
 from holdfast_core.tiers.sources import ReaderSource
 
 CHUNK = 4096
@@ -210,3 +212,36 @@ def test_only_the_shard_that_the_manifest_names_is_read() -> None:
     ):
         with pytest.raises(CorruptionError, match="according to the manifest"):
             check_source(record, wrong)
+
+
+class WrongBytes:
+    """A reader whose bytes are wrong although their CRC32C was found right."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self.record, self.table, self.close = reader.record, reader.table, reader.close
+        self._reader = reader
+
+    def read_payload_into(self, offset: int, buffer: memoryview) -> None:
+        self._reader.read_payload_into(offset, buffer)
+        buffer[0] ^= 1
+
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        for view in self._reader.read_file(ranges):
+            yield memoryview(bytes([view[0] ^ 1]) + bytes(view[1:]))
+
+
+@pytest.mark.parametrize("runs", [[range(2)], [range(2), range(2, 5)]])
+def test_bytes_of_a_file_are_compared_by_blake3(runs: list[range]) -> None:
+    saved = Saved([1], [None])
+    wrong: Any = WrongBytes(saved.tier.open_shard(saved.records[0].ref))
+    with ReaderSource(wrong) as source, pytest.raises(CorruptionError, match="BLAKE3 of chunk 0"):
+        list(source.read(runs))
+
+
+def test_a_run_that_is_longer_than_one_read_of_a_file_is_in_one_piece() -> None:
+    data = bytes(range(256)) * (40 << 10)
+    tier = MemoryTier()
+    record = tier.write_shard(shard_header(len(data), chunk_bytes=1 << 20), BytesSource(data))
+    with ReaderSource(tier.open_shard(record.ref)) as source:
+        found = [bytes(view) for view in source.read([range(6), range(6, 10)])]
+    assert found == [data[: 6 << 20], data[6 << 20 :]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.digest import chunk_digest, crc32c
+from holdfast_core.format.digest import chunk_digest
 from holdfast_core.ids import ByteRange
 from holdfast_core.shards.file import Trailer, chunk_count
 from holdfast_core.shards.record import ShardHeader
@@ -41,14 +41,4 @@ def bad_chunks(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
         chunk
         for place, chunk in enumerate(chunks)
         if chunk_digest(data[place * size : (place + 1) * size]) != trailer.table.digest(chunk)
-    ]
-
-
-def bad_crcs(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
-    """Return those of `chunks`, whose bytes are in `data`, that do not match their CRC32C in the table."""
-    size = trailer.record.header.chunk_bytes
-    return [
-        chunk
-        for place, chunk in enumerate(chunks)
-        if crc32c(data[place * size : (place + 1) * size]) != trailer.table.crcs[chunk]
     ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from holdfast_core.closing import Closing
+from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import ByteRange
-from holdfast_core.shards.chunks import bad_crcs, payload_span
+from holdfast_core.shards.chunks import bad_chunks, payload_span
 from holdfast_core.shards.file import Trailer, head_bytes
 from holdfast_core.tiers.base import ShardReader
 
@@ -18,7 +20,7 @@ AHEAD_BYTES = 4 << 20
 
 
 class ReaderSource(Closing):
-    """ShardSource that reads from a ShardReader and owns it. Chunks are verified by CRC32C only."""
+    """ShardSource that reads from a ShardReader and owns it. Chunks are verified by BLAKE3."""
 
     def __init__(self, reader: ShardReader) -> None:
         self._reader = reader
@@ -36,11 +38,18 @@ class ReaderSource(Closing):
         return read(itertools.chain(first, runs))
 
     def _read_one(self, wanted: Iterable[range]) -> Generator[memoryview]:
-        for chunks in wanted:
-            span = payload_span(self._reader.record.header, chunks)
-            view = self._room(span.length_bytes)
-            self._reader.read_payload_into(span.start, view)
-            yield view
+        return (self._read_again(chunks) for chunks in wanted)
+
+    def _read_again(self, chunks: range) -> memoryview:
+        """Read one run. Raises CorruptionError that names the first bad chunk."""
+        span = payload_span(self._reader.record.header, chunks)
+        view = self._room(span.length_bytes)
+        self._reader.read_payload_into(span.start, view)
+        if bad := bad_chunks(self.trailer, chunks, view):
+            raise CorruptionError(
+                f"shard of {self._reader.record.ref}: BLAKE3 of chunk {bad[0]} does not match"
+            )
+        return view
 
     def _read_ahead(self, wanted: Iterable[range]) -> Generator[memoryview]:
         header = self._reader.record.header
@@ -54,17 +63,21 @@ class ReaderSource(Closing):
                     stop = min(start + AHEAD_BYTES, span.stop)
                     yield ByteRange(*(head_bytes(header) + at for at in (start, stop)))
 
-        with closing(self._reader.read_file(pieces())) as views:
+        with (
+            closing(self._reader.read_file(pieces())) as views,
+            ThreadPoolExecutor(1, "holdfast-verify") as helper,
+        ):
             for view in views:
                 chunks = begun.popleft()
-                span = payload_span(header, chunks)
-                if span.length_bytes > AHEAD_BYTES:
-                    view = self._joined(view, views, span.length_bytes)
-                if len(view) != span.length_bytes or bad_crcs(self.trailer, chunks, view):
-                    # Read again, because a bit may have flipped in transit. This names a chunk that is bad.
-                    view = self._room(span.length_bytes)
-                    self._reader.read_payload_into(span.start, view)
-                yield view
+                length = payload_span(header, chunks).length_bytes
+                if length > AHEAD_BYTES:
+                    view = self._joined(view, views, length)
+                half = len(chunks) // 2
+                middle = half * header.chunk_bytes
+                other = helper.submit(bad_chunks, self.trailer, chunks[half:], view[middle:])
+                bad = bad_chunks(self.trailer, chunks[:half], view[:middle]) + other.result()
+                # Read again, because a bit may have flipped in transit. This names a chunk that is bad.
+                yield self._read_again(chunks) if bad or len(view) != length else view
 
     def _joined(self, first: memoryview, views: Iterator[memoryview], length: int) -> memoryview:
         """Return a run that was read in several pieces."""

@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
+from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import ShardRef
-from holdfast_core.shards.chunks import FindBad, bad_chunks, bad_crcs, payload_span
+from holdfast_core.shards.chunks import FindBad, bad_chunks, payload_span
 from holdfast_core.shards.coding import Coding
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.record import ShardRecord
@@ -100,7 +101,7 @@ class StoredShardReader(Closing):
 
         The chunks are compared by CRC32C, so that one that is wrong is read again.
         """
-        return self._read(wanted, bad_crcs)
+        return self._read(wanted, _bad_crcs)
 
     def copy_to(self, open_writer: OpenWriter) -> ShardRecord:
         """Write the whole shard file and commit the writer. Return the record of the shard.
@@ -228,6 +229,16 @@ class StoredShardReader(Closing):
 
     def close(self) -> None:
         """Do nothing: the connections belong to the store."""
+
+
+def _bad_crcs(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
+    """Return those of `chunks`, whose bytes are in `data`, that do not match their CRC32C in the table."""
+    size = trailer.record.header.chunk_bytes
+    return [
+        chunk
+        for place, chunk in enumerate(chunks)
+        if crc32c(data[place * size : (place + 1) * size]) != trailer.table.crcs[chunk]
+    ]
 
 
 def _buffer(free: list[memoryview], length: int) -> memoryview:
