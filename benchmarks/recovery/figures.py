@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.recovery.journal import Entry
 from benchmarks.report import Figure, at_most, for_orientation, not_measured
 
-PHASES = ("detect", "backOff", "seal", "schedule", "rehydrate", "rendezvous", "firstStep")
+PHASES = ("detect", "back_off", "seal", "schedule", "rehydrate", "rendezvous", "first_step")
 ALLOWED_LOSS = 10
 """Steps between two checkpoints of the measured jobs."""
 WHAT = {
@@ -136,7 +136,7 @@ def phases(entries: Sequence[Entry]) -> dict[str, float]:
     """Return the median seconds of each phase, by the jobs' status."""
     found = {}
     for phase in PHASES:
-        values = [e.details.get("phases", {}).get(f"{phase}Seconds") for e in entries]
+        values = [e.details.get("phases", {}).get(phase) for e in entries]
         known = [v for v in values if v is not None]
         if known:
             found[phase] = round(statistics.median(known), 3)

@@ -105,7 +105,7 @@ def recovery(job: Job, cause: Cause, timeout_seconds: float) -> tuple[float, dic
         describe=job.describe,
     )
     last = records[-1]
-    phases = {k: v for k, v in last.items() if k.endswith("Seconds") and k != "totalSeconds"}
+    phases = last["phaseSeconds"]
     return seconds, {
         "rounds": job.round - before,
         "reason": last["reason"],

@@ -344,9 +344,8 @@ async def _phases(bed: Bed, gangs: list[str]) -> dict[str, float]:
     """Return the longest time of each phase in the newest recoveries of these gangs, in seconds."""
     longest: dict[str, float] = {}
     for uid, status in (await bed.statuses()).items():
-        for name, value in status["recoveries"][-1].items() if uid in gangs else ():
-            if name.endswith("Seconds"):
-                longest[name] = max(longest.get(name, 0.0), value)
+        for name, value in status["recoveries"][-1]["phaseSeconds"].items() if uid in gangs else ():
+            longest[name] = max(longest.get(name, 0.0), value)
     return longest
 
 

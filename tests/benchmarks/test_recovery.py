@@ -17,7 +17,7 @@ def entry(case: str, repetition: int, seconds: float | None = 2.0, **details: An
         "lost_steps": 4,
         "restored_step": 40,
         "persisted_before": 40,
-        "phases": {"detectSeconds": 0.5, "firstStepSeconds": 1.0},
+        "phases": {"detect": 0.5, "first_step": 1.0},
     }
     return Entry(case, repetition, seconds, 1.5, {**known, **details})
 
@@ -65,7 +65,7 @@ def test_b1_has_a_target_for_the_median_and_one_for_the_longest(
 ) -> None:
     found = {f.id: f for f in figures([entry("B1", n, s) for n, s in enumerate(seconds)])}
     assert (found["B1"].ok, found["B1-max"].ok) == verdicts
-    assert found["B1"].details["phases"] == {"detect": 0.5, "firstStep": 1.0}
+    assert found["B1"].details["phases"] == {"detect": 0.5, "first_step": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ JOB = {
         "lastCommittedStep": 50,
         "stepsDropped": 4,
         "lastPersisted": {"step": 40, "round": 1},
-        "workers": {"ready": 2, "total": 2},
+        "readyWorkers": "2/2",
         "goodput": {"ratio": 0.75},
         "recoveries": [
             {"round": 1, "reason": "RankFailed", "workers": [1], "totalSeconds": 2.0},
@@ -41,7 +41,7 @@ JOB = {
                 "reason": "PodLost",
                 "workers": [3],
                 "nodes": ["node-3"],
-                "sealSeconds": 0.3,
+                "phaseSeconds": {"seal": 0.3},
                 "restoredStep": 20,
                 "lostSteps": 7,
             },
@@ -151,10 +151,7 @@ def test_the_phases_of_a_recovery_are_named_in_their_order():
         "reason": "NodeLost",
         "begunAt": "2026-01-01T00:00:00Z",
         "totalSeconds": 23.1,
-        "firstStepSeconds": 0.4,
-        "detectSeconds": 20.2,
-        "sealSeconds": 2.5,
-        "backOffSeconds": 0.0,
+        "phaseSeconds": {"back_off": 0.0, "detect": 20.2, "first_step": 0.4, "seal": 2.5},
     }
     assert phases_line(closed) == (
         "round 5: detect 20.2 s, back off 0.0 s, seal 2.5 s, first step 0.4 s"
@@ -237,7 +234,7 @@ def test_an_elastic_gang_is_shown_with_the_workers_that_it_wants():
         "reason": "Shrunk",
         "message": "the gang continues with 3 of 4 workers",
     }
-    gang = adoption(workers={"ready": 3, "total": 3, "wanted": 4}, conditions=[condition])
+    gang = adoption(readyWorkers="3/4", conditions=[condition])
     text = shown(status_view(Screen(gang)))
     assert "3/4" in text
     assert "WorkersMissing: Shrunk: the gang continues with 3 of 4 workers" in text

@@ -69,7 +69,7 @@ def test_an_elastic_gang_continues_without_a_node_and_grows_when_it_is_back(scen
         _in_pool(scenario.kube, node, False)
         scenario.kube.delete_pod(scenario.namespace, job.pod_name(1))
         _wait_workers(job, 2, "Shrunk")
-        job.wait("two ready workers", lambda: job.status["workers"]["summary"] == "2/3", 60)
+        job.wait("two ready workers", lambda: job.status["readyWorkers"] == "2/3", 60)
         missing = job.wait_condition("WorkersMissing")
         assert missing["reason"] == "Shrunk"
         job.wait("a placeholder", lambda: _placeholders(scenario), 180)

@@ -13,15 +13,16 @@ from rich.text import Text
 from holdfast_cli.gangs import KINDS, MemberPod
 
 TIERS = ("memory", "node", "peer", "object")
-RECOVERY_PHASES = {
-    "detectSeconds": "detect",
-    "backOffSeconds": "back off",
-    "sealSeconds": "seal",
-    "scheduleSeconds": "schedule",
-    "rehydrateSeconds": "rehydrate",
-    "rendezvousSeconds": "rendezvous",
-    "firstStepSeconds": "first step",
-}
+RECOVERY_PHASES = (
+    "detect",
+    "back_off",
+    "seal",
+    "schedule",
+    "rehydrate",
+    "rendezvous",
+    "first_step",
+)
+"""The phases of a recovery, in their order."""
 BAR_CELLS = 24
 _TROUBLE = frozenset(
     {
@@ -188,9 +189,7 @@ def _namespace(item: dict[str, Any], everywhere: bool) -> tuple[str, ...]:
 
 
 def workers_text(gang: dict[str, Any]) -> str:
-    workers = (gang.get("status") or {}).get("workers") or {}
-    total = workers.get("wanted") or workers.get("total", gang["spec"].get("workers"))
-    return f"{workers.get('ready', 0)}/{total}"
+    return str((gang.get("status") or {}).get("readyWorkers") or f"0/{gang['spec']['workers']}")
 
 
 def spares_row(gang: dict[str, Any]) -> list[tuple[str, str]]:
@@ -274,10 +273,11 @@ def recoveries_view(recoveries: Sequence[dict[str, Any]]) -> Table:
 
 def phases_line(recovery: dict[str, Any]) -> str:
     """Return the nodes and the phases of a recovery, in the order of the phases."""
+    seconds = recovery.get("phaseSeconds") or {}
     phases = [
-        f"{text} {recovery[field]:.1f} s"
-        for field, text in RECOVERY_PHASES.items()
-        if recovery.get(field) is not None
+        f"{phase.replace('_', ' ')} {seconds[phase]:.1f} s"
+        for phase in RECOVERY_PHASES
+        if phase in seconds
     ]
     nodes = recovery.get("nodes") or []
     where = f" ({', '.join(nodes)})" if nodes else ""

@@ -26,12 +26,8 @@ from holdfast_core.api import (
     JobPhase,
     PersistedStep,
     RestorePointStatus,
-    ShardCounts,
-    TierCounts,
     TrainingJob,
     TrainingJobStatus,
-    WorkersStatus,
-    changed,
     strict,
 )
 from holdfast_core.errors import ConfigError
@@ -130,14 +126,8 @@ def test_world_size() -> None:
                 step=Step(100),
                 round=RestartRound(2),
                 manifest=Digest("b3:ab"),
-                sources=TierCounts(memory=3, peer=1),
             ),
-            {
-                "step": 100,
-                "round": 2,
-                "manifest": "b3:ab",
-                "sources": {"memory": 3, "node": 0, "peer": 1, "object": 0},
-            },
+            {"step": 100, "round": 2, "manifest": "b3:ab"},
             id="a step",
         ),
     ],
@@ -148,17 +138,6 @@ def test_restore_point_absent_empty_and_chosen_differ(
     status = TrainingJobStatus(restore_point=restore_point)
     assert status.to_dict().get("restorePoint") == written
     assert TrainingJobStatus.from_dict(status.to_dict()) == status
-
-
-def test_summaries_follow_their_numbers() -> None:
-    workers = WorkersStatus(ready=3, total=4)
-    assert workers.to_dict()["summary"] == "3/4"
-    assert changed(workers, ready=4).to_dict()["summary"] == "4/4"
-    assert (
-        WorkersStatus.from_dict({"ready": 1, "total": 4, "summary": "9/9"}).to_dict()["summary"]
-        == "1/4"
-    )
-    assert ShardCounts(total=4, node=4, peer=3).to_dict()["summary"] == "0/4/3/0"
 
 
 def test_part_size_is_spelt_with_its_unit() -> None:

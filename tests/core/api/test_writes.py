@@ -21,10 +21,8 @@ from holdfast_core.api import (
     RestartRecord,
     RestorePointStatus,
     SparesStatus,
-    TierCounts,
     TrainingJob,
     TrainingJobStatus,
-    WorkersStatus,
     changed,
     merge_patch,
 )
@@ -36,12 +34,12 @@ START = datetime(2026, 1, 1, 12, 30, 15, 999_999, tzinfo=UTC)
 def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
     status = TrainingJobStatus(
         restart_round=RestartRound(3),
-        restore_point=RestorePointStatus(sources=TierCounts()),
+        restore_point=RestorePointStatus(),
         lineage=(LineageEntry(round=RestartRound(0)),),
-        recent_restarts=(RestartRecord(round=RestartRound(3), at=START, reason="PodLost"),),
-        recoveries=(RecoveryStatus(round=RestartRound(3), reason="PodLost", detect_seconds=0.5),),
+        recent_restarts=(RestartRecord(round=RestartRound(3), at=START),),
+        recoveries=(RecoveryStatus(round=RestartRound(3), reason="PodLost").with_phases(seal=0.5),),
         goodput=GoodputStatus(ratio=1 / 3, training_seconds=10.00049),
-        workers=WorkersStatus(ready=1, total=2),
+        ready_workers="1/2",
         spares=SparesStatus(
             ready=1,
             births=(RestartRound(0), RestartRound(3)),
@@ -54,9 +52,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "restartRound": 3,
         "restarts": 0,
         "restartsCountTowardsMax": 0,
-        "recentRestarts": [
-            {"round": 3, "at": "2026-01-01T12:30:15Z", "reason": "PodLost", "ignored": False}
-        ],
+        "recentRestarts": [{"round": 3, "at": "2026-01-01T12:30:15Z", "ignored": False}],
         "quarantined": [],
         "missing": [],
         "hangs": None,
@@ -66,7 +62,6 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "lastReplicatedStep": None,
         "stepsDropped": None,
         "flushSeconds": None,
-        "gracePeriodSeconds": None,
         "lastPersisted": None,
         "members": [],
         "coordinator": None,
@@ -76,11 +71,16 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
             "manifest": None,
             "jobUid": None,
             "jobNamespace": None,
-            "sources": {"memory": 0, "node": 0, "peer": 0, "object": 0},
         },
         "lineage": [{"round": 0}],
         "recoveries": [
-            {"round": 3, "reason": "PodLost", "workers": [], "nodes": [], "detectSeconds": 0.5}
+            {
+                "round": 3,
+                "reason": "PodLost",
+                "workers": [],
+                "nodes": [],
+                "phaseSeconds": {"seal": 0.5},
+            }
         ],
         "goodput": {
             "ratio": 0.3333,
@@ -94,7 +94,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "resize": None,
         "stragglers": [],
         "elastic": None,
-        "workers": {"ready": 1, "total": 2, "wanted": None, "summary": "1/2"},
+        "readyWorkers": "1/2",
         "spares": {
             "ready": 1,
             "births": [0, 3],

@@ -45,7 +45,7 @@ def test_a_gang_trains_with_one_worker_until_a_placeholder_has_a_node(
     bed.kubelet.publish(bed.pod(0, 1), state)
     bed.until("Running", lambda: bed.condition("Running").get("status") == "True")
     assert bed.condition("WorkersMissing")["reason"] == "Shrunk"
-    bed.until("its ready worker", lambda: bed.status()["workers"]["summary"] == "1/2")
+    bed.until("its ready worker", lambda: bed.status().get("readyWorkers") == "1/2")
 
     placeholder = placeholder_name("gpt", bed.uid(), 1)
     bed.until("the placeholder", lambda: placeholder in bed.pod_names())

@@ -106,7 +106,7 @@ def test_a_job_gets_a_third_worker(stored_bed: OperatorBed) -> None:
     bed.until("the resize is over", lambda: resizing(bed) == ("False", "Resized"))
     assert bed.condition("Running")["status"] == "True"
     assert bed.status()["resize"] == {"round": 1}
-    assert bed.status()["workers"]["total"] == 3
+    assert bed.status()["readyWorkers"].endswith("/3")
     assert bed.status()["restarts"] == 0
 
 
@@ -137,7 +137,7 @@ def test_a_job_without_a_store_keeps_its_workers(bed: OperatorBed) -> None:
     set_workers(bed, 3)
     bed.until("the refusal", lambda: resizing(bed) == ("False", "NoObjectTier"))
     assert bed.pod_names() == names
-    assert bed.status()["workers"]["total"] == 2
+    assert bed.status()["readyWorkers"].endswith("/2")
     bed.kubelet.publish(bed.pod(0, 0), training(10, 0, 70))
     bed.until("training goes on", lambda: bed.status().get("step") == 70)
     assert bed.status()["restartRound"] == 0

@@ -34,7 +34,10 @@ AFTER = changed(
     step=Step(9),
     goodput=changed(GoodputStatus(ratio=1.0), checkpoint_seconds=-1.0),
     recoveries=(
-        changed(RecoveryStatus(round=RestartRound(4), reason="RankDied"), rehydrate_seconds=-5.0),
+        changed(
+            RecoveryStatus(round=RestartRound(4), reason="RankDied"),
+            phase_seconds={"rehydrate": -5.0},
+        ),
     ),
     conditions=(
         condition(JobCondition.RUNNING, False, "RankDied", "the message", START, 1),

@@ -23,7 +23,6 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.restarts import GATHER_SECONDS
 from holdfast_operator.model.actions import BeginRound
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
-from holdfast_operator.model.reasons import Reason
 
 ROUND = RestartRound(6)
 BASE = RestorePointStatus(step=Step(10), round=RestartRound(1), manifest=Digest("b3:m"))
@@ -38,7 +37,6 @@ def failing(
         RestartRecord(
             round=RestartRound(2 + i),
             at=START + timedelta(seconds=900),
-            reason=Reason.RANK_FAILED,
         )
         for i in range(futile)
     )
@@ -111,9 +109,7 @@ def test_a_gang_that_never_reaches_its_first_step_waits_for_minutes(
 def test_the_wait_is_bounded() -> None:
     observed = failing(4)
     many = tuple(
-        RestartRecord(
-            round=RestartRound(2 + i), at=START + timedelta(seconds=900), reason=Reason.RANK_FAILED
-        )
+        RestartRecord(round=RestartRound(2 + i), at=START + timedelta(seconds=900))
         for i in range(40)
     )
     begun = changed(observed.job.status, recent_restarts=many)

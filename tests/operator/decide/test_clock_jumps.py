@@ -60,8 +60,7 @@ def test_a_jump_does_not_delete_a_finished_job(moment: Now, goes: bool) -> None:
 def test_restarts_with_a_stamp_of_the_future_do_not_count() -> None:
     ages = (-TWO_DAYS, timedelta(minutes=-1), timedelta(minutes=30), TWO_DAYS)
     records = tuple(
-        RestartRecord(round=RestartRound(n), at=now().utc - age, reason="RankFailed")
-        for n, age in enumerate(ages)
+        RestartRecord(round=RestartRound(n), at=now().utc - age) for n, age in enumerate(ages)
     )
     point = RestorePointStatus(step=Step(50), round=RestartRound(8))
     known = status(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import (
-    START,
     UID,
     checkpoint,
     job,
@@ -27,7 +26,6 @@ from holdfast_core.api import (
     LineageEntry,
     PersistedStep,
     RestorePointStatus,
-    ShardCounts,
     changed,
 )
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName, Worker
@@ -165,7 +163,6 @@ def test_the_object_is_a_projection_of_the_commit() -> None:
     assert (written.phase, written.manifest) == ("Committed", manifest_digest(40, 2))
     assert (written.bytes, written.world_size, written.job_uid) == (1234, 2, UID)
     assert (step_of(create), written.round, written.job_namespace) == (40, 2, "team-a")
-    assert written.shards == ShardCounts(total=2, object=2)
     held = {c.type for c in written.conditions if c.is_true}
     assert held == {"Committed", "Replicated", "Persisted", "Restorable"}
 
@@ -180,7 +177,7 @@ def test_a_request_is_asked_once_and_becomes_the_record() -> None:
     (update,) = only(first, "change Checkpoint")
     assert status_of(update).phase == "InProgress"
 
-    waiting = request(phase="InProgress", started_at=START)
+    waiting = request(phase="InProgress")
     second = decide(world(checkpoints=(waiting,), memory=first.memory), now(1001.0))
     assert not only(second, "call /v1/save-now")
 
@@ -212,7 +209,7 @@ def test_a_request_is_asked_again_by_a_new_operator_and_in_a_new_round() -> None
 @pytest.mark.parametrize("store", ["main", None])
 def test_a_record_that_was_interrupted_is_completed(store: str | None) -> None:
     """The operator ended after it had written spec.step and before it had written the status."""
-    waiting = request(phase="InProgress", started_at=START)
+    waiting = request(phase="InProgress")
     half = changed(waiting, spec=changed(waiting.spec, step=Step(45)))
     stored = (
         {"committed": persisted(45)} if store else {"coordinator": {"last_replicated": point(45)}}
@@ -220,7 +217,7 @@ def test_a_record_that_was_interrupted_is_completed(store: str | None) -> None:
     decision = decide(world(checkpoints=(half,), store=store, **stored), now())
     (update,) = only(decision, "change Checkpoint")
     assert (update.name, step_of(update), status_of(update).round) == (half.name, 45, 2)
-    assert (status_of(update).phase, status_of(update).started_at) == ("Committed", START)
+    assert status_of(update).phase == "Committed"
     assert not only(decision, "create Checkpoint"), "the request is the object of this commit"
 
 
@@ -373,8 +370,7 @@ def test_ready_workers_are_written_like_levels() -> None:
     later = replace(later, pods=(replace(one, ready=False), *others))
     assert not only(decide(later, now(1005.0)), WriteStatus)
     (second,) = only(decide(later, now(1000.0 + LEVELS_EVERY_SECONDS)), WriteStatus)
-    assert second.status.workers is not None
-    assert second.status.workers.ready == len(others)
+    assert str(second.status.ready_workers).startswith(f"{len(others)}/")
 
 
 def test_with_many_jobs_levels_are_written_less_often() -> None:

@@ -433,7 +433,7 @@ def test_a_dead_rank_of_a_worker_that_does_not_exist_begins_a_round(worker: int)
 
 def restarted(seconds: float, count: int) -> tuple[RestartRecord, ...]:
     at = START + timedelta(seconds=seconds)
-    return (RestartRecord(round=RestartRound(1), at=at, reason=Reason.RANK_FAILED),) * count
+    return (RestartRecord(round=RestartRound(1), at=at),) * count
 
 
 @pytest.mark.parametrize(

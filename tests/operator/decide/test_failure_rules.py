@@ -263,7 +263,6 @@ def test_ignored_restarts_wait_as_others_do() -> None:
         RestartRecord(
             round=RestartRound(i),
             at=START + timedelta(seconds=900),
-            reason=Reason.RANK_FAILED,
             ignored=True,
         )
         for i in range(1, 4)
@@ -284,9 +283,7 @@ def test_the_budget_is_exact_at_every_limit(limit: int) -> None:
     for i in range(limit):
         assert not is_spent(observed, records), i
         for ignored in (False, True):
-            record = RestartRecord(
-                round=RestartRound(0), at=at, reason=Reason.RANK_FAILED, ignored=ignored
-            )
+            record = RestartRecord(round=RestartRound(0), at=at, ignored=ignored)
             records = with_restart(records, record)
     assert len(records) == min(2 * limit, MAX_RECENT_RESTARTS)
     assert is_spent(observed, records)

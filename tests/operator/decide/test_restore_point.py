@@ -21,7 +21,7 @@ from tests.support.operator.builders import (
     store,
 )
 
-from holdfast_core.api import LineageEntry, PersistedStep, TierCounts, TrainingJobStatus, changed
+from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus, changed
 from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
 from holdfast_operator.decide.facts.world import World, back_to, on_lineage
 from holdfast_operator.decide.restore.restore_point import (
@@ -75,7 +75,7 @@ def test_waits_until_every_pod_is_there() -> None:
     assert isinstance(choice, Wait)
 
 
-def test_newest_complete_step_with_its_sources() -> None:
+def test_newest_complete_step() -> None:
     seen = sidecar(
         A,
         1,
@@ -86,7 +86,6 @@ def test_newest_complete_step_with_its_sources() -> None:
     assert isinstance(choice, Chosen)
     assert (choice.point.step, choice.point.round) == (20, 0)
     assert choice.point.manifest == manifest_digest(20, 0)
-    assert choice.point.sources == TierCounts(memory=1, peer=1)
     assert choice.reason is Reason.RESTORE_POINT_CHOSEN
 
 
@@ -218,7 +217,6 @@ def test_the_persisted_commit_is_always_complete() -> None:
     choice = pick(state, [pod(0, 1), NEW_B], [])
     assert isinstance(choice, Chosen)
     assert choice.point.step == 10
-    assert choice.point.sources == TierCounts(object=2)
 
 
 def test_committed_and_unreadable_waits_and_never_starts_over() -> None:
@@ -260,7 +258,7 @@ def test_a_persisted_checkpoint_of_another_number_of_ranks_is_a_candidate() -> N
     older = checkpoint(10, 0, world_size=4)
     choice = pick(state, [pod(0, 1), NEW_B], [], checkpoints=(older,))
     assert isinstance(choice, Chosen)
-    assert (choice.point.step, choice.point.sources) == (10, TierCounts(object=4))
+    assert choice.point.step == 10
 
 
 def test_another_world_size_on_the_nodes_is_no_candidate() -> None:
@@ -294,15 +292,6 @@ def test_restore_from_another_jobs_checkpoint() -> None:
     assert (point.step, point.round, point.job_uid) == (1200, 2, "other-uid")
     assert point.job_namespace == "team-a"
     assert point.job_uid != UID
-
-
-def test_the_sources_are_the_ranks_that_saved() -> None:
-    source = checkpoint(1200, 2, name="src", job="other", job_uid="other-uid", world_size=6)
-    base = job(2, status(0), restore_from="src", store="main")
-    observed = Observed(job=base, pods=(A, B), checkpoints=(source,), store=store())
-    choice = choose(World(observed), JUST_BEGUN, now())
-    assert isinstance(choice, Chosen)
-    assert choice.point.sources == TierCounts(object=6)
 
 
 def test_own_commits_win_over_restore_from() -> None:

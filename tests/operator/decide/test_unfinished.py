@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import (
-    START,
     UID,
     held,
     job,
@@ -206,7 +205,7 @@ def test_leftovers_of_an_earlier_round_are_left_alone() -> None:
 
 
 def test_a_quarantined_step_is_not_finished() -> None:
-    apart = QuarantinedCheckpoint(step=Step(20), round=RestartRound(0), at=START, restarts=3)
+    apart = QuarantinedCheckpoint(step=Step(20), round=RestartRound(0), restarts=3)
     assert chosen_step(choose(*COMPLETE, state=changed(BOTH_SURVIVED, quarantined=(apart,)))) == 10
 
 

@@ -264,7 +264,7 @@ def test_metrics_count_what_a_status_write_adds() -> None:
         restart_round=RestartRound(1),
         recoveries=(
             RecoveryStatus(
-                round=RestartRound(1), reason="PodLost", detect_seconds=0.5, lost_steps=3
+                round=RestartRound(1), reason="PodLost", phase_seconds={"detect": 0.5}, lost_steps=3
             ),
         ),
         goodput=GoodputStatus(ratio=0.25),
@@ -276,8 +276,8 @@ def test_metrics_count_what_a_status_write_adds() -> None:
         second,
         restart_round=RestartRound(2),
         recoveries=(
-            changed(interrupted, seal_seconds=0.25),
-            RecoveryStatus(round=RestartRound(2), reason="PodLost", detect_seconds=0.5),
+            interrupted.with_phases(seal=0.25),
+            RecoveryStatus(round=RestartRound(2), reason="PodLost", phase_seconds={"detect": 0.5}),
         ),
     )
     metrics.status_written(job(second), third)

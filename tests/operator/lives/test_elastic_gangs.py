@@ -78,7 +78,7 @@ def shrunk(**options: int) -> Life:
 
 
 def summary(life: Life) -> str:
-    return str(life.cluster.job["status"]["workers"]["summary"])
+    return str(life.cluster.job["status"]["readyWorkers"])
 
 
 # --------------------------------------------------------------------------- fewer workers

@@ -32,8 +32,7 @@ def becomes(life: Life, workers: int, newest: CheckpointId | None = None) -> Non
         assert point.step is not None
         assert point.step >= newest.step
     assert budget(life) == workers - 1
-    assert status.workers is not None
-    assert status.workers.total == workers
+    assert str(status.ready_workers).endswith(f"/{workers}")
     assert broken_rules(life.cluster, life.copies) == []
 
 
@@ -63,8 +62,6 @@ def test_the_gang_saves_stops_and_continues_with_another_number(workers: int) ->
     assert point is not None
     assert point.step is not None
     assert point.step > step
-    assert point.sources is not None
-    assert point.sources.object == 4, "the shards of the four ranks before"
     assert resizing(life)[:2] == ("False", Reason.RESIZED)
     assert life.status.restarts == restarts
     assert life.status.is_true(JobCondition.SUSPENDED) is False

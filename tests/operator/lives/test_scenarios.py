@@ -57,11 +57,9 @@ async def test_a_lost_pod_comes_back_from_a_peer() -> None:
     assert after.is_true("Running")
     assert after.members == (0, 1, 0)
     assert after.restore_point is not None
-    assert after.restore_point.sources.peer == 1
-    assert after.restore_point.sources.node == 2
     assert after.last_recovery is not None
     assert after.last_recovery.reason == "PodLost"
-    assert after.last_recovery.schedule_seconds is not None
+    assert "schedule" in after.last_recovery.phase_seconds
     assert after.last_recovery.lost_steps is not None
     assert after.restarts_count_towards_max == 0
     assert sorted(cluster.pods) == ["job-l2msg4-0-r0", "job-l2msg4-1-r1", "job-l2msg4-2-r0"]

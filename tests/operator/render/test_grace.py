@@ -9,7 +9,6 @@ import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status, template
 
 from holdfast_core.api import (
-    CheckpointAdoption,
     GoodputStatus,
     RestorePointStatus,
     TrainingJobStatus,
@@ -103,29 +102,10 @@ def test_without_copies_there_is_no_flush_to_peers() -> None:
     assert measured((100, 10, None), (107, 10, 10), copies=0).flush_seconds == 0.0
 
 
-def test_the_status_shows_the_longest_flush_and_what_follows_from_it() -> None:
+def test_the_status_shows_the_longest_flush() -> None:
     memory = replace(measured((100, 10, None), (140, 10, 10)), flush_seconds=39.5)
     world = gang(10, 10, memory)
     shown = refresh(world, now(150), memory, world.status)
-    assert (shown.flush_seconds, shown.grace_period_seconds) == (40, 110)
+    assert shown.flush_seconds == 40
     longer = changed(world.status, flush_seconds=50)
     assert refresh(world, now(150), memory, longer).flush_seconds == 50
-
-
-def test_the_status_of_an_adoption_shows_the_shortest_grace_period_of_its_pods() -> None:
-    memory = measured((100, 10, None), (107, 10, 10))
-    seen = gang(10, 10, memory)
-    one = CheckpointAdoption.from_dict(
-        {
-            "metadata": {"name": "gpt", "namespace": "team", "uid": "u", "resourceVersion": "1"},
-            "spec": {"workers": 2, "checkpoint": {"interval": {"steps": 10}}},
-        }
-    )
-    pods = (
-        pod(0, grace_seconds=600.0),
-        pod(1, grace_seconds=90.0),
-        pod(1, grace_seconds=1.0, terminating=True),
-    )
-    world = World(replace(seen.observed, job=one, pods=pods))
-    shown = refresh(world, now(150), memory, world.status)
-    assert (shown.flush_seconds, shown.grace_period_seconds) == (7, 90)

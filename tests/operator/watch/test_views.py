@@ -16,10 +16,8 @@ from holdfast_core.api import (
     RecoveryStatus,
     RestartRecord,
     RestorePointStatus,
-    TierCounts,
     TrainingJob,
     TrainingJobStatus,
-    WorkersStatus,
     merge_patch,
 )
 from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
@@ -42,7 +40,6 @@ FULL = TrainingJobStatus(
         step=Step(0),
         round=RestartRound(2),
         manifest=Digest("b3:a"),
-        sources=TierCounts(memory=1, peer=1),
         job_uid=JobUid("other"),
         job_namespace="ns",
     ),
@@ -57,10 +54,10 @@ FULL = TrainingJobStatus(
     steps_dropped=0,
     restarts=2,
     restarts_count_towards_max=1,
-    recent_restarts=(RestartRecord(round=RestartRound(3), at=START, reason="RankFailed"),),
+    recent_restarts=(RestartRecord(round=RestartRound(3), at=START),),
     recoveries=(
         RecoveryStatus(
-            round=RestartRound(3), reason="RankFailed", detect_seconds=0.5, lost_steps=0
+            round=RestartRound(3), reason="RankFailed", phase_seconds={"detect": 0.5}, lost_steps=0
         ),
     ),
     goodput=GoodputStatus(
@@ -70,7 +67,7 @@ FULL = TrainingJobStatus(
         recovery_seconds=5.0,
         lost_work_seconds=2.0,
     ),
-    workers=WorkersStatus(ready=1, total=2),
+    ready_workers="1/2",
     start_time=START,
     completion_time=START,
     conditions=(condition("Accepted", None, "StoreNotProbed", "the message", START, 1),),

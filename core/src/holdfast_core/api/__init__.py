@@ -23,7 +23,6 @@ from holdfast_core.api.checkpoint import (
     CheckpointSpec,
     CheckpointStatus,
     DeletionPolicy,
-    ShardCounts,
 )
 from holdfast_core.api.checkpoint_adoption import (
     GANGS,
@@ -95,9 +94,7 @@ from holdfast_core.api.training_job_status import (
     SchedulingStatus,
     SparesStatus,
     StragglerStatus,
-    TierCounts,
     TrainingJobStatus,
-    WorkersStatus,
 )
 
 __all__ = [
@@ -162,19 +159,16 @@ __all__ = [
     "RestorePointStatus",
     "S3Spec",
     "SchedulingStatus",
-    "ShardCounts",
     "SparesStatus",
     "StoreCondition",
     "StoreFeatures",
     "StragglerStatus",
     "StragglersSpec",
-    "TierCounts",
     "TrainingJob",
     "TrainingJobSpec",
     "TrainingJobStatus",
     "Variable",
     "WhenDeleted",
-    "WorkersStatus",
     "changed",
     "merge_patch",
     "parse_duration",

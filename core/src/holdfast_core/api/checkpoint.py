@@ -92,31 +92,6 @@ class CheckpointSpec(ApiModel):
     ] = DeletionPolicy.RETAIN
 
 
-class ShardCounts(ApiModel):
-    """How many shards can be read from each tier."""
-
-    total: Annotated[
-        int, Field(ge=0, description=("Number of shards of the checkpoint, one per rank."))
-    ]
-    memory: Annotated[int, Field(ge=0, description="Shards in shared memory.")] = 0
-    node: Annotated[int, Field(ge=0, description="Shards on the node of their own worker.")] = 0
-    peer: Annotated[int, Field(ge=0, description="Shards of which another node has a copy.")] = 0
-    object: Annotated[int, Field(ge=0, description="Shards in the object store.")] = 0
-    summary: Annotated[
-        str,
-        Field(max_length=48, description="memory/node/peer/object, for the TIERS column."),
-    ] = ""
-
-    @field_validator("summary", mode="before")
-    @classmethod
-    def _never_read_back(cls, _: Any) -> str:
-        return ""
-
-    @field_serializer("summary")
-    def _summary(self, _: str) -> str:
-        return f"{self.memory}/{self.node}/{self.peer}/{self.object}"
-
-
 class CheckpointStatus(WithConditions):
     """What is known of the checkpoint."""
 
@@ -139,21 +114,11 @@ class CheckpointStatus(WithConditions):
         str,
         Field(max_length=16, description="The same with a unit, computed, for the SIZE column."),
     ] = ""
-    shards: Annotated[
-        ShardCounts | None, Field(description="How many shards can be read from each tier.")
-    ] = None
     world_size: Annotated[int | None, Field(ge=1, description="Number of ranks that saved it.")] = (
         None
     )
-    started_at: Annotated[Timestamp | None, Field(description="When the save began (UTC).")] = None
     committed_at: Annotated[
         Timestamp | None, Field(description="When the operator saw it committed (UTC).")
-    ] = None
-    format_version: Annotated[
-        int | None, Field(ge=1, description="Version of the manifest's format.")
-    ] = None
-    parent: Annotated[
-        DigestField | None, Field(description="BLAKE3 of the manifest that this one descends from.")
     ] = None
     conditions: Conditions = ()
     observed_generation: Annotated[

@@ -45,7 +45,7 @@ _GANG_COLUMNS = (
     _column(
         "Workers",
         "string",
-        ".status.workers.summary",
+        ".status.readyWorkers",
         "Workers that train or have finished, of all workers.",
     ),
     _column("Restarts", "integer", ".status.restarts", "Restarts of the gang."),
@@ -67,7 +67,12 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         _column("Job", "string", ".spec.jobRef.name", "The TrainingJob."),
         _column("Step", "integer", ".spec.step", "Optimizer step."),
         _column("Phase", "string", ".status.phase", "Summary of the conditions."),
-        _column("Tiers", "string", ".status.shards.summary", "Shards: memory/node/peer/object."),
+        _column(
+            "Persisted",
+            "string",
+            '.status.conditions[?(@.type=="Persisted")].status',
+            "Whether all shards and the manifest are in the object store.",
+        ),
         _column("Size", "string", ".status.size", "Size of all shards."),
         _column(
             "Pinned",

@@ -6,9 +6,9 @@ Absent means "none yet"; no sentinel values.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, PlainSerializer, field_serializer, field_validator
+from pydantic import Field, PlainSerializer
 
 from holdfast_core.api.base import ApiModel, Timestamp, changed
 from holdfast_core.api.meta import Conditions, WithConditions
@@ -20,6 +20,7 @@ from holdfast_core.ids import (
     JobUid,
     RestartRound,
     Step,
+    TierName,
     Worker,
 )
 
@@ -35,6 +36,16 @@ MAX_MISSING = 64
 """More than a retention keeps. The oldest entries are dropped."""
 MAX_NAMED_WORKERS = 8
 """Largest number of workers that the record of a recovery names. Records must stay small."""
+RECOVERY_PHASES = (
+    "detect",
+    "back_off",
+    "seal",
+    "schedule",
+    "rehydrate",
+    "rendezvous",
+    "first_step",
+)
+"""The phases of a recovery, in their order."""
 
 
 class JobPhase(StrEnum):
@@ -124,15 +135,6 @@ class PersistedStep(ApiModel):
         return CheckpointId(self.step, self.round)
 
 
-class TierCounts(ApiModel):
-    """Numbers of shards, or of ranks, by tier."""
-
-    memory: Annotated[int, Field(ge=0, description="In shared memory.")] = 0
-    node: Annotated[int, Field(ge=0, description="On the node of the worker.")] = 0
-    peer: Annotated[int, Field(ge=0, description="In a peer's copy.")] = 0
-    object: Annotated[int, Field(ge=0, description="In the object store.")] = 0
-
-
 class RestorePointStatus(ApiModel):
     """The step that the current round starts from. An empty object: chosen, from the beginning."""
 
@@ -151,13 +153,6 @@ class RestorePointStatus(ApiModel):
     job_namespace: Annotated[
         str | None,
         Field(max_length=63, description="Namespace in the object keys of that other job."),
-    ] = None
-    sources: Annotated[
-        TierCounts | None,
-        Field(
-            description="Number of shards by the nearest tier that was known to have them when the step was "
-            "chosen."
-        ),
     ] = None
 
     @property
@@ -210,52 +205,18 @@ class RecoveryStatus(ApiModel):
         ),
     ] = ()
     begun_at: Annotated[Timestamp | None, Field(description="When the round began (UTC).")] = None
-    detect_seconds: Annotated[
-        float | None,
+    phase_seconds: Annotated[
+        dict[str, Annotated[float, Field(ge=0)]],
         Field(
-            ge=0,
-            description=(
-                "From the failure, as far as its time is known, until the operator knew what "
-                "was lost, seconds. It includes the wait for sidecars that did not answer."
-            ),
+            max_length=len(RECOVERY_PHASES),
+            description="Seconds of the phases, by the names of the label phase of holdfast_recovery_seconds. "
+            "detect: from the failure until the operator knew what was lost, with the wait for sidecars that "
+            "did not answer. back_off: until the round began. seal: until the survivors had stopped and "
+            "reported what they hold. schedule: until the sidecars of new pods ran and the restore point was "
+            "chosen. rehydrate: until the shards were on the nodes. rendezvous: until all ranks had met. "
+            "first_step: until every rank had finished a step.",
         ),
-    ] = None
-    back_off_seconds: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            description=(
-                "Until the round began, seconds. It is the back-off of a gang that fails "
-                "repeatedly from the same step."
-            ),
-        ),
-    ] = None
-    seal_seconds: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            description="Until the survivors had stopped and reported what they hold, seconds.",
-        ),
-    ] = None
-    schedule_seconds: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            description=(
-                "Until the sidecars of replacement pods ran and the restore point was chosen, seconds."
-            ),
-        ),
-    ] = None
-    rehydrate_seconds: Annotated[
-        float | None, Field(ge=0, description="Until the shards were on the nodes, seconds.")
-    ] = None
-    rendezvous_seconds: Annotated[
-        float | None,
-        Field(ge=0, description=("Until all ranks had finished their rendezvous, seconds.")),
-    ] = None
-    first_step_seconds: Annotated[
-        float | None, Field(ge=0, description="Until every rank had finished a step, seconds.")
-    ] = None
+    ] = Field(default_factory=dict)
     total_seconds: Annotated[
         float | None,
         Field(ge=0, description="From the failure to the first step of every rank, seconds."),
@@ -265,10 +226,11 @@ class RecoveryStatus(ApiModel):
         Field(description="Step from which the round starts. Absent: it has no checkpoint."),
     ] = None
     sources: Annotated[
-        TierCounts | None,
+        dict[str, Annotated[int, Field(ge=1)]] | None,
         Field(
-            description="Number of ranks by the farthest tier from which their state was read. Before all "
-            "ranks have finished a step, those of restorePoint."
+            max_length=len(TierName),
+            description="Number of ranks by the farthest tier from which their state was read: memory, node, "
+            "peer, object.",
         ),
     ] = None
     lost_steps: Annotated[
@@ -277,16 +239,13 @@ class RecoveryStatus(ApiModel):
 
     def phases(self) -> dict[str, float]:
         """Return the seconds of each phase that was measured, in the order of the phases."""
-        named = {
-            "detect": self.detect_seconds,
-            "back_off": self.back_off_seconds,
-            "seal": self.seal_seconds,
-            "schedule": self.schedule_seconds,
-            "rehydrate": self.rehydrate_seconds,
-            "rendezvous": self.rendezvous_seconds,
-            "first_step": self.first_step_seconds,
-        }
-        return {name: seconds for name, seconds in named.items() if seconds is not None}
+        known = self.phase_seconds
+        return {name: known[name] for name in RECOVERY_PHASES if name in known}
+
+    def with_phases(self, **seconds: float | None) -> RecoveryStatus:
+        """Return the record with these phases as well. Those that are None were not measured."""
+        measured = {name: value for name, value in seconds.items() if value is not None}
+        return changed(self, phase_seconds={**self.phase_seconds, **measured})
 
 
 class GoodputStatus(ApiModel):
@@ -418,40 +377,6 @@ class ElasticStatus(ApiModel):
     ]
 
 
-class WorkersStatus(ApiModel):
-    """How much of the gang is there."""
-
-    ready: Annotated[
-        int,
-        Field(ge=0, description="Workers whose ranks train; all of them once the job is complete."),
-    ]
-    total: Annotated[int, Field(ge=0, description="Workers of the present gang.")]
-    wanted: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="spec.workers, while nodes are missing for some of them. Absent: the same as "
-            "total, or a resize is under way.",
-        ),
-    ] = None
-    summary: Annotated[
-        str,
-        Field(
-            max_length=16,
-            description="ready/wanted or ready/total, computed, for the WORKERS column.",
-        ),
-    ] = ""
-
-    @field_validator("summary", mode="before")
-    @classmethod
-    def _never_read_back(cls, _: Any) -> str:
-        return ""
-
-    @field_serializer("summary")
-    def _summary(self, _: str) -> str:
-        return f"{self.ready}/{self.wanted or self.total}"
-
-
 class PromotedSpare(ApiModel):
     """A worker whose pod was a spare before."""
 
@@ -487,9 +412,6 @@ class RestartRecord(ApiModel):
 
     round: Annotated[RoundField, Field(description="Restart round that it began.")]
     at: Annotated[Timestamp, Field(description="When (UTC).")]
-    reason: Annotated[
-        str, Field(max_length=128, description="What was lost, as one CamelCase word.")
-    ]
     ignored: Annotated[
         bool,
         Field(
@@ -537,7 +459,6 @@ class QuarantinedCheckpoint(ApiModel):
     manifest: Annotated[
         DigestField | None, Field(description="BLAKE3 of the manifest, b3:<hex>.")
     ] = None
-    at: Annotated[Timestamp, Field(description="When it was quarantined (UTC).")]
     restarts: Annotated[
         int, Field(ge=1, description="Restarts from it that failed before a step was finished.")
     ]
@@ -552,7 +473,6 @@ class MissingCheckpoint(ApiModel):
 
     step: Annotated[StepField, Field(description="Optimizer step.")]
     round: Annotated[RoundField, Field(description="Restart round that saved it.")]
-    at: Annotated[Timestamp, Field(description="When it was found to be missing (UTC).")]
 
     @property
     def id(self) -> CheckpointId:
@@ -687,15 +607,6 @@ class TrainingJobStatus(WithConditions):
             "durable copies of all shards, seconds rounded up.",
         ),
     ] = None
-    grace_period_seconds: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            description="terminationGracePeriodSeconds of new pods: that of the template, else an "
-            "upper bound computed from flushSeconds and the length of a step. Of adopted pods: the "
-            "shortest of theirs.",
-        ),
-    ] = None
     last_persisted: Annotated[
         PersistedStep | None, Field(description="Newest checkpoint in the object store.")
     ] = None
@@ -764,8 +675,14 @@ class TrainingJobStatus(WithConditions):
         ElasticStatus | None,
         Field(description="The number of workers that have nodes; absent while all of them do."),
     ] = None
-    workers: Annotated[
-        WorkersStatus | None, Field(description="How many workers of the gang train.")
+    ready_workers: Annotated[
+        str | None,
+        Field(
+            max_length=16,
+            description="Workers whose ranks train, and the workers of the present gang, as 3/4. While nodes "
+            "are missing for some, the second number is spec.workers. All are ready once the "
+            "job is complete.",
+        ),
     ] = None
     spares: Annotated[
         SparesStatus | None,

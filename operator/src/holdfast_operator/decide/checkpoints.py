@@ -23,10 +23,8 @@ from holdfast_core.api import (
     DeletionPolicy,
     JobCondition,
     PersistedStep,
-    ShardCounts,
     changed,
 )
-from holdfast_core.format.manifest import FORMAT_VERSION
 from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import GangRequest, Prune, RestorePoint
 from holdfast_core.names import checkpoint_name
@@ -173,20 +171,15 @@ def _with_commit(
         and (point.step, point.round) == (last.step, last.round)
     ):
         size_bytes = state.last_persisted_bytes
-    parents = [e.base_manifest for e in world.status.lineage if e.round == last.round]
-    ranks = _ranks_of(world, last)
     status = changed(
         status,
         round=last.round,
         manifest=last.manifest,
         bytes=size_bytes or None,
-        world_size=ranks,
-        shards=ShardCounts(total=ranks, object=ranks) if persisted and ranks else None,
+        world_size=_ranks_of(world, last),
         job_uid=job.uid,
         job_namespace=job.namespace,
-        parent=parents[0] if parents else None,
         committed_at=now.utc,
-        format_version=FORMAT_VERSION,
     )
     committed = CheckpointPhase.COMMITTED
     return with_phase(status, committed, now, pinned=pinned, persisted=persisted, replicated=True)
@@ -288,7 +281,7 @@ def _in_progress(checkpoint: Checkpoint, now: Now) -> list[Action]:
     if checkpoint.status.phase is CheckpointPhase.IN_PROGRESS:
         return []
     status = with_phase(
-        changed(checkpoint.status, started_at=now.utc),
+        checkpoint.status,
         CheckpointPhase.IN_PROGRESS,
         now,
         pinned=checkpoint.spec.pin,

@@ -77,7 +77,6 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
         record = RestartRecord(
             round=round_,
             at=now.utc,
-            reason=cause.reason,
             ignored=ignored,
             failed_step=None if failed_from is None else failed_from.step,
             failed_round=None if failed_from is None else failed_from.round,

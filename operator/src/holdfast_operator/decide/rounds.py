@@ -133,9 +133,7 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
         lost = max(0, status.step - (own or 0))
     record = status.last_recovery
     if record is not None and record.round == world.round:
-        status = status.with_recovery(
-            changed(record, lost_steps=lost, restored_step=point.step, sources=point.sources)
-        )
+        status = status.with_recovery(changed(record, lost_steps=lost, restored_step=point.step))
     replicated = status.last_replicated_step
     return changed(
         status,

@@ -109,6 +109,6 @@ def with_missing_restore_point(
         return status
     known = status.missing
     if point not in {m.id for m in known}:
-        known = (*known, MissingCheckpoint(step=point.step, round=point.round, at=now.utc))
+        known = (*known, MissingCheckpoint(step=point.step, round=point.round))
     newest = max(m.step for m in known)
     return changed(status, missing=known[-MAX_MISSING:], lineage=back_to(newest, status.lineage))

@@ -83,7 +83,7 @@ def with_evidence(
     if not is_due(world, records[:-1], id_):
         return status
     new = QuarantinedCheckpoint(
-        step=id_.step, round=id_.round, manifest=point.manifest, at=now.utc, restarts=counts[id_]
+        step=id_.step, round=id_.round, manifest=point.manifest, restarts=counts[id_]
     )
     return changed(status, quarantined=(*status.quarantined, new))
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from holdfast_core.api import RecoveryStatus, TierCounts, TrainingJobStatus, changed
+from holdfast_core.api import RecoveryStatus, TrainingJobStatus, changed
+from holdfast_core.ids import TierName
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.facts.failure import Failure
 from holdfast_operator.decide.facts.world import World
@@ -88,11 +89,9 @@ def begun(
     seen = now.monotonic if memory.failure_seen_at is None else memory.failure_seen_at
     known = seen if memory.cause_known_at is None else memory.cause_known_at
     measured = fault is not None or known > seen
-    return changed(
-        recovery,
-        detect_seconds=_between(seen if fault is None else fault, known) if measured else None,
-        back_off_seconds=_between(known, now.monotonic),
-        begun_at=now.utc,
+    return changed(recovery, begun_at=now.utc).with_phases(
+        detect=_between(seen if fault is None else fault, known) if measured else None,
+        back_off=_between(known, now.monotonic),
     )
 
 
@@ -102,8 +101,9 @@ def closed(
     """Return the complete record of a round in which every rank has finished a step or returned 0."""
     times = state.times
     if state.restored_from is not None:  # a sidecar of an earlier version does not report it
-        recovery = changed(recovery, sources=TierCounts(**asdict(state.restored_from)))
-    before = (recovery.detect_seconds or 0.0) + (recovery.back_off_seconds or 0.0)
+        counts = asdict(state.restored_from)
+        recovery = changed(recovery, sources={tier: n for tier, n in counts.items() if n})
+    before = sum(recovery.phase_seconds.get(phase, 0.0) for phase in ("detect", "back_off"))
     sealed, scheduled, begin = _milestones(recovery, memory)
     if sealed is None or scheduled is None or begin is None:
         return _closed_by_another(recovery, state, now, before)
@@ -112,13 +112,12 @@ def closed(
     rehydrate = min(left, times.rehydrate_seconds or 0.0)
     first_step = min(left - rehydrate, times.first_step_seconds or 0.0)
     return _with_total(
-        changed(
-            recovery,
-            seal_seconds=_between(begin, sealed),
-            schedule_seconds=_between(sealed, scheduled),
-            rehydrate_seconds=round(rehydrate, 3),
-            rendezvous_seconds=round(max(0.0, left - rehydrate - first_step), 3),
-            first_step_seconds=round(first_step, 3),
+        recovery.with_phases(
+            seal=_between(begin, sealed),
+            schedule=_between(sealed, scheduled),
+            rehydrate=round(rehydrate, 3),
+            rendezvous=round(max(0.0, left - rehydrate - first_step), 3),
+            first_step=round(first_step, 3),
         )
     )
 
@@ -134,10 +133,9 @@ def interrupted(status: TrainingJobStatus, memory: JobMemory) -> TrainingJobStat
     sealed, scheduled, begin = _milestones(record, memory)
     if sealed is None or scheduled is None or begin is None:
         return status
-    known = changed(
-        record,
-        seal_seconds=_between(begin, sealed),
-        schedule_seconds=None if memory.scheduled_at is None else _between(sealed, scheduled),
+    known = record.with_phases(
+        seal=_between(begin, sealed),
+        schedule=None if memory.scheduled_at is None else _between(sealed, scheduled),
     )
     recoveries = tuple(known if r is record else r for r in status.recoveries)
     return changed(status, recoveries=recoveries)
@@ -186,8 +184,8 @@ def _lost(recovery: RecoveryStatus) -> str:
 def _restored(recovery: RecoveryStatus) -> str:
     if recovery.restored_step is None:
         return "started without a checkpoint"
-    counts = {} if recovery.sources is None else recovery.sources.model_dump()
-    tiers = " and ".join(f"{tier} x{count}" for tier, count in counts.items() if count)
+    counts = recovery.sources or {}
+    tiers = " and ".join(f"{tier} x{counts[tier]}" for tier in TierName if tier in counts)
     return f"restored step {recovery.restored_step}" + (f" from {tiers}" if tiers else "")
 
 
@@ -225,13 +223,10 @@ def _closed_by_another(
     total = None
     if recovery.begun_at is not None:
         total = max(known, before + (now.utc - recovery.begun_at).total_seconds())
-    return changed(
-        recovery,
-        rehydrate_seconds=rehydrate,
-        rendezvous_seconds=rendezvous,
-        first_step_seconds=times.first_step_seconds,
-        total_seconds=None if total is None else round(total, 3),
+    phases = recovery.with_phases(
+        rehydrate=rehydrate, rendezvous=rendezvous, first_step=times.first_step_seconds
     )
+    return changed(phases, total_seconds=None if total is None else round(total, 3))
 
 
 def started_training_at(state: CoordinatorState, memory: JobMemory, now: Now) -> float:

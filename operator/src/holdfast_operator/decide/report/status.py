@@ -14,9 +14,7 @@ from holdfast_core.api import (
     GoodputStatus,
     JobCondition,
     JobPhase,
-    TrainingJob,
     TrainingJobStatus,
-    WorkersStatus,
     changed,
 )
 from holdfast_core.ids import Step, TierName
@@ -36,7 +34,6 @@ from holdfast_operator.decide.report.stragglers import with_stragglers
 from holdfast_operator.decide.spares.births import with_spares
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.template.grace import grace_of
 
 LEVELS_EVERY_SECONDS = 10.0
 """Shortest interval between writes of levels. Otherwise each step of each job would cause a write in etcd."""
@@ -92,7 +89,7 @@ def refresh(
     job = world.observed.job
     status = with_levels(status, world)
     status = _with_goodput(status, world, memory, now)
-    status = _with_grace(status, world, memory)
+    status = _with_flush(status, memory)
     status = _with_recovery_closed(status, world, memory, now)
     status = _with_running(status, world, now, note)
     status = _with_tier_conditions(status, world, now)
@@ -109,11 +106,7 @@ def refresh(
     missing = wanted_workers(job, status) < job.spec.workers
     return changed(
         status,
-        workers=WorkersStatus(
-            ready=_ready(world, status, total),
-            total=total,
-            wanted=job.spec.workers if missing else None,
-        ),
+        ready_workers=f"{_ready(world, status, total)}/{job.spec.workers if missing else total}",
         phase=compute_phase(status),
         observed_generation=job.generation,
     )
@@ -135,18 +128,12 @@ def refresh_kept(world: World, now: Now, status: TrainingJobStatus) -> TrainingJ
     return with_missing(status, world, now)
 
 
-def _with_grace(status: TrainingJobStatus, world: World, memory: JobMemory) -> TrainingJobStatus:
-    """Return `status` with the longest flush and the grace period: of new pods, or of adopted ones."""
-    job = world.observed.job
-    if memory.flush_seconds > 0:
-        longest = max(math.ceil(memory.flush_seconds), status.flush_seconds or 0)
-        status = changed(status, flush_seconds=longest)
-    if isinstance(job, TrainingJob):
-        grace = grace_of(changed(job, status=status)).total_seconds
-        return changed(status, grace_period_seconds=grace)
-    # The grace period of a pod that is being deleted may be shorter, because the caller has chosen it.
-    theirs = [int(p.grace_seconds) for p in world.observed.pods if not p.terminating]
-    return changed(status, grace_period_seconds=min(theirs)) if theirs else status
+def _with_flush(status: TrainingJobStatus, memory: JobMemory) -> TrainingJobStatus:
+    """Return `status` with the longest flush, from which the grace period of new pods follows."""
+    if memory.flush_seconds <= 0:
+        return status
+    longest = max(math.ceil(memory.flush_seconds), status.flush_seconds or 0)
+    return changed(status, flush_seconds=longest)
 
 
 def with_levels(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
@@ -365,17 +352,15 @@ def _durable(status: TrainingJobStatus) -> tuple[object, ...]:
     conditions = tuple(
         (c.type, c.status, c.reason, c.last_transition_time) for c in status.conditions
     )
-    workers = status.workers
     rest = changed(
         status,
-        workers=None if workers is None else changed(workers, ready=0, summary=""),
+        ready_workers=(status.ready_workers or "").partition("/")[2],  # the ready ones may wait
         step=None,
         # The first commit must not wait: once it is recorded, the job never starts without a checkpoint.
         last_committed_step=None if status.last_committed_step is None else Step(0),
         last_replicated_step=None,
         steps_dropped=None,
         flush_seconds=None,
-        grace_period_seconds=None,
         goodput=None,
         interval=None,
         stragglers=tuple(changed(s, factor=1.0, slow_part="") for s in status.stragglers),

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.api import LineageEntry, RestorePointStatus, TierCounts, changed
-from holdfast_core.ids import CheckpointId, Step, TierName, worker_of
+from holdfast_core.api import LineageEntry, RestorePointStatus, changed
+from holdfast_core.ids import CheckpointId, Step
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.apart import missing_ids, quarantined
-from holdfast_operator.decide.facts.readable import Candidate, Holders
+from holdfast_operator.decide.facts.readable import Candidate
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
 from holdfast_operator.decide.report.status import Note
@@ -110,7 +110,7 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
     if finish is not None:
         return finish
     if best is not None:
-        return _chosen(world, best, holders, newest, bool(unknown))
+        return _chosen(world, best, newest, bool(unknown))
     committed = readable.recorded_commit(world)
     if committed is not None:
         text = (
@@ -208,10 +208,8 @@ def _newest_known(world: World, candidates: list[Candidate]) -> Step | None:
     return max(steps if committed is None else [*steps, committed], default=None)
 
 
-def _chosen(
-    world: World, best: Candidate, holders: Holders, newest: Step | None, unknown: bool
-) -> Chosen:
-    point = _point(world, best, holders)
+def _chosen(world: World, best: Candidate, newest: Step | None, unknown: bool) -> Chosen:
+    point = RestorePointStatus(step=best.id.step, round=best.id.round, manifest=best.manifest)
     text = f"round {world.round} starts from step {best.id.step} of round {best.id.round}"
     if newest is None or best.id.step >= newest:
         apart = _quarantined_above(world, best.id.step)
@@ -238,15 +236,6 @@ def _chosen(
     return Chosen(point, reason, text)
 
 
-def _point(world: World, best: Candidate, holders: Holders) -> RestorePointStatus:
-    return RestorePointStatus(
-        step=best.id.step,
-        round=best.id.round,
-        manifest=best.manifest,
-        sources=_sources(world, best, holders),
-    )
-
-
 def _quarantined_above(world: World, step: Step | None) -> list[CheckpointId]:
     """Return the quarantined checkpoints of the lineage above a step, newest first. None: all of them."""
     return sorted(
@@ -259,38 +248,12 @@ def _quarantined_above(world: World, step: Step | None) -> list[CheckpointId]:
     )
 
 
-def _sources(world: World, best: Candidate, holders: Holders) -> TierCounts:
-    """Count the ranks by the nearest tier that holds their shard."""
-    per_worker = world.observed.job.spec.procs_per_worker
-    counts = dict.fromkeys(TierName, 0)
-    if best.info is None:
-        saved = (c.status.world_size for c in world.own_checkpoints if c.id == best.id)
-        return TierCounts(object=next(saved, None) or per_worker * len(world.members))
-    for shard in best.info.shards:
-        held = holders.get((best.id, shard.rank, shard.blake3), [])
-        own = {tier for worker, tier in held if worker == worker_of(shard.rank, per_worker)}
-        if TierName.MEMORY in own:
-            counts[TierName.MEMORY] += 1
-        elif own:
-            counts[TierName.NODE] += 1
-        elif held:
-            counts[TierName.PEER] += 1
-        else:
-            counts[TierName.OBJECT] += 1
-    return TierCounts(
-        memory=counts[TierName.MEMORY],
-        node=counts[TierName.NODE],
-        peer=counts[TierName.PEER],
-        object=counts[TierName.OBJECT],
-    )
-
-
 def _from_spec(world: World, unfinished: Step | None) -> Choice:
     """Choose the start of a job that has no committed step: spec.restoreFrom, or no checkpoint at all."""
     job = world.observed.job
     name = job.spec.source_checkpoint
     if name is None:
-        beginning = RestorePointStatus(sources=TierCounts())
+        beginning = RestorePointStatus()
         text = f"round {world.round} starts without a checkpoint"
         if unfinished is not None:
             text += (
@@ -312,8 +275,6 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
         step=id_.step,
         round=id_.round,
         manifest=source.status.manifest,
-        # Ranks of the source, whose number may differ: this job's ranks read any shard from the store.
-        sources=TierCounts(object=source.status.world_size or job.spec.world_size),
         job_uid=source.status.job_uid,
         job_namespace=source.status.job_namespace or job.namespace,
     )

@@ -1,0 +1,52 @@
+"""The statuses hold what somebody reads (ADR 0001), and their columns show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast_core.api import Checkpoint, CheckpointAdoption, CheckpointStore, TrainingJob
+from holdfast_core.api.crd import KINDS, Kind, crd
+
+LIMITS = {TrainingJob: 103, CheckpointAdoption: 120, Checkpoint: 11, CheckpointStore: 8}
+"""Largest number of fields of the status of each kind, those that hold others included. Conditions count as
+one field. A change that adds a field takes another one out, or raises the number and says who reads it."""
+
+
+def version(kind: Kind) -> dict[str, Any]:
+    found: dict[str, Any] = crd(kind)["spec"]["versions"][0]
+    return found
+
+
+def paths(schema: dict[str, Any], prefix: str) -> Iterator[str]:
+    """Yield the paths of all fields of a schema. The fields of conditions are those of Kubernetes."""
+    for name, field in schema.get("properties", {}).items():
+        yield f"{prefix}.{name}"
+        if name != "conditions":
+            yield from paths(field.get("items", field), f"{prefix}.{name}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_status_has_no_more_fields_than_have_readers(kind: Kind) -> None:
+    status = version(kind)["schema"]["openAPIV3Schema"]["properties"]["status"]
+    assert len(list(paths(status, "status"))) <= LIMITS[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_column_shows_a_field_of_the_schema(kind: Kind) -> None:
+    schema = version(kind)["schema"]["openAPIV3Schema"]
+    known = {
+        p for part in ("spec", "status") for p in paths(schema["properties"][part], f".{part}")
+    }
+    columns = [c["jsonPath"] for c in version(kind)["additionalPrinterColumns"]]
+    shown = {p.partition("[")[0] for p in columns if not p.startswith(".metadata")}
+    assert shown <= known
+
+
+def test_the_table_of_checkpoints_says_whether_the_store_has_them() -> None:
+    """A count of shards by tier was always 0/0/0 and the number of ranks."""
+    columns = {c["name"]: c["jsonPath"] for c in version(Checkpoint)["additionalPrinterColumns"]}
+    assert list(columns) == ["Job", "Step", "Phase", "Persisted", "Size", "Pinned", "Age"]
+    assert columns["Persisted"] == '.status.conditions[?(@.type=="Persisted")].status'
