@@ -19,7 +19,7 @@ from urllib3.exceptions import HTTPError
 
 from demo.recorder import Act, Recovery, Sample
 from demo.waits import DemoFailed, wait_while_moving
-from holdfast_cli.views import RECOVERY_PHASES
+from holdfast_cli.views import phases_of
 
 NAMESPACE = "holdfast-demo"
 TRAINING = Training(workers=4, steps=400, sleep_per_step=0.02)
@@ -111,16 +111,12 @@ class ClusterStage:
         last = (status.get("recoveries") or [{}])[-1]
         if last.get("round") != status.get("restartRound") or "totalSeconds" not in last:
             return None
-        sources = {k: v for k, v in (point.get("sources") or {}).items() if v}
+        sources = last.get("sources") or {}
         served = metrics.served_by(metrics.gang(self.job, self._pool))
         return Recovery(
             int(point.get("step", 0)),
             served or ", ".join(f"{k} x{v}" for k, v in sources.items()),
-            {
-                words: float(last[field])
-                for field, words in RECOVERY_PHASES.items()
-                if last.get(field) is not None
-            },
+            phases_of(last),
             float(last["totalSeconds"]),
             last.get("lostSteps"),
         )

@@ -271,14 +271,17 @@ def recoveries_view(recoveries: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def phases_of(recovery: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of the phases of a recovery that were measured, in the order of the phases."""
+    seconds = recovery.get("phaseSeconds") or {}
+    return {
+        phase.replace("_", " "): seconds[phase] for phase in RECOVERY_PHASES if phase in seconds
+    }
+
+
 def phases_line(recovery: dict[str, Any]) -> str:
     """Return the nodes and the phases of a recovery, in the order of the phases."""
-    seconds = recovery.get("phaseSeconds") or {}
-    phases = [
-        f"{phase.replace('_', ' ')} {seconds[phase]:.1f} s"
-        for phase in RECOVERY_PHASES
-        if phase in seconds
-    ]
+    phases = [f"{words} {seconds:.1f} s" for words, seconds in phases_of(recovery).items()]
     nodes = recovery.get("nodes") or []
     where = f" ({', '.join(nodes)})" if nodes else ""
     return f"round {recovery.get('round', '-')}{where}: {', '.join(phases) or 'not measured'}"

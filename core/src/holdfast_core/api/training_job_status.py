@@ -209,7 +209,7 @@ class RecoveryStatus(ApiModel):
         dict[str, Annotated[float, Field(ge=0)]],
         Field(
             max_length=len(RECOVERY_PHASES),
-            description="Seconds of the phases, by the names of the label phase of holdfast_recovery_seconds. "
+            description="Seconds of the phases, named as by the label phase of holdfast_recovery_seconds. "
             "detect: from the failure until the operator knew what was lost, with the wait for sidecars that "
             "did not answer. back_off: until the round began. seal: until the survivors had stopped and "
             "reported what they hold. schedule: until the sidecars of new pods ran and the restore point was "
