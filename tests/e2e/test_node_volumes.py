@@ -15,9 +15,9 @@ def test_a_gang_that_saves_to_volumes_of_a_class_survives_a_lost_pod(scenario, s
     assert any(files.values()), files
     scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
     job.wait_round(1)
-    scenario.finish_and_judge(job)
     [recovery] = job.status["recoveries"]
     assert recovery["sources"]["peer"] >= 1, "the volumes went with the pod"
+    scenario.finish_and_judge(job)
 
     def claims() -> list[str]:
         core = scenario.kube.core
