@@ -393,7 +393,7 @@ def test_columns_and_computed_summaries(cluster: ControlPlane) -> None:
         "step": 4210,
         "lastCommittedStep": 4200,
         "lastPersisted": {"step": 4000, "round": 3, "manifest": "b3:00"},
-        "workers": {"ready": 3, "total": 4, "summary": "3/4"},
+        "readyWorkers": "3/4",
         "restarts": 3,
         "goodput": {"ratio": 0.981},
         "restorePoint": {},
