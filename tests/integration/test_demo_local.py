@@ -52,32 +52,20 @@ def text_of(folder: Path) -> str:
     return output_of(folder).read_text()
 
 
-def interrupt_in_the_middle(folder: Path, with_signal: signal.Signals) -> int:
-    """Interrupt the demo after its first failure, while the job recovers."""
-    process = start(folder)
+@pytest.mark.fault("The demo is killed while a job recovers, and run again")
+def test_it_completes_after_it_was_killed(folder: Path) -> None:
+    killed = start(folder)
     try:
         until(
-            lambda: "✗ pod deleted" in text_of(folder) or process.poll() is not None,
+            lambda: "✗ pod deleted" in text_of(folder) or killed.poll() is not None,
             "the first failure of the story",
             seconds=900,
         )
-        assert process.poll() is None, text_of(folder)
+        assert killed.poll() is None, text_of(folder)
         assert marked(folder) != []
-        process.send_signal(with_signal)
-        return process.wait(120)
     finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.fault("The demo is interrupted, killed, and run again")
-def test_it_completes_after_it_was_interrupted_and_after_it_was_killed(folder: Path) -> None:
-    assert interrupt_in_the_middle(folder, signal.SIGINT) == 130, text_of(folder)
-    assert text_of(folder).rstrip().endswith("All of its processes have ended.")
-    assert marked(folder) == []
-    assert not memory_of(folder).exists()
-
-    assert interrupt_in_the_middle(folder, signal.SIGKILL) == -9, text_of(folder)
+        killed.kill()
+        killed.wait()
     until(lambda: not marked(folder), "the guardian to end what the demo had started")
 
     process = start(folder)
@@ -108,11 +96,18 @@ def assert_phases_add_up(output: str) -> None:
 
 
 @pytest.mark.fault("A second demo starts in the same folder")
-def test_a_second_demo_in_the_same_folder_is_refused(folder: Path) -> None:
+@pytest.mark.fault("The demo is interrupted while its job trains")
+def test_a_second_demo_is_refused_and_the_first_ends_what_it_started(folder: Path) -> None:
     """A second demo would delete the files of the first one while it runs."""
     first = start(folder)
     try:
-        until(lambda: memory_of(folder).exists(), "the first demo to begin")
+        until(
+            lambda: (
+                re.search(r"committed \d", text_of(folder)) is not None or first.poll() is not None
+            ),
+            "the first demo to commit a step",
+            seconds=900,
+        )
         second = subprocess.run(
             [sys.executable, "-m", "demo", "local", "--folder", str(folder)],
             cwd=ROOT,
@@ -125,10 +120,15 @@ def test_a_second_demo_in_the_same_folder_is_refused(folder: Path) -> None:
         assert "Another demo runs" in happened
         assert str(first.pid) in seen
         assert logs.startswith("Logs: ")
-        assert first.poll() is None
+        assert first.poll() is None, text_of(folder)
+        assert marked(folder) != []
+        first.send_signal(signal.SIGINT)
+        assert first.wait(120) == 130, text_of(folder)
     finally:
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(120) == 130
+        first.kill()
+        first.wait()
+    assert text_of(folder).rstrip().endswith("All of its processes have ended.")
+    assert marked(folder) == []
 
 
 @pytest.mark.fault("The demo's folder belongs to a user")
