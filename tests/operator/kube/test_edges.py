@@ -6,7 +6,7 @@ import asyncio
 import base64
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import yaml
@@ -194,33 +194,20 @@ def test_resource_versions(seen: str, expected: str, result: bool) -> None:
 # --------------------------------------------------------------------------- events, logs
 
 
-class Recorder:
-    """Stands for Cluster where only Events are written."""
-
-    def __init__(self) -> None:
-        self.bodies: list[Any] = []
-        self.refuse = False
-
-    async def create(self, body: Any) -> None:
-        if self.refuse:
-            raise ApiError(403, "Forbidden", "no")
-        self.bodies.append(body)
-
-
 async def test_events_at_most_one_a_minute_a_reason() -> None:
-    clock, recorder = ManualClock(), Recorder()
-    events = Events(cast(Cluster, recorder), clock)
+    clock, api = ManualClock(), FakeApi()
+    events = Events(Cluster(api), clock)
     subject = Subject("v", "TrainingJob", "team", "gpt", "u")
     for _ in range(5):
         await events.emit(subject, "Warning", "PodLost", "the message")
     await events.emit(subject, "Normal", "Accepted", "the message")
-    assert [b["reason"] for b in recorder.bodies] == ["PodLost", "Accepted"]
+    assert [e["reason"] for e in api.all("events", "team")] == ["PodLost", "Accepted"]
     clock.advance(61)
     await events.emit(subject, "Warning", "PodLost", "w" * 5000)
-    assert recorder.bodies[-1]["count"] == 5
-    assert len(recorder.bodies[-1]["message"]) == 1000
-    assert recorder.bodies[-1]["involvedObject"]["uid"] == "u"
-    recorder.refuse = True
+    newest = api.all("events")[-1]
+    assert (newest["count"], len(newest["message"])) == (5, 1000)
+    assert newest["involvedObject"]["uid"] == "u"
+    api.refuse["POST", "events"] = ApiError(403, "Forbidden", "no")
     await events.emit(subject, "Normal", "Other", "never raises")
 
 

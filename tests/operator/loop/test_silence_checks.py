@@ -10,9 +10,11 @@ from typing import Any, cast
 import pytest
 from tests.support.clock import ManualClock
 from tests.support.operator.builders import job, metadata, pod
+from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.api import Gang
 from holdfast_core.ids import JobUid
+from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.loop.silence_checks import (
     JOBS_PER_TICK,
     TICK_SECONDS,
@@ -88,22 +90,20 @@ async def test_a_job_with_a_silent_sidecar_or_a_late_node_is_checked_in_each_tic
     assert found["9"] == TICKS * JOBS_PER_TICK // JOBS
 
 
-@dataclass
-class ApiServer:
-    nodes: frozenset[str]
-    renewed: str | None = "t0"
-
-    async def node_exists(self, path: str, name: str) -> bool:
-        return name in self.nodes
-
-    async def lease_renewed(self, path: str, node: str) -> str | None:
-        return self.renewed
+def server(node: str, renewed: str | None = "t0") -> FakeApi:
+    """Return an API server with one node, and with its lease unless `renewed` is None."""
+    api = FakeApi()
+    api.put("nodes", {"metadata": {"name": node}})
+    if renewed is not None:
+        lease = {"name": node, "namespace": "kube-node-lease"}
+        api.put("leases", {"metadata": lease, "spec": {"renewTime": renewed}})
+    return api
 
 
-async def confirmed(leases: NodeLeases, clock: ManualClock, server: ApiServer) -> bool:
+async def confirmed(leases: NodeLeases, clock: ManualClock, api: FakeApi) -> bool:
     """Return whether node a is silent after a direct read, while the watches deliver nothing."""
     clock.advance(20)
-    await confirm("a", leases, cast("Any", server), clock)
+    await confirm("a", leases, Cluster(api), clock)
     return leases.is_silent("a", 20.0, clock.monotonic(), None)
 
 
@@ -111,18 +111,18 @@ async def confirmed(leases: NodeLeases, clock: ManualClock, server: ApiServer) -
 async def test_a_node_that_is_gone_is_confirmed_without_its_watch() -> None:
     clock, leases = ManualClock(), NodeLeases()
     leases.miss("a", clock.monotonic())
-    assert await confirmed(leases, clock, ApiServer(frozenset({"b"})))
+    assert await confirmed(leases, clock, server("b"))
 
 
 async def test_a_node_that_exists_is_not_confirmed_to_be_gone() -> None:
     clock, leases = ManualClock(), NodeLeases()
     leases.miss("a", clock.monotonic())
-    assert not await confirmed(leases, clock, ApiServer(frozenset({"a"})))
+    assert not await confirmed(leases, clock, server("a"))
 
 
 async def test_a_stale_lease_is_confirmed_unless_it_was_renewed() -> None:
     for renewed, silent in (("t0", True), ("t1", False), (None, False)):
         clock, leases = ManualClock(), NodeLeases()
         leases.observe("a", "t0", clock.monotonic())
-        found = await confirmed(leases, clock, ApiServer(frozenset({"a"}), renewed))
+        found = await confirmed(leases, clock, server("a", renewed))
         assert found is silent, renewed

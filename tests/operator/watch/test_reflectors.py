@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.clock import SteppedClock
-from tests.support.operator.fault_api import Fault, FaultApi
+from tests.support.operator.served_api import PATH, PLURAL, Fault, ServedApi
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_operator.kube.access import KubeAccess
@@ -26,6 +26,9 @@ FAST = Timings(
     max_backoff_seconds=0.05,
     short_watch_seconds=0.01,
 )
+
+A = (PLURAL, "", "a")
+"""Key of object a."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class RecordingClock(SystemClock):
 
 @dataclass
 class Bench:
-    server: FaultApi
+    server: ServedApi
     reflector: Reflector[Thing]
     seen: list[str] = field(default_factory=list)
 
@@ -70,7 +73,7 @@ class Bench:
         return {u.name: u.problem for u in items if isinstance(u, Unreadable)}
 
     def truth(self) -> dict[str, int]:
-        return {n: o["spec"]["value"] for n, o in self.server.objects.items()}
+        return {n: o["spec"]["value"] for n, o in self.server.all().items()}
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(120):
@@ -95,7 +98,7 @@ async def bench(
     **objects: int,
 ) -> AsyncIterator[Bench]:
     """Run a reflector and its server, which has these objects and answers streamed lists with `refuses`."""
-    server = FaultApi(faults=list(faults), refuses_streamed_lists=refuses)
+    server = ServedApi(faults=list(faults), refuses_streamed_lists=refuses)
     await server.start()
     for name, value in objects.items():
         server.put(name, value)
@@ -111,7 +114,7 @@ async def bench(
         found.append(f"{kind} {thing.name} {thing.uid}{state}")
 
     clock = clock or SystemClock()
-    reflector = Reflector(api, Collection("things", "/things"), parse, on_change, clock, timings)
+    reflector = Reflector(api, Collection(PLURAL, PATH), parse, on_change, clock, timings)
     task = asyncio.create_task(reflector.run())
     try:
         yield Bench(server, reflector, found)
@@ -220,8 +223,9 @@ async def test_every_fault_heals(fault: Fault, refuses: int | None) -> None:
     async with bench(timings, refuses, a=1, b=2) as b:
         await b.watching()
         b.server.faults[:] = [fault] * 3
-        b.server.remove("a", silently=True)
-        b.server.put("c", 3, silently=True)
+        with b.server.silence():
+            b.server.remove("a")
+            b.server.put("c", 3)
         b.server.end_watches()
         # After silence alone, the reflector watches from the same version.
         if fault is Fault.SILENT:
@@ -248,8 +252,9 @@ async def test_recreated_object_is_a_delete_and_an_add() -> None:
     async with bench(a=1) as b:
         await b.watching()
         b.server.faults[:] = [Fault.GONE]
-        b.server.remove("a", silently=True)
-        b.server.put("a", 1, silently=True)
+        with b.server.silence():
+            b.server.remove("a")
+            b.server.put("a", 1)
         b.server.end_watches()
         await b.until(lambda: set(b.reflector.items) == {"uid-2"})
         assert b.seen == ["add a uid-1", "delete a uid-1", "add a uid-2"]
@@ -292,9 +297,9 @@ async def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -
 
 async def test_an_object_that_a_list_lacked_is_found_without_an_event() -> None:
     async with bench(replace(FAST, relist_soonest_seconds=0.0), a=1, b=2) as b:
-        hidden = b.server.objects.pop("a")
+        hidden = b.server.api.objects.pop(A)
         await b.watching()
-        b.server.objects["a"] = hidden
+        b.server.api.objects[A] = hidden
         assert b.values() == {"b": 2}
         for _ in range(5):  # passes of several jobs ask for it while the watch ends
             b.reflector.relist_soon()
@@ -317,8 +322,9 @@ async def test_lists_that_are_asked_for_are_limited() -> None:
 async def test_a_reply_is_stored_before_its_event_and_reported_once() -> None:
     async with bench(a=1) as b:
         await b.watching()
-        b.server.put("a", 5, silently=True)
-        b.reflector.take(b.server.objects["a"])
+        with b.server.silence():
+            b.server.put("a", 5)
+        b.reflector.take(b.server.get("a"))
         assert b.values() == {"a": 5}
         b.server.send("a")
         b.server.put("b", 2)
@@ -331,16 +337,17 @@ async def test_a_reply_is_stored_before_its_event_and_reported_once() -> None:
 async def test_events_from_before_a_reply_do_not_replace_it() -> None:
     async with bench(a=1) as b:
         await b.watching()
-        before = deepcopy(b.server.objects["a"])
-        b.server.put("a", 5, silently=True)
-        reply = b.server.objects["a"]
+        before = deepcopy(b.server.get("a"))
+        with b.server.silence():
+            b.server.put("a", 5)
+        reply = b.server.get("a")
         b.reflector.take(reply)
-        b.server.objects["a"] = before
+        b.server.api.objects[A] = before
         b.server.send("a")
         b.server.put("b", 2)
         await b.until(lambda: "b" in b.values())
         assert b.values() == {"a": 5, "b": 2}
-        b.server.objects["a"] = reply
+        b.server.api.objects[A] = reply
         b.server.put("a", 7)
         await b.converged()
 
@@ -351,8 +358,9 @@ async def test_a_list_that_began_before_a_reply_does_not_replace_it() -> None:
         b.server.faults[:] = [Fault.GONE, Fault.NO_BOOKMARK]
         b.server.end_watches()
         await b.until(lambda: not b.server.faults and b.server.open_watches > 0)
-        b.server.put("a", 5, silently=True)
-        b.reflector.take(b.server.objects["a"])
+        with b.server.silence():
+            b.server.put("a", 5)
+        b.reflector.take(b.server.get("a"))
         b.server.bookmark(ends_list=True)
         await b.until(lambda: b.reflector.lists == 2)
         assert b.values() == {"a": 5}
@@ -363,10 +371,11 @@ async def test_a_list_that_begins_after_a_reply_replaces_it(refuses: int | None)
     """etcd may have been restored to a copy from before the write, of which no event has arrived."""
     async with bench(refuses=refuses, a=1) as b:
         await b.watching()
-        before = deepcopy(b.server.objects["a"])
-        b.server.put("a", 5, silently=True)
-        b.reflector.take(b.server.objects["a"])
-        b.server.objects["a"] = before
+        before = deepcopy(b.server.get("a"))
+        with b.server.silence():
+            b.server.put("a", 5)
+        b.reflector.take(b.server.get("a"))
+        b.server.api.objects[A] = before
         b.server.faults[:] = [Fault.GONE]
         b.server.end_watches()
         await b.until(lambda: b.reflector.lists == 2)
@@ -376,7 +385,7 @@ async def test_a_list_that_begins_after_a_reply_replaces_it(refuses: int | None)
 async def test_a_reply_for_an_object_that_is_gone_or_has_no_number_is_left_out() -> None:
     async with bench(a=1) as b:
         await b.watching()
-        known = b.server.objects["a"]
+        known = b.server.get("a")
         b.reflector.take(
             {
                 **known,
@@ -418,15 +427,15 @@ async def test_a_contact_after_a_silence_begins_a_new_time_of_contact() -> None:
 
 
 async def test_token_file_is_read_for_each_request(tmp_path: Path) -> None:
-    server = FaultApi()
+    server = ServedApi()
     await server.start()
     token = tmp_path / "token"
     token.write_text("one\n")
     api = KubeApi(KubeAccess(server.url, token_file=token))
     await api.start()
-    await api.get("/x")
+    await api.get(PATH)
     token.write_text("two\n")
-    await api.get("/x")
+    await api.get(PATH)
     assert server.tokens == ["Bearer one", "Bearer two"]
     await api.close()
     await server.close()

@@ -21,6 +21,7 @@ from holdfast_core.api import (
     merge_patch,
 )
 from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
+from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import PodPhase, Taint
@@ -76,20 +77,27 @@ FULL = TrainingJobStatus(
 )
 
 
+async def write(cluster: FakeCluster, status: TrainingJobStatus) -> None:
+    meta = cluster.job["metadata"]
+    patch, version = merge_patch(status), meta["resourceVersion"]
+    kube = Cluster(cluster.api)
+    await kube.patch_status(TrainingJob.KIND, meta["namespace"], meta["name"], version, patch)
+
+
 @pytest.mark.parametrize("given", [FULL, TrainingJobStatus()], ids=["full", "empty"])
-def test_a_written_status_is_read_back_as_it_was(given: TrainingJobStatus) -> None:
+async def test_a_written_status_is_read_back_as_it_was(given: TrainingJobStatus) -> None:
     cluster = FakeCluster(job=raw_job(), nodes={})
-    cluster.patch_job_status("1", merge_patch(FULL))
-    cluster.patch_job_status(cluster.job["metadata"]["resourceVersion"], merge_patch(given))
+    await write(cluster, FULL)
+    await write(cluster, given)
     stored = cluster.job["status"]
     assert TrainingJobStatus.from_dict(stored) == given
     assert set(stored) <= set(given.to_dict())
 
 
-def test_a_restore_point_from_the_beginning_is_not_an_unset_one() -> None:
+async def test_a_restore_point_from_the_beginning_is_not_an_unset_one() -> None:
     cluster = FakeCluster(job=raw_job(), nodes={})
     chosen = TrainingJobStatus(restart_round=RestartRound(0), restore_point=RestorePointStatus())
-    cluster.patch_job_status("1", merge_patch(chosen))
+    await write(cluster, chosen)
     assert TrainingJob.from_dict(cluster.job).status.restore_point == RestorePointStatus()
 
 

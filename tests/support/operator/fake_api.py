@@ -2,17 +2,19 @@
 
 Names clash within a namespace even while an object is being deleted. Only the status subresource writes the
 status. A stale resourceVersion or a different uid is a conflict. Finalizers and running pods delay a
-deletion. Objects whose owners are gone are collected `COLLECT_TICKS` ticks later. There are no watches:
-tests list. The module contains nothing specific to the operator.
+deletion. Objects whose owners are gone are collected `COLLECT_TICKS` ticks later. `refuse` plays admission
+and outages. There are no watches here: tests list, or watch a ServedApi (served_api.py), which serves the same
+objects over HTTP. The module contains nothing specific to the operator.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -28,6 +30,8 @@ _DELETES = "$deleteFromPrimitiveList/"
 Raw = dict[str, Any]
 Key = tuple[str, str, str]
 """Plural, namespace (empty for cluster-scoped objects) and name."""
+Refusal = ApiError | Callable[[Mapping[str, Any]], ApiError | None]
+"""The error of a request, or a function that returns it for the body of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +56,16 @@ class FakeApi(KubeApi):
     """Test double for `KubeApi`."""
 
     objects: dict[Key, Raw] = field(default_factory=dict)
-    refuse: dict[tuple[str, str], ApiError] = field(default_factory=dict)
-    """The error with which requests of a method and plural are answered."""
+    refuse: dict[tuple[str, str], Refusal] = field(default_factory=dict)
+    """The refusals of requests by method and plural. The method of a read of a collection is LIST."""
     closed: set[str] = field(default_factory=set)
     """Namespaces in which every request is forbidden."""
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Method and path of every write, in order."""
     changes: Counter[str] = field(default_factory=Counter)
     """Number of changes of each plural."""
+    on_event: Callable[[str, Raw], None] = lambda kind, raw: None
+    """Called with the type and the object of each event that a watch of all objects delivers."""
     _version: int = 100
     _uids: int = 0
     _orphaned: dict[Key, int] = field(default_factory=dict)
@@ -77,9 +83,15 @@ class FakeApi(KubeApi):
             meta["uid"] = self._new_uid()
         meta.setdefault("creationTimestamp", STAMP)
         meta.setdefault("resourceVersion", self._next_version())
-        self.changes[plural] += 1
-        self.objects[plural, meta.get("namespace", ""), meta["name"]] = found
+        key = plural, meta.get("namespace", ""), meta["name"]
+        self._changed("MODIFIED" if key in self.objects else "ADDED", plural, found)
+        self.objects[key] = found
         return found
+
+    @property
+    def version(self) -> str:
+        """The newest resourceVersion."""
+        return str(self._version)
 
     def all(self, plural: str, namespace: str | None = None) -> list[Raw]:
         return [
@@ -94,12 +106,15 @@ class FakeApi(KubeApi):
     def touch(self, raw: Raw) -> None:
         """Give `raw` a new resourceVersion and count a change of its plural."""
         raw["metadata"]["resourceVersion"] = self._next_version()
-        self.changes.update(key[0] for key, value in self.objects.items() if value is raw)
+        for plural in [key[0] for key, value in self.objects.items() if value is raw]:
+            self._changed("MODIFIED", plural, raw)
 
     def remove(self, plural: str, namespace: str, name: str) -> None:
         """Remove the object immediately, whatever finalizers it has."""
-        self.changes[plural] += 1
-        self.objects.pop((plural, namespace, name), None)
+        gone = self.objects.pop((plural, namespace, name), None)
+        if gone is not None:
+            gone["metadata"]["resourceVersion"] = self._next_version()
+            self._changed("DELETED", plural, gone)
 
     def tick(self) -> None:
         """Run the garbage collector once."""
@@ -136,13 +151,15 @@ class FakeApi(KubeApi):
         if where.name:
             return copied(self._find(where))
         selector = (params or {}).get("labelSelector", "")
+        name = (params or {}).get("fieldSelector", "").removeprefix("metadata.name=")
         items = [
             raw
             for raw in self.all(where.plural, where.namespace or None)
             if _selected(raw["metadata"].get("labels") or {}, selector)
+            and name in ("", raw["metadata"]["name"])
         ]
         return {
-            "metadata": {"resourceVersion": str(self._version)},
+            "metadata": {"resourceVersion": self.version},
             "items": items,  # not copied: callers only parse the items
         }
 
@@ -151,7 +168,7 @@ class FakeApi(KubeApi):
     ) -> Any:
         where = _parse(path)
         self.requests.append(("POST", path))
-        self._check("POST", where)
+        self._check("POST", where, body)
         raw = json.loads(json.dumps(body))
         meta = raw["metadata"]
         if "name" not in meta:
@@ -170,7 +187,7 @@ class FakeApi(KubeApi):
         )
         raw.pop("status", None)
         self.objects[key] = raw
-        self.changes[where.plural] += 1
+        self._changed("ADDED", where.plural, raw)
         return copied(raw)
 
     async def patch(
@@ -178,7 +195,7 @@ class FakeApi(KubeApi):
     ) -> Any:
         where = _parse(path)
         self.requests.append(("PATCH", path))
-        self._check("PATCH", where)
+        self._check("PATCH", where, body)
         raw = self._find(where)
         patch = json.loads(json.dumps(body))
         meta = patch.get("metadata") or {}
@@ -204,7 +221,7 @@ class FakeApi(KubeApi):
         """Apply a strategic merge patch of metadata. Of its directives, one removes items from a list."""
         where = _parse(path)
         self.requests.append(("PATCH", path))
-        self._check("PATCH", where)
+        self._check("PATCH", where, body)
         raw = self._find(where)
         patch = json.loads(json.dumps(body["metadata"]))
         if patch.pop("uid", raw["metadata"]["uid"]) != raw["metadata"]["uid"]:
@@ -235,10 +252,9 @@ class FakeApi(KubeApi):
 
     def _delete(self, key: Key, options: Mapping[str, Any]) -> None:
         raw = self.objects[key]
-        self.changes[key[0]] += 1
         at_once = key[0] != "pods" or options.get("gracePeriodSeconds") == 0
         if at_once and not raw["metadata"].get("finalizers"):
-            del self.objects[key]
+            self.remove(*key)
         elif "deletionTimestamp" not in raw["metadata"]:
             raw["metadata"]["deletionTimestamp"] = STAMP
             self.touch(raw)
@@ -254,12 +270,20 @@ class FakeApi(KubeApi):
         except KeyError:
             raise _error(404, "NotFound", f"{where.plural} {where.name!r} not found") from None
 
-    def _check(self, method: str, where: _Path) -> None:
+    def _check(
+        self, method: str, where: _Path, body: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         if where.namespace in self.closed:
             raise _error(403, "Forbidden", f"{where.plural} of namespace {where.namespace}")
         refusal = self.refuse.get((method, where.plural))
+        if callable(refusal):
+            refusal = refusal(body)
         if refusal is not None:
             raise refusal
+
+    def _changed(self, kind: str, plural: str, raw: Raw) -> None:
+        self.changes[plural] += 1
+        self.on_event(kind, raw)
 
     def _new_uid(self) -> str:
         self._uids += 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tests.support.operator.builders import NAMESPACE, raw_store
-from tests.support.operator.fake_api import STAMP, FakeApi, Key, merge
+from tests.support.operator.fake_api import STAMP, FakeApi, Key
 from tests.support.operator.toy_gang import ToyGang, ToySidecar, ToyStore
 
 from holdfast_core.api import Checkpoint
@@ -28,7 +28,7 @@ from holdfast_core.ids import (
     is_spare,
 )
 from holdfast_core.names import pod_name
-from holdfast_operator.kube.api import ApiError, ConflictError
+from holdfast_operator.kube.api import ApiError
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import PodPhase, PodView
 from holdfast_operator.model.ownership import worker_identity
@@ -203,20 +203,14 @@ class FakeCluster:
 
     # ------------------------------------------------------------------ the API
 
-    def patch_job_status(self, resource_version: str, status: Mapping[str, Any]) -> None:
-        """Apply a merge patch to the job's status. Raises ConflictError for a stale resourceVersion."""
-        meta = self.job["metadata"]
-        if meta["resourceVersion"] != resource_version:
-            raise ConflictError(
-                f"status of job written at {resource_version}, it is at {meta['resourceVersion']}"
-            )
-        merged = merge(self.job["status"], status)
-        if merged != self.job["status"]:
-            if "restorePoint" in merged and "restorePoint" not in self.job["status"]:
-                self.choices.append(ChoiceMade(self.job["status"], merged, self._readable(merged)))
-            self.job["status"] = merged
-            self.touch_job()
-            self.statuses.append(merged)
+    def status_written(self, before: Mapping[str, Any]) -> None:
+        """Record what a write to the job's status has changed. `before` is the status before it."""
+        written = self.job["status"]
+        if written == before:
+            return
+        if "restorePoint" in written and "restorePoint" not in before:
+            self.choices.append(ChoiceMade(before, written, self._readable(written)))
+        self.statuses.append(written)
 
     def member_names(self, status: Mapping[str, Any]) -> list[str]:
         """Return the names of the workers' pods by a status. A pod that was a spare keeps its name."""
@@ -735,21 +729,10 @@ class _ClusterApi(FakeApi):
     async def patch(
         self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
     ) -> Any:
-        job = self._cluster.job
-        meta = job["metadata"]
-        if not path.endswith(f"/trainingjobs/{meta['name']}/status"):
-            return await super().patch(path, body, params)
-        self.requests.append(("PATCH", path))
-        if ("PATCH", "trainingjobs") in self.refuse:
-            raise self.refuse["PATCH", "trainingjobs"]
-        if ("trainingjobs", meta["namespace"], meta["name"]) not in self.objects:
-            raise ApiError(404, "NotFound", f"job {meta['name']} not found")
-        version = body.get("metadata", {}).get("resourceVersion", meta["resourceVersion"])
-        try:
-            self._cluster.patch_job_status(version, body["status"])
-        except ConflictError as error:
-            raise ApiError(409, "Conflict", str(error)) from error
-        return job
+        before = self._cluster.job["status"]
+        answer = await super().patch(path, body, params)
+        self._cluster.status_written(before)
+        return answer
 
     async def patch_strategic(
         self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None

@@ -1,7 +1,7 @@
-"""Kubernetes API server for tests of the reflectors: one collection, and faults on demand.
+"""One collection of a FakeApi over HTTP, with lists in pages, watches, and faults on demand.
 
-It speaks HTTP over a real socket. `objects` is the server's state; `put` and `remove` send watch events;
-`faults` hit the next requests. It does not model the rest of Kubernetes.
+It serves reads alone: tests change the objects of the FakeApi, whose events reach the open watches. `faults`
+hit the next requests.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from aiohttp import web
+from tests.support.operator.fake_api import FakeApi, Raw
 
 
 class Fault(StrEnum):
@@ -41,23 +43,22 @@ class Fault(StrEnum):
     """Streamed list without the bookmark that marks its end. `bookmark` sends it later."""
 
 
+PLURAL = "things"
+PATH = f"/apis/example.com/v1/{PLURAL}"
+"""The collection that is served. Its objects belong to no namespace."""
+
 _STATUSES = {Fault.FORBIDDEN: 403, Fault.SERVER_ERROR: 500, Fault.BUSY: 429}
 
 
 @dataclass
-class FaultApi:
-    """Server of one collection.
+class ServedApi:
+    """Server of the collection PATH. `url` is set by `start`. Every GET reads it, whatever its path."""
 
-    `url` is set by `start`. Every GET reads the collection, whatever its path.
-    """
-
-    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Objects by name."""
+    api: FakeApi = field(default_factory=FakeApi)
     faults: list[Fault] = field(default_factory=list)
     """Pending faults. Each hits the first request to which it applies, and is then removed."""
     refuses_streamed_lists: int | None = None
     """Status with which streamed lists are refused, as by a server without the feature."""
-    version: int = 1
     lists: int = 0
     """LISTs in pages, and streamed lists, that the server has begun."""
     streamed_lists: int = 0
@@ -68,7 +69,7 @@ class FaultApi:
     def __post_init__(self) -> None:
         self._queues: list[asyncio.Queue[dict[str, Any] | None]] = []
         self._runner: web.AppRunner | None = None
-        self._uids = 0
+        self.api.on_event = self._send
 
     async def start(self) -> None:
         app = web.Application()
@@ -87,28 +88,34 @@ class FaultApi:
         """The number of watches that get events."""
         return len(self._queues)
 
-    def put(self, name: str, value: int, *, silently: bool = False) -> None:
-        """Add or change an object, and send the event to open watches unless `silently` (a watch gap)."""
-        known = self.objects.get(name)
-        if known is None:
-            self._uids += 1
-        uid = f"uid-{self._uids}" if known is None else known["metadata"]["uid"]
-        self.version += 1
-        metadata = {"name": name, "uid": uid, "resourceVersion": str(self.version)}
-        self.objects[name] = {"metadata": metadata, "spec": {"value": value}}
-        if not silently:
-            self._send("ADDED" if known is None else "MODIFIED", self.objects[name])
+    def get(self, name: str) -> Raw:
+        """Return the object as the server has it now. Changes to it send no event."""
+        return self.api.objects[PLURAL, "", name]
 
-    def remove(self, name: str, *, silently: bool = False) -> None:
-        self.version += 1
-        gone = self.objects.pop(name)
-        gone["metadata"]["resourceVersion"] = str(self.version)
-        if not silently:
-            self._send("DELETED", gone)
+    def all(self) -> dict[str, Raw]:
+        return {raw["metadata"]["name"]: raw for raw in self.api.all(PLURAL)}
+
+    def put(self, name: str, value: int) -> None:
+        """Create or change an object."""
+        known = self.all().get(name)
+        metadata = (
+            {"name": name} if known is None else {"name": name, "uid": known["metadata"]["uid"]}
+        )
+        self.api.put(PLURAL, {"metadata": metadata, "spec": {"value": value}})
+
+    def remove(self, name: str) -> None:
+        self.api.remove(PLURAL, "", name)
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Keep the events of changes from the open watches, as a gap does."""
+        queues, self._queues = self._queues, []
+        yield
+        self._queues = queues
 
     def send(self, name: str) -> None:
         """Send the event of an object as it is now to open watches."""
-        self._send("MODIFIED", self.objects[name])
+        self._send("MODIFIED", self.get(name))
 
     def bookmark(self, *, ends_list: bool = False) -> None:
         self._send("BOOKMARK", self._bookmark(ends_list=ends_list))
@@ -145,8 +152,8 @@ class FaultApi:
             return web.json_response({"reason": "Expired", "message": "too old"}, status=410)
         self.lists += start == 0
         stop = start + int(request.query.get("limit", "500"))
-        items = list(self.objects.values())
-        metadata = {"resourceVersion": str(self.version)}
+        items = self.api.all(PLURAL)
+        metadata = {"resourceVersion": self.api.version}
         if stop < len(items):
             metadata["continue"] = str(stop)
         return web.json_response({"metadata": metadata, "items": items[start:stop]})
@@ -197,12 +204,12 @@ class FaultApi:
 
     def _present(self) -> Iterator[dict[str, Any]]:
         """Yield the events of a streamed list, with the bookmark that marks its end."""
-        for body in self.objects.values():
+        for body in self.api.all(PLURAL):
             yield {"type": "ADDED", "object": body}
         yield {"type": "BOOKMARK", "object": self._bookmark(ends_list=True)}
 
     def _bookmark(self, *, ends_list: bool) -> dict[str, Any]:
-        metadata: dict[str, Any] = {"resourceVersion": str(self.version)}
+        metadata: dict[str, Any] = {"resourceVersion": self.api.version}
         if ends_list:
             metadata["annotations"] = {"k8s.io/initial-events-end": "true"}
         return {"metadata": metadata}
@@ -212,7 +219,7 @@ class FaultApi:
 
         Deletions in the gap are not reported, as after compaction.
         """
-        for body in list(self.objects.values()):
+        for body in self.api.all(PLURAL):
             if int(body["metadata"]["resourceVersion"]) > version:
                 yield {"type": "MODIFIED", "object": body}
 
