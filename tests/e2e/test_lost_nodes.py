@@ -93,6 +93,7 @@ def test_a_partitioned_node_is_replaced_and_does_no_harm_when_it_rejoins(scenari
 
 
 @pytest.mark.fault("A machine is taken away and its Node object deleted, on a real cluster")
+@pytest.mark.fault("A Node object is deleted while its sidecar is silent, on a real API server")
 @pytest.mark.long
 def test_a_node_whose_object_is_deleted_is_lost(scenario, as_many_nodes_as_workers, nodes_back):
     """A cluster autoscaler takes the machine away and deletes its Node object."""

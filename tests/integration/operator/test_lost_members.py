@@ -98,44 +98,6 @@ def test_a_lost_node_among_many_late_leases_is_found_when_the_others_are_renewed
     empty_bed.until("no lease is in doubt", lambda: leases_in_doubt(empty_bed) == 0, 10)
 
 
-def test_a_node_whose_lease_stops_is_lost(empty_bed: OperatorBed) -> None:
-    """The sidecar does not answer and no kubelet confirms the pod's deletion, so the deletion is forced."""
-    node = empty_bed.kubelet.node
-    empty_bed.plane.request("POST", LEASES_PATH, lease(node, 0))
-    empty_bed.start_operator()
-    job = training_job()
-    job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}
-    empty_bed.train(job)
-    empty_bed.kubelet.kill_sidecar(empty_bed.pod(1, 0))
-    empty_bed.until("round 1", lambda: empty_bed.status().get("restartRound") == 1, 180)
-    assert empty_bed.status()["recoveries"][-1]["reason"] == "NodeLost"
-    # Both pods are on the silent node, but worker 0 still answers: it is not lost.
-    assert empty_bed.status()["members"] == [0, 1]
-    empty_bed.until(
-        "the pod of the lost node is deleted",
-        lambda: empty_bed.pod_names() == [empty_bed.pod(0, 0), empty_bed.pod(1, 1)],
-    )
-
-
-@pytest.mark.fault("A Node object is deleted while its sidecar is silent, on a real API server")
-def test_a_node_whose_object_was_deleted_is_lost(empty_bed: OperatorBed) -> None:
-    """The lease is deleted with the Node, so it never becomes stale; the sidecar does not answer."""
-    node = empty_bed.kubelet.node
-    empty_bed.start_operator()
-    job = training_job()
-    job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}
-    empty_bed.train(job)
-    empty_bed.plane.request("DELETE", f"/api/v1/nodes/{node}")
-    empty_bed.kubelet.kill_sidecar(empty_bed.pod(1, 0))
-    empty_bed.until("round 1", lambda: empty_bed.status().get("restartRound") == 1, 180)
-    assert empty_bed.status()["recoveries"][-1]["reason"] == "NodeLost"
-    assert empty_bed.status()["members"] == [0, 1]
-    empty_bed.until(
-        "the pod of the lost node is deleted",
-        lambda: empty_bed.pod_names() == [empty_bed.pod(0, 0), empty_bed.pod(1, 1)],
-    )
-
-
 OUT_OF_SERVICE = {
     "key": "node.kubernetes.io/out-of-service",
     "value": "nodeshutdown",

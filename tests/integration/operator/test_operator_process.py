@@ -15,7 +15,6 @@ from tests.support.operator.operator_bed import (
 )
 from tests.support.servers.ports import free_port
 
-from holdfast_core.ids import Worker
 from holdfast_core.names import certificates_secret_name, service_name
 
 pytestmark = pytest.mark.integration
@@ -56,33 +55,6 @@ def test_a_new_job_is_started_with_all_of_its_objects(bed: OperatorBed) -> None:
     bed.until("the authority goes with its job", lambda: bed.is_gone(ca_path))
 
 
-def test_pods_of_a_job_are_created_once(bed: OperatorBed) -> None:
-    assert "already exists" not in bed.log()
-    assert "conflict" not in bed.log().lower()
-    assert Worker(0) in {s.worker for s in bed.kubelet.sidecars.values()}
-
-
-def test_an_operator_that_is_killed_while_a_round_begins_completes_it(bed: OperatorBed) -> None:
-    bed.store_at(0, 40)
-    bed.kill_operator()
-    bed.kubelet.delete_pod(bed.pod(1, 0))
-    bed.start_operator()
-    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
-    bed.kill_operator()
-    bed.start_operator()
-    bed.until("new pod", lambda: bed.pod(1, 1) in bed.pod_names())
-    fresh = bed.kubelet.run_pod(bed.pod(1, 1))
-    bed.until("restore point", lambda: bed.status().get("restorePoint"))
-    bed.kill_operator()
-    bed.start_operator()
-    bed.until("ROUND 1", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
-    bed.kubelet.publish(bed.pod(0, 0), training(5, 1, 50))
-    bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
-    assert bed.status()["restartRound"] == 1
-    assert bed.status()["restorePoint"]["step"] == 40
-    assert bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)]
-
-
 def test_a_restarted_operator_does_not_disturb_a_running_gang(bed: OperatorBed) -> None:
     sidecar = bed.kubelet.sidecars[bed.pod(0, 0)]
     sent = tuple(sidecar.rounds)
@@ -118,20 +90,6 @@ def test_two_operators_do_what_one_does(empty_bed: OperatorBed, tmp_path: Path) 
         assert empty_bed.status()["restarts"] == 1
     finally:
         second.kill_operator()
-
-
-@pytest.mark.fault("The API server refuses connections")
-def test_a_pod_that_is_lost_while_the_api_server_is_away_is_replaced(bed: OperatorBed) -> None:
-    survivor = bed.kubelet.sidecars[bed.pod(0, 0)]
-    bed.kubelet.delete_pod(bed.pod(1, 0))
-    bed.plane.kill_api()
-    assert bed.process is not None
-    assert bed.process.poll() is None
-    bed.plane.start_api()
-    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
-    bed.until("new pod", lambda: bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)])
-    bed.until("survivor is sealed", lambda: survivor.round == 1)
-    assert bed.process.poll() is None
 
 
 def test_sigterm_ends_the_process_in_order(empty_bed: OperatorBed) -> None:

@@ -3,8 +3,8 @@
 Names clash within a namespace even while an object is being deleted. Only the status subresource writes the
 status. A stale resourceVersion or a different uid is a conflict. Finalizers and running pods delay a
 deletion. Objects whose owners are gone are collected `COLLECT_TICKS` ticks later. `refuse` plays admission
-and outages. There are no watches here: tests list, or watch a ServedApi (served_api.py), which serves the same
-objects over HTTP. The module contains nothing specific to the operator.
+and outages. There are no watches here: tests list, or watch a ServedApi (served_api.py), which serves the
+same objects over HTTP. The module contains nothing specific to the operator.
 """
 
 from __future__ import annotations

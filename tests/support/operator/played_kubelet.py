@@ -71,7 +71,13 @@ class PlayedKubelet:
         """Bind the pod to the node, start its sidecar and report its containers as running."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         pod = self.plane.request("GET", path)
-        self.bind_pod(name)
+        binding = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {"name": name},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": self.node},
+        }
+        self.plane.request("POST", f"{path}/binding", binding)
         marks = pod["metadata"]["labels"]
         address = free_address(CONTROL_PORT)
         sidecar = self._run(self._start(pod, marks, address))
@@ -93,17 +99,6 @@ class PlayedKubelet:
         bound = self.plane.request("GET", path)
         self.plane.request("PUT", f"{path}/status", {**bound, "status": status})
         return sidecar
-
-    def bind_pod(self, name: str) -> None:
-        """Bind the pod to the node, as a scheduler does."""
-        binding = {
-            "apiVersion": "v1",
-            "kind": "Binding",
-            "metadata": {"name": name},
-            "target": {"apiVersion": "v1", "kind": "Node", "name": self.node},
-        }
-        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
-        self.plane.request("POST", f"{path}/binding", binding)
 
     def run_again(self, name: str) -> FakeSidecar:
         """Start the sidecar of a running pod at its address, with what a new process of the pod knows."""
