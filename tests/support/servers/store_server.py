@@ -1,7 +1,7 @@
 """A real S3 server for tests, with its own process, port and directory, all removed when the test ends.
 
 For tests only. The object tier is never tested against a mock, because the behaviour of real servers
-matters. The servers are in minio_server and versitygw_server.
+matters. The servers are in minio_server and tests/integration/object_store/conftest.py.
 """
 
 from __future__ import annotations

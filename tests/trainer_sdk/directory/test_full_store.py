@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.tiers.volumes import small_volume
 
 import holdfast
 from holdfast_core.errors import UnavailableError
 from holdfast_core.store.directory import DirectoryObjectStore
+
+
+@contextmanager
+def small_volume(path: Path, size_bytes: int) -> Iterator[Path]:
+    """Mount a file system in memory, of which nothing else takes room. It needs root."""
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", path], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
 
 
 def fill(volume: Path) -> Path:

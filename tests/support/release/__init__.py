@@ -1,1 +1,0 @@
-"""Builders for the tests of a release."""
