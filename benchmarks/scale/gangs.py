@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from aiohttp import web
 from tests.support.operator.builders import stored_manifest
-from tests.support.operator.fake_sidecar import FakeSidecar
+from tests.support.operator.played_sidecar import PlayedSidecar
 
 from holdfast_core.format.manifest import Manifest, manifest_digest
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName, Worker
@@ -51,7 +51,7 @@ def _read_round(body: bytes) -> _ReadRound:
 
 
 @dataclass
-class PlayedSidecar(FakeSidecar):
+class GangSidecar(PlayedSidecar):
     """Sidecar of one pod whose state, if it coordinates, has the version of a real coordinator."""
 
     gang: Gang | None = None
@@ -106,8 +106,8 @@ class Gang:
 
     uid: JobUid
     workers: int
-    members: dict[Worker, PlayedSidecar] = field(default_factory=dict)
-    coordinator: PlayedSidecar | None = None
+    members: dict[Worker, GangSidecar] = field(default_factory=dict)
+    coordinator: GangSidecar | None = None
     state: CoordinatorState | None = None
     trains_since: float = 0.0
     first_step: int = 0
@@ -117,7 +117,7 @@ class Gang:
     restored_steps: list[int] = field(default_factory=list)
     _manifest: Manifest | None = None
 
-    def round_received(self, sidecar: PlayedSidecar, read: _ReadRound) -> None:
+    def round_received(self, sidecar: GangSidecar, read: _ReadRound) -> None:
         """Train as soon as each member has received a complete ROUND of the same round.
 
         A later ROUND of the same round may name another coordinator, if the first one did not answer in time.
@@ -165,7 +165,7 @@ class Gang:
         )
         self._coordinate(self.members[message.coordinator])
 
-    def _coordinate(self, sidecar: PlayedSidecar) -> None:
+    def _coordinate(self, sidecar: GangSidecar) -> None:
         """Let this sidecar tell the operator the gang's state from now on."""
         self.coordinator = sidecar
         sidecar.versioned = Versioned()
@@ -201,7 +201,7 @@ class Gang:
             ]
         )
 
-    def claim(self, sidecar: PlayedSidecar, step: int) -> None:
+    def claim(self, sidecar: GangSidecar, step: int) -> None:
         """Let a sidecar, whose pod may have been replaced, report a commit of its own round."""
         own = stored_manifest(self.uid, step, sidecar.round, self.workers)
         point = RestorePoint(own.step, own.restart_round, _digest_of(own))

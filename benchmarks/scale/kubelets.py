@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.operator.fake_sidecar import FakeSidecar
+from tests.support.operator.played_sidecar import PlayedSidecar
 
-from benchmarks.scale.gangs import REPORT_SECONDS, Gang, PlayedSidecar
+from benchmarks.scale.gangs import REPORT_SECONDS, Gang, GangSidecar
 from benchmarks.scale.leases import LeaseProcess, now
 from benchmarks.scale.listener import Credentials, Listener
 from holdfast_core.clock import SystemClock
@@ -99,7 +99,7 @@ class Kubelets:
         leases: LeaseProcess,
         nodes: int,
         workers: int,
-        called: Callable[[FakeSidecar, str], None],
+        called: Callable[[PlayedSidecar, str], None],
     ) -> None:
         self._api = api
         self._leases = leases
@@ -242,7 +242,7 @@ class Kubelets:
         data = await self._secret(pod)
         files = {path: data[key] for key, path in pod.items}
         gang = self.gangs.setdefault(pod.job, Gang(JobUid(pod.job), self._workers))
-        sidecar = PlayedSidecar(
+        sidecar = GangSidecar(
             Worker(pod.worker), pod.ranks_name, RestartRound(pod.birth_round), gang=gang
         )
         gang.members[sidecar.worker] = sidecar

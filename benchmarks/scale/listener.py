@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from tests.support.operator.fake_sidecar import server_context
+from tests.support.operator.played_sidecar import server_context
 
-from benchmarks.scale.gangs import PlayedSidecar
+from benchmarks.scale.gangs import GangSidecar
 from holdfast_core.contract import CONTROL_PORT
 from holdfast_operator.sidecars.certificates import LeafCertificate
 
@@ -37,9 +37,9 @@ class Listener:
         called: Receives the sidecar and the path of each request before it is answered.
     """
 
-    def __init__(self, called: Callable[[PlayedSidecar, str], None]) -> None:
+    def __init__(self, called: Callable[[GangSidecar, str], None]) -> None:
         self._called = called
-        self._by_address: dict[str, PlayedSidecar] = {}
+        self._by_address: dict[str, GangSidecar] = {}
         self._credentials: dict[str, Credentials] = {}
         self._contexts: OrderedDict[str, ssl.SSLContext] = OrderedDict()
         self._runner: web.AppRunner | None = None
@@ -61,9 +61,7 @@ class Listener:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def add(
-        self, address: str, name: str, sidecar: PlayedSidecar, credentials: Credentials
-    ) -> None:
+    def add(self, address: str, name: str, sidecar: GangSidecar, credentials: Credentials) -> None:
         """Answer at this address, with a certificate for this DNS name."""
         self._by_address[address] = sidecar
         self._credentials[name] = credentials

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.support.chart import NAMESPACE
 from tests.support.operator.api_proxy import ApiProxy, Refuse, streamed_lists
-from tests.support.operator.fake_sidecar import FakeSidecar
 from tests.support.operator.operator_account import EVERYWHERE, Right
 from tests.support.operator.operator_bed import DIGEST, OperatorBed, training, training_job
+from tests.support.operator.played_sidecar import PlayedSidecar
 
 from holdfast_core.api import Checkpoint
 from holdfast_core.contract import SIDECAR_CONTAINER
@@ -39,7 +39,7 @@ def keep_pod(bed: OperatorBed, name: str) -> None:
     bed.plane.request("PUT", path, pod)
 
 
-def replace_pod(bed: OperatorBed, worker: int, round_: int, coordinator: str) -> FakeSidecar:
+def replace_pod(bed: OperatorBed, worker: int, round_: int, coordinator: str) -> PlayedSidecar:
     """Delete the worker's pod of round 0, run the gang in the next round, and return the new sidecar."""
     bed.kubelet.delete_pod(bed.pod(worker, 0))
     bed.until(f"round {round_}", lambda: bed.status().get("restartRound") == round_)

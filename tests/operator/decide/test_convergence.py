@@ -14,9 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.operator.builders import NAMESPACE, now, raw_job
 from tests.support.operator.fake_cluster import FakeCluster, FakeNode, is_ancestor
-from tests.support.operator.fake_operator import OPERATOR_NAMESPACE, FakeOperator, Trouble, calm
 from tests.support.operator.oracle import bases_of, broken_rules, holds
 from tests.support.operator.played_kueue import PlayedKueue
+from tests.support.operator.simulated_operator import (
+    OPERATOR_NAMESPACE,
+    SimulatedOperator,
+    Trouble,
+    calm,
+)
 
 from holdfast_core.api import TrainingJob
 from holdfast_core.ids import Rank, Worker
@@ -139,7 +144,7 @@ class Simulation:
     def __init__(self, cluster: FakeCluster, trouble: Trouble, operators: int = 1) -> None:
         self.cluster = cluster
         self.trouble = trouble
-        self.operators = [FakeOperator(cluster, trouble) for _ in range(operators)]
+        self.operators = [SimulatedOperator(cluster, trouble) for _ in range(operators)]
         self.forged: set[tuple[str, str]] = set()
         self.retained: dict[str, dict[str, Any]] = {}
         """Checkpoints of earlier jobs with this name, with their contents when the job ended."""
@@ -151,7 +156,7 @@ class Simulation:
             self.cluster.tick()
 
     def restart_operators(self) -> None:
-        self.operators = [FakeOperator(self.cluster, self.trouble) for _ in self.operators]
+        self.operators = [SimulatedOperator(self.cluster, self.trouble) for _ in self.operators]
 
     def inject(self, fault: Fault) -> None:
         cluster = self.cluster

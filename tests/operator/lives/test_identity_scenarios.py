@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import NAMESPACE, UID, raw_job
 from tests.support.operator.fake_cluster import FakeCluster, FakeNode
-from tests.support.operator.fake_operator import OPERATOR_NAMESPACE, FakeOperator, Trouble
 from tests.support.operator.oracle import broken_rules
+from tests.support.operator.simulated_operator import OPERATOR_NAMESPACE, SimulatedOperator, Trouble
 
 from holdfast_core.api import TrainingJob, TrainingJobStatus
 from holdfast_core.names import pod_name
@@ -28,7 +28,9 @@ def build(total_steps: int = 100_000, **checkpoint: Any) -> FakeCluster:
     return FakeCluster(job=job, nodes=nodes, total_steps=total_steps)
 
 
-async def advance(cluster: FakeCluster, operator: FakeOperator, seconds: int) -> TrainingJobStatus:
+async def advance(
+    cluster: FakeCluster, operator: SimulatedOperator, seconds: int
+) -> TrainingJobStatus:
     for _ in range(seconds):
         await operator.run_pass()
         cluster.tick()
@@ -54,14 +56,14 @@ async def test_a_job_created_again_completes_while_the_old_one_is_still_going(
     after: int, restarts: bool
 ) -> None:
     cluster = build(total_steps=60, object=OBJECT)
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, after)
     left = {c.name: copy.deepcopy(c) for c in cluster.checkpoints.values()}
     assert left, "the old job has recorded commits of the same steps and rounds"
     old_pods = set(cluster.pods)
     cluster.create_job_again()
     if restarts:
-        operator = FakeOperator(cluster)
+        operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 2)
     assert old_pods <= set(cluster.pods), "the old pods are not gone yet"
     status = await advance(cluster, operator, 150)
@@ -80,7 +82,7 @@ async def test_a_job_created_again_completes_while_the_old_one_is_still_going(
 async def test_a_job_created_again_starts_although_old_pods_never_end() -> None:
     """Their node is dead, so no kubelet confirms that they are deleted."""
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 30)
     dead = cluster.pods[pod_name("job", UID, 0, 0)].view.node or ""
     cluster.nodes[dead].dead = True
@@ -93,7 +95,7 @@ async def test_a_job_created_again_starts_although_old_pods_never_end() -> None:
 @pytest.mark.fault("A job's `spec.restoreFrom` names a Checkpoint of the job before")
 async def test_an_old_checkpoint_can_be_restored_by_name() -> None:
     cluster = build(object=OBJECT)
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 40)
     (newest, *_) = sorted(cluster.checkpoints.values(), key=lambda c: -(c.spec.step or 0))
     cluster.job["spec"]["restoreFrom"] = {"checkpointRef": {"name": newest.name}}
@@ -110,7 +112,7 @@ async def test_an_old_checkpoint_can_be_restored_by_name() -> None:
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
 async def test_forged_pods_neither_stop_a_recovery_nor_cost_a_pod(restarts: bool) -> None:
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 40)
     uids = {name: pod.view.uid for name, pod in cluster.pods.items()}
     for worker in range(3):
@@ -121,7 +123,7 @@ async def test_forged_pods_neither_stop_a_recovery_nor_cost_a_pod(restarts: bool
             cluster.forge_pod(NAMESPACE, worker, birth, owned=True, name=name)
     forged = cluster.forged_pods()
     if restarts:
-        operator = FakeOperator(cluster)
+        operator = SimulatedOperator(cluster)
     calm = await advance(cluster, operator, 10)
     assert calm.restart_round == 0
     assert {name: pod.view.uid for name, pod in cluster.pods.items()} == uids
@@ -139,14 +141,14 @@ async def test_forged_pods_neither_stop_a_recovery_nor_cost_a_pod(restarts: bool
 @pytest.mark.fault("A TrainingJob holds a value of a newer release")
 async def test_an_unreadable_job_keeps_everything_and_goes_on() -> None:
     cluster = build(object=OBJECT)
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 40)
     secrets = cluster.api.names("secrets")
     cluster.job["status"]["phase"] = UNKNOWN
     cluster.touch_job()
     cluster.lose_pod(pod_name("job", UID, 1, 0))
     cluster.api.requests.clear()
-    for current in (operator, FakeOperator(cluster)):
+    for current in (operator, SimulatedOperator(cluster)):
         for _ in range(20):
             await current.run_pass()
             cluster.tick()
@@ -171,7 +173,7 @@ async def test_an_unreadable_job_keeps_everything_and_goes_on() -> None:
 @pytest.mark.fault("A pod of a job cannot be parsed")
 async def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 40)
     cluster.pods[pod_name("job", UID, 2, 0)].unreadable = True
     cluster.lose_pod(pod_name("job", UID, 1, 0))
@@ -193,7 +195,7 @@ async def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
 @pytest.mark.fault("Checkpoints cannot be parsed")
 async def test_unreadable_checkpoints_are_neither_written_nor_deleted() -> None:
     cluster = build(object=OBJECT, retention={"keepLast": 2})
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 40)
     hidden = cluster.api.all("checkpoints", NAMESPACE)
     for raw in hidden:
@@ -213,7 +215,7 @@ async def test_one_unreadable_object_of_another_kind_does_not_stop_a_running_job
     plural: str,
 ) -> None:
     cluster = build(object=OBJECT)
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     before = await advance(cluster, operator, 30)
     for raw in cluster.api.all(plural):
         raw["spec" if plural == "checkpointstores" else "status"] = {"s3": 1, "conditions": 1}
@@ -230,9 +232,9 @@ async def test_one_unreadable_object_of_another_kind_does_not_stop_a_running_job
 @pytest.mark.fault("An operator whose watch of the job is stuck meets pods of a higher round")
 async def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> None:
     cluster = build()
-    behind = FakeOperator(cluster)
+    behind = SimulatedOperator(cluster)
     await advance(cluster, behind, 40)
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     cluster.lose_pod(pod_name("job", UID, 1, 0))
     ahead = await advance(cluster, operator, 20)
     assert ahead.members == (0, 1, 0)
@@ -254,14 +256,14 @@ async def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> 
 async def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_resumed_job() -> None:
     """The operator deletes the pods of a suspended job without a status write that could conflict."""
     cluster = build(object=OBJECT)
-    behind = FakeOperator(cluster)
+    behind = SimulatedOperator(cluster)
     await advance(cluster, behind, 40)
     cluster.change_spec(suspend=True)
     paused = await advance(cluster, behind, 40)
     assert paused.is_true("Suspended")
     behind.stuck.add("trainingjobs")
     cluster.change_spec(suspend=False)
-    resumed = await advance(cluster, FakeOperator(cluster), 30)
+    resumed = await advance(cluster, SimulatedOperator(cluster), 30)
     assert resumed.is_true("Running")
     uids = {p.view.uid for p in cluster.pods.values()}
     await advance(cluster, behind, 20)
@@ -272,7 +274,7 @@ async def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_re
 async def test_pods_are_kept_when_an_old_backup_of_the_status_is_restored() -> None:
     """The pod of round 1 has copies that the restored status does not name."""
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 40)
     old = copy.deepcopy(cluster.job["status"])
     cluster.lose_pod(pod_name("job", UID, 1, 0))
@@ -280,7 +282,7 @@ async def test_pods_are_kept_when_an_old_backup_of_the_status_is_restored() -> N
     cluster.job["status"] = old
     cluster.touch_job()
     uids = {p.view.uid for p in cluster.pods.values()}
-    after = await advance(cluster, FakeOperator(cluster), 20)
+    after = await advance(cluster, SimulatedOperator(cluster), 20)
     assert after.is_true("Running")
     assert after.restart_round == 2
     assert after.members == (0, 1, 0)
@@ -294,7 +296,7 @@ def test_no_authority_of_a_deleted_job_comes_back() -> None:
     async def scenario(seed: int) -> None:
         cluster = build()
         trouble = Trouble(Random(seed), stale_read=0.5, lost_reply=0.3)
-        operators = [FakeOperator(cluster, trouble), FakeOperator(cluster, trouble)]
+        operators = [SimulatedOperator(cluster, trouble), SimulatedOperator(cluster, trouble)]
         for _ in range(seed % 9):
             for operator in operators:
                 await operator.run_pass()
@@ -326,13 +328,13 @@ async def test_a_certificate_secret_that_was_deleted_while_pods_start_comes_back
     restarts: bool,
 ) -> None:
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     cluster.hold_starts = True
     await advance(cluster, operator, 5)
     (secret,) = cluster.secrets
     cluster.api.remove("secrets", NAMESPACE, secret)
     if restarts:
-        operator = FakeOperator(cluster)
+        operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 65)
     assert cluster.secrets == {secret}
     cluster.hold_starts = False
@@ -346,7 +348,7 @@ async def test_a_certificate_secret_that_was_deleted_while_pods_start_comes_back
 @pytest.mark.fault("A foreign pod has the name of the next round's pod")
 async def test_a_job_reports_that_it_waits_for_a_name_in_use() -> None:
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 40)
     taken = pod_name("job", UID, 1, 1)
     cluster.forge_pod(NAMESPACE, 1, 1, name=taken)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 from tests.support.operator.fake_cluster import FakeNode
-from tests.support.operator.fake_operator import LEAVING_TAINTS
 from tests.support.operator.life import WORKERS, Life
 from tests.support.operator.oracle import broken_rules
+from tests.support.operator.simulated_operator import LEAVING_TAINTS
 
 from holdfast_core.api import JobCondition
 from holdfast_operator.model.reasons import Reason

@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.support.operator.builders import raw_job
 from tests.support.operator.fake_cluster import FakeCluster, FakeNode
-from tests.support.operator.fake_operator import FakeOperator
 from tests.support.operator.oracle import broken_rules
+from tests.support.operator.simulated_operator import SimulatedOperator
 
 from holdfast_core.api import TrainingJob, TrainingJobStatus
 from holdfast_core.ids import Rank, Worker
@@ -23,7 +23,9 @@ def build(workers: int = 3, total_steps: int = 100_000, **checkpoint: Any) -> Fa
     return FakeCluster(job=job, nodes=nodes, total_steps=total_steps)
 
 
-async def advance(cluster: FakeCluster, operator: FakeOperator, seconds: int) -> TrainingJobStatus:
+async def advance(
+    cluster: FakeCluster, operator: SimulatedOperator, seconds: int
+) -> TrainingJobStatus:
     for _ in range(seconds):
         await operator.run_pass()
         cluster.tick()
@@ -32,7 +34,7 @@ async def advance(cluster: FakeCluster, operator: FakeOperator, seconds: int) ->
 
 async def test_a_job_runs_to_its_end_and_keeps_its_last_checkpoints() -> None:
     cluster = build(total_steps=60, object=OBJECT, retention={"keepLast": 2})
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     status = await advance(cluster, operator, 150)
     assert status.is_true("Complete")
     assert status.phase == "Succeeded"
@@ -49,7 +51,7 @@ async def test_a_job_runs_to_its_end_and_keeps_its_last_checkpoints() -> None:
 
 async def test_a_lost_pod_comes_back_from_a_peer() -> None:
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     before = await advance(cluster, operator, 40)
     assert before.is_true("Running")
     cluster.lose_pod("job-l2msg4-1-r0")
@@ -68,7 +70,7 @@ async def test_a_lost_pod_comes_back_from_a_peer() -> None:
 
 async def test_a_dead_rank_restarts_in_place() -> None:
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 40)
     uids = {p.view.uid for p in cluster.pods.values()}
     assert cluster.gang.run is not None
@@ -83,7 +85,7 @@ async def test_a_dead_rank_restarts_in_place() -> None:
 
 async def test_a_dead_node_is_left_behind_and_its_pod_is_removed_by_force() -> None:
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 40)
     node = cluster.pods["job-l2msg4-2-r0"].view.node or ""
     cluster.nodes[node].dead = True
@@ -96,7 +98,7 @@ async def test_a_dead_node_is_left_behind_and_its_pod_is_removed_by_force() -> N
 
 async def test_suspend_saves_and_resume_goes_on_from_there() -> None:
     cluster = build(object=OBJECT)
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 33)
     cluster.job["spec"]["suspend"] = True
     cluster.touch_job()
@@ -116,7 +118,7 @@ async def test_suspend_saves_and_resume_goes_on_from_there() -> None:
 
 async def test_a_restored_backup_of_an_old_status_is_replaced() -> None:
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 30)
     old = dict(cluster.job["status"])
     for _ in range(2):
@@ -126,14 +128,14 @@ async def test_a_restored_backup_of_an_old_status_is_replaced() -> None:
     assert TrainingJob.from_dict(cluster.job).status.restart_round == 2
     cluster.job["status"] = old
     cluster.touch_job()
-    after = await advance(cluster, FakeOperator(cluster), 15)
+    after = await advance(cluster, SimulatedOperator(cluster), 15)
     assert after.is_true("Running")
     assert after.restart_round == 3
 
 
 async def test_nothing_is_written_while_nothing_happens() -> None:
     cluster = build()
-    operator = FakeOperator(cluster)
+    operator = SimulatedOperator(cluster)
     await advance(cluster, operator, 30)
     written = len(cluster.statuses)
     await advance(cluster, operator, 30)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from tests.support.operator.bench import KEY, UID, Bench, bench, pod_view
 from tests.support.operator.builders import stored_manifest, uncommitted
-from tests.support.operator.fake_sidecar import FakeSidecar
+from tests.support.operator.played_sidecar import PlayedSidecar
 
 from holdfast_core.ids import JobUid, RestartRound, Step
 from holdfast_core.messages.schema import FinishCommit
@@ -18,7 +18,7 @@ from holdfast_operator.sidecars import manifests
 PODS = [pod_view(n) for n in range(3)]
 
 
-def fetched(servers: Iterable[FakeSidecar]) -> list[int]:
+def fetched(servers: Iterable[PlayedSidecar]) -> list[int]:
     """Return the steps of all requests for manifests, in order."""
     return sorted(step for s in servers for kind, step in s.calls if kind == "manifest")
 

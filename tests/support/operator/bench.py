@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from tests.support.operator.fake_sidecar import FakeSidecar
+from tests.support.operator.played_sidecar import PlayedSidecar
 from tests.support.servers.ports import free_port
 
 from holdfast_core.clock import SystemClock
@@ -81,16 +81,16 @@ class Bench:
     clock: RecordingClock = field(default_factory=RecordingClock)
     defects: list[Exception] = field(default_factory=list)
     """Each is raised once when the bench is notified of a change, as a defect of the operator would be."""
-    servers: dict[int, FakeSidecar] = field(default_factory=dict)
+    servers: dict[int, PlayedSidecar] = field(default_factory=dict)
 
-    async def serve(self, pod: PodView, leaf: LeafCertificate | None = None) -> FakeSidecar:
-        server = FakeSidecar(pod.worker, pod.name, pod.birth_round)
+    async def serve(self, pod: PodView, leaf: LeafCertificate | None = None) -> PlayedSidecar:
+        server = PlayedSidecar(pod.worker, pod.name, pod.birth_round)
         leaf = leaf or new_leaf(AUTHORITY, peer_dns_name(pod.name, UID))
         await server.start(pod.ip or "", self.port, AUTHORITY.certificate, leaf)
         self.servers[pod.worker] = server
         return server
 
-    async def answering(self, pod: PodView) -> FakeSidecar:
+    async def answering(self, pod: PodView) -> PlayedSidecar:
         """Serve this pod, follow it, and return its sidecar when it has answered."""
         server = await self.serve(pod)
         self.follow(pod)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tests.support.operator.builders import raw_job
 from tests.support.operator.fake_cluster import FakeCluster, FakeNode
-from tests.support.operator.fake_operator import FakeOperator
 from tests.support.operator.oracle import broken_rules
+from tests.support.operator.simulated_operator import SimulatedOperator
 
 from holdfast_core.api import JobCondition, TrainingJob, TrainingJobStatus
 from holdfast_core.ids import Rank, Worker
@@ -54,7 +54,7 @@ class Life:
         self.restart()
 
     def restart(self) -> None:
-        self.operator = FakeOperator(self.cluster)
+        self.operator = SimulatedOperator(self.cluster)
 
     def copy(self) -> Life:
         """Return a life that goes on from here by itself, with the same memory of the operator.

@@ -19,9 +19,9 @@ from typing import Any
 from tests.support import zygote
 from tests.support.chart import NAMESPACE, RELEASE
 from tests.support.operator.builders import stored_manifest
-from tests.support.operator.fake_sidecar import FakeSidecar
 from tests.support.operator.operator_account import OperatorAccount
 from tests.support.operator.played_kubelet import PlayedKubelet
+from tests.support.operator.played_sidecar import PlayedSidecar
 from tests.support.operator.progress import progress_of
 from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
@@ -175,7 +175,7 @@ class OperatorBed:
         members = [self.pod(w, birth) for w, birth in enumerate(status["members"])]
         assert self.pod_names() == sorted(members)
 
-    def store_at(self, worker: int, step: int) -> FakeSidecar:
+    def store_at(self, worker: int, step: int) -> PlayedSidecar:
         """Let the worker of round 0 list a complete checkpoint of round 0, and return its sidecar."""
         sidecar = self.kubelet.sidecars[self.pod(worker, 0)]
         manifest = stored_manifest(self.uid(), step, ranks=WORKERS)

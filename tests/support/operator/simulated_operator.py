@@ -1,9 +1,9 @@
 """One operator process over a FakeCluster.
 
 It runs the product's reflectors, caches, observer, decisions, effects, certificates and writes against an
-in-memory API. HTTP, the work queue and the network of the sidecars are left out. A new FakeOperator starts
-with empty memory, as a restarted process does. `Trouble` makes watches stale, loses replies and causes
-write conflicts, from a seed.
+in-memory API. HTTP, the work queue and the network of the sidecars are left out. A new SimulatedOperator
+starts with empty memory, as a restarted process does. `Trouble` makes watches stale, loses replies and
+causes write conflicts, from a seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations
 
-__all__ = ["OPERATOR_NAMESPACE", "FakeOperator", "Trouble", "calm"]
+__all__ = ["OPERATOR_NAMESPACE", "SimulatedOperator", "Trouble", "calm"]
 
 OPERATOR_NAMESPACE = "holdfast-system"
 SIDECAR = SidecarSettings("example/sidecar:1")
@@ -52,7 +52,7 @@ ALWAYS_FRESH = frozenset({"leases", "nodes"})
 a stale one has no effect."""
 
 
-class FakeOperator:
+class SimulatedOperator:
     def __init__(self, cluster: FakeCluster, trouble: Trouble | None = None) -> None:
         self.cluster = cluster
         self.memory = JobMemory()
@@ -232,7 +232,7 @@ class _ClusterClock:
         return now(self._cluster.seconds).utc
 
     async def sleep(self, seconds: float) -> None:
-        raise NotImplementedError("nothing of a FakeOperator waits")
+        raise NotImplementedError("nothing of a SimulatedOperator waits")
 
 
 class _RecordedEvents(Events):

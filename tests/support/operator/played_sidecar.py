@@ -51,7 +51,7 @@ def server_context(authority: str, leaf: LeafCertificate) -> ssl.SSLContext:
 
 
 @dataclass
-class FakeSidecar:
+class PlayedSidecar:
     """Sidecar of one pod.
 
     Tests set `state` and `stored` directly; `publish` also wakes a long poll.
