@@ -144,23 +144,22 @@ ECHOES: dict[str, Callable[[str], str]] = {
 @pytest.mark.fault("A hostile store repeats credentials in its reply")
 @pytest.mark.parametrize("secret", [TOKEN, KEY], ids=["session token", "secret key"])
 @pytest.mark.parametrize("echo", ECHOES)
-@pytest.mark.parametrize("place", ["message", "code", "body"])
-def test_no_echo_of_a_secret_is_shown(secret: str, echo: str, place: str) -> None:
+def test_no_echo_of_a_secret_is_shown(secret: str, echo: str) -> None:
     repeated = ECHOES[echo](secret)
-    body = {
-        "message": document("AccessDenied", escape(f"you sent {repeated} to us")),
-        "code": document(escape(repeated)),
-        "body": f"500 you sent {repeated} to us".encode(),
-    }[place]
-    text = str(parse_failure(500, body, REQUEST, (secret,)).error())
-    shown, hidden = _letters(text), _letters(repeated.removeprefix(PADDING))
-    longest = max(
-        stop - start
-        for start in range(len(hidden))
-        for stop in range(start, min(start + 40, len(hidden)) + 1)
-        if hidden[start:stop] in shown
-    )
-    assert longest < 16, text
+    for body in (
+        document("AccessDenied", escape(f"you sent {repeated} to us")),
+        document(escape(repeated)),
+        f"500 you sent {repeated} to us".encode(),
+    ):
+        text = str(parse_failure(500, body, REQUEST, (secret,)).error())
+        shown, hidden = _letters(text), _letters(repeated.removeprefix(PADDING))
+        longest = max(
+            stop - start
+            for start in range(len(hidden))
+            for stop in range(start, min(start + 40, len(hidden)) + 1)
+            if hidden[start:stop] in shown
+        )
+        assert longest < 16, text
 
 
 @pytest.mark.parametrize(

@@ -75,16 +75,19 @@ class FakeApi(KubeApi):
     def put(self, plural: str, raw: Mapping[str, Any]) -> Raw:
         """Store a copy of `raw`, with a uid and a resourceVersion where it has none.
 
+        An object that is replaced keeps its uid unless `raw` has another one.
+
         Returns the stored object itself: changes to it change the server's state.
         """
         found: Raw = copied(dict(raw))
         meta = found.setdefault("metadata", {})
+        key = plural, meta.get("namespace", ""), meta["name"]
+        known = self.objects.get(key)
         if "uid" not in meta:
-            meta["uid"] = self._new_uid()
+            meta["uid"] = self._new_uid() if known is None else known["metadata"]["uid"]
         meta.setdefault("creationTimestamp", STAMP)
         meta.setdefault("resourceVersion", self._next_version())
-        key = plural, meta.get("namespace", ""), meta["name"]
-        self._changed("MODIFIED" if key in self.objects else "ADDED", plural, found)
+        self._changed("ADDED" if known is None else "MODIFIED", plural, found)
         self.objects[key] = found
         return found
 

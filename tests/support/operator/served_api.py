@@ -97,11 +97,7 @@ class ServedApi:
 
     def put(self, name: str, value: int) -> None:
         """Create or change an object."""
-        known = self.all().get(name)
-        metadata = (
-            {"name": name} if known is None else {"name": name, "uid": known["metadata"]["uid"]}
-        )
-        self.api.put(PLURAL, {"metadata": metadata, "spec": {"value": value}})
+        self.api.put(PLURAL, {"metadata": {"name": name}, "spec": {"value": value}})
 
     def remove(self, name: str) -> None:
         self.api.remove(PLURAL, "", name)
