@@ -1,19 +1,17 @@
 """Mistakes of users, and the messages that they get: field or object, value found, remedy.
 
-Training is as short as possible. Every refusal comes from the real API server, and every condition and
-Event from the running operator. The tests also show that correcting the mistake is sufficient, and that good
-jobs of the same namespace complete.
+Training is as short as possible. Every condition and Event comes from the running operator. The tests also
+show that correcting the mistake is sufficient, and that good jobs of the same namespace complete. What the
+API server refuses is in tests/charts, on a real one.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from kubernetes.client.exceptions import ApiException
 from testbed.config import SHARED
 from testbed.driver.jobs import (
     MINIO_PASSWORD,
@@ -99,35 +97,11 @@ def wait_event(kube: Kube, namespace: str, name: str, reason: str, *texts: str) 
     )
 
 
-# --------------------------------------------------------------------------- the API server
-
-
-def test_the_api_server_refuses_with_field_value_and_remedy(installed, namespace):
-    """One rule of a CRD, and one of the chart's policy. tests/charts tries every rule of both."""
-    manifest = job_manifest("refused", namespace, Training(workers=2))
-    manifest["spec"]["workers"] = 0
-    texts = ("spec.workers", "got 0", "set the number of pods that train together")
-    assert_contains(_refusal(installed, manifest), *texts)
-
-    manifest = job_manifest("refused", namespace, Training(workers=2))
-    manifest["spec"]["template"]["spec"]["volumes"] = [{"name": "holdfast-x", "emptyDir": {}}]
-    texts = ("template.spec", "start with holdfast-", "choose another name")
-    assert_contains(_refusal(installed, manifest), *texts)
-
-
-def _refusal(kube: Kube, manifest: Object) -> str:
-    """Return the message with which the API server refuses to create the object."""
-    with pytest.raises(ApiException) as refused:
-        kube.create(manifest)
-    assert refused.value.status == 422
-    return str(json.loads(refused.value.body)["message"])
-
-
 # --------------------------------------------------------------------------- stores
 
 
 def test_a_job_waits_for_its_store_and_for_the_keys_of_the_store(installed, namespace, submit):
-    """tests/integration/operator/test_bad_stores.py tries stores with other mistakes."""
+    """tests/integration/object_store/test_object_probe.py tries stores with other mistakes."""
     manifest = job_manifest("store-late", namespace, ALONE, copies=0)
     manifest["spec"]["checkpoint"]["object"]["storeRef"]["name"] = "late"
     job = submit(manifest)

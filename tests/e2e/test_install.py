@@ -119,11 +119,6 @@ def test_the_notes_print_commands_that_work(installed):
     }
 
 
-def test_a_misspelt_value_is_refused(installed):
-    with pytest.raises(AssertionError, match="logLevell"):
-        install.upgrade("--dry-run=client", "--set-string", "operator.logLevell=debug")
-
-
 @pytest.mark.long
 def test_a_reinstalled_operator_takes_over_the_jobs_of_the_one_before(scenario, kube):
     job = scenario.start(LONG, name="orphan")

@@ -64,6 +64,9 @@ def _own_pods(job: Job) -> set[tuple[str, str]]:
 
 
 @pytest.mark.fault("A user creates forged pods on a real cluster")
+@pytest.mark.fault(
+    "A user creates forged pods on a real API server, over a restart of the operator"
+)
 @pytest.mark.alone
 def test_a_recovery_continues_after_the_operator_is_killed(
     scenario, installed: Kube, strangers: str

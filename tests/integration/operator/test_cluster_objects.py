@@ -277,44 +277,6 @@ def test_a_job_is_created_again_while_the_objects_of_the_old_one_exist(bed: Oper
 
 
 @pytest.mark.fault(
-    "A user creates forged pods on a real API server, over a restart of the operator"
-)
-def test_forged_pods_are_left_alone(bed: OperatorBed) -> None:
-    real = bed.plane.request("GET", f"/api/v1/namespaces/{bed.namespace}/pods/{bed.pod(1, 0)}")
-    meta, other = real["metadata"], f"{bed.namespace}-mallory"
-    bed.plane.create_namespace(other)
-    forged = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"labels": meta["labels"], "ownerReferences": meta["ownerReferences"]},
-        "spec": {"containers": [{"name": "c", "image": "i"}]},
-    }
-    for namespace, name, owners in (
-        (other, meta["name"], meta["ownerReferences"]),
-        (bed.namespace, "gpt-1-r0", meta["ownerReferences"]),
-        (bed.namespace, "forged", []),
-    ):
-        identity = {"name": name, "ownerReferences": owners}
-        body = {**forged, "metadata": {**forged["metadata"], **identity}}
-        path = f"/api/v1/namespaces/{namespace}/pods"
-        bed.plane.request("POST", path, body)
-        pod = bed.plane.request("GET", f"{path}/{name}")
-        bed.plane.request("PUT", f"{path}/{name}/status", {**pod, "status": {"phase": "Failed"}})
-    bed.kill_operator()
-    bed.start_operator()
-    sidecar = bed.kubelet.sidecars[bed.pod(0, 0)]
-    sidecar.since = -1
-    bed.until("the coordinator is followed again", lambda: sidecar.since >= 0)
-    bed.kubelet.delete_pod(bed.pod(1, 0))
-    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
-    bed.until("new pod", lambda: bed.pod(1, 1) in bed.pod_names())
-    left = {bed.pod(0, 0), bed.pod(1, 1), "gpt-1-r0", "forged"}
-    assert set(bed.pod_names()) == left
-    assert not bed.is_gone(f"/api/v1/namespaces/{other}/pods/{meta['name']}")
-    assert "The operator ignores it" in bed.log()
-
-
-@pytest.mark.fault(
     "The CRDs are of a newer release, and a status has a phase that this operator does not know"
 )
 def test_a_job_that_cannot_be_read_is_not_changed(bed: OperatorBed) -> None:

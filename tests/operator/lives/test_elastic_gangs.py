@@ -267,15 +267,6 @@ def test_a_number_that_the_script_refuses_is_not_tried_again_until_the_spec_chan
     assert life.status.restarts_count_towards_max == 0
 
 
-def test_a_smaller_number_than_the_refused_one_is_tried() -> None:
-    life = trained(smallest=2)
-    persists(life)
-    life.cluster.gang.cannot_reshard_to.add(3)
-    lose_workers_and_their_nodes(life, 1)
-    becomes(life, 2, seconds=300)
-    assert missing(life)[:2] == ("True", Reason.SHRUNK)
-
-
 # --------------------------------------------------------------------------- growth
 
 
@@ -347,19 +338,6 @@ def test_a_quota_that_refuses_placeholders_is_in_the_condition() -> None:
     assert "exceeded quota" not in missing(life)[2]
     life.cluster.full_nodes = set()
     grows_to(life, 4)
-
-
-def test_a_placeholder_runs_nothing_and_is_no_worker() -> None:
-    life = looking_for_a_node()
-    [name] = placeholders(life)
-    life.cluster.full_nodes = set()
-    life.run(2)
-    raw = life.cluster.api.objects["pods", "team-a", name]
-    assert raw["status"]["phase"] == "Pending"
-    assert name not in life.cluster.sidecars
-    [budget] = life.cluster.api.all("poddisruptionbudgets")
-    selected = budget["spec"]["selector"]["matchLabels"]
-    assert not selected.items() <= raw["metadata"]["labels"].items()
 
 
 def test_a_gang_grows_by_the_workers_for_which_there_are_nodes() -> None:
@@ -435,14 +413,6 @@ def test_placeholders_are_deleted_when_the_job_completes() -> None:
     assert life.status.is_true(JobCondition.COMPLETE)
     life.run(3)
     assert placeholders(life) == set()
-
-
-def test_placeholders_of_a_deleted_job_are_collected() -> None:
-    life = looking_for_a_node()
-    [name] = placeholders(life)
-    meta = life.cluster.api.objects["pods", "team-a", name]["metadata"]
-    [owner] = meta["ownerReferences"]
-    assert (owner["uid"], owner["controller"]) == (life.cluster.uid, True)
 
 
 @pytest.mark.fault("A kubelet rejects a placeholder")

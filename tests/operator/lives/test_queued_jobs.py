@@ -131,14 +131,6 @@ def test_a_queue_that_does_not_exist_is_named_and_corrected_by_a_suspension() ->
     life.trains()
 
 
-def test_the_priority_class_of_the_job_is_that_of_its_pods() -> None:
-    life = Queued()
-    life.set_label(labels.QUEUE_PRIORITY, "high")
-    life.trains()
-    for raw in life.cluster.api.all("pods", NAMESPACE):
-        assert raw["metadata"]["labels"][labels.QUEUE_PRIORITY] == "high"
-
-
 # --------------------------------------------------------------------------- lost pods
 
 
@@ -159,14 +151,6 @@ def test_a_replacement_joins_the_group_once_the_lost_pod_no_longer_counts(
     after = {p.view.uid for p in life.cluster.pods.values()}
     assert len(before & after) == 2, "survivors stay"
     assert life.status.restarts_count_towards_max == 0
-
-
-def test_a_failed_pod_is_replaced_in_its_group() -> None:
-    life = trained()
-    life.cluster.fail_pod(life.pod(2), "Error")
-    life.run(2)
-    life.trains()
-    assert life.groups() == {group(4, 0)}
 
 
 @pytest.mark.fault("A worker is lost after the pod of another one has succeeded")
@@ -325,16 +309,6 @@ def test_another_queue_takes_effect_when_the_gang_has_no_pods() -> None:
     life.trains()
     assert life.queued()[:2] == ("False", Reason.ADMITTED_BY_QUEUE)
     assert [w.queue for w in life.kueue.workloads.values() if w.admitted] == ["other-queue"]
-
-
-def test_a_job_without_the_label_is_in_no_queue() -> None:
-    life = Life(store=True)
-    kueue = PlayedKueue(life.cluster)
-    kueue.attach()
-    life.run(40, until=runs)
-    assert runs(life.status)
-    assert life.status.condition(JobCondition.QUEUED) is None
-    assert kueue.workloads == {}
 
 
 def test_a_running_job_that_gets_the_label_is_queued_after_a_suspension() -> None:

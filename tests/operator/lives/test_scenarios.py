@@ -83,56 +83,6 @@ async def test_a_dead_rank_restarts_in_place() -> None:
     assert after.restarts_count_towards_max == 1
 
 
-async def test_a_dead_node_is_left_behind_and_its_pod_is_removed_by_force() -> None:
-    cluster = build()
-    operator = SimulatedOperator(cluster)
-    await advance(cluster, operator, 40)
-    node = cluster.pods["job-l2msg4-2-r0"].view.node or ""
-    cluster.nodes[node].dead = True
-    after = await advance(cluster, operator, 60)
-    assert after.is_true("Running")
-    assert "job-l2msg4-2-r0" not in cluster.pods
-    assert node not in {p.view.node for p in cluster.pods.values()}
-    assert broken_rules(cluster, copies=1) == []
-
-
-async def test_suspend_saves_and_resume_goes_on_from_there() -> None:
-    cluster = build(object=OBJECT)
-    operator = SimulatedOperator(cluster)
-    await advance(cluster, operator, 33)
-    cluster.job["spec"]["suspend"] = True
-    cluster.touch_job()
-    paused = await advance(cluster, operator, 30)
-    assert paused.is_true("Suspended")
-    assert cluster.pods == {}
-    assert paused.last_persisted is not None
-    assert paused.last_persisted.step == paused.last_committed_step
-    cluster.job["spec"]["suspend"] = False
-    cluster.touch_job()
-    resumed = await advance(cluster, operator, 20)
-    assert resumed.is_true("Running")
-    assert resumed.restore_point is not None
-    assert resumed.restore_point.step == paused.last_persisted.step
-    assert resumed.restarts == 0
-
-
-async def test_a_restored_backup_of_an_old_status_is_replaced() -> None:
-    cluster = build()
-    operator = SimulatedOperator(cluster)
-    await advance(cluster, operator, 30)
-    old = dict(cluster.job["status"])
-    for _ in range(2):
-        assert cluster.gang.run is not None
-        cluster.gang.run.dead = (DeadRank(Rank(0), Worker(0), 1),)
-        await advance(cluster, operator, 15)
-    assert TrainingJob.from_dict(cluster.job).status.restart_round == 2
-    cluster.job["status"] = old
-    cluster.touch_job()
-    after = await advance(cluster, SimulatedOperator(cluster), 15)
-    assert after.is_true("Running")
-    assert after.restart_round == 3
-
-
 async def test_nothing_is_written_while_nothing_happens() -> None:
     cluster = build()
     operator = SimulatedOperator(cluster)
