@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.operator.operator_bed import OperatorBed, training
+from tests.support.operator.operator_bed import OperatorBed
 from tests.support.servers.control_plane import ControlPlaneError
 
 pytestmark = pytest.mark.integration
@@ -65,20 +64,6 @@ def written(bed: OperatorBed, **fields: Any) -> bool:
     return replaced(bed, path, "/status", status=status) and fields.items() <= bed.status().items()
 
 
-def recover(bed: OperatorBed, round_: int) -> None:
-    """Lose the pod of worker 1, and run the gang in the next round."""
-    bed.kubelet.delete_pod(bed.pod(1, max(0, round_ - 1)))
-    bed.until(f"round {round_}", lambda: bed.status().get("restartRound") == round_)
-    bed.until("new pod", lambda: bed.pod(1, round_) in bed.pod_names())
-    fresh = bed.kubelet.run_pod(bed.pod(1, round_))
-    bed.until("ROUND", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
-    state = replace(
-        training(10 * round_, round_, 40 + round_), last_local=None, last_replicated=None
-    )
-    bed.kubelet.publish(bed.pod(0, 0), state)
-    bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
-
-
 @pytest.mark.fault("A CRD is upgraded or downgraded under a running job that loses a pod")
 def test_a_job_recovers_under_the_crds_of_a_newer_and_of_an_older_release(bed: OperatorBed) -> None:
     """The operator keeps what a newer release wrote, and needs no field that only reports."""
@@ -92,11 +77,13 @@ def test_a_job_recovers_under_the_crds_of_a_newer_and_of_an_older_release(bed: O
             lambda: written(bed, forecast=forecast, conditions=conditions),
         )
         bed.start_operator()
-        recover(bed, 1)
+        bed.lose(1)
+        bed.until_recovered(1)
         assert bed.status()["forecast"] == forecast
         assert bed.condition("ForecastKnown") == NEWER_CONDITION
     with other_release(bed, adds={}, lacks=LATER_FIELDS):
         bed.until("the older schema is used", lambda: "recoveries" not in bed.status())
-        recover(bed, 2)
+        bed.lose(1)
+        bed.until_recovered(2)
         assert not set(LATER_FIELDS) & set(bed.status())
     assert "cannot be read" not in bed.log()

@@ -7,7 +7,7 @@ pods, and leave the newest committed step in the store, from which the job resum
 from __future__ import annotations
 
 import pytest
-from tests.support.operator.life import Life, dies_within
+from tests.support.operator.life import Life, after_each_death
 from tests.support.operator.oracle import broken_rules
 from tests.support.operator.phases import PHASES, Phase, heal, restart_unschedulable
 
@@ -78,16 +78,9 @@ def test_an_operator_that_dies_while_it_suspends_is_replaced(phase: Phase) -> No
     newest = begun.cluster.newest_commit() if begun.cluster.choices else None
     heal(begun)
     begun.change_spec(suspend=True)
-    for writes in range(1, 20):
-        life = begun.copy()
-        died = dies_within(life, writes, seconds=40)
-        life.restart()
+    for life in after_each_death(begun, seconds=40):
         is_suspended_with_everything_saved(life, newest)
         resumes_from_what_was_saved(life)
-        if not died:
-            break
-    else:
-        pytest.fail("the suspension needs more writes than were tried")
 
 
 @pytest.mark.fault("A job is suspended while a lost pod finds no node")

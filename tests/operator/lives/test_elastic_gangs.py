@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.operator.life import Life, dies_within, trains_with
+from tests.support.operator.life import Life, after_each_death, trains_with
 from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition
@@ -224,19 +224,13 @@ def test_an_operator_that_restarts_while_nodes_are_missing_shrinks_the_gang_late
 
 @pytest.mark.fault("The operator dies after each write while an elastic gang shrinks")
 def test_an_operator_that_dies_at_any_write_while_it_shrinks_a_gang_is_replaced() -> None:
-    for writes in range(1, 60):
-        life = trained()
-        persists(life)
-        step = life.newest()
-        lose_workers_and_their_nodes(life, 1)
-        died = dies_within(life, writes, seconds=SHRINK_AFTER + 12)
-        life.restart()
+    begun = trained()
+    persists(begun)
+    step = begun.newest()
+    lose_workers_and_their_nodes(begun, 1)
+    for life in after_each_death(begun, seconds=SHRINK_AFTER + 12):
         becomes(life, 3)
         assert life.newest() >= step
-        if not died:
-            break
-    else:
-        pytest.fail("the gang needs more writes than were tried")
 
 
 # --------------------------------------------------------------------------- refused numbers
@@ -475,15 +469,9 @@ def test_a_growth_that_a_lost_pod_interrupts_twice_is_tried_again(seconds: int) 
 
 @pytest.mark.fault("The operator dies after each write while an elastic gang grows")
 def test_an_operator_that_dies_at_any_write_while_the_gang_grows_is_replaced() -> None:
-    for writes in range(1, 60):
-        life = looking_for_a_node()
-        step = life.newest()
-        life.cluster.full_nodes = set()
-        died = dies_within(life, writes, seconds=20)
-        life.restart()
+    begun = looking_for_a_node()
+    step = begun.newest()
+    begun.cluster.full_nodes = set()
+    for life in after_each_death(begun, seconds=20):
         grows_to(life, 4)
         assert life.newest() >= step
-        if not died:
-            break
-    else:
-        pytest.fail("the growth needs more writes than were tried")

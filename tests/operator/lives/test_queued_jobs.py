@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.support.operator.builders import NAMESPACE, UID
-from tests.support.operator.life import Life, dies_within
+from tests.support.operator.life import Life, after_each_death
 from tests.support.operator.oracle import broken_rules
 from tests.support.operator.played_kueue import MANAGED, PlayedKueue
 
@@ -432,31 +432,19 @@ def resized(life: Queued) -> None:
 def test_the_operator_dies_after_each_write(
     change: Callable[[Queued], None], ends_as: PodPhase
 ) -> None:
-    for writes in range(1, 60):
-        life = trained()
-        life.cluster.ends_as = ends_as
-        change(life)
-        died = dies_within(life, writes, seconds=20)
-        life.restart()
+    begun = trained()
+    begun.cluster.ends_as = ends_as
+    change(begun)
+    for life in after_each_death(begun, seconds=20):
         life.run(15)
         life.trains()
-        if not died:
-            break
-    else:
-        pytest.fail("the change needs more writes than were tried")
 
 
 @pytest.mark.fault("The operator dies after each write of the deletion of a queued job")
 def test_the_operator_dies_after_each_write_of_a_deleted_job() -> None:
-    for writes in range(1, 20):
-        life = trained()
-        life.cluster.delete_job()
-        died = dies_within(life, writes, seconds=20)
-        life.restart()
+    begun = trained()
+    begun.cluster.delete_job()
+    for life in after_each_death(begun, seconds=20):
         life.run(20)
         assert life.cluster.pods == {}
         assert life.kueue.workloads == {}
-        if not died:
-            break
-    else:
-        pytest.fail("the deletion needs more writes than were tried")

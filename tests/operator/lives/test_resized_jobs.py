@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.operator.life import Life, dies_within, trains_with
+from tests.support.operator.life import Life, after_each_death, trains_with
 from tests.support.operator.oracle import broken_rules
 from tests.support.operator.phases import PHASES, Phase, heal, restart_unschedulable
 
@@ -96,19 +96,13 @@ def test_a_job_is_resized_in_this_phase_twice(phase: Phase) -> None:
 @pytest.mark.fault("The operator dies after each write of a resize, in each phase")
 @pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.__name__)
 def test_an_operator_that_dies_while_it_resizes_is_replaced(phase: Phase) -> None:
-    for writes in range(1, 40):
-        life = Life(store=True)
-        phase(life)
-        newest = life.cluster.newest_commit() if life.cluster.choices else None
-        heal(life)
-        life.change_spec(workers=3)
-        died = dies_within(life, writes, seconds=40)
-        life.restart()
+    begun = Life(store=True)
+    phase(begun)
+    newest = begun.cluster.newest_commit() if begun.cluster.choices else None
+    heal(begun)
+    begun.change_spec(workers=3)
+    for life in after_each_death(begun, seconds=40):
         becomes(life, 3, newest)
-        if not died:
-            break
-    else:
-        pytest.fail("the resize needs more writes than were tried")
 
 
 @pytest.mark.fault(
@@ -307,17 +301,11 @@ def test_a_refused_number_is_not_tried_after_a_suspension() -> None:
 
 @pytest.mark.fault("The operator dies after each write on the way back to the old number")
 def test_an_operator_that_dies_on_the_way_back_is_replaced() -> None:
-    for writes in range(1, 60):
-        life = trained()
-        life.cluster.gang.cannot_reshard_to.add(3)
-        life.change_spec(workers=3)
-        died = dies_within(life, writes, seconds=60)
-        life.restart()
+    begun = trained()
+    begun.cluster.gang.cannot_reshard_to.add(3)
+    begun.change_spec(workers=3)
+    for life in after_each_death(begun, seconds=60):
         goes_back(life)
-        if not died:
-            break
-    else:
-        pytest.fail("the way back needs more writes than were tried")
 
 
 @pytest.mark.fault("A pod is lost at the first start with the new number")

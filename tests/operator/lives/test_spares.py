@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from tests.support.operator.life import WORKERS, Life, dies_within
+from tests.support.operator.life import WORKERS, Life, after_each_death
 from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition
@@ -232,32 +232,19 @@ def test_a_quota_that_refuses_spares_does_not_disturb_the_gang() -> None:
 
 @pytest.mark.fault("The operator ends at any write while a spare takes the place of a worker")
 def test_an_operator_that_dies_at_any_write_finds_the_promoted_spare() -> None:
-    for writes in range(1, 40):
-        life = trained(2)
-        life.cluster.lose_pod(life.pod(1))
-        died = dies_within(life, writes, seconds=30)
-        life.restart()
+    begun = trained(2)
+    begun.cluster.lose_pod(begun.pod(1))
+    for life in after_each_death(begun, seconds=30):
         goes_on(life, 2)
         assert list(promoted(life)) == [1]
         assert life.status.restart_round == 1
-        if not died:
-            break
-    else:
-        pytest.fail("the recovery needs more writes than were tried")
 
 
 @pytest.mark.fault("The operator ends at any write while a spare takes the place of a worker")
 def test_an_operator_that_dies_while_it_creates_spares_continues() -> None:
-    for writes in range(1, 60):
-        life = Life(spares=2)
-        died = dies_within(life, writes, seconds=30)
-        life.restart()
+    for life in after_each_death(Life(spares=2), seconds=30):
         goes_on(life, 2)
         assert life.status.restart_round == 0
-        if not died:
-            break
-    else:
-        pytest.fail("the start needs more writes than were tried")
 
 
 @pytest.mark.fault("A promoted spare is lost, in its round or later")

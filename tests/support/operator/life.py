@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Self, TypeVar
 
 from tests.support.operator.builders import raw_job
 from tests.support.operator.fake_cluster import FakeCluster, FakeNode
@@ -56,7 +57,7 @@ class Life:
     def restart(self) -> None:
         self.operator = SimulatedOperator(self.cluster)
 
-    def copy(self) -> Life:
+    def copy(self) -> Self:
         """Return a life that goes on from here by itself, with the same memory of the operator.
 
         A copy costs a tenth of a life of 40 seconds. Only the counters of the metrics are shared.
@@ -190,6 +191,24 @@ def dies_within(life: Life, writes: int, *, seconds: int) -> bool:
 def dies_after(life: Life, writes: int) -> None:
     """Run passes of the operator up to and including that write, which it must make within a minute."""
     assert dies_within(life, writes, seconds=60)
+
+
+L = TypeVar("L", bound=Life)
+
+
+def after_each_death(begun: L, *, seconds: int) -> Iterator[L]:
+    """Yield copies of a life: in each, the operator has died after a further write and is replaced.
+
+    The last one is that of an operator that writes no more in this time.
+    """
+    for writes in range(1, 60):
+        life = begun.copy()
+        died = dies_within(life, writes, seconds=seconds)
+        life.restart()
+        yield life
+        if not died:
+            return
+    raise AssertionError("the operator makes more writes than were tried")
 
 
 def trains_with(workers: int) -> Callable[[TrainingJobStatus], bool]:
