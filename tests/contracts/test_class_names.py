@@ -9,15 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MEMBERS = ("core", "operator", "sidecar", "trainer_sdk", "cli")
 ALLOWED = {
-    "Answer": "The bulk protocol and the relays each answer requests.",
     "Changed": "Operator and sidecar each log what has changed, and import no code of each other.",
     "Choice": "The coordinator and the folder engine each choose a checkpoint.",
     "Failure": "The operator observes failures, and a sidecar's message reports some.",
     "Metrics": "Operator and sidecar each have the metrics of their process.",
-    "Outcome": "The writes of slots and the folder's persister each have results.",
     "Prepared": "A message of the gang, and the folder engine's word for the same state of a save.",
     "RestorePoint": "A public name of the SDK, and the messages' word for the checkpoint.",
-    "Run": "A message to the launcher, and runs of equal chunks in the bulk protocol.",
     "Settings": "Operator and sidecar each have the settings of their process.",
     "Uploads": "The coordinator and the folder engine each have an upload machine.",
 }

@@ -9,7 +9,7 @@ from tests.support.shards.builders import JOB_UID, payload, shard_file, shard_he
 from holdfast_core.ids import ShardRef
 from holdfast_core.peer.equal_chunks import MAX_SOURCES, equal_runs, likely_sources
 from holdfast_core.shards.chunk_table import ChunkTable
-from holdfast_core.store.download.copy import Run
+from holdfast_core.store.download.copy import EqualRun
 
 
 def table(text: str) -> ChunkTable:
@@ -80,4 +80,4 @@ def test_so_many_are_compared_and_no_more() -> None:
 
 
 def test_a_run_names_its_source() -> None:
-    assert equal_runs(table("ab"), [(A, table("ab"))], 9) == (Run(range(2), A),)
+    assert equal_runs(table("ab"), [(A, table("ab"))], 9) == (EqualRun(range(2), A),)

@@ -33,7 +33,7 @@ from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import NODE_FULL, Failures
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.save.slot_writes import Outcome
+from holdfast_sidecar.save.slot_writes import WriteOutcome
 
 ROUND = RestartRound(0)
 PAYLOAD = bytes(range(256)) * 16
@@ -161,7 +161,7 @@ async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) ->
     """While the failure is reported, older steps are pruned, and a write of a large shard takes long."""
     node, pools, failures = FullOnce(), Pools(disk=1, fetch=1, store=1), Failures(lambda: None)
     settings = Settings(contract_with(shared_dir=str(tmp_path)))
-    outcomes: list[Outcome] = []
+    outcomes: list[WriteOutcome] = []
     state = first_round()
     stager = stager_of(settings, state, node, pools, failures)
     stager.ended.subscribe(outcomes.append)

@@ -21,7 +21,7 @@ from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.stalled import until_done
-from holdfast_sidecar.save.slot_writes import Outcome
+from holdfast_sidecar.save.slot_writes import WriteOutcome
 
 JOB = JobUid("5d4a")
 PAYLOAD = bytes(range(256)) * 16
@@ -53,9 +53,9 @@ def message_of(failures: Failures) -> str:
 @pytest.mark.fault("A write to the disk hangs")
 async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) -> None:
     reported, written = asyncio.Event(), asyncio.Event()
-    outcomes: list[Outcome] = []
+    outcomes: list[WriteOutcome] = []
 
-    def noted(outcome: Outcome) -> None:
+    def noted(outcome: WriteOutcome) -> None:
         outcomes.append(outcome)
         written.set()
 

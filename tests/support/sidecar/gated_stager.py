@@ -28,7 +28,7 @@ from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.save.slot_writes import Outcome
+from holdfast_sidecar.save.slot_writes import WriteOutcome
 from holdfast_sidecar.save.staging import Stager
 
 RANK, ROUND = Rank(0), RestartRound(0)
@@ -78,7 +78,7 @@ class World:
         self.node.open()
         self.pools = Pools(disk=2, fetch=1, store=1)
         self.metrics = Metrics()
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[WriteOutcome] = []
         self.deaths: list[object] = []
         self._changed = asyncio.Event()
         state = first_round()
@@ -102,7 +102,7 @@ class World:
         stager.changed.subscribe(self._changed.set)
         return stager
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, outcome: WriteOutcome) -> None:
         self.outcomes.append(outcome)
         self._changed.set()
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from holdfast_core.ids import ShardRef
 from holdfast_core.shards.chunk_table import DIGEST_BYTES, ChunkTable
 from holdfast_core.shards.record import ShardRecord
-from holdfast_core.store.download.copy import Run
+from holdfast_core.store.download.copy import EqualRun
 
 MAX_SOURCES = 16
 """Largest number of shards that one shard is compared with."""
@@ -39,7 +39,7 @@ def likely_sources(records: Iterable[ShardRecord], ref: ShardRef) -> tuple[Shard
 
 def equal_runs(
     table: ChunkTable, sources: Sequence[tuple[ShardRef, ChunkTable]], limit: int
-) -> tuple[Run, ...]:
+) -> tuple[EqualRun, ...]:
     """Return the runs of chunks of `table` that the sources contain, in order and without overlap.
 
     Args:
@@ -47,13 +47,13 @@ def equal_runs(
         limit: Largest number of runs. If there are more, the longest are returned.
     """
     missing = [range(len(table))]
-    runs: list[Run] = []
+    runs: list[EqualRun] = []
     for ref, other in sources:
         left: list[range] = []
         for span in missing:
             position = span.start
             for run in _joined(_equal(table.digests, other.digests, span)):
-                runs.append(Run(run, ref))
+                runs.append(EqualRun(run, ref))
                 left.append(range(position, run.start))
                 position = run.stop
             left.append(range(position, span.stop))

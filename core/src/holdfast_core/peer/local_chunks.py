@@ -17,7 +17,7 @@ from holdfast_core.peer.equal_chunks import equal_runs, likely_sources
 from holdfast_core.peer.protocol import PIECE_BYTES
 from holdfast_core.shards.chunks import payload_span
 from holdfast_core.shards.file import Trailer
-from holdfast_core.store.download.copy import Run
+from holdfast_core.store.download.copy import EqualRun
 from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 
 
@@ -35,7 +35,7 @@ class LocalChunks(Closing):
             with contextlib.suppress(HoldfastError, OSError):
                 self._readers[source] = self._open.enter_context(tier.open_shard(source))
 
-    def runs(self, first_chunk: int) -> tuple[Run, ...]:
+    def runs(self, first_chunk: int) -> tuple[EqualRun, ...]:
         """See store.download.copy.LocalSource."""
         header = self._trailer.record.header
         if header.chunk_bytes > PIECE_BYTES:
@@ -49,7 +49,7 @@ class LocalChunks(Closing):
         found = equal_runs(self._trailer.table, sources, MAX_SPANS - 1)
         return tuple(run for run in found if run.chunks.start >= first_chunk)
 
-    def take(self, run: Run, writer: CopyWriter, may_go_on: Callable[[], None]) -> bool:
+    def take(self, run: EqualRun, writer: CopyWriter, may_go_on: Callable[[], None]) -> bool:
         """See store.download.copy.LocalSource. A source that is damaged is quarantined."""
         header = self._trailer.record.header
         span = payload_span(header, run.chunks)

@@ -41,7 +41,7 @@ _TRAILER_ROOM_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ShardAnswer:
     """Reply and bytes that the peer sends now, at its minimum rate."""
 
     line: Line
@@ -151,7 +151,7 @@ class PeerShard(Closing):
                 yield view
 
     @contextmanager
-    def answer(self, spans: Sequence[ByteRange]) -> Iterator[Answer]:
+    def answer(self, spans: Sequence[ByteRange]) -> Iterator[ShardAnswer]:
         """Request spans of the payload. The body receives all bytes, in order, as it was answered.
 
         Any error closes the connection. An error of bytes that came outside TLS is an UnavailableError,
@@ -209,7 +209,7 @@ class PeerShard(Closing):
             return trailer
 
     @contextmanager
-    def _answered(self, request: ReadShard) -> Iterator[tuple[Answer, ReadReply]]:
+    def _answered(self, request: ReadShard) -> Iterator[tuple[ShardAnswer, ReadReply]]:
         """Send a request on the present connection or a new one, and yield the answer after its reply.
 
         Any error closes the connection, because bytes of this answer may still arrive on it.
@@ -217,7 +217,7 @@ class PeerShard(Closing):
         operation = f"bulk: reading {self._ref} from {self._peer}"
         try:
             line = self._connected()
-            answer = Answer(line, self._peer.rate(f"bulk: {self._ref}"))
+            answer = ShardAnswer(line, self._peer.rate(f"bulk: {self._ref}"))
             send_message(line.sock, request)
             reply = receive_message(answer, ReadReply)
             if reply is None:

@@ -31,7 +31,7 @@ from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.save.flow import own_shard
-from holdfast_sidecar.save.slot_writes import Outcome
+from holdfast_sidecar.save.slot_writes import WriteOutcome
 from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
 
 _LAST_MESSAGES_SECONDS = 5.0
@@ -191,7 +191,7 @@ class Local:
 
     # ------------------------------------------------------------------ slots
 
-    def _written(self, outcome: Outcome) -> None:
+    def _written(self, outcome: WriteOutcome) -> None:
         """Handle the end of a slot's write: push a failure to the rank, or add the shard to the flow."""
         accepted = self.state.accepted
         if outcome.failed is not None:

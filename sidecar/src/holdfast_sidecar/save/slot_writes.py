@@ -19,7 +19,7 @@ from holdfast_sidecar.save.room import Room
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WriteOutcome:
     """Result of a write: the shard's record, or the failure that the rank is sent."""
 
     stage: Stage
@@ -28,7 +28,7 @@ class Outcome:
 
 
 class SlotWrites:
-    """Runner of writes. An error is noted in `Failures` and returned in the Outcome."""
+    """Runner of writes. An error is noted in `Failures` and is part of the WriteOutcome."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SlotWrites:
         self._metrics = telemetry.metrics
         self._room = room
 
-    async def write(self, owned: OwnedSlot) -> Outcome:
+    async def write(self, owned: OwnedSlot) -> WriteOutcome:
         """Write the slot to the node tier, durably."""
         started = self._clock.monotonic()
         try:
@@ -56,7 +56,7 @@ class SlotWrites:
         self._metrics.stored(
             TierName.NODE, record.header.payload_bytes, self._clock.monotonic() - started
         )
-        return Outcome(owned.stage, record)
+        return WriteOutcome(owned.stage, record)
 
     async def delete(self, record: ShardRecord) -> None:
         """Delete a shard whose step was pruned during its write, which the pruning did not find."""
@@ -122,13 +122,13 @@ class SlotWrites:
     def _header(self, owned: OwnedSlot) -> ShardHeader:
         return shard_header(owned.stage, self._settings.contract.job_uid, owned.world_size)
 
-    def _failed(self, owned: OwnedSlot, error: Exception) -> Outcome:
-        """Report and count the failed save, and return its Outcome."""
+    def _failed(self, owned: OwnedSlot, error: Exception) -> WriteOutcome:
+        """Report and count the failed save, and return its WriteOutcome."""
         stage = owned.stage
         failure = self._failures.note(_subject(owned), TierName.NODE, error, step=stage.step)
         self._metrics.save_failed(failure.reason)
         failed = SaveFailed(stage.step, stage.round, Level.LOCAL, failure.reason, failure.message)
-        return Outcome(stage, None, failed)
+        return WriteOutcome(stage, None, failed)
 
 
 def _subject(owned: OwnedSlot) -> str:

@@ -46,7 +46,7 @@ from holdfast_sidecar.save.owned_slots import (
 from holdfast_sidecar.save.repeated import RepeatedSaves
 from holdfast_sidecar.save.room import Room
 from holdfast_sidecar.save.slot_notes import SlotNote, SlotNotes, left_in_slots, take_or_free
-from holdfast_sidecar.save.slot_writes import Outcome, SlotWrites
+from holdfast_sidecar.save.slot_writes import SlotWrites, WriteOutcome
 
 
 class Stager:
@@ -71,7 +71,7 @@ class Stager:
         self._writes = SlotWrites(pod, tiers, telemetry, self.room)
         self._metrics = telemetry.metrics
         self._background = background
-        self.ended: Signal[[Outcome]] = Signal()
+        self.ended: Signal[[WriteOutcome]] = Signal()
         """Called with the result of each save."""
         self.changed: Signal[[]] = Signal()
         """Called when the slots that the sidecar owns have changed."""
@@ -350,7 +350,7 @@ class Stager:
             logs.warning("freeing a slot failed", slot=name, error=str(error))
 
     async def _write(self, owned: OwnedSlot) -> None:
-        outcome: Outcome | None = None
+        outcome: WriteOutcome | None = None
         try:
             outcome = await self._writes.write(owned)
         finally:

@@ -18,7 +18,7 @@ from holdfast_core.tiers.base import CopyWriter, OpenWriter
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EqualRun:
     """Consecutive chunks that equal the chunks with the same numbers in the shard `source` on this node."""
 
     chunks: range
@@ -42,11 +42,11 @@ class PieceSource(Protocol):
 class LocalSource(Protocol):
     """Shards of this node that may have chunks of the shard."""
 
-    def runs(self, first_chunk: int) -> Sequence[Run]:
+    def runs(self, first_chunk: int) -> Sequence[EqualRun]:
         """Return the runs that this node has, from a chunk on, in order."""
         ...
 
-    def take(self, run: Run, writer: CopyWriter, may_go_on: Callable[[], None]) -> bool:
+    def take(self, run: EqualRun, writer: CopyWriter, may_go_on: Callable[[], None]) -> bool:
         """Append the chunks of a run to the copy. Return False, in the middle, if its source is damaged."""
         ...
 
@@ -123,7 +123,7 @@ def _write_payload(
 
 def _parts(
     header: ShardHeader, position: int, run_bytes: int, local: LocalSource | None
-) -> Iterator[range | Run]:
+) -> Iterator[range | EqualRun]:
     """Return, in order, the runs that this node has, and the runs between them that it lacks."""
     first, total = (-(-at // header.chunk_bytes) for at in (position, header.payload_bytes))
     count = max(1, run_bytes // header.chunk_bytes)
