@@ -23,7 +23,7 @@ def section(page: str, title: str) -> str:
     return (ROOT / page).read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_the_journeys_of_the_architecture_page_name_files_that_exist() -> None:
+def test_the_architecture_page_names_files_that_exist() -> None:
     folder, missing, found = "", [], 0
     for name in re.findall(
         r"`([\w/]+\.py)`", section("docs/architecture.md", "Which file does what")

@@ -31,7 +31,7 @@ from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.state import LocalGang
-from holdfast_sidecar.process.journeys import Journeys
+from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.process.lifecycle import Lifecycle
 from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.plan import OwnShard
@@ -107,7 +107,7 @@ class World:
         self.rehydrator = SimpleNamespace(
             reset=self._nothing, begin=self.rehydrations.append, restored=None
         )
-        journeys: Any = Journeys(
+        components: Any = Components(
             self.current,
             SimpleNamespace(  # type: ignore[arg-type]
                 stager=self.stager,
@@ -133,7 +133,7 @@ class World:
             Pod(settings, self.clock, self.current),
             self.node,  # type: ignore[arg-type]
             Tiers(self.node, None, self.pools),
-            journeys,
+            components,
             BackgroundLimit(folder, self.clock.monotonic),
             Telemetry(Metrics(), Failures(changed)),
         )

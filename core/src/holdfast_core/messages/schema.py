@@ -4,7 +4,7 @@ There are three transports: frames on the pod's Unix socket (SDK and launcher <-
 with mutual TLS (between sidecars, operator -> sidecar), and the bulk port between sidecars (`core/peer`).
 These dataclasses are the contract.
 `messages.codec` converts them to and from JSON and refuses values that do not fit. Each module below holds
-the messages of one journey. All other code imports them from here.
+the messages of one component. All other code imports them from here.
 """
 
 from __future__ import annotations

@@ -29,19 +29,19 @@ from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.gang.report import Reporter, Sources
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang
+from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.process.control import Control, Receivers
 from holdfast_sidecar.process.deaths import DIED_STATUS, Deaths, end_for_sure
 from holdfast_sidecar.process.hook_server import HookServer
-from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.process.lifecycle import Lifecycle
 from holdfast_sidecar.process.local import Local
 from holdfast_sidecar.process.manifests import ManifestRequests
 from holdfast_sidecar.process.metrics_page import MetricsPage
 from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.process.resources import Resources, open_resources
-from holdfast_sidecar.restore.journey import RestoreJourney
+from holdfast_sidecar.restore.components import RestoreComponents
+from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.save.incoming import IncomingCopies
-from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.upkeep.replace import Replacer
 from holdfast_sidecar.upkeep.scrub import Scrubber
 from holdfast_sidecar.upkeep.verify import Verifier
@@ -71,12 +71,12 @@ class Sidecar:
         )
         members = Members(peers, BulkPeers(tiers.node, resources.client_tls, peers, current))
         connections = LocalConnections()
-        saves = SaveJourney(pod, tiers, members, telemetry, background, changed)
-        restores = RestoreJourney(pod, tiers, members, saves, metrics, changed)
+        saves = SaveComponents(pod, tiers, members, telemetry, background, changed)
+        restores = RestoreComponents(pod, tiers, members, saves, metrics, changed)
         gang = LocalGang(contract.procs_per_worker)
         starter = Starter(pod, gang, connections, peers, lambda: restores.is_here, changed)
         role = CoordinatorRole(pod, tiers, peers, telemetry.failures)
-        journeys = Journeys(current, saves, restores, gang, starter, role, changed)
+        components = Components(current, saves, restores, gang, starter, role, changed)
         sources = Sources(
             gang, saves.flow, saves.stager, restores.rehydrator, starter, telemetry.failures
         )
@@ -85,8 +85,8 @@ class Sidecar:
 
         notices = RankNotices(current, connections)
         node_bytes = resources.disk.limit_bytes() // contract.procs_per_worker
-        local = Local(journeys, connections, notices, background, metrics, node_bytes)
-        self._lifecycle = Lifecycle(pod, resources.disk, tiers, journeys, background, telemetry)
+        local = Local(components, connections, notices, background, metrics, node_bytes)
+        self._lifecycle = Lifecycle(pod, resources.disk, tiers, components, background, telemetry)
         self._incoming = IncomingCopies(pod, tiers, members.bulk)
         self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)
         self._verifier = Verifier(tiers, telemetry)
@@ -98,7 +98,7 @@ class Sidecar:
             notices,
             Relaying(current, peers),
         )
-        self._control = Control(journeys, self._lifecycle, receivers)
+        self._control = Control(components, self._lifecycle, receivers)
 
         self._bulk = BulkServing(
             contract,
@@ -114,10 +114,10 @@ class Sidecar:
             resources.server_tls,
             dropped=dropped,
         )
-        page = MetricsPage(metrics, journeys, sources, resources.disk)
-        self._plain_server = PlainServer(page.render, lambda: journeys.trains, dropped=dropped)
+        page = MetricsPage(metrics, components, sources, resources.disk)
+        self._plain_server = PlainServer(page.render, lambda: components.trains, dropped=dropped)
         self._hooks = HookServer(
-            pod.settings.node_dir, self._flushed, lambda: journeys.stuck, pod.clock
+            pod.settings.node_dir, self._flushed, lambda: components.stuck, pod.clock
         )
         replacer = Replacer(tiers, restores.fetcher, current)
         restores.filler.lost.subscribe(replacer.shard_is_bad)
@@ -126,7 +126,7 @@ class Sidecar:
             tiers,
             replacer,
             telemetry,
-            busy=lambda: journeys.busy,
+            busy=lambda: components.busy,
             throttle=background.take,
         )
         self._intake = Intake(
@@ -136,7 +136,7 @@ class Sidecar:
         self._pools = tiers.pools
         self._background = background
         self._peers = peers
-        self._journeys = journeys
+        self._components = components
         self._reporter = reporter
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -145,7 +145,7 @@ class Sidecar:
         Raises:
             ConfigError, OSError: A port or a socket cannot be opened.
         """
-        contract, journeys = self._pod.contract, self._journeys
+        contract, components = self._pod.contract, self._components
         closes = stack.push_async_callback
         await self._lifecycle.resume()
         bulk_port = await self._pools.read.run(self._bulk.start, _LISTEN, contract.bulk_port)
@@ -160,9 +160,9 @@ class Sidecar:
         closes(self._verifier.close)
         closes(self._pruner.close)
         closes(self._lifecycle.close)
-        closes(journeys.saves.flow.reset)
-        closes(journeys.restores.rehydrator.reset)
-        closes(journeys.starter.reset)
+        closes(components.saves.flow.reset)
+        closes(components.restores.rehydrator.reset)
+        closes(components.starter.reset)
         self._reporter.start()
         closes(self._reporter.close)
         _write_ports(self._pod.settings, control_port, bulk_port, metrics_port)
@@ -189,7 +189,7 @@ class Sidecar:
         self._background.remove_limit()
         clock = self._pod.clock
         deadline = clock.monotonic() + timeout_seconds
-        while not self._journeys.saves.idle:
+        while not self._components.saves.idle:
             if self._hooks.gave_up or clock.monotonic() >= deadline:
                 return False
             await clock.sleep(_IDLE_POLL_SECONDS)
@@ -201,10 +201,10 @@ class Sidecar:
         The preStop hook calls this, so the limit on background bytes is lifted.
         """
         self._background.remove_limit()
-        gang = self._journeys.gang
+        gang = self._components.gang
         gang.ends = True
         self._reporter.changed()
-        return self._journeys.flushed
+        return self._components.flushed
 
 
 async def start_sidecar(

@@ -41,7 +41,7 @@ from holdfast_sidecar.base.rounds import (
     refuse_state,
 )
 from holdfast_sidecar.gang.notices import RankNotices
-from holdfast_sidecar.process.journeys import Journeys
+from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.process.lifecycle import Lifecycle
 from holdfast_sidecar.process.manifests import ManifestRequests
 from holdfast_sidecar.process.pruning import Pruner
@@ -66,15 +66,15 @@ class Receivers:
 class Control:
     """Handler of the control server, and of messages that this sidecar sends to its own worker."""
 
-    def __init__(self, journeys: Journeys, lifecycle: Lifecycle, receivers: Receivers) -> None:
-        self._journeys = journeys
-        self._role = journeys.role
+    def __init__(self, components: Components, lifecycle: Lifecycle, receivers: Receivers) -> None:
+        self._components = components
+        self._role = components.role
         self._lifecycle = lifecycle
         self._receivers = receivers
 
     @property
     def state(self) -> RoundState:
-        return self._journeys.current()
+        return self._components.current()
 
     # ------------------------------------------------------------------ reads
 
@@ -98,7 +98,7 @@ class Control:
         refused = refuse_rendezvous(self.state, caller, round_)
         if refused is not None:
             raise_refused(refused)
-        return await self._journeys.starter.rendezvous(round_, timeout_seconds)
+        return await self._components.starter.rendezvous(round_, timeout_seconds)
 
     async def manifest(
         self,
@@ -167,7 +167,7 @@ class Control:
             case WriteNext():
                 receivers.pruner.write_next(message)
             case PersistRequest():
-                self._journeys.saves.flow.request_upload(message)
+                self._components.saves.flow.request_upload(message)
             case Suspect():
                 receivers.verifier.suspect(message)
             case _:

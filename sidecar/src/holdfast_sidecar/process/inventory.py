@@ -27,7 +27,7 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.save.owned_slots import info_of
 
 MOST_ENTRY_BYTES = 320
@@ -40,7 +40,7 @@ only the newest step that all ranks have can be restored."""
 class Inventories:
     """Maker of the inventories of this pod."""
 
-    def __init__(self, pod: Pod, tiers: Tiers, saves: SaveJourney, telemetry: Telemetry) -> None:
+    def __init__(self, pod: Pod, tiers: Tiers, saves: SaveComponents, telemetry: Telemetry) -> None:
         self._pod = pod
         self._node = tiers.node
         self._read = tiers.pools.read

@@ -35,8 +35,8 @@ from holdfast_sidecar.base.rounds import Caller, RoundState, refuse
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.process.inventory import Inventories
-from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.restore.rehydrate import Restored
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.upkeep.prune import delete_off_lineage, delete_orphans, protected_steps
@@ -55,7 +55,7 @@ class Lifecycle:
         pod: Pod,
         disk: DiskNodeTier,
         tiers: Tiers,
-        journeys: Journeys,
+        components: Components,
         background: BackgroundLimit,
         telemetry: Telemetry,
     ) -> None:
@@ -63,15 +63,15 @@ class Lifecycle:
         self._pod = pod
         self._disk = disk
         self._tiers = tiers
-        self._saves = journeys.saves
-        self._restores = journeys.restores
-        self._gang = journeys.gang
-        self._starter = journeys.starter
-        self._role = journeys.role
-        self._changed = journeys.changed
+        self._saves = components.saves
+        self._restores = components.restores
+        self._gang = components.gang
+        self._starter = components.starter
+        self._role = components.role
+        self._changed = components.changed
         self._background = background
         self._telemetry = telemetry
-        self._inventories = Inventories(pod, tiers, journeys.saves, telemetry)
+        self._inventories = Inventories(pod, tiers, components.saves, telemetry)
         self._lock = asyncio.Lock()
         self._tasks = Tasks()
         self._unsettled: RoundState | None = None

@@ -29,7 +29,7 @@ from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState, fence
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.gang.notices import RankNotices
-from holdfast_sidecar.process.journeys import Journeys
+from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.save.slot_writes import WriteOutcome
 from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
@@ -43,7 +43,7 @@ class Local:
 
     def __init__(
         self,
-        journeys: Journeys,
+        components: Components,
         connections: LocalConnections,
         notices: RankNotices,
         background: BackgroundLimit,
@@ -54,12 +54,12 @@ class Local:
 
         `node_bytes` is what each rank may use of the node volume.
         """
-        self._current = journeys.current
-        self._saves = journeys.saves
-        self._filler = journeys.restores.filler
-        self._gang = journeys.gang
-        self._starter = journeys.starter
-        self._changed = journeys.changed
+        self._current = components.current
+        self._saves = components.saves
+        self._filler = components.restores.filler
+        self._gang = components.gang
+        self._starter = components.starter
+        self._changed = components.changed
         self._connections = connections
         self._notices = notices
         self._background = background

@@ -16,7 +16,7 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import fence
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.documents import check_put
-from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.wire.client import Peers, raise_refused
 
 
@@ -27,7 +27,7 @@ class ManifestRequests:
         self,
         pod: Pod,
         tiers: Tiers,
-        saves: SaveJourney,
+        saves: SaveComponents,
         peers: Peers,
         failures: Failures,
     ) -> None:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.gang.report import Sources, gauges
-from holdfast_sidecar.process.journeys import Journeys
+from holdfast_sidecar.process.components import Components
 
 
 class MetricsPage:
     """Renderer of the page, for the plain server."""
 
     def __init__(
-        self, metrics: Metrics, journeys: Journeys, sources: Sources, disk: DiskNodeTier
+        self, metrics: Metrics, components: Components, sources: Sources, disk: DiskNodeTier
     ) -> None:
         self._metrics = metrics
-        self._journeys = journeys
+        self._components = components
         self._sources = sources
         self._disk = disk
 
     def render(self) -> bytes:
-        metrics, journeys = self._metrics, self._journeys
-        metrics.level(pending=journeys.saves.flow.pending, round_=journeys.current().round)
-        metrics.gang(gauges(journeys.current(), self._sources))
-        coordinator = journeys.role.coordinator
+        metrics, components = self._metrics, self._components
+        metrics.level(pending=components.saves.flow.pending, round_=components.current().round)
+        metrics.gang(gauges(components.current(), self._sources))
+        coordinator = components.role.coordinator
         if coordinator is not None:
             metrics.committed(coordinator.levels())
             metrics.overdue(coordinator.overdue_seconds)

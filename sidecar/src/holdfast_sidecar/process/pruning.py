@@ -12,8 +12,8 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.notices import RankNotices
+from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.save.incoming import IncomingCopies
-from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.upkeep.prune import (
     delete_orphans,
     delete_steps,
@@ -28,7 +28,7 @@ class Pruner:
         self,
         pod: Pod,
         tiers: Tiers,
-        saves: SaveJourney,
+        saves: SaveComponents,
         copies: IncomingCopies,
         notices: RankNotices,
         failures: Failures,

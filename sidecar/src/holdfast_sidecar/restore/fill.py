@@ -54,7 +54,7 @@ from holdfast_sidecar.restore.fill_target import FillTarget
 from holdfast_sidecar.restore.rehydrate import Rehydrator, Restored
 from holdfast_sidecar.restore.slot_reader import SlotReader
 from holdfast_sidecar.restore.sources import PodPlaces
-from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.wire.intake import Attached
 
 
@@ -65,7 +65,7 @@ class Filler:
         self,
         pod: Pod,
         tiers: Tiers,
-        saves: SaveJourney,
+        saves: SaveComponents,
         rehydrator: Rehydrator,
         reader: SlotReader,
         places: Callable[[Manifest, str], PodPlaces],

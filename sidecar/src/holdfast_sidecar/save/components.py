@@ -1,4 +1,4 @@
-"""The journey of a save: the components that take a shard from a slot to all its tiers."""
+"""The components that take a shard from a slot to all its tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast_sidecar.save.staging import Stager
 from holdfast_sidecar.wire.members import Members
 
 
-class SaveJourney:
+class SaveComponents:
     """The saves of this pod's ranks: slots, and shards on the node tier."""
 
     def __init__(

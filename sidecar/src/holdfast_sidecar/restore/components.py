@@ -1,4 +1,4 @@
-"""The journey of a restore: the components that bring the restore point to this node and into the slots."""
+"""The components that bring the restore point to this node and into the slots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.restore.slot_reader import SlotReader
 from holdfast_sidecar.restore.sources import PodPlaces
-from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.wire.members import Members
 
 
-class RestoreJourney:
+class RestoreComponents:
     """The restores of this pod's ranks."""
 
     def __init__(
@@ -25,7 +25,7 @@ class RestoreJourney:
         pod: Pod,
         tiers: Tiers,
         members: Members,
-        saves: SaveJourney,
+        saves: SaveComponents,
         metrics: Metrics,
         changed: Signal[[]],
     ) -> None:

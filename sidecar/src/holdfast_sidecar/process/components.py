@@ -1,4 +1,4 @@
-"""The journeys of one sidecar, which are created once."""
+"""The components of one sidecar, which are created once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.coordinator.role import CoordinatorRole
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang
-from holdfast_sidecar.restore.journey import RestoreJourney
-from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.restore.components import RestoreComponents
+from holdfast_sidecar.save.components import SaveComponents
 
 
 @dataclass(frozen=True, slots=True)
-class Journeys:
-    """The journeys that begin with a ROUND and end with a SEAL, and the state that fences them."""
+class Components:
+    """The components that begin with a ROUND and end with a SEAL, and the state that fences them."""
 
     current: CurrentRound
-    saves: SaveJourney
-    restores: RestoreJourney
+    saves: SaveComponents
+    restores: RestoreComponents
     gang: LocalGang
     starter: Starter
     role: CoordinatorRole
