@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from holdfast.connection.session import Session
-from holdfast.training.own_work import OwnWork
+from holdfast.training.step_timing import StepTiming
 from holdfast_core.ids import Rank, Step
 from holdfast_core.messages.schema import Interval, Progress
 
@@ -51,7 +51,7 @@ class ProgressReporter:
         self._blocked_seconds = 0.0
         self._skipped = 0
         self._done: Step | None = None
-        self.work = OwnWork(monotonic)
+        self.work = StepTiming(monotonic)
         """What a step takes this rank by itself. It measures nothing until it is given the models."""
         self.interval: Interval | None = None
         """The interval between saves, if it is given as a time."""

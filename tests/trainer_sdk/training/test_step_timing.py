@@ -15,12 +15,12 @@ from torch import nn
 
 import holdfast
 from holdfast.testing import FakeSidecar
-from holdfast.training.own_work import (
+from holdfast.training.step_timing import (
     FEWEST_STEPS,
     MOST_PENDING,
     MOST_UNITS,
     WARM_UP_STEPS,
-    OwnWork,
+    StepTiming,
     units_of,
 )
 from holdfast_core.messages.schema import Progress, RankWork
@@ -48,7 +48,7 @@ class Rank:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.model = nn.Sequential(Layer(self.clock, 5.0), Layer(self.clock, 5.0))
-        self.work = OwnWork(self.clock.monotonic)
+        self.work = StepTiming(self.clock.monotonic)
         self.work.watch({"model": self.model, "step": 0})
 
     def forward(self, model: nn.Module | None = None) -> None:
@@ -222,7 +222,7 @@ class LaggingDevice:
 
 def on_device(rank: Rank) -> LaggingDevice:
     device = LaggingDevice(rank.clock)
-    rank.work = OwnWork(rank.clock.monotonic, device)
+    rank.work = StepTiming(rank.clock.monotonic, device)
     rank.work.watch({"model": rank.model})
     return device
 

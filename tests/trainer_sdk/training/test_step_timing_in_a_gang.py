@@ -1,4 +1,4 @@
-"""With DDP and FSDP2, the time of the collectives of a step belongs to no rank's own work.
+"""With DDP and FSDP2, the time of the collectives of a step belongs to the step timing of no rank.
 
 The test's clock moves by a thousand seconds at each collective. A measurement that contains one is wrong by
 at least as much.
@@ -21,7 +21,7 @@ import torch, torch._dynamo  # DDP imports it at its first use
 from torch import distributed as dist, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.clock import ManualClock
-from holdfast.training.own_work import FEWEST_STEPS, WARM_UP_STEPS, OwnWork
+from holdfast.training.step_timing import FEWEST_STEPS, WARM_UP_STEPS, StepTiming
 
 kind, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -58,7 +58,7 @@ else:
         fully_shard(layer, mesh=mesh)
     net = fully_shard(model, mesh=mesh)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-work = OwnWork(clock.monotonic)
+work = StepTiming(clock.monotonic)
 work.watch({"model": net})
 with Collectives():
     for _ in range(1 + WARM_UP_STEPS + FEWEST_STEPS):

@@ -8,7 +8,7 @@ import torch
 from tests.support.gpu import needs_gpu
 from torch import nn
 
-from holdfast.training.own_work import FEWEST_STEPS, WARM_UP_STEPS, OwnWork
+from holdfast.training.step_timing import FEWEST_STEPS, WARM_UP_STEPS, StepTiming
 
 CYCLES = 20_000_000
 """Cycles of a forward pass, about 10 ms. A layer of this size takes the GPU some microseconds."""
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 def measured(cycles: int, cycles_of_the_rest: int = 0) -> float:
     """Return the forward seconds of a rank whose steps also take other work after the forward pass."""
     model = Layer(cycles).cuda()
-    work = OwnWork(time.monotonic)
+    work = StepTiming(time.monotonic)
     work.watch({"model": model})
     batch = torch.ones(1, 8, device="cuda")
     for _ in range(1 + ENOUGH):
@@ -59,7 +59,7 @@ def test_work_after_the_forward_pass_does_not_count() -> None:
 @needs_gpu
 def test_a_gpu_that_lags_is_not_waited_for() -> None:
     model = Layer(CYCLES).cuda()
-    work = OwnWork(time.monotonic)
+    work = StepTiming(time.monotonic)
     work.watch({"model": model})
     batch = torch.ones(1, 8, device="cuda")
     for _ in range(1 + ENOUGH):
@@ -83,7 +83,7 @@ def test_a_pass_in_a_captured_graph_is_not_timed() -> None:
     """A timed event in a captured graph would raise in the script's capture, or have no time."""
     model = nn.Linear(8, 8).cuda()
     batch = torch.ones(1, 8, device="cuda")
-    work = OwnWork(time.monotonic)
+    work = StepTiming(time.monotonic)
     work.watch({"model": model})
     work.finished()
     stream = torch.cuda.Stream()

@@ -108,7 +108,7 @@ class _Step:
         return sum(marks.seconds(start, end) for marks, start, end in self.passes)
 
 
-class OwnWork:
+class StepTiming:
     """Measure the steps of one rank. Only the training thread uses it.
 
     Args:
@@ -228,7 +228,7 @@ class _Hook:
 
 
 class _Arrives(_Hook):
-    def __init__(self, work: OwnWork) -> None:
+    def __init__(self, work: StepTiming) -> None:
         self._work = work
 
     def __call__(self, module: Any, *_: Any) -> None:
@@ -237,7 +237,7 @@ class _Arrives(_Hook):
 
 
 class _Before(_Hook):
-    def __init__(self, work: OwnWork, marks: Marks) -> None:
+    def __init__(self, work: StepTiming, marks: Marks) -> None:
         self._work = work
         self._marks = marks
 
@@ -247,7 +247,7 @@ class _Before(_Hook):
 
 
 class _After(_Hook):
-    def __init__(self, work: OwnWork) -> None:
+    def __init__(self, work: StepTiming) -> None:
         self._work = work
 
     def __call__(self, module: Any, *_: Any) -> None:
