@@ -1,4 +1,4 @@
-"""What a person sees: each view from a plain object, on sound and on sparse input."""
+"""What a person sees: each view from a plain object, on complete and on sparse input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle itself must be able to fail: each invariant is broken on purpose. A sound run must pass."""
+"""The oracle itself must be able to fail: each invariant is broken on purpose. A correct run must pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def evidence(history=(), checkpoints=(), stored=STORED, uploads=()) -> Evidence:
     return Evidence(list(history), list(checkpoints), stored, list(uploads), copies=1)
 
 
-SOUND = evidence(
+CORRECT = evidence(
     [status(0), status(0, (20, 0)), status(1, (20, 0), 30), status(1, (40, 1), 30)], [checkpoint()]
 )
 
@@ -79,7 +79,7 @@ BROKEN = {
 
 
 def test_a_sound_run_has_no_problems():
-    assert judge(SOUND) == []
+    assert judge(CORRECT) == []
 
 
 def test_a_pack_serves_for_a_shard_while_what_it_needs_is_there():

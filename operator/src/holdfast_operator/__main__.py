@@ -36,7 +36,7 @@ def main() -> None:
         sys.stderr.write(f"holdfast-operator: {error}\n")
         sys.exit(2)
     logs.configure(settings.log_level)
-    allow_descriptors()
+    raise_open_file_limit()
     use_small_read_buffers()
     # The copies of the watches live long. With Python's own thresholds, full garbage collections took a fifth
     # of the processor time of an operator that followed 1,000 jobs.
@@ -44,8 +44,8 @@ def main() -> None:
     sys.exit(asyncio.run(run(settings, access)))
 
 
-def allow_descriptors() -> None:
-    """Raise the soft limit of open file descriptors to the hard limit.
+def raise_open_file_limit() -> None:
+    """Raise the soft limit of open files to the hard limit.
 
     Each job has a long poll with a connection of its own, and some runtimes set a soft limit of 1,024.
     """

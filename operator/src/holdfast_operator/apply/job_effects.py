@@ -243,10 +243,10 @@ def _is_record_of(raw: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
     It must have the job's uid as a label, the job's name and the step in its spec, and a status that is empty
     or the same. Only the operator may write that status.
     """
-    marks, spec = raw["metadata"].get("labels") or {}, raw.get("spec") or {}
+    its_labels, spec = raw["metadata"].get("labels") or {}, raw.get("spec") or {}
     known, status = raw.get("status") or {}, body["status"]
     return (
-        marks.get(labels.JOB_UID) == body["metadata"]["labels"][labels.JOB_UID]
+        its_labels.get(labels.JOB_UID) == body["metadata"]["labels"][labels.JOB_UID]
         and (spec.get("jobRef") or {}).get("name") == body["spec"]["jobRef"]["name"]
         and spec.get("step") == body["spec"]["step"]
         and all(known.get(k) in (None, status[k]) for k in ("jobUid", "round", "manifest"))

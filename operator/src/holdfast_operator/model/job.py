@@ -170,8 +170,8 @@ def queue_of(job: Gang) -> str | None:
 
     A CheckpointAdoption has none: the controller of its pods, or Kueue itself, groups them.
     """
-    marks = job.metadata.labels or {}
-    return marks.get(labels.QUEUE_NAME) or None if isinstance(job, TrainingJob) else None
+    job_labels = job.metadata.labels or {}
+    return job_labels.get(labels.QUEUE_NAME) or None if isinstance(job, TrainingJob) else None
 
 
 _OWN_LIMITS = (

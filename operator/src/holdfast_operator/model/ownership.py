@@ -83,9 +83,9 @@ def adopted_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
     no operator accepts it (ADR 0015).
     """
     meta, spec = raw.get("metadata") or {}, raw.get("spec") or {}
-    marks = meta.get("labels") or {}
+    pod_labels = meta.get("labels") or {}
     name, uid, worker = (
-        str(marks.get(k) or "") for k in (labels.JOB_NAME, labels.JOB_UID, labels.WORKER)
+        str(pod_labels.get(k) or "") for k in (labels.JOB_NAME, labels.JOB_UID, labels.WORKER)
     )
     injected = any(c.get("name") == SIDECAR_CONTAINER for c in spec.get("initContainers") or [])
     if not (name and uid and injected and worker.isdecimal()):

@@ -31,10 +31,10 @@ def group_labels(group: PodGroup | None) -> dict[str, str]:
     """Return the labels by which Kueue holds a pod back until it admits the whole group."""
     if group is None:
         return {}
-    marks = {labels.QUEUE_NAME: group.queue, labels.POD_GROUP: group.name}
+    queue_labels = {labels.QUEUE_NAME: group.queue, labels.POD_GROUP: group.name}
     if group.priority_class is not None:
-        marks[labels.QUEUE_PRIORITY] = group.priority_class
-    return marks
+        queue_labels[labels.QUEUE_PRIORITY] = group.priority_class
+    return queue_labels
 
 
 def group_annotations(group: PodGroup | None) -> dict[str, str]:

@@ -34,8 +34,8 @@ def render_placeholder(
         body["metadata"],
     )
     of_worker = (labels.JOB_UID, labels.WORKER, labels.BIRTH_ROUND)
-    marks = {k: v for k, v in metadata["labels"].items() if k not in of_worker}
-    metadata["labels"] = {**marks, labels.COMPONENT: labels.COMPONENT_PLACEHOLDER}
+    kept = {k: v for k, v in metadata["labels"].items() if k not in of_worker}
+    metadata["labels"] = {**kept, labels.COMPONENT: labels.COMPONENT_PLACEHOLDER}
     metadata["name"] = name
     del spec["hostname"], spec["subdomain"]
     spec["terminationGracePeriodSeconds"] = 1

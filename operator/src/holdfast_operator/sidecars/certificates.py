@@ -194,9 +194,12 @@ class Certificates:
         """
         failed: ApiError | None = None
         found = await self._cluster.secret_labels(self._namespace, f"{_CA_LABEL}=true")
-        for name, marks in found.items():
-            uid = JobUid(marks.get(labels.JOB_UID, ""))
-            namespace, job = marks.get(labels.JOB_NAMESPACE), marks.get(labels.JOB_NAME)
+        for name, found_labels in found.items():
+            uid = JobUid(found_labels.get(labels.JOB_UID, ""))
+            namespace, job = (
+                found_labels.get(labels.JOB_NAMESPACE),
+                found_labels.get(labels.JOB_NAME),
+            )
             if uid in living or namespace is None or job is None or name != ca_secret_name(uid):
                 continue
             try:

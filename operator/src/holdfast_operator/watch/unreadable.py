@@ -22,8 +22,8 @@ MAX_PROBLEM_CHARACTERS = 500
 def unreadable(kind: str, raw: Mapping[str, Any], error: Exception) -> Unreadable:
     """Return the record of an object whose parser raised `error`."""
     meta = raw["metadata"]
-    marks = meta.get("labels")
-    job = marks.get(labels.JOB_NAME) if isinstance(marks, Mapping) else None
+    its_labels = meta.get("labels")
+    job = its_labels.get(labels.JOB_NAME) if isinstance(its_labels, Mapping) else None
     return Unreadable(
         kind=kind,
         namespace=str(meta.get("namespace") or ""),

@@ -32,16 +32,16 @@ _ANNOUNCED = ("DisruptionTarget", "TerminationTarget")
 
 def _group(meta: Mapping[str, Any]) -> PodGroup | None:
     """Return the pod group that the labels name, or None. An unusable count is 0, which no group has."""
-    marks, notes = meta.get("labels") or {}, meta.get("annotations") or {}
-    name = marks.get(labels.POD_GROUP)
+    pod_labels, notes = meta.get("labels") or {}, meta.get("annotations") or {}
+    name = pod_labels.get(labels.POD_GROUP)
     if not name:
         return None
     count = str(notes.get(labels.POD_GROUP_COUNT))
     return PodGroup(
         name=str(name),
-        queue=str(marks.get(labels.QUEUE_NAME) or ""),
+        queue=str(pod_labels.get(labels.QUEUE_NAME) or ""),
         pods=int(count) if count.isdecimal() else 0,
-        priority_class=marks.get(labels.QUEUE_PRIORITY) or None,
+        priority_class=pod_labels.get(labels.QUEUE_PRIORITY) or None,
     )
 
 

@@ -48,7 +48,7 @@ def choose_spares(
 
 
 def _is_ready(world: World, spare: MemberState) -> bool:
-    """Return whether the pod runs, its sidecar answers and has no worker, and its node is sound."""
+    """Return whether the pod runs, its sidecar answers and has no worker, and its node is healthy."""
     pod, sidecar = spare.pod, spare.sidecar
     if pod is None or pod.ip is None or pod.leaving or pod.phase is not PodPhase.RUNNING:
         return False
