@@ -194,11 +194,11 @@ class Certificates:
         """
         failed: ApiError | None = None
         found = await self._cluster.secret_labels(self._namespace, f"{_CA_LABEL}=true")
-        for name, found_labels in found.items():
-            uid = JobUid(found_labels.get(labels.JOB_UID, ""))
+        for name, held in found.items():
+            uid = JobUid(held.get(labels.JOB_UID, ""))
             namespace, job = (
-                found_labels.get(labels.JOB_NAMESPACE),
-                found_labels.get(labels.JOB_NAME),
+                held.get(labels.JOB_NAMESPACE),
+                held.get(labels.JOB_NAME),
             )
             if uid in living or namespace is None or job is None or name != ca_secret_name(uid):
                 continue
