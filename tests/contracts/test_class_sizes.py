@@ -27,7 +27,6 @@ ALLOWED = {
     "core.ObjectTier": "It does each operation of the object tier's contract.",
     "core.TrainingJobStatus": API_OBJECT,
     "core.WorkerReport": MESSAGE,
-    "operator.ClusterCache": "It holds the copies of all kinds of objects.",
     "operator.Controller": WIRING,
     "operator.JobCalls": "It has one field for each kind of call to the sidecars of a job.",
     "operator.JobMemory": "It has one field for each thing that passes over a job remember.",

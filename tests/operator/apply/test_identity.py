@@ -94,7 +94,7 @@ class Edge:
             await reflector.relist()
 
     def pods(self) -> list[str]:
-        return sorted(p.name for p in self.cache.pods(self.job))
+        return sorted(p.name for p in self.cache.pods.workers(self.job.namespace, self.job.uid))
 
     def events(self) -> list[str]:
         return [e["reason"] for e in self.api.all("events")]
@@ -166,7 +166,7 @@ async def test_labels_neither_make_nor_break_a_worker() -> None:
     body["metadata"]["labels"] = {labels.MANAGED_BY: labels.MANAGED_BY_VALUE}
     edge.api.put("pods", body)
     await edge.look()
-    (found,) = edge.cache.pods(edge.job)
+    (found,) = edge.cache.pods.workers(edge.job.namespace, edge.job.uid)
     assert (found.worker, found.birth_round) == (0, 0)
 
 
@@ -181,13 +181,13 @@ async def test_forged_pods_are_counted_and_reported_once_for_each_namespace(
         edge.api.put("pods", body)
     await edge.look()
     await edge.look()
-    assert edge.cache.foreign_pods() == 50
+    assert edge.cache.pods.foreign_count() == 50
     reported = [r for r in caplog.records if "ignores it" in r.getMessage()]
     assert len(reported) == 1
     for pod in list(edge.api.all("pods")):
         edge.api.remove("pods", "mallory", pod["metadata"]["name"])
     await edge.look()
-    assert edge.cache.foreign_pods() == 0
+    assert edge.cache.pods.foreign_count() == 0
 
 
 # --------------------------------------------------------------------------- exists is not ours
@@ -294,8 +294,8 @@ async def test_an_unreadable_job_is_not_gone_and_goes_on_when_it_can_be_read() -
     edge.raw["status"]["phase"] = "Hibernating"
     edge.api.touch(edge.raw)
     await edge.look()
-    assert edge.cache.job(job_key(NAMESPACE, "job")) is None
-    hidden = edge.cache.unreadable("TrainingJob", NAMESPACE, "job")
+    assert edge.cache.jobs.get(job_key(NAMESPACE, "job")) is None
+    hidden = edge.cache.unreadable.get("TrainingJob", NAMESPACE, "job")
     assert hidden is not None
     assert hidden.problem.startswith("status.phase: Input should be")
     assert hidden.problem.endswith("found 'Hibernating'")
@@ -304,7 +304,7 @@ async def test_an_unreadable_job_is_not_gone_and_goes_on_when_it_can_be_read() -
     edge.raw["status"] = {}
     edge.api.touch(edge.raw)
     await edge.look()
-    assert edge.cache.job(job_key(NAMESPACE, "job")) is not None
+    assert edge.cache.jobs.get(job_key(NAMESPACE, "job")) is not None
     assert edge.cache.unreadable_objects() == ()
     edge.raw["status"]["phase"] = "Hibernating"
     await edge.look()
@@ -323,7 +323,7 @@ async def test_a_job_created_again_while_the_old_one_could_not_be_read() -> None
     again["metadata"]["uid"] = OTHER_UID
     edge.api.put("trainingjobs", again)
     await edge.look()
-    found = edge.cache.job(job_key(NAMESPACE, "job"))
+    found = edge.cache.jobs.get(job_key(NAMESPACE, "job"))
     assert found is not None
     assert found.uid == OTHER_UID
     assert edge.gone == [UID]
@@ -337,15 +337,15 @@ async def test_unreadable_pods_and_checkpoints_belong_to_their_job() -> None:
     edge.api.put("checkpoints", {**checkpoint_body(edge.job, name), "status": {"round": "x"}})
     await edge.look()
     assert len(edge.cache.unreadable_objects()) == 2
-    (pod,) = edge.cache.unreadable_pods(NAMESPACE, UID)
+    (pod,) = edge.cache.pods.unreadable(NAMESPACE, UID)
     assert (pod.name, pod.problem) == (POD, "ValueError: 'Paused' is not a valid PodPhase")
-    (found,) = edge.cache.unreadable_checkpoints(NAMESPACE, name)
+    (found,) = edge.cache.unreadable.checkpoints(NAMESPACE, name)
     assert (found.name, found.problem.partition(":")[0]) == (name, "status.round")
     edge.api.remove("pods", NAMESPACE, POD)
     edge.api.remove("checkpoints", NAMESPACE, name)
     await edge.look()
-    assert edge.cache.unreadable_pods(NAMESPACE, UID) == ()
-    assert edge.cache.unreadable_checkpoints(NAMESPACE, name) == ()
+    assert edge.cache.pods.unreadable(NAMESPACE, UID) == ()
+    assert edge.cache.unreadable.checkpoints(NAMESPACE, name) == ()
 
 
 # --------------------------------------------------------------------------- authorities
@@ -472,7 +472,7 @@ async def test_a_foreign_pod_with_the_name_of_a_probe_is_reported_on_the_store()
     raw["status"] = {}
     edge.api.put("checkpointstores", raw)
     await edge.look()
-    store = edge.cache.store(NAMESPACE, "main")
+    store = edge.cache.stores.get((NAMESPACE, "main"))
     assert store is not None
     name = probe_name(store)
     forged = {"name": name, "namespace": NAMESPACE, "labels": {}}

@@ -108,7 +108,7 @@ async def test_a_pass_costs_the_same_beside_any_number_of_checkpoints_that_canno
         assert len(cache.unreadable_objects()) == number
         nothing = cast(Any, Nothing())
         observer = Observer(cache, nothing, nothing, nothing, ManualClock())
-        (job,) = cache.jobs()
+        (job,) = cache.jobs.all()
         observer.observe(job, JobMemory())  # the first call fills caches of the interpreter
         costs.append(operations(lambda: observer.observe(job, JobMemory())))  # noqa: B023
     assert costs[1] - costs[0] < NOISE
@@ -120,7 +120,7 @@ async def test_a_checkpoint_that_cannot_be_read_is_part_of_the_pass_over_its_job
         "trainingjobs", job_object("subject", restoreFrom={"checkpointRef": {"name": "a"}})
     )
     uid = job["metadata"]["uid"]
-    (read,) = (await listed(api)).jobs()
+    (read,) = (await listed(api)).jobs.all()
     names = ["a", "b", *(f"{p}-s5-r0" for p in (job_prefix("subject", read.uid), "subject-000000"))]
     for name in names:
         hidden = checkpoint_object(name)
@@ -197,7 +197,7 @@ async def test_the_newest_start_is_that_of_the_gangs_that_still_wait() -> None:
     async def newest() -> str | None:
         for reflector in cache.reflectors:
             await reflector.relist()
-        found = cache.newest_start("team-a", "main")
+        found = cache.jobs.newest_start("team-a", "main")
         return None if found is None else f"{found:%H:%M}"
 
     assert await newest() == "00:02"
@@ -209,4 +209,4 @@ async def test_the_newest_start_is_that_of_the_gangs_that_still_wait() -> None:
     assert await newest() == "00:00"
     api.remove("trainingjobs", "team-a", "job-0")
     assert await newest() is None
-    assert cache.newest_start("team-a", "other") is None
+    assert cache.jobs.newest_start("team-a", "other") is None

@@ -22,10 +22,22 @@ from holdfast_operator.loop.silence_checks import (
     confirm,
 )
 from holdfast_operator.model.job import PodView
+from holdfast_operator.model.keys import gang_key
+from holdfast_operator.watch.jobs import JobCache
 from holdfast_operator.watch.node_leases import NodeLeases
 
 JOBS = 3 * JOBS_PER_TICK
 TICKS = 6
+
+
+class Pods:
+    """One worker of each job, for the cache and for the observer."""
+
+    def __call__(self, job: Gang) -> tuple[PodView, ...]:
+        return self.workers(job.namespace, job.uid)
+
+    def workers(self, namespace: str, job_uid: JobUid) -> tuple[PodView, ...]:
+        return (pod(0, node=f"node-{job_uid}"),)
 
 
 @dataclass
@@ -39,13 +51,10 @@ class World:
     lease_contact_since: float = 0.0
 
     def __post_init__(self) -> None:
-        self._jobs = tuple(metadata(job(), name=f"job-{n}", uid=str(n)) for n in range(JOBS))
-
-    def jobs(self) -> tuple[Gang, ...]:
-        return self._jobs
-
-    def pods(self, job: Gang) -> tuple[PodView, ...]:
-        return (pod(0, node=f"node-{job.uid}"),)
+        self.jobs, self.pods = JobCache(), Pods()
+        for n in range(JOBS):
+            gang = metadata(job(), name=f"job-{n}", uid=str(n))
+            self.jobs.put(gang_key(gang), gang)
 
     def all_answer(self, uid: JobUid) -> bool:
         return uid not in self.silent_sidecars

@@ -29,16 +29,21 @@ class Leases:
         pass
 
 
-class Cache:
-    leases = Leases()
-    lease_contact = 0.0
-    lease_contact_since = 0.0
+class Nodes:
+    """Nodes that all exist, and that have no conditions."""
 
-    def node_is_there(self, node: str) -> bool:
+    def is_there(self, node: str) -> bool:
         return True
 
-    def node(self, name: str) -> None:
+    def get(self, name: str) -> None:
         return None
+
+
+class Cache:
+    leases = Leases()
+    nodes = Nodes()
+    lease_contact = 0.0
+    lease_contact_since = 0.0
 
 
 @dataclass

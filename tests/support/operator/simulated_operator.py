@@ -168,9 +168,9 @@ class SimulatedOperator:
                 self._listed[name] = changes
         await self._forget_gone()
         name = self.cluster.job["metadata"]["name"]
-        job = self.cache.job(job_key(NAMESPACE, name))
+        job = self.cache.jobs.get(job_key(NAMESPACE, name))
         if job is None:
-            hidden = self.cache.unreadable(TrainingJob.KIND, NAMESPACE, name)
+            hidden = self.cache.unreadable.get(TrainingJob.KIND, NAMESPACE, name)
             if hidden is not None:
                 try:
                     await self._reports.report(hidden)
@@ -178,7 +178,9 @@ class SimulatedOperator:
                     pass  # a conflict; the next pass reports it
             return None
         self.cache.leases.compare(self._clock.monotonic(), self.cache.lease_contact_since)
-        for node in self._observer.unproven_nodes(job, self.cache.pods(job)):
+        for node in self._observer.unproven_nodes(
+            job, self.cache.pods.workers(job.namespace, job.uid)
+        ):
             await confirm(node, self.cache.leases, self._kube, self._clock)
         return self._observer.observe(job, self.memory)
 

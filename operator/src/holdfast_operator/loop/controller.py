@@ -216,7 +216,7 @@ class Controller:
                 group.create_task(self._cache.run())
                 group.create_task(self._report())
                 await self._cache.wait_synced()
-                logs.info("all watches are in sync", jobs=len(tuple(self._cache.jobs())))
+                logs.info("all watches are in sync", jobs=len(self._cache.jobs.all()))
                 group.create_task(self._leadership.run())
                 await self._leadership.gained.wait()
                 self._cache.enqueue_all()
@@ -235,7 +235,7 @@ class Controller:
 
         A gang that has lost a pod must not wait until a thousand new jobs have their pods.
         """
-        job = self._cache.job(key)
+        job = self._cache.jobs.get(key)
         return job is None or job.status.step is not None
 
     # ------------------------------------------------------------------ one pass
@@ -246,7 +246,7 @@ class Controller:
             case KeyKind.JOB | KeyKind.ADOPTION:
                 await self._job(key)
             case KeyKind.STORE:
-                hidden = self._cache.unreadable(CheckpointStore.KIND, key.namespace, key.name)
+                hidden = self._cache.unreadable.get(CheckpointStore.KIND, key.namespace, key.name)
                 if hidden is not None:
                     await self._reports.report(hidden)
                 again = await self._stores.reconcile(key.namespace, key.name)
@@ -257,13 +257,13 @@ class Controller:
         self._metrics.passed(key.kind, self._clock.monotonic() - begun)
 
     async def _job(self, key: Key) -> None:
-        job = self._cache.job(key)
+        job = self._cache.jobs.get(key)
         if job is None:
             await release_pods(self._cache, self._cluster, key)
-            hidden = self._cache.unreadable(_KINDS[key.kind], key.namespace, key.name)
+            hidden = self._cache.unreadable.get(_KINDS[key.kind], key.namespace, key.name)
             if hidden is not None:
                 await self._reports.report(hidden)
-            elif not self._cache.name_is_used(key.namespace, key.name):
+            elif not self._cache.jobs.of_name(key.namespace, key.name):
                 await self._release_checkpoints(key)
             self._queue.forget(key)
             return
@@ -318,7 +318,7 @@ class Controller:
         deletion of the Checkpoints and of their namespace forever. Raises HoldfastError where a call
         fails; the queue then retries the key.
         """
-        for checkpoint in releases.hanging(self._cache.checkpoints(key.namespace, key.name)):
+        for checkpoint in releases.hanging(self._cache.checkpoints.of_job(key.namespace, key.name)):
             await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
             text = releases.kept_data(checkpoint, "the job that saved it no longer exists")
             if text is not None:
@@ -368,7 +368,7 @@ class Controller:
                 if reflector.last_contact is not None:
                     self._metrics.watch_age(reflector.collection.name, now - reflector.last_contact)
             self._report_leases(self._cache.leases)
-            self._metrics.foreign_pods(self._cache.foreign_pods())
+            self._metrics.foreign_pods(self._cache.pods.foreign_count())
             hidden = self._cache.unreadable_objects()
             self._metrics.unreadable(Counter(u.kind for u in hidden))
 
@@ -400,7 +400,7 @@ class Controller:
                         f"failed, it is tried again later: {error}"
                     ),
                 )
-            for store in self._cache.stores():
+            for store in self._cache.stores.values():
                 self._queue.add(store_key(store.namespace, store.name))
             await self._clock.sleep(SWEEP_SECONDS)
 

@@ -62,7 +62,7 @@ class Observer:
 
     def pods(self, job: Gang) -> tuple[PodView, ...]:
         """Return the pods of the gang, each with its birth round."""
-        found = self._cache.pods(job)
+        found = self._cache.pods.workers(job.namespace, job.uid)
         return pod_source(job).members(found, self.silent_nodes(job, found))
 
     def observe(
@@ -72,7 +72,7 @@ class Observer:
         template_refusal: str | None = None,
         owner: OwnerView | None = None,
     ) -> Observed:
-        pods, placeholders = self.pods(job), self._cache.placeholders(job)
+        pods, placeholders = self.pods(job), self._cache.pods.placeholders(job.namespace, job.uid)
         self.follow_sidecars(job, pods)
         self._present.assume(job, self._sidecar)
         return Observed(
@@ -89,11 +89,11 @@ class Observer:
             secrets=self._present.secrets(job.uid),
             taken_secrets=self._present.taken_secrets(job.uid),
             memory=memory,
-            routine_seconds=routine_seconds(self._cache.job_count),
+            routine_seconds=routine_seconds(len(self._cache.jobs)),
             unreadable=self._unreadable(job),
             template_refusal=template_refusal,
             owner=owner,
-            same_name=self._cache.same_name(job),
+            same_name=self._cache.jobs.same_name(job),
         )
 
     def follow_sidecars(self, job: Gang, pods: tuple[PodView, ...]) -> None:
@@ -150,11 +150,11 @@ class Observer:
         limit = min(thresholds, default=0.0) * SUSPECT_SHARE
         contact, since = self._cache.lease_contact, self._cache.lease_contact_since
         late = self._cache.leases.late(limit, self._clock.monotonic(), contact, since)
-        return late.union(n for n in self._cache.node_names() if self._problem(n))
+        return late.union(n for n in self._cache.nodes.names() if self._problem(n))
 
     def _problem(self, name: str) -> str:
         """Return by what Kubernetes or a node-problem detector shows that a node is lost or fails, or ""."""
-        node = self._cache.node(name)
+        node = self._cache.nodes.get(name)
         if node is None:
             return ""
         if node.taints:
@@ -164,7 +164,7 @@ class Observer:
 
     def _note_missing_nodes(self, pods: tuple[PodView, ...], now: float) -> None:
         for node in {p.node for p in pods if p.node is not None}:
-            if self._cache.node_is_there(node):
+            if self._cache.nodes.is_there(node):
                 self._cache.leases.found(node)
             else:
                 self._cache.leases.miss(node, now)
@@ -196,7 +196,7 @@ class Observer:
         silent = self.silent_nodes(job, pods)
         nodes: dict[str, NodeView] = {}
         for name in {p.node for p in pods if p.node is not None}:
-            node = self._cache.node(name)
+            node = self._cache.nodes.get(name)
             if node is None and name in silent:
                 nodes[name] = NodeView(name, lost_because="no longer exists", is_silent=True)
             if node is not None:
@@ -227,45 +227,45 @@ class Observer:
         cache, threshold = self._cache, job.spec.node_loss.suspect_after_seconds
         lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
         avoided = {n for p in pods for n in p.avoided_nodes if cache.leases.is_undated(n)}
-        failing = cache.nodes_with(self._failing_conditions)
+        failing = cache.nodes.with_conditions(self._failing_conditions)
         nodes = [
             replace(
-                cache.node(name) or NodeView(name),
+                cache.nodes.get(name) or NodeView(name),
                 lost_because=self._problem(name) or NO_LEASE,
                 renewed_at=cache.leases.changed_at(name),
             )
             for name in sorted(lost | avoided | failing)
-            if cache.node_is_there(name)
+            if cache.nodes.is_there(name)
         ]
         return tuple(sorted(nodes, key=lambda n: n.renewed_at or 0.0, reverse=True))
 
     def _checkpoints(self, job: Gang) -> tuple[Checkpoint, ...]:
-        own = self._cache.checkpoints(job.namespace, job.name)
+        own = self._cache.checkpoints.of_job(job.namespace, job.name)
         source = job.spec.source_checkpoint
         if source is None or any(c.name == source for c in own):
             return own
-        found = self._cache.checkpoint(job.namespace, source)
+        found = self._cache.checkpoints.get(job.namespace, source)
         return own if found is None else (*own, found)
 
     def _unreadable(self, job: Gang) -> tuple[Unreadable, ...]:
         """Return the objects that exist, concern this job and cannot be parsed."""
-        found = list(self._cache.unreadable_pods(job.namespace, job.uid))
+        found = list(self._cache.pods.unreadable(job.namespace, job.uid))
         prefix = f"{job_prefix(job.name, job.uid)}-"
-        found.extend(self._cache.unreadable_checkpoints(job.namespace, prefix))
+        found.extend(self._cache.unreadable.checkpoints(job.namespace, prefix))
         source = job.spec.source_checkpoint
         if source is not None and not source.startswith(prefix):
-            hidden = self._cache.unreadable(Checkpoint.KIND, job.namespace, source)
+            hidden = self._cache.unreadable.get(Checkpoint.KIND, job.namespace, source)
             found.extend(() if hidden is None else (hidden,))
         if job.spec.store is not None:
             kind = CheckpointStore.KIND
-            store = self._cache.unreadable(kind, job.namespace, job.spec.store)
+            store = self._cache.unreadable.get(kind, job.namespace, job.spec.store)
             found.extend(() if store is None else (store,))
         return tuple(found)
 
     def _store(self, job: Gang) -> StoreView | None:
         if job.spec.store is None:
             return None
-        store = self._cache.store(job.namespace, job.spec.store)
+        store = self._cache.stores.get((job.namespace, job.spec.store))
         return None if store is None or store.deleting else store_view(store)
 
 

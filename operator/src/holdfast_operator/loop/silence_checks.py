@@ -56,7 +56,7 @@ class SilenceChecks:
             await self._clock.sleep(TICK_SECONDS)
             silent: set[str] = set()
             unproven: set[str] = set()
-            jobs = tuple(self._cache.jobs())
+            jobs = self._cache.jobs.all()
             turns = -(-len(jobs) // JOBS_PER_TICK)
             self._cache.leases.compare(self._clock.monotonic(), self._cache.lease_contact_since)
             disturbed = self._observer.disturbed_nodes(jobs)
@@ -77,7 +77,7 @@ class SilenceChecks:
 
     def _is_disturbed(self, job: Gang, nodes: Set[str]) -> bool:
         return not self._sidecars.all_answer(job.uid) or any(
-            p.node in nodes for p in self._cache.pods(job)
+            p.node in nodes for p in self._cache.pods.workers(job.namespace, job.uid)
         )
 
     def _check(self, job: Gang, silent: set[str], unproven: set[str]) -> None:

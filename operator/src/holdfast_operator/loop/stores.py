@@ -59,12 +59,12 @@ class Stores:
             ApiError: A request failed.
             ConflictError: The store changed since it was read.
         """
-        store = self._cache.store(namespace, name)
+        store = self._cache.stores.get((namespace, name))
         if store is None:
             # A deleted store's probe pods are garbage-collected; those of an unreadable store stay.
             return None
-        pods = self._cache.probe_pods(store)
-        if self._cache.unreadable_pods(namespace, store.uid):
+        pods = self._cache.pods.probes(store.namespace, store.uid)
+        if self._cache.pods.unreadable(namespace, store.uid):
             return LOOK_AGAIN_SECONDS
         if store.deleting:
             for pod in pods:
@@ -77,7 +77,7 @@ class Stores:
         if current is not None:
             return await self._look_at(store, current)
         now = self._clock.utc_now()
-        if not probe_due(store, self._cache.newest_start(namespace, name), now):
+        if not probe_due(store, self._cache.jobs.newest_start(namespace, name), now):
             return next_look_seconds(store, now)
         body = render_probe(store, store_config(store), self._sidecar)
         refusal = await self._cluster.refusal_of_pod(namespace, body)
