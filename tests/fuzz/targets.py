@@ -37,7 +37,8 @@ from holdfast_core.messages import schema
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.socket_frames import MESSAGES, UnknownMessage, parse_body, write_frame
-from holdfast_core.node.documents import read_round, read_worker
+from holdfast_core.node.documents import ROUND_FILE, WORKER_FILE, PodRecords
+from holdfast_core.node.files import DurableDirectories
 from holdfast_core.peer.protocol import receive_message, send_message
 from holdfast_core.shards.file import (
     FOOTER,
@@ -194,12 +195,17 @@ def _in_file(data: bytes, read: Callable[[Path], object]) -> None:
         read(path)
 
 
+def _records(path: Path, name: str) -> PodRecords:
+    path.rename(path.with_name(name))
+    return PodRecords(path.parent, DurableDirectories(path.parent))
+
+
 def _round_json(data: bytes) -> None:
-    _in_file(data, read_round)
+    _in_file(data, lambda path: _records(path, ROUND_FILE).read_round())
 
 
 def _worker_json(data: bytes) -> None:
-    _in_file(data, read_worker)
+    _in_file(data, lambda path: _records(path, WORKER_FILE).read_worker())
 
 
 def _launcher_round(data: bytes) -> None:

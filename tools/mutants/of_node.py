@@ -93,7 +93,7 @@ OF_NODE = (
     Mutant(
         name="node/two-writers-of-one-identity",
         kind=Kind.DROPPED_LOCK,
-        file=f"{_NODE}tier.py",
+        file=f"{_NODE}write.py",
         original="with self._write_locks[header.rank % _WRITE_LOCKS]:",
         replacement="with suppress():",
         loses="Two payloads are stored as the same step of a rank, and ranks restore different ones.",
@@ -102,7 +102,7 @@ OF_NODE = (
     Mutant(
         name="node/shard-without-fsync",
         kind=Kind.DROPPED_FSYNC,
-        file=f"{_NODE}tier.py",
+        file=f"{_NODE}write.py",
         original="        temp.sync()\n        chunks = to_read_back",
         replacement="        chunks = to_read_back",
         loses="A power cut after a save leaves a shard of zeros under its final name.",
@@ -113,7 +113,7 @@ OF_NODE = (
     Mutant(
         name="node/copy-without-fsync",
         kind=Kind.DROPPED_FSYNC,
-        file=f"{_NODE}tier.py",
+        file=f"{_NODE}write.py",
         original="            temp.sync()\n            with self._lock:",
         replacement="            with self._lock:",
         loses="A step counts as replicated, and the copy is lost with the power of its node.",

@@ -115,7 +115,7 @@ def save(tier: DiskNodeTier, step: int, announce: Announce, order: str = "") -> 
 
 def first_saves(directory: Path) -> None:
     tier = opened(directory)
-    tier.write_round(RestartRound(2), 7)
+    tier.records.write_round(RestartRound(2), 7)
     for step in (1, 2):
         save(tier, step, lambda _: None)
 
@@ -123,7 +123,7 @@ def first_saves(directory: Path) -> None:
 def next_save(directory: Path, announce: Announce, order: str = "") -> None:
     """Save step 3 as a restarted sidecar in a new round does. This is the save that is killed."""
     tier = opened(directory)
-    tier.write_round(ROUND, 1)
+    tier.records.write_round(ROUND, 1)
     announce(f"round {ROUND}")
     save(tier, 3, announce, order)
 
@@ -177,7 +177,7 @@ def struck_save(directory: Path, announce: Announce) -> None:
         if not tiers:
             tiers.append(opened(directory))
         (tier,) = tiers
-        tier.write_round(ROUND, 1)
+        tier.records.write_round(ROUND, 1)
         announce(f"round {ROUND}")
         save(tier, 3, announce)
 
@@ -202,7 +202,7 @@ def stuck_save(directory: Path, announce: Announce) -> None:
 
 def whole_life(directory: Path, announce: Announce, order: str = "") -> None:
     tier = opened(directory)
-    tier.write_round(ROUND, 1)
+    tier.records.write_round(ROUND, 1)
     announce(f"round {ROUND}")
     for step in (1, 2, 3):
         save(tier, step, announce, order)
@@ -217,8 +217,10 @@ def check(directory: Path, acknowledged: Sequence[str]) -> list[str]:
     problems += [f"skipped: {why}" for why in report.skipped]
     problems += leftovers(directory)
     rounds = [int(text.split()[1]) for text in acknowledged if text.startswith("round")]
-    if rounds and (tier.read_round() or (-1, 0))[0] < max(rounds):
-        problems.append(f"round {max(rounds)} was acknowledged, the disk says {tier.read_round()}")
+    if rounds and (tier.records.read_round() or (-1, 0))[0] < max(rounds):
+        problems.append(
+            f"round {max(rounds)} was acknowledged, the disk says {tier.records.read_round()}"
+        )
     problems += restorable(
         tier, [int(w.split()[1]) for w in acknowledged if w.startswith("committed")]
     )

@@ -45,7 +45,7 @@ def main(root: str, what: str) -> None:
                 unused.look(frozenset())
                 clock.advance(UNUSED_SECONDS)
         case "round":
-            tier.write_round(RestartRound(5), 2)
+            tier.records.write_round(RestartRound(5), 2)
     print("done")
 
 

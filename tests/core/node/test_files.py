@@ -12,7 +12,7 @@ from tests.support.shards.builders import payload, shard_file, shard_header
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, StaleRoundError
 from holdfast_core.ids import RestartRound
-from holdfast_core.node.documents import read_document, read_round, write_document, write_round
+from holdfast_core.node.documents import PodRecords, read_document, write_document
 from holdfast_core.node.files import (
     TEMP_PREFIX,
     DurableDirectories,
@@ -97,14 +97,14 @@ def test_the_bytes_of_a_document_are_durable_before_its_name(
 def test_an_older_round_or_version_is_refused(
     tmp_path: Path, directories: DurableDirectories, round_: int, version: int, refused: bool
 ) -> None:
-    path = tmp_path / "round.json"
-    write_round(path, RestartRound(3), 4, directories)
+    records = PodRecords(tmp_path, directories)
+    records.write_round(RestartRound(3), 4)
     if refused:
         with pytest.raises(StaleRoundError):
-            write_round(path, RestartRound(round_), version, directories)
+            records.write_round(RestartRound(round_), version)
     else:
-        write_round(path, RestartRound(round_), version, directories)
-    assert read_round(path) == ((3, 4) if refused else (round_, version))
+        records.write_round(RestartRound(round_), version)
+    assert records.read_round() == ((3, 4) if refused else (round_, version))
 
 
 def test_the_bytes_of_a_copy_are_durable_before_its_name(

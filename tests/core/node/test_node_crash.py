@@ -82,7 +82,7 @@ def test_a_killed_write_leaves_a_whole_shard_or_none(
             reader.verify()
     record = tier.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
     assert tier.list_shards() == (record,)
-    assert tier.used_bytes() == record.file_bytes
+    assert tier.volume.budget.used_bytes == record.file_bytes
 
 
 @pytest.mark.fault("A process is killed in the middle of a write")
@@ -92,7 +92,7 @@ def test_a_write_killed_in_its_middle_leaves_nothing(tmp_path: Path) -> None:
     tier, report = reopened(root)
     assert (report.shards, report.removed_temporaries) == (0, 1)
     assert temporaries(root) == []
-    assert tier.used_bytes() == 0
+    assert tier.volume.budget.used_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_killed_delete_has_taken_the_manifest_first(
     assert len(tier.list_manifests()) == manifest_left
     assert report.shards == shards_left
     tier.delete_checkpoint(JOB_UID, CHECKPOINT)
-    assert (tier.list_manifests(), tier.list_shards(), tier.used_bytes()) == ((), (), 0)
+    assert (tier.list_manifests(), tier.list_shards(), tier.volume.budget.used_bytes) == ((), (), 0)
     assert list(root.rglob("*.shard")) == []
 
 
@@ -148,10 +148,10 @@ def test_a_killed_delete_has_taken_the_manifest_first(
 def test_a_killed_round_is_the_old_or_the_new_one(tmp_path: Path, point: str) -> None:
     root = tmp_path / "node"
     tier, _ = reopened(root)
-    tier.write_round(RestartRound(4), 1)
+    tier.records.write_round(RestartRound(4), 1)
     crash(root, "round", point)
     tier, _ = reopened(root)
-    assert tier.read_round() == ((5, 2) if point == "node.after_rename" else (4, 1))
+    assert tier.records.read_round() == ((5, 2) if point == "node.after_rename" else (4, 1))
 
 
 def test_a_temporary_of_a_living_process_stays(tmp_path: Path) -> None:

@@ -278,15 +278,15 @@ def test_a_misplaced_layout_is_refused(root: Path, tier: DiskNodeTier) -> None:
 
 
 def test_rounds_only_go_up(tier: DiskNodeTier) -> None:
-    assert tier.read_round() is None
-    tier.write_round(RestartRound(3), 2)
-    tier.write_round(RestartRound(3), 2)
+    assert tier.records.read_round() is None
+    tier.records.write_round(RestartRound(3), 2)
+    tier.records.write_round(RestartRound(3), 2)
     for older in [(3, 1), (2, 9)]:
         with pytest.raises(StaleRoundError) as caught:
-            tier.write_round(RestartRound(older[0]), older[1])
+            tier.records.write_round(RestartRound(older[0]), older[1])
         assert (caught.value.own_round, caught.value.own_version) == (3, 2)
-    tier.write_round(RestartRound(4), 0)
-    assert tier.read_round() == (4, 0)
+    tier.records.write_round(RestartRound(4), 0)
+    assert tier.records.read_round() == (4, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"round":-1,"version":0}', b'{"round":1}'])
@@ -295,14 +295,14 @@ def test_a_damaged_round_is_an_error_and_not_round_0(
 ) -> None:
     (root / "round.json").write_bytes(content)
     with pytest.raises(CorruptionError):
-        tier.read_round()
+        tier.records.read_round()
 
 
 def test_a_spare_becomes_a_worker_for_good(root: Path, tier: DiskNodeTier) -> None:
-    assert tier.read_worker() is None
-    tier.write_worker(Worker(3))
+    assert tier.records.read_worker() is None
+    tier.records.write_worker(Worker(3))
     again, _ = reopened(root)
-    assert again.read_worker() == 3
+    assert again.records.read_worker() == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"worker":-1}', b'{"round":1}'])
@@ -311,7 +311,7 @@ def test_a_damaged_worker_is_an_error_and_not_a_spare(
 ) -> None:
     (root / "worker.json").write_bytes(content)
     with pytest.raises(CorruptionError):
-        tier.read_worker()
+        tier.records.read_worker()
 
 
 @pytest.mark.fault("The disk refuses a write because of a quota")
@@ -320,7 +320,9 @@ def test_the_budget_is_a_part_of_the_volume(root: Path) -> None:
     tier.open()
     assert tier.free_bytes() == 850_000
     record = write(tier)
-    assert tier.free_bytes() == 850_000 - record.file_bytes == 850_000 - tier.used_bytes()
+    assert (
+        tier.free_bytes() == 850_000 - record.file_bytes == 850_000 - tier.volume.budget.used_bytes
+    )
     for rank in range(1, 3):
         write(tier, rank=rank)
     write(tier, rank=3, step=11)
@@ -332,9 +334,11 @@ def test_usage_is_counted_again_at_the_start(root: Path, tier: DiskNodeTier) -> 
     write(tier)
     tier.put_manifest(JOB_UID, CHECKPOINT, b"{}")
     tier.put_layout(b"{}")
-    tier.write_round(RestartRound(1), 0)
+    tier.records.write_round(RestartRound(1), 0)
     again, _ = reopened(root)
-    assert 0 <= again.used_bytes() - tier.used_bytes() < 100  # the difference is round.json
+    assert (
+        0 <= again.volume.budget.used_bytes - tier.volume.budget.used_bytes < 100
+    )  # the difference is round.json
 
 
 def test_wrong_use_is_refused(root: Path, tier: DiskNodeTier) -> None:

@@ -174,12 +174,12 @@ def test_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> None:
     with pytest.raises(UnreadableError, match="reading"):
         tier.look_up(record.ref)
     assert tier.list_shards() == (record,), "it is not lost"
-    used = tier.used_bytes()
+    used = tier.volume.budget.used_bytes
     data = path_of(root).read_bytes()
     writer = tier.begin_copy(record.ref, len(data))
     writer.write(data)
     writer.commit()
-    assert tier.used_bytes() == used
+    assert tier.volume.budget.used_bytes == used
     assert tier.find(record.ref) == record, "the copy of another node replaces it"
     tier.quarantine(record.ref, raised.value)
     seconds = 61.0

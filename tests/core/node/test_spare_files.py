@@ -165,13 +165,13 @@ def test_spare_files_do_not_take_room_from_other_files(tmp_path: Path) -> None:
     tier = opened(tmp_path, capacity_bytes=3 * one)
     save(tier, 2)
     tier.delete_shard(tier.list_shards()[0].ref)
-    assert (tier.used_bytes(), tier.free_bytes()) == (one, one)
+    assert (tier.volume.budget.used_bytes, tier.free_bytes()) == (one, one)
     small = save(
         tier, 3, size=SIZE // 4
     )  # the spare file is too large for it, and too large beside it
     big = save(tier, 4, size=SIZE * 3 // 2)
     assert spare_files(tmp_path) == []
-    assert tier.used_bytes() == one + small.file_bytes + big.file_bytes
+    assert tier.volume.budget.used_bytes == one + small.file_bytes + big.file_bytes
     with pytest.raises(CapacityError):
         save(tier, 5)
 
@@ -194,9 +194,9 @@ def test_a_restarted_process_uses_the_spare_files(tmp_path: Path) -> None:
     kept = save(tier, 2)
     tier.delete_shard(old.ref)
     tier = opened(tmp_path)
-    assert tier.used_bytes() == kept.file_bytes
+    assert tier.volume.budget.used_bytes == kept.file_bytes
     assert inode(tier, save(tier, 3)) == file
-    assert tier.used_bytes() == 2 * kept.file_bytes
+    assert tier.volume.budget.used_bytes == 2 * kept.file_bytes
 
 
 def test_processes_with_one_folder_share_the_spare_files(tmp_path: Path) -> None:
@@ -219,9 +219,9 @@ def test_no_more_spare_files_are_kept_than_ranks_have_shards(tmp_path: Path) -> 
     for record in old:
         tier.delete_shard(record.ref)
     until(lambda: len(spare_files(tmp_path)) == 2, "spare files of two ranks")
-    tier.remove_spare_files()
+    tier.volume.remove_spare_files()
     assert spare_files(tmp_path) == []
-    assert tier.free_bytes() == 64 * MIB - tier.used_bytes()
+    assert tier.free_bytes() == 64 * MIB - tier.volume.budget.used_bytes
 
 
 @pytest.mark.fault("Another program removes the directory of spare files")

@@ -85,7 +85,7 @@ def save(tier: DiskNodeTier, layout: Digest, step: int = 10) -> ShardRecord:
 def test_a_layout_that_nothing_names_at_two_looks_is_deleted(root: Path) -> None:
     tier, looker = opened(root), Looker(root)
     unused = tier.put_layout(document())
-    size = tier.used_bytes()
+    size = tier.volume.budget.used_bytes
     assert looker.look() == 0
     assert looker.look(after=UNUSED_SECONDS / 2) == 0
     recent = tier.put_layout(document(2))

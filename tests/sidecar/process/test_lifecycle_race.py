@@ -46,7 +46,7 @@ async def test_round_of_the_old_round_does_not_unseal_the_new_one(
     await seal
     state = world.current.state
     assert (state.round, state.accepted) == (5, None), "sealed for 5"
-    assert slow.read_round() == (5, 0), "and durably so"
+    assert slow.records.read_round() == (5, 0), "and durably so"
     assert world.rehydrations == []
     world.pools.close()
 

@@ -46,14 +46,16 @@ class SlowNode:
         self.go_on = threading.Event()
         self.list_shards: Callable[[], Any] = tier.list_shards
         self.find: Callable[[ShardRef], ShardRecord | None] = tier.find
+        self._write_round = tier.records.write_round
+        tier.records.write_round = self._write  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
 
-    def write_round(self, round_: RestartRound, version: int) -> None:
+    def _write(self, round_: RestartRound, version: int) -> None:
         self.writing.set()
         assert self.go_on.wait(120)
-        self._tier.write_round(round_, version)
+        self._write_round(round_, version)
 
 
 class PlayedStager:

@@ -7,6 +7,7 @@ of round and worker are canonical JSON without a digest.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from holdfast_core.errors import (
@@ -31,6 +32,8 @@ from holdfast_core.node.files import (
     write_at,
 )
 
+ROUND_FILE = "round.json"
+WORKER_FILE = "worker.json"
 _ROUND_FIELDS = frozenset({"round", "version"})
 _WORKER_FIELDS = frozenset({"worker"})
 _MAX_ROUND_BYTES = 4096
@@ -92,48 +95,52 @@ def read_document(path: Path) -> bytes:
     return unsealed(_read(path), str(path))
 
 
-def write_round(
-    path: Path, round_: RestartRound, version: int, directories: DurableDirectories
-) -> None:
-    """Write (round, version) durably. Raises StaleRoundError if the file holds a newer pair."""
-    recorded = read_round(path)
-    if recorded is not None and recorded > (round_, version):
-        raise StaleRoundError(
-            f"{path}: the file has round {recorded[0]} version {recorded[1]}, refused to write the older "
-            f"round {round_} version {version}",
-            own_round=recorded[0],
-            own_version=recorded[1],
-        )
-    _write_numbers(path, {"round": round_, "version": version}, directories)
+class PodRecords:
+    """What a node tier keeps of its pod: the restart round, and the worker that a spare pod has become."""
 
+    def __init__(self, root: Path, directories: DurableDirectories) -> None:
+        self._round, self._worker = root / ROUND_FILE, root / WORKER_FILE
+        self._directories = directories
+        self._lock = threading.Lock()
 
-def read_round(path: Path) -> tuple[RestartRound, int] | None:
-    """Return (round, version), or None if no round was ever written. Raises CorruptionError."""
-    found = _read_numbers(path, _ROUND_FIELDS)
-    return None if found is None else (RestartRound(found["round"]), found["version"])
+    def read_round(self) -> tuple[RestartRound, int] | None:
+        """Return the newest (round, version) that was written, or None. Raises CorruptionError."""
+        found = _read_numbers(self._round, _ROUND_FIELDS)
+        return None if found is None else (RestartRound(found["round"]), found["version"])
 
+    def write_round(self, round_: RestartRound, version: int) -> None:
+        """Write (round, version) durably. Raises StaleRoundError if the file holds a newer pair."""
+        with self._lock:
+            recorded = self.read_round()
+            if recorded is not None and recorded > (round_, version):
+                raise StaleRoundError(
+                    f"{self._round}: the file has round {recorded[0]} version {recorded[1]}, refused to "
+                    f"write the older round {round_} version {version}",
+                    own_round=recorded[0],
+                    own_version=recorded[1],
+                )
+            self._write(self._round, {"round": round_, "version": version})
 
-def write_worker(path: Path, worker: Worker, directories: DurableDirectories) -> None:
-    """Write the worker that a spare pod has become durably."""
-    _write_numbers(path, {"worker": worker}, directories)
+    def read_worker(self) -> Worker | None:
+        """Return the worker that this spare pod has become, or None. Raises CorruptionError."""
+        found = _read_numbers(self._worker, _WORKER_FIELDS)
+        return None if found is None else Worker(found["worker"])
 
+    def write_worker(self, worker: Worker) -> None:
+        """Write the worker that this spare pod becomes durably."""
+        with self._lock:
+            self._write(self._worker, {"worker": worker})
 
-def read_worker(path: Path) -> Worker | None:
-    """Return the worker that a spare pod has become, or None if there is none. Raises CorruptionError."""
-    found = _read_numbers(path, _WORKER_FIELDS)
-    return None if found is None else Worker(found["worker"])
-
-
-def _write_numbers(path: Path, numbers: dict[str, int], directories: DurableDirectories) -> None:
-    with disk_errors(f"creating a temporary file for {path}"):
-        temp = TempFile.create(path.parent, directories)
-    try:
-        with disk_errors(f"writing {path}"):
-            write_at(temp.fd, memoryview(dumps_canonical(numbers)), 0)
-            temp.sync()
-            temp.publish(path)
-    finally:
-        temp.discard()
+    def _write(self, path: Path, numbers: dict[str, int]) -> None:
+        with disk_errors(f"creating a temporary file for {path}"):
+            temp = TempFile.create(path.parent, self._directories)
+        try:
+            with disk_errors(f"writing {path}"):
+                write_at(temp.fd, memoryview(dumps_canonical(numbers)), 0)
+                temp.sync()
+                temp.publish(path)
+        finally:
+            temp.discard()
 
 
 def _read_numbers(path: Path, names: frozenset[str]) -> dict[str, int] | None:

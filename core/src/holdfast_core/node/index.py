@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast_core.errors import CapacityError
+from holdfast_core.errors import CapacityError, UnreadableError
 from holdfast_core.ids import CheckpointId, JobUid, Rank, ShardRef
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 
@@ -19,6 +20,8 @@ VOLUME_ADVICE = (
     "free space on the node's disk, raise the size of spec.checkpoint.node.volume, "
     "or keep fewer steps"
 )
+_UNREADABLE_SECONDS = 60.0
+"""Time for which other copies are used instead of a shard that could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +186,28 @@ class Budget:
         # Without a size limit the whole file system counts: the share above the limit stays free.
         keep_free = volume.f_blocks * volume.f_frsize - self.limit_bytes
         return max(0, available - keep_free - self._reserved_blocks)
+
+
+class UnreadableShards:
+    """Shards whose files this process could not read, why, and when they are tried again.
+
+    They stay in place and in the index: their bytes may be intact, and a listing must not show them as lost.
+    """
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._shards: dict[ShardRef, tuple[UnreadableError, float]] = {}
+
+    def note(self, ref: ShardRef, damage: UnreadableError) -> None:
+        self._shards[ref] = damage, self._monotonic() + _UNREADABLE_SECONDS
+
+    def forget(self, ref: ShardRef) -> None:
+        self._shards.pop(ref, None)
+
+    def why(self, ref: ShardRef) -> UnreadableError | None:
+        """Return why the shard could not be read in the last minute, or None. Then it is tried again."""
+        found = self._shards.get(ref)
+        if found is not None and self._monotonic() < found[1]:
+            return UnreadableError(str(found[0]), may_pass=found[0].may_pass)
+        self.forget(ref)
+        return None

@@ -17,16 +17,19 @@ killed in between leaves a layout too many, which a later process deletes.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Container, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
+from holdfast_core.errors import HoldfastError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.keys import LAYOUTS, layout_key
 from holdfast_core.ids import Digest
-from holdfast_core.node.files import TEMP_PREFIX, BufferPool
+from holdfast_core.node.files import TEMP_PREFIX, BufferPool, disk_errors
 from holdfast_core.node.scan import layouts_in_use
 
 LOCK_FILE = ".layouts.lock"
@@ -34,11 +37,15 @@ UNUSED_SECONDS = 3600.0
 """Much longer than a save takes from the mark of its layout until its shard has its name. A commit looks for
 the layouts of its shards, so that a save which took longer is not committed."""
 
+_LOOK_EVERY = 16
+"""Unused layouts are looked for each time that so many checkpoints were deleted. A state whose structure
+changes at each save leaves a layout for each of them."""
 _MARK_NS = 2_000_000_000
 """By so much a mark changes the time of a file. File systems keep times in units of up to two seconds (FAT,
 Lustre, SMB), and would round a smaller change away: the layout would be deleted although it was marked."""
 _Mark = tuple[int, int]
 """Inode and time of a file. Only compared for equality."""
+_LOG = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -86,9 +93,24 @@ class UnusedLayouts:
         self._reserved = reserved
         self._buffers = buffers
         self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._deleted_checkpoints = 0
         self._seen: dict[Path, tuple[_Mark, float]] = {}
         """The layouts that nothing named at the last look: their marks, and the time of the first look that
         found the layout like this."""
+
+    def checkpoint_deleted(self, known: Set[Digest]) -> int:
+        """Look, if it is time, after a checkpoint was deleted. Return the bytes that this freed."""
+        with self._lock:
+            self._deleted_checkpoints += 1
+            if self._deleted_checkpoints % _LOOK_EVERY != 0:
+                return 0
+            try:
+                with disk_errors(f"deleting unused layouts of {self._root}"):
+                    return self.look(known)
+            except HoldfastError as error:  # it only costs the room of the layouts
+                _LOG.warning("unused layouts are kept for now: %s", error)
+                return 0
 
     def look(self, known: Set[Digest]) -> int:
         """Delete the layouts that are unused for long enough. Return the size of their files in bytes.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from holdfast_core.errors import CapacityError
+from holdfast_core.errors import CapacityError, CorruptionError, UnreadableError
 from holdfast_core.node.files import DurableDirectories, TempFile, disk_errors, fsync_directory
 from holdfast_core.node.index import Budget
 from holdfast_core.node.spares import SPARE, SpareFiles
@@ -95,6 +95,11 @@ class Volume:
             Path(f"{target}.reason").write_text(reason + "\n")
             for old in quarantined[: max(0, len(quarantined) + 1 - QUARANTINE_KEPT)]:
                 self._remove_quarantined(old)
+
+    def quarantine_document(self, path: Path, damage: CorruptionError) -> None:
+        """Move a damaged document to quarantine. One that only cannot be read stays in place."""
+        if not isinstance(damage, UnreadableError):
+            self.quarantine(path, str(damage))
 
     def _empty_quarantine(self) -> bool:
         """Remove all quarantined files. Return False if there were none."""

@@ -84,7 +84,7 @@ class Sidecar:
         changed.subscribe(reporter.changed)
 
         notices = RankNotices(current, connections)
-        node_bytes = resources.disk.limit_bytes() // contract.procs_per_worker
+        node_bytes = resources.disk.volume.budget.limit_bytes // contract.procs_per_worker
         local = Local(components, connections, notices, background, metrics, node_bytes)
         self._lifecycle = Lifecycle(pod, resources.disk, tiers, components, background, telemetry)
         self._incoming = IncomingCopies(pod, tiers, members.bulk)

@@ -181,10 +181,10 @@ class Lifecycle:
             logs.warning("steps in slots are not written", seconds=settings.seal_seconds)
 
     async def _record(self, round_: RestartRound, version: int) -> None:
-        recorded = await self._tiers.pools.read.run(self._disk.read_round)
+        recorded = await self._tiers.pools.read.run(self._disk.records.read_round)
         if recorded is not None and recorded >= (round_, version):
             return
-        await self._tiers.pools.meta.run(self._disk.write_round, round_, version)
+        await self._tiers.pools.meta.run(self._disk.records.write_round, round_, version)
 
     # ------------------------------------------------------------------ ROUND
 
@@ -201,7 +201,7 @@ class Lifecycle:
             becomes = self._pod.state.named_in(message)
             if becomes is not None and becomes != self._pod.state.worker:
                 # The worker is recorded first: a process that dies here is this worker when it starts again.
-                await self._tiers.pools.meta.run(self._disk.write_worker, becomes)
+                await self._tiers.pools.meta.run(self._disk.records.write_worker, becomes)
                 logs.info("the spare becomes a worker", worker=becomes, round=message.round)
             await self._record(message.round, message.version)
             content = await asyncio.to_thread(message.content_digest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.node.tier import BUFFER_LIMIT_BYTES, DiskNodeTier
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.gang.report import Sources, gauges
 from holdfast_sidecar.process.components import Components
@@ -27,5 +27,5 @@ class MetricsPage:
         if coordinator is not None:
             metrics.committed(coordinator.levels())
             metrics.overdue(coordinator.overdue_seconds)
-        metrics.buffers(*self._disk.buffer_bytes())
+        metrics.buffers(self._disk.buffers.allocated_bytes, BUFFER_LIMIT_BYTES)
         return metrics.render()

@@ -86,7 +86,7 @@ def _first_state(settings: Settings, disk: DiskNodeTier) -> RoundState:
     It is sealed for the pod's birth round, or for the recorded round if that is newer.
     """
     contract = settings.contract
-    found, promoted = disk.read_round(), disk.read_worker()
+    found, promoted = disk.records.read_round(), disk.records.read_worker()
     recorded, version = (RestartRound(-1), 0) if found is None else found
     round_ = max(contract.birth_round, recorded)
     return RoundState(

@@ -336,7 +336,7 @@ def delete_step(root: Path, step: Step, *, even_last: bool) -> bool:
         for checkpoint in reversed(wanted):  # the newest one last: it is the restore point
             shutil.rmtree(root / "prepared" / str(checkpoint), ignore_errors=True)
             tier.delete_checkpoint(JOB_UID, checkpoint)
-        tier.remove_spare_files()
+        tier.volume.remove_spare_files()
         return True
 
 

@@ -136,7 +136,7 @@ class OpenFolder:
         """Remove the files that no further save overwrites, so that a folder at rest has no more of them."""
         if not self.options.read_only:
             try:
-                self.tier.remove_spare_files()
+                self.tier.volume.remove_spare_files()
             except HoldfastError as error:
                 logger.warning("%s; the next run removes them or uses them", error)
 
@@ -190,7 +190,7 @@ class OpenFolder:
             try:
                 return call()
             except CapacityError as error:
-                if self.tier.remove_spare_files():
+                if self.tier.volume.remove_spare_files():
                     continue
                 gone = self.committer.make_room(wanted, self.protected)
                 if gone is None:
