@@ -23,7 +23,6 @@ WIRING = "It wires the parts of its process once, and has one field for each par
 
 ALLOWED = {
     "core.CoordinatorState": MESSAGE,
-    "core.ObjectTier": "It does each operation of the object tier's contract.",
     "core.TrainingJobStatus": API_OBJECT,
     "core.WorkerReport": MESSAGE,
     "operator.Controller": WIRING,

@@ -21,6 +21,7 @@ from holdfast_core.errors import (
     UnavailableError,
     UnreadableError,
 )
+from holdfast_core.format import keys
 from holdfast_core.format.sealed import sealed, unsealed
 from holdfast_core.ids import JobUid, RestartRound
 from holdfast_core.messages import codec
@@ -28,6 +29,7 @@ from holdfast_core.store.tier import ObjectTier
 
 logger = logging.getLogger(__name__)
 
+_FOLDER = f"{keys.RUNS}/"
 _NAME = re.compile(r"r(\d{6})\.json", re.ASCII)
 
 
@@ -60,8 +62,7 @@ class StoreRuns:
     """The markers of one job in a store. Calls block and raise what the store raises."""
 
     def __init__(self, tier: ObjectTier, namespace: str, job_uid: JobUid) -> None:
-        self._tier = tier
-        self._prefix = tier.runs_prefix(namespace, job_uid)
+        self._objects = tier.job(namespace, job_uid)
 
     def newest(self) -> MarkedRound | None:
         """Return the run of the highest round, or None where no run has uploaded."""
@@ -86,7 +87,7 @@ class StoreRuns:
             self._put(run)
         self.expect_newest(run)
         older = [round_ for round_ in self._rounds() if round_ < run.round]
-        self._tier.delete_documents([self._key(round_) for round_ in older])
+        self._objects.delete([_key(round_) for round_ in older])
 
     def expect_newest(self, run: MarkedRound) -> None:
         """Raise TakenError if another run has taken the store.
@@ -104,12 +105,12 @@ class StoreRuns:
                     "this run uploads nothing more. Start it again to continue from the newest checkpoint, "
                     "or give each training a prefix of its own"
                 )
-            key = self._key(run.round)
+            key = self._objects.key(_key(run.round))
             logger.warning(
                 "the marker %s in the store is missing or damaged: writing it again", key
             )
             if attempt:  # what is there is no marker
-                self._tier.delete_documents([key])
+                self._objects.delete([_key(run.round)])
             with suppress(AlreadyExistsError, UnreadableError):
                 self._put(run)
         raise UnavailableError(f"the marker {key} cannot be read after it was written")
@@ -132,8 +133,7 @@ class StoreRuns:
     def _rounds(self) -> list[RestartRound]:
         """Return the rounds that have a marker, the highest last."""
         matches = (
-            _NAME.fullmatch(key.removeprefix(self._prefix))
-            for key in self._tier.list_documents(self._prefix)
+            _NAME.fullmatch(item.key.removeprefix(_FOLDER)) for item in self._objects.list(_FOLDER)
         )
         return sorted(RestartRound(int(match.group(1))) for match in matches if match is not None)
 
@@ -141,21 +141,22 @@ class StoreRuns:
         """Put the marker of a run. Raises AlreadyExistsError if there is another one."""
         if run.marker is None:
             raise ValueError(f"a run without a marker cannot take a store: {run}")
-        self._tier.put_document(self._key(run.round), sealed(codec.dumps(run.marker)))
+        self._objects.put(_key(run.round), sealed(codec.dumps(run.marker)))
 
     def _read(self, round_: RestartRound) -> RunMarker | None:
         """Return a marker, or None if it is damaged. Raises NotFoundError, and what the store raises."""
-        key = self._key(round_)
+        name = self._objects.key(_key(round_))
         try:
-            return codec.loads(RunMarker, unsealed(self._tier.get_document(key), key))
+            return codec.loads(RunMarker, unsealed(self._objects.get(_key(round_)), name))
         except FormatError as error:
             if isinstance(error, UnreadableError) and error.may_pass:
                 raise UnavailableError(str(error)) from error
             logger.warning("a marker in the store is damaged: %s", error)
             return None
 
-    def _key(self, round_: RestartRound) -> str:
-        return f"{self._prefix}r{round_:06d}.json"
+
+def _key(round_: RestartRound) -> str:
+    return f"{_FOLDER}r{round_:06d}.json"
 
 
 def _is_lost(run: MarkedRound, newest: MarkedRound) -> bool:

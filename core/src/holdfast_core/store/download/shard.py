@@ -23,9 +23,9 @@ from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import ShardRef
-from holdfast_core.shards.chunks import FindBad, bad_chunks, payload_span
+from holdfast_core.shards.chunks import FindBad, bad_chunks, payload_runs, payload_span
 from holdfast_core.shards.coding import Coding
-from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.file import Trailer, head_bytes, pack_head, trailer_offset
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.store.download.copy import copy_file
 from holdfast_core.store.download.decode import fill_decoded
@@ -255,3 +255,20 @@ def _buffer(free: list[memoryview], length: int) -> memoryview:
 def _stored_bytes(extent: Extent) -> int:
     """Return the memory for the compressed bytes of an extent; 0 if it is not compressed."""
     return 0 if extent.coding is None else extent.coding.stored_bytes(0, len(extent.chunks))
+
+
+def is_damaged(store: ReadableStore, key: str, workers: ThreadPoolExecutor, ref: ShardRef) -> bool:
+    """Read the object of a whole shard, and return whether any byte of it is damaged."""
+    whole = StoredShards(store, lambda ref, packed: key)
+    try:
+        shard = open_stored_shard(store, whole, workers, ref)
+        header = shard.trailer.record.header
+        for _ in shard.read(payload_runs(header, RUN_BYTES)):
+            pass
+        stop = head_bytes(header) + header.payload_bytes
+        head, padding = bytearray(head_bytes(header)), bytearray(trailer_offset(header) - stop)
+        store.read_into(key, 0, memoryview(head))
+        store.read_into(key, stop, memoryview(padding))
+    except CorruptionError:
+        return True
+    return head != pack_head(header) or any(padding)
