@@ -48,9 +48,9 @@ class World:
     late_nodes: set[str] = field(default_factory=set)
     checked: Counter[str] = field(default_factory=Counter)
     leases: NodeLeases = field(default_factory=NodeLeases)
-    lease_contact_since: float = 0.0
 
     def __post_init__(self) -> None:
+        self.lease_watch, self.contact_since = self, 0.0
         self.jobs, self.pods = JobCache(), Pods()
         for n in range(JOBS):
             gang = metadata(job(), name=f"job-{n}", uid=str(n))

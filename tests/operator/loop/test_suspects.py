@@ -29,6 +29,11 @@ class Leases:
         pass
 
 
+class Watch:
+    last_contact = 0.0
+    contact_since = 0.0
+
+
 class Nodes:
     """Nodes that all exist, and that have no conditions."""
 
@@ -42,8 +47,7 @@ class Nodes:
 class Cache:
     leases = Leases()
     nodes = Nodes()
-    lease_contact = 0.0
-    lease_contact_since = 0.0
+    lease_watch = Watch()
 
 
 @dataclass

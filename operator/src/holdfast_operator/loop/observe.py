@@ -134,7 +134,8 @@ class Observer:
         if dead and not _lacks_pods(job, pods):
             return frozenset(p.node for p in pods if p.node is not None)
         limit = job.spec.node_loss.suspect_after_seconds * SUSPECT_SHARE
-        contact, since = self._cache.lease_contact, self._cache.lease_contact_since
+        watch = self._cache.lease_watch
+        contact, since = watch.last_contact, watch.contact_since
         found = set()
         for pod in pods:
             if pod.node is None:
@@ -148,7 +149,8 @@ class Observer:
         """Return the nodes that one of these jobs may have to suspect (`suspects`)."""
         thresholds = (j.spec.node_loss.suspect_after_seconds for j in jobs)
         limit = min(thresholds, default=0.0) * SUSPECT_SHARE
-        contact, since = self._cache.lease_contact, self._cache.lease_contact_since
+        watch = self._cache.lease_watch
+        contact, since = watch.last_contact, watch.contact_since
         late = self._cache.leases.late(limit, self._clock.monotonic(), contact, since)
         return late.union(n for n in self._cache.nodes.names() if self._problem(n))
 
@@ -172,7 +174,7 @@ class Observer:
     def _contact(self, node: str) -> float | None:
         """Return when the watch that would show a change of this node last delivered anything."""
         missing = self._cache.leases.is_missing(node)
-        return self._cache.node_contact if missing else self._cache.lease_contact
+        return (self._cache.node_watch if missing else self._cache.lease_watch).last_contact
 
     def silent_nodes(self, job: Gang, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Return the nodes of the job's pods that are proven to be silent for suspect_after."""
@@ -225,7 +227,9 @@ class Observer:
         if started.issuperset([*enumerate(job.status.members), *enumerate(spares, FIRST_SPARE)]):
             return ()  # every pod has started, so the search of all leases is saved
         cache, threshold = self._cache, job.spec.node_loss.suspect_after_seconds
-        lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
+        lost = cache.leases.silent(
+            threshold, self._clock.monotonic(), cache.lease_watch.last_contact
+        )
         avoided = {n for p in pods for n in p.avoided_nodes if cache.leases.is_undated(n)}
         failing = cache.nodes.with_conditions(self._failing_conditions)
         nodes = [

@@ -58,7 +58,9 @@ class SilenceChecks:
             unproven: set[str] = set()
             jobs = self._cache.jobs.all()
             turns = -(-len(jobs) // JOBS_PER_TICK)
-            self._cache.leases.compare(self._clock.monotonic(), self._cache.lease_contact_since)
+            self._cache.leases.compare(
+                self._clock.monotonic(), self._cache.lease_watch.contact_since
+            )
             disturbed = self._observer.disturbed_nodes(jobs)
             for number, job in enumerate(jobs):
                 if number % turns != tick % turns and not self._is_disturbed(job, disturbed):

@@ -120,9 +120,9 @@ class ClusterCache:
             watch(own, read_pod, self._pod)
             watch(theirs, read_adopted_pod, self._pod)
         nodes = Collection("nodes", NODES_PATH, kind="Node")
-        self._node_watch = watch(nodes, node_view, self._node)
+        self.node_watch = watch(nodes, node_view, self._node)
         leases = Collection("leases", LEASES_PATH, kind="Lease")
-        self._lease_watch = watch(leases, read_lease, self._lease)
+        self.lease_watch = watch(leases, read_lease, self._lease)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -193,21 +193,6 @@ class ClusterCache:
             return ()
         job = self.jobs.get(key)
         return self.pods.of_other_jobs(key, None if job is None else job.uid)
-
-    @property
-    def node_contact(self) -> float | None:
-        """Monotonic time at which the watch of nodes last delivered anything."""
-        return self._node_watch.last_contact
-
-    @property
-    def lease_contact(self) -> float | None:
-        """Monotonic time at which the watch of node leases last delivered anything."""
-        return self._lease_watch.last_contact
-
-    @property
-    def lease_contact_since(self) -> float:
-        """Monotonic time since which that watch has delivered something every few seconds."""
-        return self._lease_watch.contact_since
 
     # ------------------------------------------------------------------ our own writes
 
