@@ -53,7 +53,6 @@ ALLOWED = {
     "trainer_sdk.Proposals": "It has one field for each thing that a rank proposes at the next agreement.",
     "trainer_sdk.SaveWorker": "One thread takes each save of a folder from the slot to its commit.",
     "trainer_sdk.ServiceOptions": SETTINGS,
-    "trainer_sdk.Session": "It offers each request that a rank sends to its sidecar.",
     "trainer_sdk.Uploads": "One machine decides which uploads of a folder run, wait and are repeated.",
 }
 """Larger classes by package and name, with the reason. A class leaves this table when it has become small."""

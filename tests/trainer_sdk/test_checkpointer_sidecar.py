@@ -115,10 +115,10 @@ def test_requests_to_save_and_to_stop_are_followed(sidecar: FakeSidecar) -> None
             done.append(index)
             if index == 4:
                 sidecar.request_save("t1")
-                until(lambda: ckpt._session._save_requested, "the push")
+                until(lambda: ckpt._session.requests._save, "the push")
             if index == 6:
                 sidecar.request_stop("t2")
-                until(lambda: ckpt._session.stop_requested, "the push")
+                until(lambda: ckpt._session.requests.stop, "the push")
         assert ckpt.stopping
     assert done[-1] == 6
     assert {5, 7} <= {m.step for m in sidecar.messages(Stage)}
@@ -162,7 +162,7 @@ def test_the_save_of_a_stop_waits_for_a_slot(sidecar: FakeSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.zeros(1)}
         sidecar.request_stop()
-        until(lambda: ckpt._session.stop_requested, "the push")
+        until(lambda: ckpt._session.requests.stop, "the push")
         step = 1
         while not ckpt.stopping:
             step += 1

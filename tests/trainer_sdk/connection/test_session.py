@@ -220,7 +220,7 @@ def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Pa
     reply = threading.Timer(0.2, link.sent[1][1].set_result, [Staged(Step(10))])
     reply.start()
     assert session.wait_acknowledged(0.01, 60)
-    assert session.was_acknowledged(again)
+    assert session.saves.was_acknowledged(again)
     save(session, ring.slots[2], 11)
     assert not session.wait_acknowledged(0.01, 60), "a first save is replied to at once"
     link.sent[2][1].set_result(Staged(Step(11)))

@@ -86,7 +86,7 @@ def test_every_rank_comes_to_the_same_decision(
                 elif what == "stop":
                     gang.sessions[0].push(StopRequested(ROUND, f"{number}"))
                 else:
-                    gang.sessions[rank].request_stop()
+                    gang.sessions[rank].requests.request_stop()
         verdict = gang.after_step(step, order)
         saved = step if verdict.save else saved
         stopped = step if verdict.stop else stopped
@@ -155,7 +155,7 @@ def test_a_request_without_the_secret_is_ignored() -> None:
     for step in range(1, 9):
         assert gang.after_step(step) == Verdict()
         assert not gang.ranks[0].is_vetoed(step)
-    gang.sessions[1].request_stop()  # a request of the gang itself still counts
+    gang.sessions[1].requests.request_stop()  # a request of the gang itself still counts
     assert [gang.after_step(step) for step in range(9, 12)] == [
         *[Verdict()] * 2,
         Verdict(stop=True),

@@ -110,7 +110,7 @@ class Checkpointer:
             lambda: place.where_to_look,  # not `self`: see `_release_resources`
             raises=self._options.raises,
         )
-        self._signal = stop_signal(self._session.request_stop)
+        self._signal = stop_signal(self._session.requests.request_stop)
         self._pid = os.getpid()
         self._opened: Opened | None = None
         self._is_open = False
@@ -242,7 +242,7 @@ class Checkpointer:
             )
         parts.decisions.begin(start)
         self._watch_work(state)
-        loop = self._loop = TrainingLoop(state, self._session.interrupt)
+        loop = self._loop = TrainingLoop(state, self._session.requests.interrupt)
         try:
             for index in range(start, total):
                 loop.begins(index)
@@ -263,7 +263,7 @@ class Checkpointer:
                 self._status.progress.loop_ended()
         if loop.was_interrupted:
             self._was_interrupted = True
-            if self._session.forget_interrupt() and self._settings.world_size == 1:
+            if self._session.requests.forget_interrupt() and self._settings.world_size == 1:
                 parts.decisions.stopping = False  # a notebook may continue in its next cell
             raise KeyboardInterrupt(f"saved after {self._position.done} steps")
 

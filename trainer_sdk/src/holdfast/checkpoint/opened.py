@@ -94,7 +94,7 @@ class Opened:
         """
         self.restorer.roll_back(step)
         self._status.progress.rolled_back()
-        self._session.report_no_more_uploads(
+        self._session.saves.report_no_more_uploads(
             "the ranks went back to a checkpoint before this one was in the object store"
         )
         self.saves.roll_back()
@@ -114,7 +114,7 @@ class Opened:
             lambda handle: self._place.is_safe(self._session, handle, waited=wait)
         )
         self._session.close()
-        self._session.report_no_more_uploads(
+        self._session.saves.report_no_more_uploads(
             "the Checkpointer was closed before this was reported: wait for it before close()"
         )
         self.saver.close()

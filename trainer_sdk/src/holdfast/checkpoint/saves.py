@@ -87,7 +87,7 @@ class Saves:
     def save_left(self, step: Step, state: Mapping[str, Any]) -> None:
         """Save the last step of a loop that was left early, and hold that save."""
         self._left = SaveHandle(step, self._session.current_round, self._saving)
-        self._session.defer(self._left)
+        self._session.saves.defer(self._left)
         try:
             self._place.take_for_training()
             self._start(self._left, state, _LEAVE_WAIT_SECONDS, _LEAVE_WAIT_SECONDS)
@@ -117,7 +117,7 @@ class Saves:
         """Drop the held save."""
         if self._left is not None:
             self._left = self._left_error = self.last = None
-            self._session.drop_deferred(f"dropped: {why}")
+            self._session.saves.drop_deferred(f"dropped: {why}")
 
     def roll_back(self) -> None:
         """Forget the saves of the steps that the ranks repeat."""

@@ -93,11 +93,11 @@ class StepAgreement:
     def after_step(self, step: int) -> Verdict:
         """Return the verdict for `step`, which is the same on every rank."""
         if self._proposals is None:
-            save = self._session.take_save_request()
+            save = self._session.requests.take_save()
             interval_steps, self._interval_steps = self._interval_steps, None
-            return Verdict(save, self._session.stop_requested, interval_steps)
+            return Verdict(save, self._session.requests.stop, interval_steps)
         # A request that has arrived by now is met by a save after this step.
-        self._save_requested |= self._session.take_save_request()
+        self._save_requested |= self._session.requests.take_save()
         accepted = self._proposals.reach(step)
         verdict = Verdict()
         if accepted is not None:
@@ -153,7 +153,7 @@ class StepAgreement:
     def _propose_requests(self, proposals: Proposals) -> None:
         if self._has_stopped:
             return
-        if self._session.stop_requested:
+        if self._session.requests.stop:
             proposals.propose(Purpose.STOP)
         elif self._save_requested:
             proposals.propose(Purpose.SAVE)

@@ -116,7 +116,7 @@ class PodPlace:
 
     def is_safe(self, session: Session, handle: SaveHandle, *, waited: bool) -> bool:
         """Return whether the sidecar has acknowledged the save. It then finishes the save by itself."""
-        return session.was_acknowledged(handle)
+        return session.saves.was_acknowledged(handle)
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
