@@ -40,7 +40,7 @@ def main(root: str, what: str) -> None:
             tier.delete_checkpoint(JOB_UID, checkpoint)
         case "unused-layouts":
             clock = ManualClock()
-            unused = UnusedLayouts(Path(root), (), BufferPool(1 << 20, keep=1), clock.monotonic)
+            unused = UnusedLayouts(Path(root), BufferPool(1 << 20, keep=1), clock.monotonic)
             for _ in range(2):
                 unused.look(frozenset())
                 clock.advance(UNUSED_SECONDS)

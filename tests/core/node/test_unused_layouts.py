@@ -24,15 +24,13 @@ from tests.support.trainer.launched import until
 from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.node.files import BufferPool
-from holdfast_core.node.layouts import LOCK_FILE, UNUSED_SECONDS, UnusedLayouts
+from holdfast_core.node.layouts import UNUSED_SECONDS, UnusedLayouts
 from holdfast_core.node.shard_file import WRITE_BYTES
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.node.volume import QUARANTINE
 from holdfast_core.shards.record import ShardRecord
 
 CHILD = Path(__file__).with_name("crash_writer.py")
 SIZE = 5000
-RESERVED = frozenset({"layouts", "spare", QUARANTINE, LOCK_FILE})
 
 
 @pytest.fixture
@@ -56,9 +54,7 @@ class Looker:
 
     def __init__(self, root: Path) -> None:
         self._clock = ManualClock()
-        self._unused = UnusedLayouts(
-            root, RESERVED, BufferPool(WRITE_BYTES, keep=1), self._clock.monotonic
-        )
+        self._unused = UnusedLayouts(root, BufferPool(WRITE_BYTES, keep=1), self._clock.monotonic)
 
     def look(self, after: float = UNUSED_SECONDS, known: frozenset[Digest] = frozenset()) -> int:
         self._clock.advance(after)

@@ -1,16 +1,46 @@
-"""Limit on the log lines that input from others causes: from unauthenticated callers and from the trainer."""
+"""JSON logs, and a limit on the lines that input from others causes.
+
+The others are unauthenticated callers and the trainer.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
-from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.clock import Clock, SystemClock, stamp
 
 _LINES = 5
 """Log lines per minute of one message of a library."""
 _SUBJECTS = 100
 """Different messages per minute, over all libraries and of the program itself. Further ones are dropped."""
+
+
+class JsonFormatter(logging.Formatter):
+    """Formatter that writes each record as one JSON object."""
+
+    def __init__(
+        self, clock: Clock, further: Callable[[logging.LogRecord], dict[str, Any]]
+    ) -> None:
+        """Create the formatter. `further` returns the fields of the process for a record."""
+        super().__init__()
+        self._clock = clock
+        self._further = further
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": stamp(self._clock.utc_now()),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **self._further(record),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
 
 
 class BoundedLogs(logging.Filter):

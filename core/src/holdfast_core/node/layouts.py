@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,9 +30,9 @@ from holdfast_core.failpoint import failpoint
 from holdfast_core.format.keys import LAYOUTS, layout_key
 from holdfast_core.ids import Digest
 from holdfast_core.node.files import TEMP_PREFIX, BufferPool, disk_errors
+from holdfast_core.node.paths import LOCK_FILE
 from holdfast_core.node.scan import layouts_in_use
 
-LOCK_FILE = ".layouts.lock"
 UNUSED_SECONDS = 3600.0
 """Much longer than a save takes from the mark of its layout until its shard has its name. A commit looks for
 the layouts of its shards, so that a save which took longer is not committed."""
@@ -77,7 +77,6 @@ class UnusedLayouts:
     def __init__(
         self,
         root: Path,
-        reserved: Container[str],
         buffers: BufferPool,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,12 +84,10 @@ class UnusedLayouts:
 
         Args:
             root: Directory of the tier.
-            reserved: Names below it that are not job directories.
             buffers: Pool of the read buffers.
             monotonic: Returns the seconds since any moment.
         """
         self._root = root
-        self._reserved = reserved
         self._buffers = buffers
         self._monotonic = monotonic
         self._lock = threading.Lock()
@@ -131,7 +128,7 @@ class UnusedLayouts:
             marks.pop(self._root / layout_key(digest), None)
         if not marks:
             return 0
-        for digest in layouts_in_use(self._root, self._reserved, self._buffers):
+        for digest in layouts_in_use(self._root, self._buffers):
             marks.pop(self._root / layout_key(digest), None)
         failpoint("node.layouts_scanned")
         freed = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from holdfast_core.node.files import (
     read_errors,
     remove_dead_temp,
 )
+from holdfast_core.node.paths import RESERVED
 from holdfast_core.node.shard_file import read_record
 from holdfast_core.shards.record import ShardRecord
 
@@ -61,9 +62,7 @@ class ScanResult:
     """Total size of documents, skipped files and files of reserved directories."""
 
 
-def scan(
-    root: Path, reserved: frozenset[str], buffers: BufferPool, *, read_only: bool = False
-) -> ScanResult:
+def scan(root: Path, buffers: BufferPool, *, read_only: bool = False) -> ScanResult:
     """Read head and trailer of every shard below `root`, and remove temporary files of dead writers.
 
     Payloads are not read. A file that cannot be read, or that another process removes meanwhile, is skipped:
@@ -73,7 +72,6 @@ def scan(
 
     Args:
         root: Directory of the tier.
-        reserved: Names below `root` that are not job directories.
         buffers: Pool of the read buffers.
         read_only: Change nothing on the disk and call no fsync.
     """
@@ -95,7 +93,7 @@ def scan(
             with read_errors(f"looking at {path}"):
                 size = path.lstat().st_size
             parts = path.relative_to(root).parts
-            if parts[0] in reserved or not parts[-1].endswith(".shard"):
+            if parts[0] in RESERVED or not parts[-1].endswith(".shard"):
                 other_bytes += size
                 continue
             shards.append(FoundShard(path, read_shard(root, path, buffers)))
@@ -110,12 +108,12 @@ def scan(
     return ScanResult(tuple(shards), tuple(torn), removed, tuple(skipped), other_bytes)
 
 
-def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUid, CheckpointId]]:
+def list_manifests(root: Path) -> Iterator[tuple[JobUid, CheckpointId]]:
     """Yield the manifests by their names. The documents are not read and may be damaged."""
     with disk_errors(f"listing {root}"):
         jobs = sorted(root.iterdir()) if root.is_dir() else []
     for job in jobs:
-        if job.name in reserved or not job.is_dir():
+        if job.name in RESERVED or not job.is_dir():
             continue
         # A directory at the name of a manifest counts as a manifest that cannot be read: if it did not count,
         # a restore would go back to an older step without a word.
@@ -128,14 +126,14 @@ def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUi
                 yield JobUid(job.name), key.checkpoint
 
 
-def layouts_in_use(root: Path, reserved: Container[str], buffers: BufferPool) -> Iterator[Digest]:
+def layouts_in_use(root: Path, buffers: BufferPool) -> Iterator[Digest]:
     """Yield the layouts that the shards and manifests on the disk name, also those of other processes.
 
     Raises CorruptionError, FormatError and OSError where one of them cannot be read.
     """
     for path in _files(root):
         relative = path.relative_to(root)
-        if relative.parts[0] in reserved or path.name.startswith(TEMP_PREFIX):
+        if relative.parts[0] in RESERVED or path.name.startswith(TEMP_PREFIX):
             continue
         try:
             if path.suffix == ".shard":

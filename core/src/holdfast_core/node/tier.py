@@ -49,7 +49,7 @@ from holdfast_core.node.files import (
 )
 from holdfast_core.node.index import VOLUME_ADVICE, IndexEntry, NodeIndex, UnreadableShards
 from holdfast_core.node.layouts import UnusedLayouts, locked, mark
-from holdfast_core.node.paths import RESERVED, manifest_path, shard_path
+from holdfast_core.node.paths import manifest_path, shard_path
 from holdfast_core.node.scan import list_manifests, read_shard, scan
 from holdfast_core.node.shard_file import (
     WRITE_BYTES,
@@ -124,7 +124,7 @@ class DiskNodeTier:
         self.records = PodRecords(root, self.volume.directories)
         self._unreadable = UnreadableShards(monotonic)
         self._writes = ShardWrites(self.volume, self._index, self.buffers, self._unreadable)
-        self._unused_layouts = UnusedLayouts(root, RESERVED, self.buffers)
+        self._unused_layouts = UnusedLayouts(root, self.buffers)
         self._opened = False
         self._read_only = read_only
 
@@ -139,7 +139,7 @@ class DiskNodeTier:
         with disk_errors(f"opening the {self._name} {self._root}"):
             if not self._read_only:
                 volume.create((QUARANTINE, LAYOUTS, SPARE))
-            found = scan(self._root, RESERVED, self.buffers, read_only=self._read_only)
+            found = scan(self._root, self.buffers, read_only=self._read_only)
             spare_bytes = volume.spares.count()
         for shard in found.shards:
             self._index.add(IndexEntry(shard.record, shard.path))
@@ -293,7 +293,7 @@ class DiskNodeTier:
 
     def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]:
         self._expect_open()
-        return tuple(list_manifests(self._root, RESERVED))
+        return tuple(list_manifests(self._root))
 
     def put_layout(self, document: bytes) -> Digest:
         self._expect_open()
@@ -385,4 +385,4 @@ class DiskNodeTier:
 
 def manifests_in(root: Path) -> tuple[tuple[JobUid, CheckpointId], ...]:
     """Return the manifests of a node tier that another process may have opened. Reads names only."""
-    return tuple(list_manifests(root, RESERVED))
+    return tuple(list_manifests(root))

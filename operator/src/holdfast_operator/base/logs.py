@@ -5,36 +5,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from typing import Any
 
 from holdfast_core.api import Gang
-from holdfast_core.clock import Clock, SystemClock, stamp
-from holdfast_core.net.bounded_logs import BoundedLogs
+from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.net.bounded_logs import BoundedLogs, JsonFormatter
 
 LOGGER = logging.getLogger("holdfast_operator")
-
-
-class JsonFormatter(logging.Formatter):
-    """Formatter that writes each record as one JSON object."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, Any] = {
-            "time": stamp(self._clock.utc_now()),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str)
 
 
 def _is_expected(record: logging.LogRecord) -> bool:
@@ -53,7 +32,7 @@ def configure(level: str, clock: Clock | None = None) -> None:
     """
     clock = clock or SystemClock()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(clock))
+    handler.setFormatter(JsonFormatter(clock, lambda record: {"logger": record.name}))
     handler.addFilter(lambda record: not _is_expected(record))
     handler.addFilter(BoundedLogs(LOGGER.name, clock))
     root = logging.getLogger()

@@ -6,13 +6,12 @@ that lasts is logged once.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from typing import Any
 
-from holdfast_core.clock import Clock, SystemClock, stamp
-from holdfast_core.net.bounded_logs import BoundedLogs
+from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.net.bounded_logs import BoundedLogs, JsonFormatter
 
 LOGGER = logging.getLogger("holdfast_sidecar")
 _RATE_LIMIT_SECONDS = 60.0
@@ -21,30 +20,11 @@ _WARNINGS = 20
 _ERROR_CHARACTERS = 1000
 
 
-class _JsonFormatter(logging.Formatter):
-    def __init__(self, fixed: dict[str, Any], clock: Clock) -> None:
-        super().__init__()
-        self._fixed = fixed
-        self._clock = clock
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, Any] = {
-            "time": stamp(self._clock.utc_now()),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
-            **self._fixed,
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str)
-
-
 def configure(clock: Clock | None = None, **fixed: Any) -> None:
     """Route all logs of this process through one handler, and add the `fixed` fields to every line."""
     clock = clock or SystemClock()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(fixed, clock))
+    handler.setFormatter(JsonFormatter(clock, lambda record: fixed))
     handler.addFilter(BoundedLogs(LOGGER.name, clock, own_warnings=_WARNINGS))
     root = logging.getLogger()
     root.handlers[:] = [handler]
