@@ -20,7 +20,7 @@ from holdfast.directory.commit import Committer
 from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.persister.folder_store import FolderStore
-from holdfast.directory.restore import Bringer, FolderPlaces, assemble_payload
+from holdfast.directory.restore import FolderPlaces, ShardFetcher, assemble_payload
 from holdfast.directory.service import DirectoryService
 from holdfast.slots.staging import SlotRing
 from holdfast_core.closing import Closing
@@ -118,7 +118,7 @@ def test_a_payload_is_assembled_from_the_parts_of_several_ranks(tmp_path: Path, 
     tier, manifest = saved(tmp_path)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [3], rank)
     slot = slot_in(tmp_path, rank, wanted.payload_bytes)
-    read = assemble_payload(FolderPlaces(Bringer(tier), manifest), wanted, 2, slot)
+    read = assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(rank))
     assert read <= 1.2 * wanted.payload_bytes
     slot.close()
@@ -129,7 +129,7 @@ def test_a_bad_shard_is_quarantined_and_its_copy_read(tmp_path: Path) -> None:
     damage(tmp_path, 1)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(FolderPlaces(Bringer(tier), manifest), wanted, 2, slot)
+    assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
@@ -141,7 +141,7 @@ def test_the_content_of_a_missing_shard_is_read_from_another(tmp_path: Path) -> 
     path.unlink()
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(FolderPlaces(Bringer(tier), manifest), wanted, 2, slot)
+    assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     slot.close()
 
@@ -153,7 +153,7 @@ def test_an_error_names_both_bad_copies(tmp_path: Path) -> None:
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(NotFoundError, match=r"(?s)CRC32C.*CRC32C.*w: 131072 of 262144 elements"):
-        assemble_payload(FolderPlaces(Bringer(tier), manifest), wanted, 2, slot)
+        assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
     assert quarantined(tmp_path) == ["rank000001", "rank000003"]
     slot.close()
 
@@ -169,7 +169,7 @@ def test_a_shard_that_does_not_match_the_manifest_is_not_read(tmp_path: Path) ->
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     other = replace(manifest, shards=tuple(shards))
-    assemble_payload(FolderPlaces(Bringer(tier), other), wanted, 2, slot)
+    assemble_payload(FolderPlaces(ShardFetcher(tier), other), wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
@@ -180,7 +180,7 @@ def test_a_tensor_that_was_never_saved_quarantines_nothing(tmp_path: Path) -> No
     wanted = layout_of({"v": Tensor("F32", (2, 2))}, [1], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(StateMismatchError, match=r"v: expected F32 \[2, 2\], found nothing"):
-        assemble_payload(FolderPlaces(Bringer(tier), manifest), wanted, 2, slot)
+        assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
     assert quarantined(tmp_path) == []
     slot.close()
 
@@ -262,9 +262,9 @@ def test_a_store_that_stops_to_answer_during_a_read_is_waited_for(
     folder = folder_of(tmp_path, stored)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    bringer = Bringer(folder.tier, folder)
-    assemble_payload(FolderPlaces(bringer, manifest), wanted, 2, slot)
-    assert bringer.has_read_store
+    fetcher = ShardFetcher(folder.tier, folder)
+    assemble_payload(FolderPlaces(fetcher, manifest), wanted, 2, slot)
+    assert fetcher.has_read_store
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert stored.breaking.has_broken
     slot.close()
@@ -281,9 +281,9 @@ def test_damaged_shards_of_the_folder_are_read_from_its_store(
         damage(tmp_path / "tier", rank)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    bringer = Bringer(folder.tier, folder)
-    assemble_payload(FolderPlaces(bringer, manifest), wanted, 2, slot)
-    assert bringer.has_read_store
+    fetcher = ShardFetcher(folder.tier, folder)
+    assemble_payload(FolderPlaces(fetcher, manifest), wanted, 2, slot)
+    assert fetcher.has_read_store
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     slot.close()
 

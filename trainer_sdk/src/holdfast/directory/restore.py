@@ -55,7 +55,7 @@ _SHOWN = 5
 """Checkpoints that a reply names as passed over."""
 
 
-class Bringer:
+class ShardFetcher:
     """Reads shards and layouts of the restore point from the folder, or else from its store.
 
     A call waits while the store does not answer.
@@ -72,7 +72,7 @@ class Bringer:
         self._folder = folder
         self.store = None if folder is None else folder.store
 
-    def bring(self, ref: ShardRef) -> None:
+    def fetch(self, ref: ShardRef) -> None:
         """Make sure that the folder has the shard.
 
         Raises:
@@ -134,16 +134,16 @@ class Bringer:
 class FolderPlaces:
     """The folder and then its store, as `reading.reader.CheckpointPlaces`."""
 
-    bringer: Bringer
+    fetcher: ShardFetcher
     manifest: Manifest
 
     async def layout(self, rank: Rank) -> RankLayout:
         digest = self.manifest.shards[rank].layout
-        return parse_rank_layout(self.bringer.layout(self.manifest.ref(rank), digest))
+        return parse_rank_layout(self.fetcher.layout(self.manifest.ref(rank), digest))
 
     def places(self, rank: Rank) -> tuple[ShardPlace, ...]:
-        ref, store = self.manifest.ref(rank), self.bringer.store
-        tier = self.bringer.tier
+        ref, store = self.manifest.ref(rank), self.fetcher.store
+        tier = self.fetcher.tier
         here = ShardPlace(TierName.NODE, "the folder", partial(open_in_folder, tier, ref))
         if store is None:
             return (here,)
@@ -151,19 +151,19 @@ class FolderPlaces:
         return (here, ShardPlace(TierName.OBJECT, str(store.url), opened))
 
     async def run(self, call: Callable[[], T], place: ShardPlace | None = None) -> T:
-        store = self.bringer.store
+        store = self.fetcher.store
         if place is None or place.tier is TierName.NODE or store is None:
             return read_patiently(call)
         why = f"it has a shard of step {self.manifest.step}, which this run restores"
         found = store.patiently(why, call)
-        self.bringer.has_read_store = True
+        self.fetcher.has_read_store = True
         return found
 
     async def failed(self, place: ShardPlace, rank: Rank, error: HoldfastError) -> None:
         """Quarantine a damaged shard of the folder."""
         logger.warning("%s; the shard of rank %d is read from elsewhere", error, rank)
         if place.tier is TierName.NODE and isinstance(error, CorruptionError):
-            self.bringer.tier.quarantine(self.manifest.ref(rank), error)
+            self.fetcher.tier.quarantine(self.manifest.ref(rank), error)
 
 
 class FolderRestore:
@@ -174,7 +174,7 @@ class FolderRestore:
         self._tier = folder.tier
         self._world_size = folder.options.world_size
         self._layouts = layouts
-        self._bringer = Bringer(folder.tier, folder)
+        self._fetcher = ShardFetcher(folder.tier, folder)
 
     @property
     def point(self) -> RestorePoint:
@@ -233,7 +233,7 @@ class FolderRestore:
             )
         ref = manifest.ref(message.rank)
         size = manifest.shards[message.rank].payload_bytes
-        self._bringer.bring(ref)
+        self._fetcher.fetch(ref)
         named = [offer.name for offer in message.slots if self._names(offer.name, ref, size)]
         if message.reads_files:
             path = str(self._tier.shard_path(ref))
@@ -241,7 +241,7 @@ class FolderRestore:
         for name in named:
             if self._holds(name, ref, size):
                 return Filled(name, size, TierName.MEMORY)
-        places = FolderPlaces(self._bringer, manifest)
+        places = FolderPlaces(self._fetcher, manifest)
         with closing(self._fitting(message.slots, size)) as slot:
             header = begin_shard(slot, ref, size)
             run_blocking(Reader(places, slot).read_span(message.rank, ByteRange(0, size)))
@@ -250,7 +250,7 @@ class FolderRestore:
 
     @property
     def _tier_name(self) -> TierName:
-        return TierName.OBJECT if self._bringer.has_read_store else TierName.NODE
+        return TierName.OBJECT if self._fetcher.has_read_store else TierName.NODE
 
     def _fill_resharded(self, message: Fill, manifest: Manifest, layout: Digest) -> Filled:
         wanted = parse_rank_layout(self._layouts.read(layout))
@@ -258,7 +258,7 @@ class FolderRestore:
             raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
         with closing(self._fitting(message.slots, wanted.payload_bytes)) as slot:
             read = assemble_payload(
-                FolderPlaces(self._bringer, manifest), wanted, self._world_size, slot
+                FolderPlaces(self._fetcher, manifest), wanted, self._world_size, slot
             )
         logger.info(
             "rank %d: read %d bytes for a payload of %d", wanted.rank, read, wanted.payload_bytes
@@ -279,7 +279,7 @@ class FolderRestore:
 
     def _publish_layout(self, manifest: Manifest, rank: Rank) -> Digest:
         digest = manifest.shards[rank].layout
-        self._layouts.ensure(self._bringer.layout(manifest.ref(rank), digest), digest)
+        self._layouts.ensure(self._fetcher.layout(manifest.ref(rank), digest), digest)
         return digest
 
     def _publish_rank_layout(self, manifest: Manifest, rank: Rank) -> Digest | None:
