@@ -40,7 +40,7 @@ class PlayedStager:
     """A stager without slots."""
 
     def __init__(self) -> None:
-        self.room = Room()
+        self.slot_writes = SimpleNamespace(room=Room())
 
     def choose(self, step: Step | None) -> None:
         return

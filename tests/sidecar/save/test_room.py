@@ -168,7 +168,7 @@ async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) ->
     rank = FakeRank(tmp_path, JOB_UID, 0, 0)
     await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
     await until(lambda: [f.reason for f in failures.current] == [NODE_FULL], "a failure")
-    stager.room.made()
+    stager.slot_writes.room.made()
     await until(lambda: node.writes == 2, "a second write")
     assert failures.current == ()
     node.let.set()

@@ -35,7 +35,7 @@ class Training:
         self.ring = SlotRing(slots_dir, Rank(rank), policy.slots)
         self.ring.ensure(4096, ROUND)
         self.status = SaveStatus(
-            ProgressReporter(session, Rank(rank), time.monotonic), lambda: "the log", raises=False
+            ProgressReporter(session, time.monotonic), lambda: "the log", raises=False
         )
         traits = Traits(
             job_uid=JOB_UID,

@@ -165,7 +165,7 @@ class Reports:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self._session = Recorded()
-        self.reporter = ProgressReporter(self._session, Rank(0), self.clock.monotonic)
+        self.reporter = ProgressReporter(self._session, self.clock.monotonic)
 
     def step(self, number: int, seconds: float = 0.0) -> Progress:
         self.clock.advance(seconds)

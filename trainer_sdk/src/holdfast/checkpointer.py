@@ -106,7 +106,7 @@ class Checkpointer:
             knows_what_is_durable=traits.knows_what_is_durable,
         )
         self._status = SaveStatus(
-            ProgressReporter(self._session, rank, time.monotonic),
+            ProgressReporter(self._session, time.monotonic),
             lambda: place.where_to_look,  # not `self`: see `_release_resources`
             raises=self._options.raises,
         )

@@ -46,9 +46,6 @@ class Starter:
         on_change: Callable[[], None],
     ) -> None:
         self._pod = pod
-        self._settings = pod.settings
-        self._current = pod.current
-        self._clock = pod.clock
         self._gang = gang
         self._connections = connections
         self._peers = peers
@@ -72,7 +69,7 @@ class Starter:
 
     def begin(self) -> None:
         """Begin a new round after its ROUND was accepted: host the TCPStore here, or ask for its address."""
-        state = self._current()
+        state = self._pod.current()
         if state.accepted is None:
             return
         if state.accepted.store_host == state.worker:
@@ -107,7 +104,7 @@ class Starter:
             # waited for.
             return True
         try:
-            async with asyncio.timeout(self._settings.end_seconds):
+            async with asyncio.timeout(self._pod.settings.end_seconds):
                 await self._ended.wait()
         except TimeoutError:
             logs.warning("the launcher did not end its ranks in time", round=round_)
@@ -116,7 +113,7 @@ class Starter:
 
     def evaluate(self) -> None:
         """Send Run to the launcher if the barrier is open and Run was not sent yet."""
-        state = self._current()
+        state = self._pod.current()
         if state.accepted is None or self._gang.running_round == state.round:
             return
         run = open_barrier(
@@ -146,7 +143,7 @@ class Starter:
 
         Call it after the reply to the launcher's Hello is queued, because the reply must precede pushes.
         """
-        state = self._current()
+        state = self._pod.current()
         self._gang.running_round = hello.round
         self._last_round = hello.last_round
         if hello.round is not None and hello.round < state.round:
@@ -168,26 +165,26 @@ class Starter:
         """
         self._ended.set()
         running = self._gang.running_round
-        state = self._current()
+        state = self._pod.current()
         if running is not None and running == state.round and state.accepted is not None:
             self._watch.spawn(self._lost_unless_back(running), "launcher gone")
         else:
             self._gang.running_round = None
 
     async def _lost_unless_back(self, running: RestartRound) -> None:
-        await self._clock.sleep(self._settings.launcher_grace_seconds)
-        if self._connections.launcher is not None or self._current().round != running:
+        await self._pod.clock.sleep(self._pod.settings.launcher_grace_seconds)
+        if self._connections.launcher is not None or self._pod.current().round != running:
             return
         if self._gang.done:
             return
         self._gang.running_round = None
-        ranks = map(Rank, self._current().own_ranks)
+        ranks = map(Rank, self._pod.current().own_ranks)
         self._gang.launcher_lost(ranks, "the launcher ended together with the trainer container")
         self._on_change()
 
     def ended(self, round_: RestartRound) -> None:
         """Handle Ended: the launcher has ended all ranks of rounds below `round_`."""
-        if round_ >= self._current().round:
+        if round_ >= self._pod.current().round:
             self._gang.running_round = None
             self._ended.set()
             self._on_change()
@@ -201,19 +198,19 @@ class Starter:
         """
         if not token:
             self._gang.stacks_token, self._gang.stacks = "", ()
-        if token and round_ == self._current().round and token != self._gang.stacks_token:
+        if token and round_ == self._pod.current().round and token != self._gang.stacks_token:
             self._connections.push_launcher(TakeStacks(round_, token))
 
     def store_address(self, message: StoreAddress) -> None:
         """Handle the launcher's StoreAddress: it has opened the TCPStore of this round in this pod."""
-        state = self._current()
+        state = self._pod.current()
         member = state.member(state.worker)
         if message.round != state.round or member is None:
             return
         try:
             host = self._peers.endpoint(member).host
         except HoldfastError:
-            host = self._settings.contract.pod_ip
+            host = self._pod.settings.contract.pod_ip
         self._set_store(Rendezvous(message.round, f"{host}:{message.port}", message.secret))
 
     # ------------------------------------------------------------------ rendezvous
@@ -240,9 +237,9 @@ class Starter:
     async def _ask_for_store(self, round_: RestartRound) -> None:
         """Poll the own relay, or the worker that hosts the store, until it returns the address."""
         backoff = self._pod.backoff()
-        own, is_relay_silent = self._current().worker, False
+        own, is_relay_silent = self._pod.current().worker, False
         while True:
-            accepted = self._current().accepted
+            accepted = self._pod.current().accepted
             if accepted is None:
                 return
             relay = relay_of(accepted, own)
@@ -258,7 +255,7 @@ class Starter:
             except HoldfastError as error:
                 self._waiting.log("rendezvous", str(error), round=round_)
                 is_relay_silent = not is_relay_silent
-                await self._clock.sleep(min(backoff.next_seconds(), 1.0))
+                await self._pod.clock.sleep(min(backoff.next_seconds(), 1.0))
                 continue
             backoff.reset()
             _, _, port = answer.address.rpartition(":")

@@ -68,7 +68,6 @@ class Control:
 
     def __init__(self, components: Components, lifecycle: Lifecycle, receivers: Receivers) -> None:
         self._components = components
-        self._role = components.role
         self._lifecycle = lifecycle
         self._receivers = receivers
 
@@ -88,7 +87,7 @@ class Control:
         refused = refuse_state(self.state, caller)
         if refused is not None:
             raise_refused(refused)
-        return await self._role.require().state(
+        return await self._components.role.require().state(
             since, timeout_seconds, quiet_seconds, acknowledges=caller.operator
         )
 
@@ -143,17 +142,17 @@ class Control:
             ):
                 return await receivers.relaying.to_coordinator(path, message)
             case Prepared():
-                return self._role.require().prepared(message)
+                return self._components.role.require().prepared(message)
             case Replicated():
-                return self._role.require().replicated(message)
+                return self._components.role.require().replicated(message)
             case Uploaded():
-                return self._role.require().uploaded(message)
+                return self._components.role.require().uploaded(message)
             case WorkerReport():
-                return self._role.require().report(message)
+                return self._components.role.require().report(message)
             case Prune():
-                return await self._role.require().prune(message)
+                return await self._components.role.require().prune(message)
             case GangRequest() if caller.operator:
-                return self._role.require().request(path, message)
+                return self._components.role.require().request(path, message)
             case GangRequest():
                 receivers.notices.request(path, message)
             case ManifestPut():

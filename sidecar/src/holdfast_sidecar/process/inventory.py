@@ -46,8 +46,7 @@ class Inventories:
         self._read = tiers.pools.read
         self._stager = saves.stager
         self._layouts = saves.layouts
-        self._metrics = telemetry.metrics
-        self._failures = telemetry.failures
+        self._telemetry = telemetry
         self._changed = logs.Changed()
 
     async def take(self, state: RoundState, *, launcher: bool) -> Inventory:
@@ -58,14 +57,14 @@ class Inventories:
             launcher: Whether the launcher is connected.
         """
         uid = self._pod.job_uid
-        corrupt = partial(self._metrics.corruption, TierName.NODE)
+        corrupt = partial(self._telemetry.metrics.corruption, TierName.NODE)
         manifests = await self._read.run(listed_manifests, self._node, uid, corrupt)
         slots, known = self._pod.settings.slots_dir, dict(self._stager.memory)
         shards = await self._read.run(listed_shards, self._node, uid, slots, known)
         try:
-            self._metrics.free(await self._read.run(self._node.free_bytes))
+            self._telemetry.metrics.free(await self._read.run(self._node.free_bytes))
         except HoldfastError as error:
-            self._failures.note("node volume", TierName.NODE, error)
+            self._telemetry.failures.note("node volume", TierName.NODE, error)
         whole = Inventory(
             worker=state.worker,
             pod=self._pod.contract.pod_name,

@@ -67,8 +67,7 @@ class Lifecycle:
         self._restores = components.restores
         self._gang = components.gang
         self._starter = components.starter
-        self._role = components.role
-        self._changed = components.changed
+        self._components = components
         self._background = background
         self._telemetry = telemetry
         self._inventories = Inventories(pod, tiers, components.saves, telemetry)
@@ -99,7 +98,7 @@ class Lifecycle:
 
     async def close(self) -> None:
         await self._tasks.cancel()
-        await self._role.end()
+        await self._components.role.end()
 
     # ------------------------------------------------------------------ SEAL
 
@@ -131,7 +130,7 @@ class Lifecycle:
         if self._pod.state.accepted is not None or self._pod.state.round != round_:
             return
         await self._record(round_, 0)
-        await self._role.end()
+        await self._components.role.end()
         await asyncio.gather(
             self._saves.flow.reset(), self._restores.rehydrator.reset(), self._starter.reset()
         )
@@ -274,22 +273,22 @@ class Lifecycle:
         durable = await self._resume_own_shards(message.round)
         self._saves.stager.recover(self._pod.state, durable)
         self._background.begin()
-        self._role.begin(message)
+        self._components.role.begin(message)
         self._restores.rehydrator.begin(message)
         self._starter.begin()
-        self._changed()
+        self._components.changed()
 
     async def _continue(self, before: Round, message: Round) -> None:
         if before.coordinator != message.coordinator:
-            await self._role.end()
-            self._role.begin(message)
+            await self._components.role.end()
+            self._components.role.begin(message)
             self._saves.flow.report_again()
-        elif self._role.coordinator is not None:
-            self._role.coordinator.update(message)
+        elif self._components.role.coordinator is not None:
+            self._components.role.coordinator.update(message)
         self._restores.rehydrator.retry_now()
         self._starter.evaluate()
         self._saves.flow.wake()
-        self._changed()
+        self._components.changed()
 
     async def _manifests(self) -> frozenset[CheckpointId]:
         return await self._tiers.checkpoints(self._pod.job_uid)

@@ -54,23 +54,19 @@ class Local:
 
         `node_bytes` is what each rank may use of the node volume.
         """
-        self._current = components.current
-        self._saves = components.saves
+        self._components = components
         self._filler = components.restores.filler
-        self._gang = components.gang
-        self._starter = components.starter
-        self._changed = components.changed
         self._connections = connections
         self._notices = notices
         self._background = background
         self._metrics = metrics
         self._node_bytes = node_bytes
         self._tasks = Tasks()
-        self._saves.stager.ended.subscribe(self._written)
+        self._components.saves.stager.ended.subscribe(self._written)
 
     @property
     def state(self) -> RoundState:
-        return self._current()
+        return self._components.current()
 
     # ------------------------------------------------------------------ connections
 
@@ -80,7 +76,7 @@ class Local:
         if hello is not None:
             # These pushes follow the reply, because the other side waits for it before it reads pushes.
             if hello.role is LocalRole.LAUNCHER:
-                self._tasks.soon(lambda: self._starter.hello(hello), "launcher hello")
+                self._tasks.soon(lambda: self._components.starter.hello(hello), "launcher hello")
             else:
                 self._tasks.soon(lambda: self._notices.repeat(connection), "rank hello")
         policy = None if state.accepted is None else state.accepted.policy
@@ -90,8 +86,8 @@ class Local:
         hello = connection.hello
         if hello is not None and hello.role is LocalRole.LAUNCHER:
             if self._connections.launcher is None:
-                self._starter.gone(connection)
-            self._changed()
+                self._components.starter.gone(connection)
+            self._components.changed()
 
     # ------------------------------------------------------------------ requests
 
@@ -99,8 +95,8 @@ class Local:
         match message:
             case Stage():
                 # The rank trains on meanwhile. A refusal would lose its last save after a restart.
-                await self._current.unsealed(message.round)
-                return await self._saves.stager.stage(self._current, message)
+                await self._components.current.unsealed(message.round)
+                return await self._components.saves.stager.stage(self._components.current, message)
             case Restore():
                 return await self._filler.restore(self.state, message)
             case Fill(reads_files=True):
@@ -127,9 +123,9 @@ class Local:
                 seconds=_LAST_MESSAGES_SECONDS,
             )
         self._expect_round(message)
-        self._gang.done = True
+        self._components.gang.done = True
         self._background.remove_limit()
-        self._changed()
+        self._components.changed()
         await self._notices.released()
         if self.state.round != message.round:
             raise RefusedError(Refusal.STALE_ROUND, f"round {message.round} has been sealed")
@@ -147,27 +143,27 @@ class Local:
             case Progress() if message.round == self.state.round and self._own(message.rank):
                 self._progressed(message)
             case Exited() if message.round == self.state.round and self._own(message.rank):
-                self._gang.exited(message)
+                self._components.gang.exited(message)
             case Stacks() if message.round == self.state.round:
-                self._gang.stacked(
+                self._components.gang.stacked(
                     replace(message, ranks=tuple(s for s in message.ranks if self._own(s.rank)))
                 )
             case Ended():
-                self._starter.ended(message.round)
-                self._starter.evaluate()
+                self._components.starter.ended(message.round)
+                self._components.starter.evaluate()
             case StoreAddress():
-                self._starter.store_address(message)
+                self._components.starter.store_address(message)
             case Progress() | Exited() | Stacks():
                 return  # These are of another round or pod: ranks of an older round are being ended.
             case _:
                 raise FormatError(f"{type(message).__name__} is not a push message of this socket")
-        self._changed()
+        self._components.changed()
 
     def _own(self, rank: Rank) -> bool:
         return rank in self.state.own_ranks
 
     def _progressed(self, message: Progress) -> None:
-        self._gang.progressed(message)
+        self._components.gang.progressed(message)
         self._metrics.trained(message.round)
         if message.rank == self.state.own_ranks[0]:
             # The ranks of a gang finish a step together, so the reports of one of them suffice.
@@ -177,7 +173,7 @@ class Local:
 
     def _interval_steps(self, policy: Policy) -> int:
         """Return the steps between two saves. 0: they are not known yet."""
-        reported = self._gang.intervals.get(Rank(self.state.own_ranks[0]))
+        reported = self._components.gang.intervals.get(Rank(self.state.own_ranks[0]))
         return policy.interval_steps if reported is None else reported.steps
 
     def _upload_steps(self, policy: Policy) -> int | None:
@@ -210,5 +206,5 @@ class Local:
                     self._upload_steps(policy),
                 )
             )
-            self._saves.flow.add(own_shard(outcome.record))
-        self._changed()
+            self._components.saves.flow.add(own_shard(outcome.record))
+        self._components.changed()

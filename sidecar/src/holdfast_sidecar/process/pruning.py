@@ -111,7 +111,7 @@ class Pruner:
             await self._tiers.pools.shard.run(
                 delete_steps, self._tiers.node, self._pod.job_uid, going
             )
-            self._saves.stager.room.made()
+            self._saves.stager.slot_writes.room.made()
 
     async def _protected(self, accepted: Round, steps: frozenset[Step]) -> frozenset[Step]:
         """Return the steps that this round protects.

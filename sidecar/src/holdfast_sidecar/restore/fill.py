@@ -73,8 +73,7 @@ class Filler:
     ) -> None:
         """Create the handler. `places` returns those of a checkpoint from its manifest and namespace."""
         self._pod = pod
-        self._node = tiers.node
-        self._pools = tiers.pools
+        self._tiers = tiers
         self._layouts = saves.layouts
         self._stager = saves.stager
         self._rehydrator = rehydrator
@@ -136,7 +135,7 @@ class Filler:
             raise NotFoundError(f"rank {message.rank} has no shard of its own in this round")
         target = self._replace(message)
         try:
-            attached = await self._pools.fill.run(
+            attached = await self._tiers.pools.fill.run(
                 self._open, message, ref, _source_of_file(restored, message.rank), target
             )
         finally:
@@ -219,10 +218,10 @@ class Filler:
             raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
         size = restored.payload_bytes[rank] if wanted is None else wanted.payload_bytes
         if wanted is None and ref is not None:
-            kept = await self._pools.fill.run(self._from_memory, names, ref, size, target)
+            kept = await self._tiers.pools.fill.run(self._from_memory, names, ref, size, target)
             if kept is not None:
                 return Filled(kept, size, TierName.MEMORY)
-        slot = await self._pools.fill.run(self._room, names, size, target)
+        slot = await self._tiers.pools.fill.run(self._room, names, size, target)
         self._stager.memory.pop(slot, None)
         saved = self._places(restored.manifest, self._pod.namespace_of(restored.point))
         waits = partial(self._failed, rank, target=target, is_final=False)
@@ -348,7 +347,7 @@ class Filler:
                 continue
             try:
                 if names_shard(slot.header(), ref, payload_bytes) and slot_holds(
-                    slot, self._node, ref, payload_bytes
+                    slot, self._tiers.node, ref, payload_bytes
                 ):
                     with target.writing():
                         if not self._stager.owns(name):
@@ -361,7 +360,7 @@ class Filler:
         return None
 
     def _open(self, message: Fill, ref: ShardRef, source: TierName, target: FillTarget) -> Attached:
-        with self._node.open_shard(ref) as reader:
+        with self._tiers.node.open_shard(ref) as reader:
             size = reader.record.header.payload_bytes
             slot = self._named_slot(message, ref, size, target)
             if slot is None:

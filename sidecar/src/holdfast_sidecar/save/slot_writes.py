@@ -30,37 +30,29 @@ class WriteOutcome:
 class SlotWrites:
     """Runner of writes. An error is noted in `Failures` and is part of the WriteOutcome."""
 
-    def __init__(
-        self,
-        pod: Pod,
-        tiers: Tiers,
-        telemetry: Telemetry,
-        room: Room,
-    ) -> None:
-        self._settings = pod.settings
-        self._clock = pod.clock
-        self._node = tiers.node
-        self._pools = tiers.pools
+    def __init__(self, pod: Pod, tiers: Tiers, telemetry: Telemetry) -> None:
+        self._pod = pod
+        self._tiers = tiers
         self._failures = telemetry.failures
         self._metrics = telemetry.metrics
-        self._room = room
+        self.room = Room()
 
     async def write(self, owned: OwnedSlot) -> WriteOutcome:
         """Write the slot to the node tier, durably."""
-        started = self._clock.monotonic()
+        started = self._pod.clock.monotonic()
         try:
             record = await self._with_room(owned)
         except Exception as error:  # noqa: BLE001 - else the slot stays owned and nothing reports it
             return self._failed(owned, error)
         self._failures.healthy(_subject(owned))
         self._metrics.stored(
-            TierName.NODE, record.header.payload_bytes, self._clock.monotonic() - started
+            TierName.NODE, record.header.payload_bytes, self._pod.clock.monotonic() - started
         )
         return WriteOutcome(owned.stage, record)
 
     async def delete(self, record: ShardRecord) -> None:
         """Delete a shard whose step was pruned during its write, which the pruning did not find."""
-        await self._pools.shard.run(self._node.delete_shard, record.ref)
+        await self._tiers.pools.shard.run(self._tiers.node.delete_shard, record.ref)
 
     async def _with_room(self, owned: OwnedSlot) -> ShardRecord:
         """Write the shard. On a full volume, retry after each deletion for up to `room_seconds`.
@@ -74,10 +66,10 @@ class SlotWrites:
                 return await self._watched(owned)
             except CapacityError as error:
                 self._failures.note(_subject(owned), TierName.NODE, error, step=owned.stage.step)
-                now = self._clock.monotonic()
+                now = self._pod.clock.monotonic()
                 if deadline is None:
-                    deadline = now + self._settings.room_seconds
-                if now >= deadline or not await self._room.wait(deadline - now):
+                    deadline = now + self._pod.settings.room_seconds
+                if now >= deadline or not await self.room.wait(deadline - now):
                     raise
                 # The next write may take long. If this failure stayed, the coordinator would continue to
                 # prune during it.
@@ -92,7 +84,7 @@ class SlotWrites:
 
         def write() -> ShardRecord:
             has_begun.set()
-            return self._node.write_shard(header, slot)
+            return self._tiers.node.write_shard(header, slot)
 
         def stalled(quiet: float) -> None:
             if not has_begun.is_set():
@@ -112,15 +104,15 @@ class SlotWrites:
             )
 
         return await until_done(
-            self._pools.shard.run(write),
+            self._tiers.pools.shard.run(write),
             lambda: slot.bytes_read + slot.bytes_verified,
-            quiet_seconds=self._settings.disk_quiet_seconds,
+            quiet_seconds=self._pod.settings.disk_quiet_seconds,
             stalled=stalled,
             moving=lambda: self._failures.healthy(subject),
         )
 
     def _header(self, owned: OwnedSlot) -> ShardHeader:
-        return shard_header(owned.stage, self._settings.contract.job_uid, owned.world_size)
+        return shard_header(owned.stage, self._pod.settings.contract.job_uid, owned.world_size)
 
     def _failed(self, owned: OwnedSlot, error: Exception) -> WriteOutcome:
         """Report and count the failed save, and return its WriteOutcome."""

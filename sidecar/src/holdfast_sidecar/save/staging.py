@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from holdfast_core.errors import FormatError, HoldfastError, RefusedError
 from holdfast_core.failpoint import failpoint
@@ -44,9 +45,21 @@ from holdfast_sidecar.save.owned_slots import (
     to_seal,
 )
 from holdfast_sidecar.save.repeated import RepeatedSaves
-from holdfast_sidecar.save.room import Room
 from holdfast_sidecar.save.slot_notes import SlotNote, SlotNotes, left_in_slots, take_or_free
 from holdfast_sidecar.save.slot_writes import SlotWrites, WriteOutcome
+
+
+@dataclass(slots=True)
+class _Round:
+    """What the stager knows of a round."""
+
+    accepted: RoundState | None = None
+    """The round whose ROUND this process has accepted. None while sealed: only `write_waiting` begins
+    writes then."""
+    newest: dict[Rank, Step] = field(default_factory=dict)
+    """The step that each rank staged last. A seal keeps it."""
+    chosen: Step | None = None
+    """The step that the coordinator has chosen to be written."""
 
 
 class Stager:
@@ -64,11 +77,9 @@ class Stager:
         background: BackgroundLimit,
     ) -> None:
         self._pod = pod
-        self._settings = pod.settings
         self._tiers = tiers
         self._layouts = layouts
-        self.room = Room()
-        self._writes = SlotWrites(pod, tiers, telemetry, self.room)
+        self.slot_writes = SlotWrites(pod, tiers, telemetry)
         self._metrics = telemetry.metrics
         self._background = background
         self.ended: Signal[[WriteOutcome]] = Signal()
@@ -80,11 +91,7 @@ class Stager:
         self._staging: dict[Stage, asyncio.Future[Staged]] = {}
         """Requests that are being served."""
         self._repeated = RepeatedSaves(pod, tiers, self._owned)
-        self._newest: dict[Rank, Step] = {}
-        self._chosen: Step | None = None
-        self._accepted_round: RoundState | None = None
-        """The round whose ROUND this process has accepted. None while sealed: only `write_waiting` begins
-        writes then."""
+        self._round = _Round()
         self._tasks = Tasks()
         self.memory: dict[str, ShardRecord] = {}
         """By slot name: the durable shard whose bytes the slot holds, as long as its header agrees."""
@@ -118,7 +125,7 @@ class Stager:
 
     def newest(self, rank: Rank) -> Step | None:
         """Return the step that the rank staged last in this round."""
-        return self._newest.get(rank)
+        return self._round.newest.get(rank)
 
     def under_way(self, rank: Rank) -> tuple[Step, ...]:
         """Return the rank's steps of the current round that are neither durable nor failed nor pruned."""
@@ -129,7 +136,7 @@ class Stager:
         )
 
     def _is_current(self, owned: OwnedSlot) -> bool:
-        state = self._accepted_round
+        state = self._round.accepted
         return state is not None and owned.stage.round == state.round
 
     async def stage(self, current: Callable[[], RoundState], message: Stage) -> Staged:
@@ -154,7 +161,8 @@ class Stager:
         expect_of_round(current(), message)
         staging = self._staging.get(message)
         if staging is None:
-            if self._is_owned(message):
+            owned = self._owned.get(message.slot)
+            if owned is not None and owned.stage == message:  # the rank connected again
                 return Staged(message.step)
             staging = asyncio.ensure_future(self._stage(current, message))
             self._staging[message] = staging
@@ -173,7 +181,7 @@ class Stager:
         if await self._repeated.compare(lambda: expect_of_round(current(), message), message):
             return Staged(message.step)
         state = expect_of_round(current(), message)
-        slot = SlotFile.open(self._settings.slots_dir, message.slot)
+        slot = SlotFile.open(self._pod.settings.slots_dir, message.slot)
         try:
             check_slot(slot.header(), message, SlotState.FULL)
             if message.slot in self._owned:
@@ -194,7 +202,7 @@ class Stager:
 
     def choose(self, step: Step | None) -> None:
         """Set the step that the coordinator has chosen. Every rank in whose slot it waits writes it."""
-        self._chosen = step
+        self._round.chosen = step
         self._advance()
 
     def forget(self, steps: frozenset[Step]) -> None:
@@ -215,9 +223,8 @@ class Stager:
 
     def seal(self) -> None:
         """End the round: from now on only `write_waiting` begins writes."""
-        self._accepted_round = None
-        self._chosen = None
-        self.room.close()
+        self._round = _Round(newest=self._round.newest)
+        self.slot_writes.room.close()
 
     async def settle(self, timeout_seconds: float) -> bool:
         """Wait for all writes under way. Return False if the time ran out."""
@@ -247,12 +254,12 @@ class Stager:
         `write_waiting` has anything to write.
         """
         left = await self._tiers.pools.read.run(
-            left_in_slots, self._settings.slots_dir, self._notes, known=frozenset(self._owned)
+            left_in_slots, self._pod.settings.slots_dir, self._notes, known=frozenset(self._owned)
         )
         for note in left:
             name = note.stage.slot
             if name not in self._owned:
-                slot = SlotFile.open(self._settings.slots_dir, name)
+                slot = SlotFile.open(self._pod.settings.slots_dir, name)
                 owned = OwnedSlot(note.stage, slot, note.world_size, Where.WAITING)
                 self._owned[name] = owned
         return bool(to_seal(self._owned.values()))
@@ -270,19 +277,17 @@ class Stager:
             durable: Own shards of this round that are on the node tier. A slot that still holds one is
                 written at once, which ends fast: the process that wrote it ended before it freed the slot.
         """
-        self._accepted_round = state
-        self.room.open()
-        self._chosen = None
-        self._newest.clear()
+        self._round = _Round(state)
+        self.slot_writes.room.open()
         for owned in tuple(self._owned.values()):
             # A write of an older round that is still under way finishes: it may be of the restore point.
             if not self._is_current(owned) and owned.where is Where.WAITING:
                 self._free(owned)
-        for name in list_slots(self._settings.slots_dir):
+        for name in list_slots(self._pod.settings.slots_dir):
             if self.owns(name):
                 continue
             try:
-                slot = SlotFile.open(self._settings.slots_dir, name)
+                slot = SlotFile.open(self._pod.settings.slots_dir, name)
             except HoldfastError as error:
                 logs.warning("recovering a slot failed", slot=name, error=str(error))
                 continue
@@ -300,11 +305,6 @@ class Stager:
 
     # ------------------------------------------------------------------ inside
 
-    def _is_owned(self, message: Stage) -> bool:
-        """Return whether this very message was accepted before. A rank sends it again after a reconnect."""
-        owned = self._owned.get(message.slot)
-        return owned is not None and owned.stage == message
-
     def _may_wait(self, state: RoundState) -> bool:
         return state.accepted is not None and state.accepted.policy.keeps_newest
 
@@ -313,7 +313,7 @@ class Stager:
         slot.throttle = self._background.take
         owned = OwnedSlot(message, slot, state.world_size, Where.WAITING)
         self._owned[message.slot] = owned
-        self._newest[message.rank] = message.step
+        self._round.newest[message.rank] = message.step
         if not waits:
             self._start(owned)
         self.changed()
@@ -324,11 +324,11 @@ class Stager:
 
     def _advance(self) -> None:
         """Start the writes of waiting slots that may start now."""
-        state = self._accepted_round
+        state = self._round.accepted
         if state is None:
             return
         for rank in state.own_ranks:
-            owned = next_write(Rank(rank), self._owned.values(), self._chosen)
+            owned = next_write(Rank(rank), self._owned.values(), self._round.chosen)
             if owned is not None:
                 self._start(owned)
         self.changed()
@@ -352,14 +352,14 @@ class Stager:
     async def _write(self, owned: OwnedSlot) -> None:
         outcome: WriteOutcome | None = None
         try:
-            outcome = await self._writes.write(owned)
+            outcome = await self.slot_writes.write(owned)
         finally:
             record = None if outcome is None else outcome.record
             if record is not None and not owned.dropped:
                 self.memory[owned.stage.slot] = record
             self._free(owned)
         if record is not None and owned.dropped:
-            await self._writes.delete(record)
+            await self.slot_writes.delete(record)
         else:
             self.ended(outcome)
         self._advance()

@@ -24,8 +24,7 @@ class Replacer:
     """Record of what is missing on this node since it was quarantined, and its replacement."""
 
     def __init__(self, tiers: Tiers, fetcher: Fetcher, current: Callable[[], RoundState]) -> None:
-        self._node = tiers.node
-        self._pools = tiers.pools
+        self._tiers = tiers
         self._fetcher = fetcher
         self._current = current
         self._log_changes = logs.Changed()
@@ -77,14 +76,14 @@ class Replacer:
         self._log_changes.healthy(str(ref))
         if not await self._is_wanted(ref):
             # Its step was pruned during the fetch, when the pruning could not find the shard.
-            await self._pools.shard.run(self._node.delete_shard, ref)
+            await self._tiers.pools.shard.run(self._tiers.node.delete_shard, ref)
             return True
         logs.info("replaced a bad shard", ref=str(ref), source=tier)
         return True
 
     async def _is_wanted(self, ref: ShardRef) -> bool:
         """Return whether the manifest of the shard's checkpoint is on this node."""
-        found = await self._pools.read.run(self._node.list_manifests)
+        found = await self._tiers.pools.read.run(self._tiers.node.list_manifests)
         return (ref.job_uid, ref.checkpoint) in found
 
     async def _manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
@@ -93,7 +92,7 @@ class Replacer:
         It is if the manifest is here, if no place has it, or if this node has no shard of the checkpoint.
         Without a shard it is not fetched: the checkpoint was pruned here, and a peer may still have it.
         """
-        records = await self._pools.read.run(self._node.list_shards)
+        records = await self._tiers.pools.read.run(self._tiers.node.list_shards)
         if not any((r.header.job_uid, r.checkpoint) == (job_uid, checkpoint) for r in records):
             return True
         point = RestorePoint(checkpoint.step, checkpoint.round, job_uid=job_uid)
@@ -108,7 +107,7 @@ class Replacer:
 
     async def _layout(self, digest: Digest, ref: ShardRef) -> bool:
         """Replace a layout. Return whether it is settled: it is here, not needed, or no place has it."""
-        if await self._pools.read.run(self._node.find, ref) is None:
+        if await self._tiers.pools.read.run(self._tiers.node.find, ref) is None:
             return True  # the shard was pruned
         point = RestorePoint(ref.step, ref.round, job_uid=ref.job_uid)
         try:

@@ -80,14 +80,10 @@ class Scrubber:
             busy: Returns whether a save or a restore moves bytes now.
             throttle: Called in a thread with the length of each piece that was read. It may block.
         """
-        self._settings = pod.settings
-        self._clock = pod.clock
+        self._pod = pod
         self._tiers = tiers
-        self._node = tiers.node
-        self._pools = tiers.pools
         self._replacer = replacer
-        self._metrics = telemetry.metrics
-        self._failures = telemetry.failures
+        self._telemetry = telemetry
         self._busy = busy
         self._throttle = throttle
         self._tasks = Tasks()
@@ -99,23 +95,23 @@ class Scrubber:
         await self._tasks.cancel()
 
     async def _run(self) -> None:
-        settings, rest = self._settings, self._settings.scrub_rest_seconds
-        next_pass = self._clock.monotonic()
+        settings, rest = self._pod.settings, self._pod.settings.scrub_rest_seconds
+        next_pass = self._pod.clock.monotonic()
         while True:
-            await self._clock.sleep(rest)
+            await self._pod.clock.sleep(rest)
             try:
                 await self._replacer.replace_missing()
             except (HoldfastError, OSError) as error:
-                self._failures.note(_SUBJECT, TierName.NODE, error)
-            started = self._clock.monotonic()
+                self._telemetry.failures.note(_SUBJECT, TierName.NODE, error)
+            started = self._pod.clock.monotonic()
             if started < next_pass:
                 continue
             try:
                 await self._pass()
             except (HoldfastError, OSError) as error:
-                self._failures.note(_SUBJECT, TierName.NODE, error)
+                self._telemetry.failures.note(_SUBJECT, TierName.NODE, error)
             else:
-                self._failures.healthy(_SUBJECT)
+                self._telemetry.failures.healthy(_SUBJECT)
             next_pass = started + settings.scrub_pass_seconds
 
     async def _pass(self) -> None:
@@ -124,12 +120,12 @@ class Scrubber:
         A read error does not stop the pass; the newest one is raised at its end. What could not be read is
         not quarantined: if volumes failed briefly on all nodes, no copy would be left.
         """
-        records = list(self._node.list_shards())
+        records = list(self._tiers.node.list_shards())
         random.shuffle(records)
         schedule = ScrubPace(
             sum(r.header.payload_bytes for r in records),
-            self._settings.scrub_pass_seconds,
-            self._clock.monotonic(),
+            self._pod.settings.scrub_pass_seconds,
+            self._pod.clock.monotonic(),
         )
         unread: HoldfastError | OSError | None = None
         try:
@@ -160,40 +156,40 @@ class Scrubber:
             raise  # a volume that fails for a moment must not remove every copy
         except CorruptionError as error:
             # Read it once more, since the fault may be in this process's memory.
-            damage = await self._pools.scrub.run(self._damage, ref)
+            damage = await self._tiers.pools.scrub.run(self._damage, ref)
             if damage is None:
                 logs.warning("a shard is intact at the second read", ref=str(ref), error=str(error))
                 return False
-            self._metrics.corruption(TierName.NODE)
+            self._telemetry.metrics.corruption(TierName.NODE)
             logs.warning("scrub: quarantined a shard", ref=str(ref), error=str(damage))
-            await self._pools.meta.run(self._node.quarantine, ref, damage)
+            await self._tiers.pools.meta.run(self._tiers.node.quarantine, ref, damage)
             self._replacer.shard_is_bad(ref)
             return True
         return False
 
     async def _read(self, ref: ShardRef, schedule: ScrubPace) -> None:
         """Read and verify a shard at the pace of the schedule. Raises NotFoundError, CorruptionError."""
-        reader = await self._pools.scrub.run(self._node.open_shard, ref)
+        reader = await self._tiers.pools.scrub.run(self._tiers.node.open_shard, ref)
         try:
             pieces = reader.read_payload()
             try:
                 while True:
                     await self._turn(schedule)
-                    length = await self._pools.scrub.run(self._piece, pieces)
+                    length = await self._tiers.pools.scrub.run(self._piece, pieces)
                     if length is None:
                         return
                     schedule.done_bytes += length
-                    self._metrics.scrubbed(length)
-                    await self._clock.sleep(schedule.pause_seconds(length))
+                    self._telemetry.metrics.scrubbed(length)
+                    await self._pod.clock.sleep(schedule.pause_seconds(length))
             finally:
-                await self._pools.scrub.run(pieces.close)
+                await self._tiers.pools.scrub.run(pieces.close)
         finally:
             reader.close()
 
     async def _turn(self, schedule: ScrubPace) -> None:
         """Wait while a save or a restore moves bytes, as long as the pass can still end in time."""
-        while self._busy() and not schedule.is_late(self._clock.monotonic()):
-            await self._clock.sleep(_BUSY_POLL_SECONDS)
+        while self._busy() and not schedule.is_late(self._pod.clock.monotonic()):
+            await self._pod.clock.sleep(_BUSY_POLL_SECONDS)
 
     def _piece(self, pieces: Generator[memoryview]) -> int | None:
         piece = next(pieces, None)
@@ -213,11 +209,11 @@ class Scrubber:
 
     async def _documents(self) -> None:
         """Verify all manifests and layouts. Quarantine and replace the damaged ones."""
-        found, unread = await self._pools.scrub.run(self._bad_documents)
+        found, unread = await self._tiers.pools.scrub.run(self._bad_documents)
         for bad in found:
-            self._metrics.corruption(TierName.NODE)
+            self._telemetry.metrics.corruption(TierName.NODE)
             logs.warning("scrub: quarantined a document", error=str(bad.damage))
-            await self._pools.meta.run(bad.quarantine, self._node)
+            await self._tiers.pools.meta.run(bad.quarantine, self._tiers.node)
             if bad.manifest is not None:
                 self._replacer.manifest_is_bad(*bad.manifest)
             elif bad.layout is not None:
@@ -231,7 +227,7 @@ class Scrubber:
         """Return the damaged documents, and the error of one that could not be read."""
         found: list[BadDocument] = []
         try:
-            found.extend(bad_documents(self._node, self._metrics.scrubbed))
+            found.extend(bad_documents(self._tiers.node, self._telemetry.metrics.scrubbed))
         except (HoldfastError, OSError) as error:
             return found, error
         return found, None

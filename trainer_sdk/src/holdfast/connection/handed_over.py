@@ -36,10 +36,6 @@ class HandedOver:
     acknowledged: bool = False
 
     @property
-    def has_failed(self) -> bool:
-        return self.handle.settled and not self.handle.durable
-
-    @property
     def state(self) -> SlotState | None:
         """The slot's state, or None where the slot holds another save by now or is not mapped."""
         try:
@@ -162,7 +158,7 @@ class HandedOverSaves:
                 save
                 for save in same
                 if (save.acknowledged or not save.is_repeated)
-                and (save is same[-1] or not save.has_failed)
+                and (save is same[-1] or save.handle.durable or not save.handle.settled)
             ]
 
     def _forget_old(self) -> None:

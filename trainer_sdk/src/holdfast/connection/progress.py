@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.connection.session import Session
 from holdfast.training.step_timing import StepTiming
-from holdfast_core.ids import Rank, Step
+from holdfast_core.ids import Step
 from holdfast_core.messages.schema import Interval, Progress
 
 MEASURED_STEPS = 32
@@ -30,13 +30,11 @@ class ProgressReporter:
 
     Args:
         session: Sends the reports.
-        rank: This rank.
         monotonic: Returns seconds since an arbitrary point.
     """
 
-    def __init__(self, session: Session, rank: Rank, monotonic: Callable[[], float]) -> None:
+    def __init__(self, session: Session, monotonic: Callable[[], float]) -> None:
         self._session = session
-        self._rank = rank
         self._monotonic = monotonic
         self._finished = 0
         self._seconds = deque[float](maxlen=MEASURED_STEPS)
@@ -139,7 +137,7 @@ class ProgressReporter:
         delivered = self._session.progress(
             Progress(
                 self._session.current_round,
-                self._rank,
+                self._session.rank,
                 self._done,
                 dict(self._metrics),
                 self._blocked_seconds,
