@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+import msgspec
+
+from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.messages.schema import Policy
 
 UPLOAD_SECONDS = 600.0
@@ -54,83 +55,20 @@ class ServiceOptions:
         return 0 in self.own_ranks
 
 
-def format_options(
-    *,
-    root: Path,
-    slots_dir: Path,
-    layouts_dir: Path,
-    rank: Rank,
-    world_size: int,
-    policy: Policy,
-    round_: RestartRound | None,
-    restore: CheckpointId | None,
-    rejected: Sequence[CheckpointId],
-    step: Step | None,
-    run_id: str,
-    device: int | None,
-    spare_slots_dir: Path | None,
-    read_only: bool,
-    store: str | None,
-    store_keep_last: int,
-    writer: Path,
-) -> str:
+def format_options(options: ServiceOptions) -> str:
     """Encode the options as the persister's argument, which `parse_options` decodes."""
-    return json.dumps(
-        {
-            "root": str(root),
-            "slotsDir": str(slots_dir),
-            "layoutsDir": str(layouts_dir),
-            "rank": rank,
-            "worldSize": world_size,
-            "intervalSteps": policy.interval_steps,
-            "slots": policy.slots,
-            "keepLast": policy.keep_last,
-            "round": round_,
-            "restore": None if restore is None else [restore.step, restore.round],
-            "rejected": [[c.step, c.round] for c in rejected],
-            "step": step,
-            "runId": run_id,
-            "device": device,
-            "spareSlotsDir": None if spare_slots_dir is None else str(spare_slots_dir),
-            "readOnly": read_only,
-            "store": store,
-            "storeKeepLast": store_keep_last,
-            "writer": str(writer),
-        }
-    )
+    # The module `json` accepts paths that are not valid UTF-8, and msgspec's encoder does not.
+    return json.dumps(msgspec.to_builtins(options, enc_hook=_plain))
 
 
 def parse_options(text: str) -> ServiceOptions:
-    """Decode the result of `format_options` for a process that serves one rank."""
-    value: dict[str, Any] = json.loads(text)
-    rank = int(value["rank"])
-    round_ = value["round"]
-    return ServiceOptions(
-        root=Path(value["root"]),
-        slots_dir=Path(value["slotsDir"]),
-        layouts_dir=Path(value["layoutsDir"]),
-        world_size=int(value["worldSize"]),
-        own_ranks=range(rank, rank + 1),
-        policy=Policy(
-            interval_steps=int(value["intervalSteps"]),
-            slots=int(value["slots"]),
-            keep_last=int(value["keepLast"]),
-            peer_copies=0,
-        ),
-        round=None if round_ is None else RestartRound(round_),
-        restore=_checkpoint(value["restore"]),
-        choose_restore=round_ is None,
-        rejected=tuple(c for c in map(_checkpoint, value["rejected"]) if c is not None),
-        step=None if value["step"] is None else Step(value["step"]),
-        run_id=str(value["runId"]),
-        device=value["device"],
-        spare_slots_dir=None if value["spareSlotsDir"] is None else Path(value["spareSlotsDir"]),
-        read_only=bool(value["readOnly"]),
-        store=value["store"],
-        store_keep_last=int(value["storeKeepLast"]),
-        writer=Path(value["writer"]),
-    )
+    """Decode the result of `format_options`."""
+    return msgspec.convert(json.loads(text), ServiceOptions, dec_hook=_typed)
 
 
-def _checkpoint(pair: list[int] | None) -> CheckpointId | None:
-    return None if pair is None else CheckpointId(Step(pair[0]), RestartRound(pair[1]))
+def _plain(value: Any) -> Any:
+    return [value.start, value.stop] if isinstance(value, range) else str(value)
+
+
+def _typed(kind: type, value: Any) -> Any:
+    return range(*value) if kind is range else kind(value)

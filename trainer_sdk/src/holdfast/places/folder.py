@@ -18,7 +18,7 @@ from holdfast.connection.session import Session
 from holdfast.directory.choice import JOB_UID, committed, older_than
 from holdfast.directory.claims import Claim, claim
 from holdfast.directory.commit import delete_step
-from holdfast.directory.options import UPLOAD_SECONDS, format_options
+from holdfast.directory.options import UPLOAD_SECONDS, ServiceOptions, format_options
 from holdfast.directory.presence import device_of
 from holdfast.directory.processes import Process, claim_checkpoint, wait_for_writers
 from holdfast.gang.store import GangStore
@@ -336,23 +336,26 @@ class FolderPlace:
         directories = self._memory.directories
         return self._persister.start(
             format_options(
-                root=self._root,
-                slots_dir=directories.slots,
-                layouts_dir=directories.layouts,
-                rank=self._settings.rank,
-                world_size=self._settings.world_size,
-                policy=self._policy,
-                round_=self._start.round,
-                restore=self._start.restore,
-                rejected=self._start.excluded,
-                step=self._start.asked,
-                run_id=self._start.run_id,
-                device=self._device,
-                spare_slots_dir=directories.spare_slots,
-                read_only=self._is_read_only,
-                store=None if self._object_store is None else str(self._object_store),
-                store_keep_last=self._store_keep_last,
-                writer=process.writer,
+                ServiceOptions(
+                    self._root,
+                    directories.slots,
+                    directories.layouts,
+                    self._settings.world_size,
+                    range(self._settings.rank, self._settings.rank + 1),
+                    self._policy,
+                    round=self._start.round,
+                    restore=self._start.restore,
+                    choose_restore=self._start.round is None,
+                    rejected=tuple(self._start.excluded),
+                    step=self._start.asked,
+                    run_id=self._start.run_id,
+                    device=self._device,
+                    spare_slots_dir=directories.spare_slots,
+                    read_only=self._is_read_only,
+                    store=None if self._object_store is None else str(self._object_store),
+                    store_keep_last=self._store_keep_last,
+                    writer=process.writer,
+                )
             )
         )
 
