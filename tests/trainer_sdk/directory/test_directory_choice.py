@@ -10,8 +10,9 @@ from typing import cast
 import pytest
 from tests.support.shards.builders import BytesSource, payload, rank_layout_and_plan
 
-from holdfast.directory.choice import JOB_UID, Choice, RemoteStore, choose, load_choice
+from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice
 from holdfast.directory.commit import Committer
+from holdfast.directory.persister.folder_store import FolderStore
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import layout_digests
@@ -200,7 +201,7 @@ def test_a_choice_finds_the_checkpoint_that_replaces_the_only_one_of_the_store(
     trainer.save(2)
     ids = [CheckpointId(Step(step), RestartRound(0)) for step in (1, 2)]
     store = ChangingStore(trainer.tier, *ids)
-    choice = choose(opened(tmp_path), store=cast(RemoteStore, store))
+    choice = choose(opened(tmp_path), store=cast(FolderStore, store))
     assert choice is not None
     assert choice.manifest.step == 2
 

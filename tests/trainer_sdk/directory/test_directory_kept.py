@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
-from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.options import ServiceOptions
+from holdfast.directory.persister.uploads import Uploads
 from holdfast.directory.save_worker import Push
 from holdfast.directory.service import DirectoryService, MakeUploads
 from holdfast.slots.staging import SlotRing
@@ -17,21 +17,26 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, Step
 from holdfast_core.messages.schema import LevelReached, Policy, Stage
 from holdfast_core.node.tier import manifests_in
+from holdfast.base.layouts import LayoutFiles
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=10)
 SIZE = PLAN.total_bytes
 
 
-class NeverUploaded:
+class NeverUploaded(Uploads):
     """Uploads to a store that does not answer: every checkpoint of one step waits."""
 
     def __init__(self, step: int) -> None:
         self._step = step
-        self.wanted: frozenset[CheckpointId] = frozenset()
+        self._waiting = frozenset[CheckpointId]()
+
+    @property
+    def wanted(self) -> frozenset[CheckpointId]:
+        return self._waiting
 
     def committed(self, checkpoint: CheckpointId) -> None:
         if checkpoint.step == self._step:
-            self.wanted |= {checkpoint}
+            self._waiting |= {checkpoint}
 
     def listen(self, push: Push) -> None: ...
 

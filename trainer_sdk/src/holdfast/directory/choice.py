@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast_core.errors import (
     CorruptionError,
@@ -31,9 +31,10 @@ from holdfast_core.node.tier import DiskNodeTier, manifests_in
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
 
-if TYPE_CHECKING:
-    from holdfast_core.store.tier import ObjectTier
-    from holdfast_core.store_url import StoreUrl
+if (
+    TYPE_CHECKING
+):  # only a process that has a store imports what the extra `holdfast-sdk[s3]` installs
+    from holdfast.directory.persister.folder_store import FolderStore
 
 logger = logging.getLogger(__name__)
 
@@ -60,63 +61,6 @@ class Choice:
     passed_over: tuple[str, ...] = ()
     """Why newer checkpoints were not chosen: for each of them what is wrong, with the path of the file. Those
     that the caller rejected are not among them."""
-
-
-class RemoteStore(Protocol):
-    """The object store of a folder, as a start and a restore use it. Calls block.
-
-    Its implementation is in `persister.folder_store`, which only a process with a store imports.
-    """
-
-    @property
-    def url(self) -> StoreUrl: ...
-
-    @property
-    def tier(self) -> ObjectTier:
-        """The tier for restores. An operation that the store does not answer fails within seconds."""
-        ...
-
-    def checkpoints(self) -> frozenset[CheckpointId]:
-        """Return the checkpoints that have a manifest in the store."""
-        ...
-
-    def rounds(self) -> list[RestartRound]:
-        """Return the rounds in which runs have uploaded."""
-        ...
-
-    def load(self, checkpoint: CheckpointId, has: Callable[[ShardRef], bool]) -> Choice:
-        """Load a manifest, and check that each of its shards is in the store or, by `has`, in the folder.
-
-        Raises NotFoundError, CorruptionError or FormatError if the checkpoint cannot be restored.
-        """
-        ...
-
-    def keep(self, choice: Choice) -> None:
-        """Write the manifest of the restore point where `kept` finds it, for the gang's other persisters."""
-        ...
-
-    def kept(self, checkpoint: CheckpointId) -> Choice | None:
-        """Return what `keep` has written for this checkpoint, or None."""
-        ...
-
-    def adopt(self, *, has_checkpoints: bool, is_writable: bool) -> None:
-        """Find out which training the store belongs to, and record it in the folder.
-
-        Raises ConfigError if the folder has checkpoints of another one.
-        """
-        ...
-
-    def patiently(self, why: str, call: Callable[[], T]) -> T:
-        """Return the result of `call`, which is repeated while the store does not answer.
-
-        `why` tells the log why this cannot go on without the store. Raises UnavailableError when nothing
-        needs the result any more.
-        """
-        ...
-
-    def usable(self, call: Callable[[], T]) -> T:
-        """Return the result of `call`. A refusal is raised as ConfigError with the store's URL."""
-        ...
 
 
 def next_round(tier: DiskNodeTier, others: Iterable[RestartRound]) -> RestartRound:
@@ -188,7 +132,7 @@ def open_in_folder(tier: DiskNodeTier, ref: ShardRef) -> ShardSource:
     return ReaderSource(tier.open_shard(ref))
 
 
-def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: RemoteStore) -> Choice:
+def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: FolderStore) -> Choice:
     """Load a checkpoint as `load_choice` does, or from the store where the folder lacks a part of it."""
     try:
         return load_choice(tier, checkpoint)
@@ -207,7 +151,7 @@ def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: RemoteStore) 
 def choose(
     tier: DiskNodeTier,
     rejected: Collection[CheckpointId] = (),
-    store: RemoteStore | None = None,
+    store: FolderStore | None = None,
     step: Step | None = None,
     pause: Callable[[float], object] = time.sleep,
 ) -> Choice | None:
@@ -264,7 +208,7 @@ def _first_that_loads(
     tier: DiskNodeTier,
     known: Collection[CheckpointId],
     rejected: Collection[CheckpointId],
-    store: RemoteStore | None,
+    store: FolderStore | None,
 ) -> tuple[Choice | None, dict[CheckpointId, HoldfastError]]:
     """Return the newest checkpoint that loads, and the errors of newer ones that do not."""
     failed: dict[CheckpointId, HoldfastError] = {}
@@ -285,7 +229,7 @@ def _may_pass(failed: Mapping[CheckpointId, HoldfastError]) -> bool:
     return any(isinstance(error, UnreadableError) and error.may_pass for error in failed.values())
 
 
-def _stored(store: RemoteStore | None) -> frozenset[CheckpointId]:
+def _stored(store: FolderStore | None) -> frozenset[CheckpointId]:
     return frozenset() if store is None else store.checkpoints()
 
 

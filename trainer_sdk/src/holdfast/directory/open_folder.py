@@ -8,12 +8,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from holdfast.directory.choice import (
     JOB_UID,
     Choice,
-    RemoteStore,
     candidates,
     choose,
     load_choice,
@@ -37,6 +36,9 @@ from holdfast_core.node.files import disk_errors
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shm.slot_file import SlotFile
 
+if TYPE_CHECKING:
+    from holdfast.directory.persister.folder_store import FolderStore
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -57,11 +59,11 @@ class OpenFolder:
     choice_error: HoldfastError | None
     """Why the restore point that rank 0 chose cannot be loaded. Restores raise it, so that all ranks choose
     again."""
-    store: RemoteStore | None = None
+    store: FolderStore | None = None
     """The object store that the folder uploads to."""
 
     @classmethod
-    def open(cls, options: ServiceOptions, store: RemoteStore | None = None) -> Self:
+    def open(cls, options: ServiceOptions, store: FolderStore | None = None) -> Self:
         """Open the directory and determine the round and the restore point.
 
         With a store this waits for its answer if the folder has nothing that can be restored.
@@ -213,7 +215,7 @@ class OpenFolder:
 
 
 def _choose_with_store(
-    options: ServiceOptions, tier: DiskNodeTier, store: RemoteStore
+    options: ServiceOptions, tier: DiskNodeTier, store: FolderStore
 ) -> tuple[Choice | None, list[RestartRound]]:
     """Return the restore point, and the rounds that the store has.
 
@@ -261,7 +263,7 @@ def _newest_in_folder(options: ServiceOptions, tier: DiskNodeTier) -> Choice | N
         return None
 
 
-def _load(tier: DiskNodeTier, checkpoint: CheckpointId, store: RemoteStore | None) -> Choice:
+def _load(tier: DiskNodeTier, checkpoint: CheckpointId, store: FolderStore | None) -> Choice:
     """Load the checkpoint that rank 0 has chosen."""
     if store is None:
         return load_choice(tier, checkpoint)

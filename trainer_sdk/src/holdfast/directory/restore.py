@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import NAMESPACE, open_in_folder, read_patiently
 from holdfast.directory.open_folder import OpenFolder
 from holdfast_core.errors import (
@@ -38,6 +37,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reading.reader import Reader, ShardPlace, run_blocking
 from holdfast_core.reshard.plan import home_of
 from holdfast_core.reshard.saved import holders_of
+from holdfast.base.layouts import LayoutFiles
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_fill import (

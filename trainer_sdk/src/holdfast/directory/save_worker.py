@@ -19,11 +19,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import JOB_UID
-from holdfast.directory.connection import describe
 from holdfast.directory.open_folder import OpenFolder
 from holdfast_core.errors import (
     AlreadyExistsError,
@@ -44,44 +42,20 @@ from holdfast_core.messages.schema import (
     Staged,
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
+from holdfast.base.layouts import LayoutFiles
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot, saved_before, shard_header
+
+if TYPE_CHECKING:  # it needs what the extra `holdfast-sdk[s3]` installs
+    from holdfast.directory.persister.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
 Push = Callable[[Any], None]
 
 _POLL_SECONDS = 0.01
-
-
-class Uploads(Protocol):
-    """Uploads of committed checkpoints to an object store."""
-
-    @property
-    def wanted(self) -> frozenset[CheckpointId]:
-        """Checkpoints that the folder must keep until they are in the store."""
-        ...
-
-    def committed(self, checkpoint: CheckpointId) -> None:
-        """Queue a checkpoint that has become local."""
-        ...
-
-    def listen(self, push: Push) -> None:
-        """Send outcomes to this connection from now on, and those that are known now."""
-        ...
-
-    def take(self) -> None:
-        """Take the store for this run. Raises HoldfastError if it cannot be used, or another run uses it."""
-        ...
-
-    def finish(self, longest_seconds: float) -> bool:
-        """Upload what is committed, then stop. Return whether all of it is in the store."""
-        ...
-
-    def abort(self) -> None:
-        """Stop without uploading what waits."""
-        ...
+_MAX_REASON_CHARACTERS = 2000
 
 
 @dataclass(slots=True)
@@ -465,6 +439,15 @@ class SaveWorker:
     def _end_if_lost(self, error: BaseException) -> None:
         if self._folder.is_lost_by(error):
             self._on_folder_lost()
+
+
+def describe(error: BaseException) -> str:
+    """Return the text of an error for a message to the trainer.
+
+    The text starts with the type, except for errors of Holdfast, which explain themselves.
+    """
+    text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+    return text[:_MAX_REASON_CHARACTERS]
 
 
 def _push_all(pending: _Pending, messages: list[Any]) -> None:

@@ -1,36 +1,48 @@
 """Answers the messages of a sidecar from a directory: restore, fill, stage, levels.
 
-One instance serves one rank (`holdfast.directory.persister`), or all ranks of a test. Connection threads
-call it. `restore.py` answers restores, and the thread of `save_worker.py` writes and commits saves.
+One service serves one rank (`holdfast.directory.persister`), or all ranks of a test. The threads of its
+connections call it. `restore.py` answers restores, and the thread of `save_worker.py` writes and commits.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
+import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from holdfast.base.layouts import LayoutFiles
-from holdfast.directory.choice import RemoteStore
 from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.restore import FolderRestore
-from holdfast.directory.save_worker import Push, SaveWorker, Uploads
-from holdfast_core.errors import HoldfastError, RefusedError, StaleRoundError
+from holdfast.directory.save_worker import Push, SaveWorker, describe
+from holdfast_core.errors import HoldfastError, RefusedError, StaleRoundError, UnavailableError
 from holdfast_core.ids import RestartRound
+from holdfast_core.messages.refusals import refusal_of
 from holdfast_core.messages.schema import (
     Fill,
+    Hello,
     HelloReply,
     Ok,
     Progress,
     Refusal,
+    Refused,
     Restore,
     RestorePoint,
     Stage,
     TakeStore,
 )
+from holdfast_core.messages.socket_frames import receive_frame, send_frame
 from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast.base.layouts import LayoutFiles
 
-MakeUploads = Callable[[OpenFolder, BackgroundLimit], Uploads]
+if TYPE_CHECKING:  # a process without a store imports neither
+    from holdfast.directory.persister.folder_store import FolderStore
+    from holdfast.directory.persister.uploads import Uploads
+
+logger = logging.getLogger(__name__)
+
+MakeUploads = Callable[[OpenFolder, BackgroundLimit], "Uploads"]
 """Starts the uploads of a folder that has an object store."""
 
 
@@ -60,7 +72,7 @@ class DirectoryService:
         options: ServiceOptions,
         on_worker_end: Callable[[BaseException], None] = lambda error: None,
         on_folder_lost: Callable[[], None] = lambda: None,
-        store: RemoteStore | None = None,
+        store: FolderStore | None = None,
         make_uploads: MakeUploads | None = None,
     ) -> Self:
         """Open the directory, determine the round and the restore point, and start the worker thread.
@@ -190,3 +202,87 @@ class DirectoryService:
                 Refusal.FUTURE_ROUND,
                 (f"round {round_} has not begun in this folder, which is in round {self.round}"),
             )
+
+
+class Connection:
+    """Serves one connection of a trainer.
+
+    Args:
+        sock: The connection. It is closed at the end of `serve`.
+        service: Returns what answers the requests.
+        intercept: May return a reply in place of the service; None lets the service answer.
+        on_message: Called with each message before it is answered, but with a Hello after its answer:
+            messages pushed before that do not belong to this connection.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        service: Callable[[], DirectoryService],
+        intercept: Callable[[Any], Any] = lambda _: None,
+        on_message: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        self._socket = sock
+        self._service = service
+        self._intercept = intercept
+        self._on_message = on_message
+        self._lock = threading.Lock()
+        self.hello: Hello | None = None
+
+    def serve(self) -> None:
+        """Serve requests until the other side closes the connection. Raises FormatError for a bad frame."""
+        try:
+            while (frame := receive_frame(self._socket)) is not None:
+                message = frame.message
+                if not isinstance(message, Hello):
+                    self._on_message(message)
+                if isinstance(message, Progress):
+                    self._service().progressed(message)
+                elif frame.id != 0:
+                    self._send(self._answer(message), frame.id)
+                if isinstance(message, Hello):
+                    self._on_message(message)
+        except UnavailableError:
+            return
+        finally:
+            self.close()
+
+    def push(self, message: Any) -> None:
+        """Send a message without a request.
+
+        Nothing is raised if the connection has ended: the other side stages again after it reconnects.
+        """
+        self._send(message, 0)
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side has already closed it
+        self._socket.close()
+
+    def _send(self, message: Any, id_: int) -> None:
+        with self._lock:
+            try:
+                send_frame(self._socket, message, id_)
+            except UnavailableError:
+                return
+
+    def _answer(self, message: Any) -> Any:
+        instead = self._intercept(message)
+        if instead is not None:
+            return instead
+        if isinstance(message, Hello):
+            self.hello = message
+            return self._service().hello_reply()
+        try:
+            return self._service().handle(message, self.push)
+        except HoldfastError as error:
+            return self._refused(error)
+        except BaseException as error:
+            # Otherwise the process would end, and the trainer would repeat the request to the next one.
+            logger.exception("serving %s failed", type(message).__name__)
+            return self._refused(error)
+
+    def _refused(self, error: BaseException) -> Refused:
+        return Refused(refusal_of(error), describe(error), self._service().current_round)

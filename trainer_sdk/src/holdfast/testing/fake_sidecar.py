@@ -13,9 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.directory.connection import Connection
 from holdfast.directory.options import ServiceOptions
-from holdfast.directory.service import DirectoryService
+from holdfast.directory.service import Connection, DirectoryService
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import FormatError
 from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
@@ -24,11 +23,9 @@ from holdfast_core.messages.schema import (
     Finish,
     FinishReply,
     Hello,
-    HelloReply,
     HostStore,
     LocalRole,
     Policy,
-    Progress,
     Refusal,
     Refused,
     RestorePoint,
@@ -245,7 +242,7 @@ class FakeSidecar:
             if self.service is None:
                 sock.close()
                 continue
-            connection = Connection(sock, self, self._intercept, self._note)
+            connection = Connection(sock, self._current, self._intercept, self._note)
             self._connections.append(connection)
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
@@ -254,19 +251,6 @@ class FakeSidecar:
             connection.serve()
         except FormatError as error:
             self._note(error)
-
-    @property
-    def current_round(self) -> RestartRound:
-        return self._round()
-
-    def hello_reply(self) -> HelloReply:
-        return self._current().hello_reply()
-
-    def handle(self, message: Any, push: Any) -> Any:
-        return self._current().handle(message, push)
-
-    def progressed(self, message: Progress) -> None:
-        self._current().progressed(message)
 
     def _current(self) -> DirectoryService:
         if self.service is None:

@@ -22,10 +22,10 @@ from typing import Any
 
 from holdfast.base.settings import current_environment
 from holdfast.directory.claims import claim
-from holdfast.directory.connection import Connection, describe
 from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.options import UPLOAD_SECONDS, ServiceOptions, parse_options
-from holdfast.directory.service import DirectoryService
+from holdfast.directory.save_worker import describe
+from holdfast.directory.service import Connection, DirectoryService
 from holdfast_core.errors import ConfigError, UnavailableError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import RestartRound
@@ -83,7 +83,7 @@ def _serve(sock: socket.socket, service: DirectoryService) -> None:
         if isinstance(message, Hello):
             service.listen(connection.push)
 
-    connection = Connection(sock, service, on_message=received)
+    connection = Connection(sock, lambda: service, on_message=received)
     connection.serve()
 
 
