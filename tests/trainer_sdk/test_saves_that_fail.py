@@ -19,7 +19,6 @@ from tests.support.trainer.launched import committed_step, persisters_of, until
 from tests.support.trainer.slot_files import all_taken, states_below
 
 import holdfast
-from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.service import DirectoryService
 from holdfast.slots.staging import SlotRing
@@ -29,6 +28,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import LevelReached, Policy, Refusal, SaveFailed, Stage
 from holdfast_core.node.files import TEMP_PREFIX
+from holdfast_core.shm.layout_files import LayoutFiles
 from holdfast_core.shm.slot_header import SlotState
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=100)

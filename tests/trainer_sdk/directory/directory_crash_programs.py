@@ -28,7 +28,6 @@ from tests.support.crash.crash import (
 from tests.support.crash.traced import Announce
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
-from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import candidates, load_choice
 from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
@@ -39,6 +38,7 @@ from holdfast_core.format.sealed import unsealed
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import Fill, LevelReached, Policy, SlotOffer, Stage
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shm.layout_files import LayoutFiles
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
 from holdfast_core.store_url import parse_store_url

@@ -14,7 +14,6 @@ import pytest
 from tests.support.shards.builders import BytesSource
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 
-from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.directory.commit import Committer
 from holdfast.directory.open_folder import OpenFolder
@@ -39,6 +38,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shm.layout_files import LayoutFiles
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.store.directory import DirectoryObjectStore

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.base.layouts import LayoutFiles
 from holdfast.base.options import Options
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import SaveDecisions
@@ -25,6 +24,7 @@ from holdfast.state.loading.restore_target import RestoreTarget
 from holdfast.state.snapshot import Snapshots
 from holdfast.training.loop import Position
 from holdfast_core.ids import Step
+from holdfast_core.shm.layout_files import LayoutFiles
 
 logger = logging.getLogger(__name__)
 

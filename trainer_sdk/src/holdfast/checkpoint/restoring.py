@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from holdfast.base.layouts import LayoutFiles
 from holdfast.base.notices import show_notice
 from holdfast.base.restore_point import RestorePoint, TensorInfo
 from holdfast.base.settings import RankSettings
@@ -33,6 +32,7 @@ from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.messages.schema import Fill, Filled, Restore, RestoreReply, ShardFile, SlotOffer
 from holdfast_core.reshard.saved import saved_state
+from holdfast_core.shm.layout_files import LayoutFiles
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from holdfast.base.handle import SaveHandle
-from holdfast.base.layouts import LayoutFiles
 from holdfast.connection.session import Session
 from holdfast.slots.device import find_device
 from holdfast.slots.device_copies import DeviceCopies, PendingCopies
@@ -28,6 +27,7 @@ from holdfast.state.snapshot import SavePlan, Snapshot, Snapshots, paused_collec
 from holdfast_core.errors import DeviceError, UnavailableError
 from holdfast_core.ids import Level, RestartRound
 from holdfast_core.messages.schema import Stage
+from holdfast_core.shm.layout_files import LayoutFiles
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reading.reader import Reader, ShardPlace, run_blocking
 from holdfast_core.reshard.plan import home_of
 from holdfast_core.reshard.saved import holders_of
-from holdfast.base.layouts import LayoutFiles
+from holdfast_core.shm.layout_files import LayoutFiles
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_fill import (

@@ -42,7 +42,7 @@ from holdfast_core.messages.schema import (
     Staged,
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
-from holdfast.base.layouts import LayoutFiles
+from holdfast_core.shm.layout_files import LayoutFiles
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot, saved_before, shard_header

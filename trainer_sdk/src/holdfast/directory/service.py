@@ -34,7 +34,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.messages.socket_frames import receive_frame, send_frame
 from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast.base.layouts import LayoutFiles
+from holdfast_core.shm.layout_files import LayoutFiles
 
 if TYPE_CHECKING:  # a process without a store imports neither
     from holdfast.directory.persister.folder_store import FolderStore
