@@ -7,6 +7,8 @@ of round and worker are canonical JSON without a digest.
 
 from __future__ import annotations
 
+import os
+import secrets
 import threading
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from holdfast_core.node.files import (
     TempFile,
     disk_errors,
     fsync_directory,
+    make_directories,
     open_to_read,
     read_errors,
     write_at,
@@ -93,6 +96,32 @@ def _is_there(path: Path, digest: Digest) -> bool:
 def read_document(path: Path) -> bytes:
     """Return the document without its digest. Raises NotFoundError, CorruptionError."""
     return unsealed(_read(path), str(path))
+
+
+def replace_document(path: Path, document: bytes, *, durable: bool = False) -> None:
+    """Write the document with its digest, atomically, in place of an earlier one.
+
+    Args:
+        path: The file. Its directory is created if it is missing.
+        document: The document.
+        durable: Whether a power failure after this call may not take it.
+    """
+    with disk_errors(f"writing {path}"):
+        if durable:
+            make_directories(path.parent)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with temporary.open("wb") as file:
+            file.write(sealed(document))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if path.is_dir():  # a rename replaces any file, but no directory
+            path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}.bad"))
+        temporary.replace(path)
+        if durable:
+            fsync_directory(path.parent)
 
 
 class PodRecords:

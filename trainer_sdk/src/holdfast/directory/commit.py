@@ -26,11 +26,9 @@ from holdfast.directory.processes import claimed_checkpoints
 from holdfast_core.errors import ConfigError, FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.format.sealed import sealed
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step, age_of
 from holdfast_core.messages import codec
-from holdfast_core.node.documents import read_document
-from holdfast_core.node.files import disk_errors
+from holdfast_core.node.documents import read_document, replace_document
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.tiers.local_commit import build_manifest
@@ -64,13 +62,9 @@ class Committer:
 
     def prepare(self, record: ShardRecord, layout: LayoutDigests) -> None:
         """Write the record of this rank's durable shard. It appears atomically."""
-        directory = self._directory(record.checkpoint)
-        with disk_errors(f"writing the record of rank {record.header.rank} to {directory}"):
-            directory.mkdir(parents=True, exist_ok=True)
-            temporary = directory / f".{record.header.rank}.{os.getpid()}.tmp"
-            document = codec.dumps(Prepared(record, layout, self.run_id, self.parent))
-            temporary.write_bytes(sealed(document))
-            temporary.replace(_file(directory, record.header.rank))
+        document = codec.dumps(Prepared(record, layout, self.run_id, self.parent))
+        path = _file(self._directory(record.checkpoint), record.header.rank)
+        replace_document(path, document)
 
     def is_prepared(self, checkpoint: CheckpointId, rank: Rank) -> bool:
         return _file(self._directory(checkpoint), rank).exists()

@@ -7,7 +7,6 @@ a store imports neither.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -27,10 +26,8 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
-from holdfast_core.format.sealed import sealed
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef
-from holdfast_core.node.documents import read_document
-from holdfast_core.node.files import disk_errors, fsync_directory, make_directories
+from holdfast_core.node.documents import read_document, replace_document
 from holdfast_core.store.open import open_tier, probe_url
 from holdfast_core.store.runs import MarkedRound, RunMarker, StoreRuns
 from holdfast_core.store.tier import ObjectTier
@@ -300,15 +297,4 @@ class FolderStore:
 
     def _record(self, name: str, data: bytes) -> None:
         """Write a document with its digest atomically. It is durable before any later commit."""
-        with disk_errors(f"writing {self._directory / name}"):
-            make_directories(self._directory)
-            temporary = self._directory / f".{name}.{os.getpid()}.tmp"
-            with temporary.open("wb") as file:
-                file.write(sealed(data))
-                file.flush()
-                os.fsync(file.fileno())
-            target = self._directory / name
-            if target.is_dir():  # a rename replaces any file, but no directory
-                target.rename(self._directory / f".{name}.{secrets.token_hex(4)}.bad")
-            temporary.replace(target)
-            fsync_directory(self._directory)
+        replace_document(self._directory / name, data, durable=True)

@@ -9,7 +9,6 @@ the folder and the store.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -17,11 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.format.sealed import sealed
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound
 from holdfast_core.messages import codec
-from holdfast_core.node.documents import read_document
-from holdfast_core.node.files import disk_errors
+from holdfast_core.node.documents import read_document, replace_document
 from holdfast_core.store.stored_as import SELF_CONTAINED, StoredAs
 from holdfast_core.store.upload_queue import UploadQueue
 
@@ -113,7 +110,7 @@ class UploadFiles:
 
     def write(self, state: UploadState) -> None:
         """Write the state, and remove the records of shards that are no longer needed."""
-        self._put(self._directory / "state.json", codec.dumps(state))
+        replace_document(self._directory / "state.json", codec.dumps(state))
         names = set(map(str, state.queue.wanted))
         with contextlib.suppress(OSError):
             for path in self._directory.iterdir():
@@ -123,7 +120,7 @@ class UploadFiles:
     def add(self, checkpoint: CheckpointId, share: Share) -> None:
         """Record what became of a shard of the checkpoint."""
         path = self._directory / str(checkpoint) / f"{share.rank}.json"
-        self._put(path, codec.dumps(share))
+        replace_document(path, codec.dumps(share))
 
     def share(self, checkpoint: CheckpointId, rank: Rank) -> Share | None:
         """Return the record of a rank's shard, or None."""
@@ -139,10 +136,3 @@ class UploadFiles:
             for path in self._root.iterdir():
                 if _ROUND.fullmatch(path.name) and path.name < self._directory.name:
                     shutil.rmtree(path, ignore_errors=True)
-
-    def _put(self, path: Path, data: bytes) -> None:
-        with disk_errors(f"writing {path}"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            temporary.write_bytes(sealed(data))
-            temporary.replace(path)
