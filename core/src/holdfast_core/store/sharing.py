@@ -74,7 +74,10 @@ class ShardUploader:
         entry for every own rank and a new layout is added."""
 
     def upload(self, ref: ShardRef, request: PersistRequest | None) -> StoredAs:
-        """Upload the shard unless the store holds it already, and return how the store holds it.
+        """Upload the shard and its layout unless the store holds them, and return how it holds the shard.
+
+        A shard whose layout the node tier has lost is uploaded without it: ranks with the same placements
+        restore it all the same.
 
         Args:
             ref: The own shard on the node tier.
@@ -83,14 +86,24 @@ class ShardUploader:
         Raises:
             NotFoundError: The shard is not on the node tier.
             CorruptionError: The shard on the node tier is damaged.
-            AlreadyExistsError: The store holds other bytes under the name of the whole shard.
+            AlreadyExistsError: The store holds other bytes under the name of the whole shard or its layout.
             HoldfastError: Any other error of the object tier.
         """
         with self._node.open_shard(ref) as reader:
+            self._upload_layout(reader)
             found = None if request is None else self._upload_pack(reader, request)
             if found is None:
                 self._store.upload_shard(self._namespace, reader)
             return found or StoredAs()
+
+    def _upload_layout(self, reader: ShardReader) -> None:
+        ref = reader.record.ref
+        try:
+            document = self._node.get_layout(reader.record.header.layout)
+        except (NotFoundError, CorruptionError) as error:
+            logger.warning("%s is uploaded without its layout: %s", ref, error)
+            return
+        self._store.put_layout(self._namespace, ref, document)
 
     def _upload_pack(self, reader: ShardReader, request: PersistRequest) -> StoredAs | None:
         """Store the shard as a pack, or return None if it is to be stored whole.

@@ -423,7 +423,7 @@ class Flow:
     async def _layout(self, shard: OwnShard) -> bytes | None:
         """Return the shard's layout. None if it is lost.
 
-        The shard is then copied without it: ranks with the same placements restore it all the same.
+        The shard is then copied or uploaded without it: ranks with the same placements restore it.
         """
         try:
             return await self._layouts.document(shard.layout)
@@ -466,14 +466,9 @@ class Flow:
 
     async def _upload(self, shard: OwnShard) -> None:
         started = self._pod.clock.monotonic()
-        store = self._tiers.store
-        if self._uploader is None or store is None:
+        if self._uploader is None:
             raise UnavailableError("this job has no object store")
-        document = await self._layout(shard)
-        if document is not None:
-            await self._tiers.pools.store.run(
-                store.put_layout, self._pod.contract.namespace, shard.ref, document
-            )
+        await self._layout(shard)  # stores a lost layout again, for the upload
         request = self._upload_requests.get((shard.key.step, shard.key.round))
         stored_as = await self._tiers.pools.store.run(self._uploader.upload, shard.ref, request)
         if (

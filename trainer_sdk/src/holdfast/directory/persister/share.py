@@ -124,7 +124,6 @@ class ShareUploader:
         try:
             if self._folder.tier.look_up(ref) is None:
                 raise NotFoundError(f"the folder has lost the shard {ref}")
-            self._upload_layout(tier, manifest, rank)
             failpoint("uploads.before_shard")
             stored = self._shard_uploader(tier).upload(ref, request)
             failpoint("uploads.after_shard")
@@ -136,15 +135,6 @@ class ShareUploader:
                 raise
             return Share(rank, ref.blake3, failure=failure)
         return Share(rank, ref.blake3, stored)
-
-    def _upload_layout(self, tier: ObjectTier, manifest: Manifest, rank: Rank) -> None:
-        try:
-            layout = self._folder.tier.get_layout(manifest.shards[rank].layout)
-        except (NotFoundError, CorruptionError) as error:
-            # Ranks with the same placements restore the shard without it.
-            logger.warning("rank %d is uploaded without its layout: %s", rank, error)
-            return
-        tier.put_layout(NAMESPACE, manifest.ref(rank), layout)
 
     def _failure(self, ref: ShardRef, error: HoldfastError) -> str | None:
         """Return why the shard will never be uploaded. None if it is good, so that the store is at fault."""
