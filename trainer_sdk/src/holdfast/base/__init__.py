@@ -1,1 +1,1 @@
-"""Parts that the whole SDK uses: settings, handles of saves, notices, and layout documents."""
+"""Parts that the whole SDK uses: settings, handles of saves, and notices."""
