@@ -31,8 +31,8 @@ REASONS = {
         "requests, because it streams from a file with sendfile and verifies checksums of "
         "parts."
     ),
-    "msgspec": "Canonical JSON of layouts, encoded and decoded by type: about twenty times faster than the "
-    "standard library (ADR 0021). It needs no other package.",
+    "msgspec": "JSON of messages and documents, encoded and decoded by type: about ten times faster than the "
+    "standard library (ADR 0028). It needs no other package.",
     "numpy": "Arrays in a training state, and copies into shared memory that release the GIL.",
     "prometheus-client": "Metrics of operator and sidecar in the Prometheus text format.",
     "pydantic": "The models of TrainingJob, Checkpoint and CheckpointStore, from which the CRDs are "

@@ -8,8 +8,9 @@ import typing
 from enum import StrEnum
 from typing import Annotated, Any, Union
 
+from msgspec import Meta
+
 from holdfast_core.ids import Digest
-from holdfast_core.messages.bounds import Bounds
 
 _DIGEST = "b3:" + "5" * 64
 
@@ -23,7 +24,7 @@ def example(kind: Any, *, full: bool) -> Any:
     origin = typing.get_origin(kind)
     if origin is Annotated:
         inner, *notes = typing.get_args(kind)
-        if any(isinstance(n, Bounds) and n.pattern is not None for n in notes):
+        if any(isinstance(n, Meta) and n.pattern is not None for n in notes):
             return "Reason"
         return example(inner, full=full)
     if origin in (Union, types.UnionType):

@@ -1,40 +1,45 @@
 """Types for the identities that all parts of Holdfast use.
 
-This module imports the standard library only.
+The bounds of each type hold for the messages and documents that msgspec decodes. This module imports nothing
+else besides the standard library.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
 
-JobUid = NewType("JobUid", str)
+from msgspec import Meta
+
+JobUid = NewType("JobUid", Annotated[str, Meta(max_length=64)])
 """metadata.uid of a TrainingJob."""
 
-Step = NewType("Step", int)
-"""Optimizer step, >= 0, counted once for the whole gang."""
-
-Rank = NewType("Rank", int)
-"""Index of a training process in the gang, 0..world_size-1."""
-
-Worker = NewType("Worker", int)
-"""Index of a pod in the gang, 0..workers-1. Spare pods have the indices from FIRST_SPARE."""
-
+MAX_STEP = 10**12 - 1
+MAX_ROUND = 10**6 - 1
+MAX_RANK = 10**6 - 1
 MAX_WORKERS = 4096
 """Largest number of workers of a gang."""
+MAX_SPARES = 64
+"""Largest number of spare pods of a job. Their certificates are in one Secret."""
+
+Step = NewType("Step", Annotated[int, Meta(ge=0, le=MAX_STEP)])
+"""Optimizer step, >= 0, counted once for the whole gang."""
+
+Rank = NewType("Rank", Annotated[int, Meta(ge=0, le=MAX_RANK)])
+"""Index of a training process in the gang, 0..world_size-1."""
+
+Worker = NewType("Worker", Annotated[int, Meta(ge=0, le=MAX_WORKERS + MAX_SPARES - 1)])
+"""Index of a pod in the gang, 0..workers-1. Spare pods have the indices from FIRST_SPARE."""
 
 FIRST_SPARE = Worker(MAX_WORKERS)
 """Index of the first spare pod, above those of all workers. A spare keeps it until a ROUND message names its
 pod as a worker (ADR 0015)."""
 
-MAX_SPARES = 64
-"""Largest number of spare pods of a job. Their certificates are in one Secret."""
-
-RestartRound = NewType("RestartRound", int)
+RestartRound = NewType("RestartRound", Annotated[int, Meta(ge=0, le=MAX_ROUND)])
 """Number of restarts of the gang, >= 0. It is the fencing token (docs/guarantees.md R17)."""
 
-Digest = NewType("Digest", str)
+Digest = NewType("Digest", Annotated[str, Meta(max_length=128)])
 """BLAKE3 digest, written as `b3:` and 64 lower-case hex characters."""
 
 

@@ -31,7 +31,7 @@ def test_answers_survive(sent: tuple[Answer, ...]) -> None:
 def test_other_messages_are_json() -> None:
     assert decode(Ok, encode(Ok(RestartRound(3), "a"))) == Ok(RestartRound(3), "a")
     assert encode(Ok(RestartRound(3))) == (
-        b'{"round":3,"instance":"","stacksToken":"","waitsForStore":false}'
+        b'{"round":3,"instance":"","stacks_token":"","waits_for_store":false}'
     )
 
 
@@ -41,11 +41,11 @@ def test_other_messages_are_json() -> None:
         pytest.param(b"", id="empty"),
         pytest.param(b'{"round":1,"parts":[]}', id="no end of the first line"),
         pytest.param(b'{"round":1,"parts":[]}\nx', id="bytes of no letter"),
-        pytest.param(b'{"round":1,"parts":[{"sizeBytes":2}]}\nx', id="cut short"),
-        pytest.param(b'{"round":1,"parts":[{"sizeBytes":-1}]}\n', id="a negative length"),
-        pytest.param(b'{"round":1,"parts":[{"sizeBytes":9e18}]}\n', id="a length that is no int"),
+        pytest.param(b'{"round":1,"parts":[{"size_bytes":2}]}\nx', id="cut short"),
+        pytest.param(b'{"round":1,"parts":[{"size_bytes":-1}]}\n', id="a negative length"),
+        pytest.param(b'{"round":1,"parts":[{"size_bytes":9e18}]}\n', id="a length that is no int"),
         pytest.param(
-            b'{"round":1,"parts":[{"sizeBytes":0,"workers":[4160]}]}\n', id="no such worker"
+            b'{"round":1,"parts":[{"size_bytes":0,"workers":[4160]}]}\n', id="no such worker"
         ),
         pytest.param(b"[]\n", id="a list"),
     ],

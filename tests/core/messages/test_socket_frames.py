@@ -10,7 +10,15 @@ import pytest
 
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
-from holdfast_core.messages.schema import End, Progress, Refusal, Refused, Stage, Staged
+from holdfast_core.messages.schema import (
+    End,
+    Progress,
+    Refusal,
+    Refused,
+    SaveRequested,
+    Stage,
+    Staged,
+)
 from holdfast_core.messages.socket_frames import (
     MESSAGES,
     Frame,
@@ -133,6 +141,6 @@ def test_only_messages_of_the_socket_are_sent() -> None:
     with pytest.raises(FormatError, match="not a message"):
         write_frame(UnknownMessage("x"))
     with pytest.raises(FormatError, match="at most"):
-        write_frame(Refused(Refusal.BUSY, "x" * (1 << 20), RestartRound(0)))
+        write_frame(SaveRequested(RestartRound(0), "x" * (1 << 20)))
     assert all(name == cls.__name__ for name, cls in MESSAGES.items())
     assert json.loads(write_frame(STAGE, 1)[4:])["type"] == "Stage"

@@ -143,7 +143,7 @@ def test_payloads_travel_in_the_clear_and_nothing_else_does(
     for secret in (
         record.ref.job_uid.encode(),
         b"blake3",
-        b"lengthBytes",
+        b"length_bytes",
         record.header.layout.encode(),
     ):
         assert secret not in seen

@@ -168,12 +168,11 @@ async def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
         b"",
         b"[]",
         b'{"round":"7"}',
-        b'{"round":7,"round":8}',
         b'{"round":9223372036854775808}',
         b"[" * 100_000,
         b"\xff\xfe",
     ],
-    ids=["empty", "a list", "text", "twice", "2^63", "deep", "no text"],
+    ids=["empty", "a list", "text", "2^63", "deep", "no text"],
 )
 async def test_hostile_bodies_are_bad_requests(gangs: Gangs, body: bytes) -> None:
     async with gangs(1) as gang:

@@ -31,14 +31,14 @@ def rank(**fields: object) -> dict[str, object]:
 
 HOSTILE = {
     "not JSON": b"{",
-    "a number too large for a float": state_with(progress=[rank(blockedSeconds=10**400)]),
-    "infinite": state_with(progress=[rank(blockedSeconds=1)]).replace(
-        b'"blockedSeconds": 1', b'"blockedSeconds": 1e999'
+    "a number too large for a float": state_with(progress=[rank(blocked_seconds=10**400)]),
+    "infinite": state_with(progress=[rank(blocked_seconds=1)]).replace(
+        b'"blocked_seconds": 1', b'"blocked_seconds": 1e999'
     ),
-    "negative": state_with(times={"rehydrateSeconds": -5}),
+    "negative": state_with(times={"rehydrate_seconds": -5}),
     "a version of thousands of digits": state_with(version=10**4000),
     "a long reason": state_with(failures=[{"tier": "node", "reason": "x" * 999, "message": ""}]),
-    "half a surrogate pair": state_with(lastLocal={"step": 1, "round": 0, "manifest": "\ud800"}),
+    "half a surrogate pair": state_with(last_local={"step": 1, "round": 0, "manifest": "\ud800"}),
     "deep": state_with(more=0).replace(b'"more": 0', b'"more": ' + b"[" * 20000 + b"]" * 20000),
     "larger than the job has reason for": state_with(more="x" * (1 << 20)),
     "more ranks than there can be": state_with(progress=[rank()] * 30000),
@@ -101,7 +101,7 @@ async def test_an_inventory_that_is_larger_than_its_job_is_refused() -> None:
     async with bench() as b:
         bad, good = pod_view(0), pod_view(1)
         server = await b.serve(bad)
-        shard = {"step": 1, "round": 0, "rank": 0, "payloadBytes": 1, "blake3": "b3:00"}
+        shard = {"step": 1, "round": 0, "rank": 0, "payload_bytes": 1, "blake3": "b3:00"}
         many = [{**shard, "tier": "node"}] * 200_000
         server.raw_inventory = json.dumps(
             {"worker": 0, "pod": bad.name, "round": 0, "version": 0, "shards": many}

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP
-from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import (
+    MAX_RANK,
+    MAX_ROUND,
+    MAX_STEP,
+    Rank,
+    RestartRound,
+    Step,
+    TierName,
+    Worker,
+)
 from holdfast_core.messages.bounds import MAX_INT, MAX_LISTED, reply_limit_bytes
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import Inventory, ListedManifest, ListedShard

@@ -16,6 +16,7 @@ from holdfast.connection.progress import LOOP_ENDED, ProgressReporter
 from holdfast.connection.session import Session
 from holdfast.testing import FakeSidecar
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step
+from holdfast_core.messages.bounds import MAX_METRICS
 from holdfast_core.messages.schema import Hello, Progress
 
 STEPS = 7
@@ -85,6 +86,20 @@ def test_every_kind_of_loop_reports_its_steps(
     reported = sidecar.messages(Progress)
     assert list(dict.fromkeys(message.step for message in reported)) == expected
     assert all(message.metrics == {"loss": 0.5} for message in reported)
+
+
+@pytest.mark.fault("A script reports values whose names are no text, or too many of them")
+@pytest.mark.fault("A reported value has a lone surrogate in its name")
+def test_what_a_script_reports_never_loses_a_message(sidecar: FakeSidecar) -> None:
+    """Names become labels of /metrics, which is UTF-8: one bad name would break the whole page."""
+    with holdfast.Checkpointer() as ckpt:
+        ckpt.report(**{"\ud800": 1, "l" * 1000: 2, "none": float("nan")})
+        ckpt.report(**{f"n{i}": i for i in range(100)})
+        ckpt.report(n0=7, n99=7)
+        ckpt.should_save(1)
+        found = sidecar.wait_for(Progress).metrics
+    assert len(found) == MAX_METRICS
+    assert list(found.items())[:3] == [("?", 1.0), ("l" * 128, 2.0), ("n0", 7.0)]
 
 
 @pytest.mark.fault("A script does not save a due step")

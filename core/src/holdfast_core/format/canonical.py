@@ -5,7 +5,7 @@ NaN and infinities are refused. The parser is strict: duplicate keys, NaN, infin
 and too deep nesting raise FormatError.
 
 Layouts and manifests are large and contain no floats. They have a type each and are encoded and decoded by
-msgspec, which is about twenty times faster than the standard library (ADR 0021). All other values are
+msgspec, which is about twenty times faster than the standard library (ADR 0028). All other values are
 encoded by the standard library, because msgspec spells some floats differently.
 """
 
@@ -23,7 +23,10 @@ MAX_DOCUMENT_BYTES = 64 << 20
 """Maximum length of a layout or manifest."""
 
 _ENCODER = msgspec.json.Encoder(order="sorted")
+_MAX_REASON = 200
+"""Most characters of a reason, which may quote the wrong value."""
 
+T = TypeVar("T")
 S = TypeVar("S", bound="TypedDocument")
 
 
@@ -44,12 +47,8 @@ def encode_document(document: TypedDocument, what: str) -> bytes:
 
     Raises FormatError for text that is not Unicode, and if the document is too long.
     """
-    try:
-        data = _encode(document)
-    except (UnicodeError, msgspec.MsgspecError) as error:
-        raise FormatError(f"{what}: cannot be written: {error}") from error
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise FormatError(f"{what}: {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are accepted")
+    data = _encode(document, what)
+    expect_length(data, what)
     return data
 
 
@@ -68,24 +67,49 @@ def decode_document(decoder: msgspec.json.Decoder[S], data: bytes, what: str, ve
         FormatError: The document is too long, not of the type, or in another spelling than the canonical
             one. The message has the path of the wrong value.
     """
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise FormatError(f"{what}: {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are accepted")
+    expect_length(data, what)
     try:
-        document = decoder.decode(data)
-    except (UnicodeError, msgspec.MsgspecError, RecursionError) as error:
+        document = decode_typed(decoder, data, what)
+    except FormatError:
         _check_version(data, what, version)
-        text, _, path = str(error).partition(" - at `$")
-        raise FormatError(f"{what}{path.rstrip('`')}: {text}") from error
+        raise
     if document.format_version != version:
         _check_version(data, what, version)
-    if _encode(document) != data:
+    if _encode(document, what) != data:
         raise FormatError(
             f"{what}: not in canonical form (sorted keys, no whitespace, no duplicate keys)"
         )
     return document
 
 
-def _encode(document: TypedDocument) -> bytes:
+def expect_length(data: bytes, what: str, limit_bytes: int = MAX_DOCUMENT_BYTES) -> None:
+    if len(data) > limit_bytes:
+        raise FormatError(f"{what}: {len(data)} bytes, at most {limit_bytes} are accepted")
+
+
+def encode_typed(encoder: msgspec.json.Encoder, value: Any, what: str) -> bytes:
+    """Encode a value of a type. Raises FormatError, which names `what`, for text that is not Unicode."""
+    try:
+        return encoder.encode(value)
+    except (UnicodeError, msgspec.MsgspecError) as error:
+        raise FormatError(f"{what}: cannot be written: {error}") from error
+
+
+def decode_typed(decoder: msgspec.json.Decoder[T], data: bytes, what: str) -> T:
+    """Parse JSON into a value of a type.
+
+    Raises FormatError, which names `what` and the path of the wrong value, if the data are of another type.
+    """
+    try:
+        return decoder.decode(data)
+    except (UnicodeError, msgspec.MsgspecError, RecursionError) as error:
+        text, at, path = str(error).rpartition(" - at `$")
+        if not at:
+            text, path = path, ""
+        raise FormatError(f"{what}{path.rstrip('`')}: {text[:_MAX_REASON]}") from error
+
+
+def _encode(document: TypedDocument, what: str) -> bytes:
     """Encode a document whose fields may be dicts of very many names.
 
     The names are sorted here. msgspec's own sort takes seconds for some orders of 30,000 names, such as
@@ -96,7 +120,7 @@ def _encode(document: TypedDocument) -> bytes:
         for field in document.__struct_fields__
         if isinstance(value := getattr(document, field), dict)
     }
-    return _ENCODER.encode(msgspec.structs.replace(document, **names))
+    return encode_typed(_ENCODER, msgspec.structs.replace(document, **names), what)
 
 
 def _check_version(data: bytes, what: str, version: int) -> None:
@@ -127,8 +151,7 @@ def loads_strict(data: bytes, what: str, *, limit_bytes: int = MAX_DOCUMENT_BYTE
 
     Raises FormatError if the document is longer than `limit_bytes` or is not strict JSON.
     """
-    if len(data) > limit_bytes:
-        raise FormatError(f"{what}: {len(data)} bytes, at most {limit_bytes} are accepted")
+    expect_length(data, what, limit_bytes)
     try:
         text = data.decode()
         return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_constant)

@@ -9,8 +9,15 @@ from typing import Any
 
 from holdfast_core.errors import FormatError, UnknownVersionError
 from holdfast_core.format.digest import parse_digest
-from holdfast_core.format.keys import MAX_ROUND, MAX_STEP
-from holdfast_core.ids import ByteRange, CheckpointId, Digest, RestartRound, Step
+from holdfast_core.ids import (
+    MAX_ROUND,
+    MAX_STEP,
+    ByteRange,
+    CheckpointId,
+    Digest,
+    RestartRound,
+    Step,
+)
 
 MAX_INT = (1 << 63) - 1
 

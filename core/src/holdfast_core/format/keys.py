@@ -12,7 +12,18 @@ from enum import StrEnum
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import hex_of
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
+from holdfast_core.ids import (
+    MAX_RANK,
+    MAX_ROUND,
+    MAX_STEP,
+    CheckpointId,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Step,
+)
 
 SHARDS = "shards"
 LAYOUTS = "layouts"
@@ -20,10 +31,6 @@ MANIFESTS = "manifests"
 REFERENCES = "references"
 RUNS = "runs"
 """Markers of the runs that upload to a store without an operator (store.runs)."""
-
-MAX_STEP = 10**12 - 1
-MAX_ROUND = 10**6 - 1
-MAX_RANK = 10**6 - 1
 
 _FOLDER = r"s(\d{12})-r(\d{6})"
 _SHARD = re.compile(

@@ -15,9 +15,19 @@ from holdfast_core.format.canonical import TypedDocument, decode_document, encod
 from holdfast_core.format.checks import expect_digest, expect_int, expect_text
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
-from holdfast_core.format.keys import MAX_ROUND, MAX_STEP, checked_job_uid
+from holdfast_core.format.keys import checked_job_uid
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
+from holdfast_core.ids import (
+    MAX_ROUND,
+    MAX_STEP,
+    CheckpointId,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Step,
+)
 
 FORMAT_VERSION = 1
 MAX_SHARDS = 100_000

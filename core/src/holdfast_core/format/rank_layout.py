@@ -15,8 +15,7 @@ from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import TypedDocument, decode_document, encode_document
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes
-from holdfast_core.format.keys import MAX_RANK
-from holdfast_core.ids import ByteRange, Digest, Rank
+from holdfast_core.ids import MAX_RANK, ByteRange, Digest, Rank
 
 FORMAT_VERSION = 1
 MAX_FQN = 4096

@@ -18,12 +18,14 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    Clipped,
     ClippedText,
     Factor,
     Natural,
     Reason,
     Seconds,
     ShortText,
+    Text,
 )
 
 
@@ -59,14 +61,14 @@ class Refusal(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Clipped):
     """Body of every refusal (an HTTP error reply, or a socket frame of type `Refused`)."""
 
     code: Refusal
     message: ClippedText
     round: RestartRound
     """The receiver's round."""
-    version: int = 0
+    version: Natural = 0
     """Version of the ROUND message that the receiver holds. 0 if it holds none."""
 
 
@@ -106,18 +108,18 @@ class Policy:
     ROUND carries them to the sidecars, which send them to launcher and ranks.
     """
 
-    interval_steps: int
+    interval_steps: Natural
     """Optimizer steps between saves. 0 with `timing`, and where ranks save only on request."""
-    slots: int = 2
-    keep_last: int = 3
-    peer_copies: int = 1
-    peer_encryption: str = "TLS"
+    slots: Natural = 2
+    keep_last: Natural = 3
+    peer_copies: Natural = 1
+    peer_encryption: Text = "TLS"
     """"TLS", or "None" on a trusted network (the handshake is still mutual). Other values mean "TLS"."""
-    object_every_steps: int | None = None
+    object_every_steps: Natural | None = None
     """Steps between two uploads."""
-    object_every_seconds: int | None = None
+    object_every_seconds: Natural | None = None
     """Seconds between two uploads. If both are None, the job has no object tier."""
-    object_compression: str = "None"
+    object_compression: Text = "None"
     """"Zstd" compresses uploads. Every other value means "None"."""
     timing: Timing | None = None
     """The interval between saves as a time. None: it is `interval_steps`."""
@@ -179,7 +181,7 @@ class RankWork:
 
 
 @dataclass(frozen=True, slots=True)
-class RankStack:
+class RankStack(Clipped):
     """What one rank does while its gang finishes no step, as its launcher found it."""
 
     rank: Rank
@@ -216,7 +218,7 @@ class RestorePoint:
     manifest: Digest | None = None
     job_uid: JobUid | None = None
     """Uid of the job that owns the checkpoint, where it is another job (spec.restoreFrom)."""
-    job_namespace: str | None = None
+    job_namespace: Text | None = None
     """Namespace of that other job in the object keys. None means this job's namespace."""
 
     @property
@@ -248,7 +250,7 @@ CHECKPOINT_MISSING: Final = "CheckpointMissing"
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Clipped):
     """A save that did not reach a level, or a tier that does not work, with a message for people."""
 
     step: Step | None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from msgspec import Meta
+
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     Digest,
@@ -19,11 +21,7 @@ from holdfast_core.ids import (
     Step,
     Worker,
 )
-from holdfast_core.messages.bounds import (
-    Bounds,
-    Document,
-    Natural,
-)
+from holdfast_core.messages.bounds import Document, Many, Natural, Text
 from holdfast_core.messages.common import (
     Refused,
     RestorePoint,
@@ -86,7 +84,7 @@ class ReadShard:
     """Request on the bulk port: send these parts of a shard's payload, or its trailer if there are none."""
 
     shard: ShardRef
-    spans: Annotated[tuple[PayloadSpan, ...], Bounds(items=MAX_SPANS)] = ()
+    spans: Annotated[tuple[PayloadSpan, ...], Meta(max_length=MAX_SPANS)] = ()
     plain: bool = False
     """The caller allows the bytes outside TLS."""
     background: bool = False
@@ -136,7 +134,7 @@ class Uploaded:
     base: Reference | None = None
     """The checkpoint that `references` depend on: while its manifest exists, their objects exist. None where
     there are no references."""
-    references: tuple[Reference, ...] = ()
+    references: Many[Reference] = ()
     """Earlier checkpoints that store chunks of this shard."""
 
 
@@ -147,7 +145,7 @@ class WriteNext:
     round: RestartRound
     step: Step | None = None
     """The step that every rank whose slot holds it writes to its node tier next."""
-    prune: tuple[Step, ...] = ()
+    prune: Many[Step] = ()
     """See LevelNotice."""
 
 
@@ -182,7 +180,7 @@ class LevelNotice:
     step: Step
     step_round: RestartRound
     level: Level
-    prune: tuple[Step, ...] = ()
+    prune: Many[Step] = ()
     """Steps, of any round, that may be deleted from the node tier, copies for peers included."""
     released: bool = False
     """The sidecar may answer `Finish`. Then `step` and `level` announce nothing new."""
@@ -197,7 +195,7 @@ class PersistRequest:
     step_round: RestartRound
     base: RestorePoint | None = None
     """The newest persisted checkpoint. Chunks that have not changed since then need no upload."""
-    older: tuple[Reference, ...] = ()
+    older: Many[Reference] = ()
     """Checkpoints before `base` that the upload may refer to, too."""
     whole: bool = False
     """Store each shard as one uncompressed object without references, because the objects that an earlier
@@ -225,9 +223,9 @@ class Rendezvous:
     """Reply of GET /v1/rendezvous?round=R&timeout=S on the store host's sidecar."""
 
     round: RestartRound
-    address: str
+    address: Text
     """host:port of the TCPStore. Empty after a time-out."""
-    secret: str = field(default="", repr=False)
+    secret: Text = field(default="", repr=False)
     """See StoreAddress."""
 
 

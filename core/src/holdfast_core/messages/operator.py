@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from blake3 import blake3
+from msgspec import Meta
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
@@ -22,12 +23,14 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    MAX_INT,
     MAX_LISTED,
     MAX_STRAGGLERS,
-    Bounds,
+    Clipped,
     ClippedText,
     Document,
     Factor,
+    Many,
     ManyShards,
     Name,
     Natural,
@@ -35,6 +38,7 @@ from holdfast_core.messages.bounds import (
     PerWorker,
     Reason,
     Seconds,
+    Text,
 )
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.common import (
@@ -53,8 +57,8 @@ from holdfast_core.messages.report import (
 @dataclass(frozen=True, slots=True)
 class Member:
     worker: Worker
-    pod: str
-    address: str
+    pod: Text
+    address: Text
     """Pod IP. Empty while it is unknown."""
 
 
@@ -78,12 +82,12 @@ class Round:
     members: Annotated[tuple[Member, ...], PerWorker]
     copies: Annotated[tuple[CopyAssignment, ...], PerRank]
     policy: Policy
-    pinned: tuple[Step, ...] = ()
+    pinned: Many[Step] = ()
     """Pinned steps, which must not be pruned."""
-    quarantined: tuple[RestorePoint, ...] = ()
+    quarantined: Many[RestorePoint] = ()
     """Checkpoints that must neither be pruned nor restored."""
     last_persisted: RestorePoint | None = None
-    fan_in: Annotated[int, Bounds(low=1)] = 64
+    fan_in: Annotated[int, Meta(ge=1, le=MAX_INT)] = 64
     """Number of consecutive workers that exchange messages with the coordinator through one relay."""
 
     def content_digest(self) -> Digest:
@@ -173,9 +177,9 @@ class Inventory:
     round: RestartRound
     version: Natural
     """Version of the newest ROUND message that the sidecar holds for `round`. 0 if it holds none."""
-    manifests: Annotated[tuple[ListedManifest, ...], Bounds(items=MAX_LISTED)] = ()
+    manifests: Annotated[tuple[ListedManifest, ...], Meta(max_length=MAX_LISTED)] = ()
     shards: Annotated[tuple[ListedShard, ...], ManyShards] = ()
-    uncommitted: Annotated[tuple[UncommittedShard, ...], Bounds(items=MAX_LISTED)] = ()
+    uncommitted: Annotated[tuple[UncommittedShard, ...], Meta(max_length=MAX_LISTED)] = ()
     """The newest ones. If all ranks have one of a step, its commit can be finished."""
     launcher: bool = False
     """The launcher of the pod is connected. That of a spare connects when it has imported torch."""
@@ -185,7 +189,7 @@ class Inventory:
 class ManifestList:
     """The part of an Inventory that a new coordinator reads: it needs no shards of thousands of members."""
 
-    manifests: Annotated[tuple[ListedManifest, ...], Bounds(items=MAX_LISTED)] = ()
+    manifests: Annotated[tuple[ListedManifest, ...], Meta(max_length=MAX_LISTED)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +249,7 @@ class GangProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Hang:
+class Hang(Clipped):
     """The gang finishes no step, and no rank is at work."""
 
     late: Annotated[tuple[Rank, ...], PerRank]
@@ -267,7 +271,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinatorState:
+class CoordinatorState(Clipped):
     """Reply of GET /v1/state?since=V&timeout=S: the whole current state and its version.
 
     `since` is the version up to which the operator has durably acted. Sidecars answer `Finish` only after
@@ -276,7 +280,7 @@ class CoordinatorState:
 
     version: Natural
     round: RestartRound
-    steps: tuple[StepState, ...] = ()
+    steps: Many[StepState] = ()
     """At most 16 steps of this round that are in progress or committed, oldest first."""
     last_local: RestorePoint | None = None
     last_replicated: RestorePoint | None = None
@@ -288,7 +292,7 @@ class CoordinatorState:
     dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
     progress: GangProgress | None = None
     """None before a rank has finished a step of this round."""
-    failures: tuple[Failure, ...] = ()
+    failures: Many[Failure] = ()
     times: RoundTimes = RoundTimes()
     running: bool = False
     """Every rank has finished a step of this round."""
@@ -309,7 +313,7 @@ class CoordinatorState:
     """The ROUND that every worker has accepted, with the highest of their versions. None unless every worker
     has reported lately, and all have accepted the same content. An operator that has just started then needs
     to call no other sidecar of the gang."""
-    stragglers: Annotated[tuple[Straggler, ...], Bounds(items=MAX_STRAGGLERS)] = ()
+    stragglers: Annotated[tuple[Straggler, ...], Meta(max_length=MAX_STRAGGLERS)] = ()
     """The slowest ranks, by rank. Nothing restarts because of them."""
     restored_from: RestoredFrom | None = None
     """None before every worker has its shards. Until a rank has restored, it counts by the tier that brought
@@ -325,7 +329,7 @@ class GangRequest:
     """
 
     round: RestartRound
-    token: str
+    token: Text
     """Identifies the request. A token counts only once."""
 
 
@@ -337,9 +341,9 @@ class Prune:
     """
 
     round: RestartRound
-    checkpoints: tuple[RestorePoint, ...]
+    checkpoints: Many[RestorePoint]
 
 
 @dataclass(frozen=True, slots=True)
 class PruneReply:
-    deleted: tuple[RestorePoint, ...]
+    deleted: Many[RestorePoint]

@@ -22,12 +22,16 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    Clipped,
     ClippedText,
+    ExitCode,
+    Many,
     Natural,
     PerRank,
     Reported,
     Seconds,
     ShortText,
+    Text,
 )
 from holdfast_core.messages.common import (
     Interval,
@@ -60,7 +64,7 @@ class LocalRole(StrEnum):
 class Hello:
     """First frame on every connection."""
 
-    version: int
+    version: Natural
     job_uid: JobUid
     role: LocalRole
     rank: Rank | None = None
@@ -84,8 +88,8 @@ class HelloReply:
 class SlotOffer:
     """A slot file below <shared_dir>/slots that the rank has allocated, prefaulted and mapped."""
 
-    name: str
-    capacity_bytes: int
+    name: Text
+    capacity_bytes: Natural
     """Largest payload. The file is longer by shm.slot_header.HEADER_BYTES."""
 
 
@@ -116,7 +120,7 @@ class RestoreReply:
     payload_bytes: Natural = 0
     """Payload of this rank's shard. The rank offers slots of at least this capacity in Fill. 0 where
     another number of ranks saved the checkpoint: then the rank plans its own payload."""
-    world_size: int = 0
+    world_size: Natural = 0
     """Number of ranks that saved the checkpoint. 0 means that it is not given, and the rank takes its
     shard as it was saved."""
     rank_layout: Digest | None = None
@@ -126,7 +130,7 @@ class RestoreReply:
     """Layout of the old rank whose objects this rank takes, in the same directory."""
     layouts: Annotated[tuple[SavedLayout, ...], PerRank] = ()
     """For each group of ranks that saved the same tensors one layout. Empty if they were not asked for."""
-    passed_over: tuple[str, ...] = ()
+    passed_over: Many[Text] = ()
     """Why newer checkpoints were not chosen: a line for each, with the path of the bad file."""
 
 
@@ -141,7 +145,7 @@ class Fill:
 
     round: RestartRound
     rank: Rank
-    slots: tuple[SlotOffer, ...]
+    slots: Many[SlotOffer]
     layout: Digest | None = None
     """None asks for the shard as it was saved. Otherwise the layout of the payload that this rank needs, in
     <shared_dir>/layouts/<hex>.json. The sidecar assembles it from the shards of any old ranks."""
@@ -152,7 +156,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    slot: str
+    slot: Text
     payload_bytes: Natural
     tier: TierName
     """The tier that the bytes come from."""
@@ -166,12 +170,12 @@ class ShardFile:
     slot.
     """
 
-    path: str
+    path: Text
     """Path of the file. With `is_attached` it is a name for messages only."""
     shard: ShardRef
     tier: TierName
     """The tier of the file."""
-    slot: str | None = None
+    slot: Text | None = None
     """A slot whose header names the same shard. The rank must verify its bytes with the chunk table of the
     file."""
     is_attached: bool = False
@@ -201,7 +205,7 @@ class Stage:
     round: RestartRound
     step: Step
     rank: Rank
-    slot: str
+    slot: Text
     payload_bytes: Natural
     layout: Digest
     """BLAKE3 of the rank's layout, whose document is <shared_dir>/layouts/<hex>.json."""
@@ -213,7 +217,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Clipped):
     """Rank -> sidecar, no reply: the step that has just finished.
 
     The rank may send the same step again: with the cost of a save after it, or, after a reconnect, without
@@ -250,13 +254,13 @@ class LevelReached:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveFailed:
+class SaveFailed(Clipped):
     """Push to the rank that staged the step: the step will not reach `level`."""
 
     step: Step
     round: RestartRound
     level: Level
-    reason: str
+    reason: Text
     message: ClippedText
 
 
@@ -265,7 +269,7 @@ class SaveRequested:
     """Push to rank 0: save at the next step that all ranks can agree on."""
 
     round: RestartRound
-    token: str
+    token: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +277,7 @@ class StopRequested:
     """Push to rank 0: save at the next step that all ranks can agree on, then end the training."""
 
     round: RestartRound
-    token: str
+    token: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,13 +286,13 @@ class Run:
 
     round: RestartRound
     restore_point: RestorePoint
-    world_size: int
+    world_size: Natural
     first_rank: Rank
-    procs_per_worker: int
+    procs_per_worker: Natural
     group_rank: Worker
-    master_address: str
-    master_port: int
-    store_secret: str = field(repr=False)
+    master_address: Text
+    master_port: Natural
+    store_secret: Text = field(repr=False)
     """The launcher passes it to the ranks in their environment; see StoreAddress."""
     policy: Policy
 
@@ -305,8 +309,8 @@ class StoreAddress:
     """Launcher -> sidecar, no reply: the TCPStore of this round listens on `port`."""
 
     round: RestartRound
-    port: int
-    secret: str = field(repr=False)
+    port: Natural
+    secret: Text = field(repr=False)
     """Secret of this round, made by the launcher that hosts the store. Ranks sign their entries with it,
     because the store itself has no authentication. It is sent only inside TLS and the pod's socket, and
     passed to processes only in their environment."""
@@ -328,12 +332,12 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Exited:
+class Exited(Clipped):
     """Launcher -> sidecar, no reply: a rank process ended without a request to do so."""
 
     round: RestartRound
     rank: Rank
-    code: int
+    code: ExitCode
     """Exit code, or -N for signal N."""
     message: ClippedText = ""
     """The end of the traceback, at most 2 KiB."""
@@ -346,7 +350,7 @@ class TakeStacks:
     """Push to the launcher: the gang finishes no step. Find out where each rank is, and send Stacks."""
 
     round: RestartRound
-    token: str
+    token: Text
     """Identifies the request."""
 
 
@@ -355,7 +359,7 @@ class Stacks:
     """Launcher -> sidecar, no reply: where the ranks of this pod are. The launcher's log has whole stacks."""
 
     round: RestartRound
-    token: str
+    token: Text
     ranks: Annotated[tuple[RankStack, ...], PerRank]
 
 

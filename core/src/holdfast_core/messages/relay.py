@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
 
+from msgspec import Meta
+
 from holdfast_core.errors import FormatError
+from holdfast_core.format.canonical import expect_length
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.bounds import Bounds, Natural, PerWorker, body_limit_bytes
-from holdfast_core.messages.codec import dumps, from_json, loads, parse_json
+from holdfast_core.messages.bounds import Natural, PerWorker, Text, body_limit_bytes
+from holdfast_core.messages.codec import dumps, loads
 
 T = TypeVar("T")
 
 _MAX_HEAD_BYTES = 4 << 20
-_MANY = Bounds(items=1 << 16)
+_MANY = Meta(max_length=1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class RelayReply:
 @dataclass(frozen=True, slots=True)
 class _Part:
     size_bytes: Natural
-    path: str = ""
+    path: Text = ""
     workers: Annotated[tuple[Worker, ...], PerWorker] = ()
     status: Natural = 0
 
@@ -97,14 +100,11 @@ def decode(kind: type[T], data: bytes) -> T:
     if kind is not Relay and kind is not RelayReply:
         return loads(kind, data)
     name = kind.__name__
-    if len(data) > body_limit_bytes(kind):
-        raise FormatError(
-            f"{name}: {len(data)} bytes, at most {body_limit_bytes(kind)} are accepted"
-        )
+    expect_length(data, name, body_limit_bytes(kind))
     end = data.find(b"\n")
     if end < 0:
         raise FormatError(f"{name}: expected a line of JSON before the messages")
-    head = from_json(_Head, parse_json(data[:end], name, _MAX_HEAD_BYTES))
+    head = loads(_Head, data[:end], limit_bytes=_MAX_HEAD_BYTES)
     if sum(part.size_bytes for part in head.parts) != len(data) - end - 1:
         raise FormatError(f"{name}: the messages do not have the lengths that the first line names")
     bodies, offset = [], end + 1

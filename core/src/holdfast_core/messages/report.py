@@ -14,11 +14,15 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    Clipped,
     ClippedText,
+    ExitCode,
+    Many,
     Natural,
     PerRank,
     Seconds,
     ShortText,
+    Text,
 )
 from holdfast_core.messages.common import (
     Failure,
@@ -30,10 +34,10 @@ from holdfast_core.messages.common import (
 
 
 @dataclass(frozen=True, slots=True)
-class DeadRank:
+class DeadRank(Clipped):
     rank: Rank
     worker: Worker
-    code: int
+    code: ExitCode
     message: ClippedText = ""
     out_of_memory: MemoryUse | None = None
     """None: memory did not run out, or its launcher ended with it."""
@@ -50,16 +54,16 @@ class RankSaves:
     rank: Rank
     newest: Step
     """The newest step that the rank has staged."""
-    under_way: tuple[Step, ...] = ()
+    under_way: Many[Step] = ()
     """Staged steps that have not failed and that the coordinator has no PREPARED for yet."""
-    waiting: tuple[Step, ...] = ()
+    waiting: Many[Step] = ()
     """Those of them that wait in slots. Only the coordinator's choice, or a seal, has them written."""
     writes: bool = False
     """Whether a slot of the rank is being written now."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankProgress:
+class RankProgress(Clipped):
     """Newest finished step of one rank."""
 
     rank: Rank
@@ -86,7 +90,7 @@ class AcceptedRound:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport:
+class WorkerReport(Clipped):
     """POST /v1/report, sidecar -> coordinator; reply Ok. This worker's part of CoordinatorState.
 
     The sidecar sends it immediately when its urgent part or what waits in its slots changes. Otherwise it
@@ -97,7 +101,7 @@ class WorkerReport:
     worker: Worker
     progress: Annotated[tuple[RankProgress, ...], PerRank] = ()
     dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: Many[Failure] = ()
     rehydrate_seconds: Seconds | None = None
     barrier_open: bool = False
     cannot_restore: ClippedText = ""
@@ -114,14 +118,14 @@ class WorkerReport:
     gang's newest step is lost with it, or is persisted before."""
     saves_skipped: Natural = 0
     saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
-    reported_to: str = ""
+    reported_to: Text = ""
     """`Ok.instance` of the coordinator that has received all of this worker's messages, except those about
     the steps that `saves` lists as under way."""
-    instance: str = ""
+    instance: Text = ""
     """Identifies the sender's process. When it changes, the coordinator sends all of its messages again."""
     interval: Interval | None = None
     """The interval between saves as rank 0 has reported it, if it is given as a time and rank 0 is here."""
-    stacks_token: str = ""
+    stacks_token: Text = ""
     """`Ok.stacks_token` that `stacks` is the reply to. "": there was none in this round."""
     stacks: Annotated[tuple[RankStack, ...], PerRank] = ()
     accepted: AcceptedRound | None = None
@@ -155,10 +159,10 @@ class WorkerReport:
 @dataclass(frozen=True, slots=True)
 class Ok:
     round: RestartRound
-    instance: str = ""
+    instance: Text = ""
     """Identifies the coordinator's instance, in the reply to WorkerReport. When it changes, the member sends
     its PREPARED, REPLICATED and UPLOADED messages again, because the new instance has not received them."""
-    stacks_token: str = ""
+    stacks_token: Text = ""
     """In the reply to WorkerReport: the coordinator requests the stacks of all ranks, because the gang
     finishes no step. It identifies the request. "": there is none."""
     waits_for_store: bool = False

@@ -9,7 +9,6 @@ UnknownMessage, so that the caller can refuse it.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -18,9 +17,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.messages import schema
-from holdfast_core.messages.codec import MAX_MESSAGE_BYTES, from_json, parse_json, to_json
+from holdfast_core.messages.bounds import Natural, Text
+from holdfast_core.messages.codec import MAX_MESSAGE_BYTES, dumps, loads
 
 _LENGTH = struct.Struct("!I")
 
@@ -68,6 +70,12 @@ class UnknownMessage:
     type: str
 
 
+class _Envelope(msgspec.Struct):
+    type: Text
+    id: Natural = 0
+    body: msgspec.Raw = msgspec.Raw(b"null")
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """One decoded frame."""
@@ -89,8 +97,7 @@ def write_frame(message: Any, id: int = 0) -> bytes:
     name = type(message).__name__
     if MESSAGES.get(name) is not type(message):
         raise FormatError(f"{name} is not a message of the socket")
-    value = {"type": name, "id": id, "body": to_json(message)}
-    body = json.dumps(value, separators=(",", ":")).encode()
+    body = dumps(_Envelope(name, id, msgspec.Raw(dumps(message))))
     if len(body) > MAX_MESSAGE_BYTES:
         raise FormatError(f"{name}: frame of {len(body)} bytes, at most {MAX_MESSAGE_BYTES}")
     return _LENGTH.pack(len(body)) + body
@@ -98,16 +105,11 @@ def write_frame(message: Any, id: int = 0) -> bytes:
 
 def parse_body(body: bytes) -> Frame:
     """Parse the body of a frame, which follows its length. Raises FormatError."""
-    value = parse_json(body, "frame", MAX_MESSAGE_BYTES)
-    if not isinstance(value, dict):
-        raise FormatError(f"frame: expected an object, found {type(value).__name__}")
-    name, id_ = value.get("type"), value.get("id", 0)
-    if not isinstance(name, str) or type(id_) is not int or not 0 <= id_ < 1 << 63:
-        raise FormatError("frame: expected a type (text) and an id (whole number >= 0)")
-    cls = MESSAGES.get(name)
+    frame = loads(_Envelope, body, limit_bytes=MAX_MESSAGE_BYTES)
+    cls = MESSAGES.get(frame.type)
     if cls is None:
-        return Frame(id_, UnknownMessage(name[:80]))
-    return Frame(id_, from_json(cls, value.get("body")))
+        return Frame(frame.id, UnknownMessage(frame.type[:80]))
+    return Frame(frame.id, loads(cls, bytes(frame.body), limit_bytes=MAX_MESSAGE_BYTES))
 
 
 Room = Callable[[int], AbstractAsyncContextManager[None]]

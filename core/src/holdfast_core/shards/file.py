@@ -27,8 +27,17 @@ from holdfast_core.format.checks import (
 )
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
-from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP, checked_job_uid
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
+from holdfast_core.format.keys import checked_job_uid
+from holdfast_core.ids import (
+    MAX_RANK,
+    MAX_ROUND,
+    MAX_STEP,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    Step,
+)
 from holdfast_core.shards.chunk_table import ChunkTable, table_bytes
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 

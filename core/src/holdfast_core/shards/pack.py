@@ -36,8 +36,16 @@ from holdfast_core.format.checks import (
     expect_object,
 )
 from holdfast_core.format.digest import crc32c, digest_of
-from holdfast_core.format.keys import MAX_RANK
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
+from holdfast_core.ids import (
+    MAX_RANK,
+    CheckpointId,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Step,
+)
 from holdfast_core.shards.chunk_table import ChunkTable, table_bytes
 from holdfast_core.shards.coding import Coding, check_stored
 from holdfast_core.shards.file import (

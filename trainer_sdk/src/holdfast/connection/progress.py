@@ -16,6 +16,7 @@ from typing import Any
 from holdfast.connection.session import Session
 from holdfast.training.step_timing import StepTiming
 from holdfast_core.ids import Step
+from holdfast_core.messages.bounds import MAX_METRIC_NAME, MAX_METRICS, clipped
 from holdfast_core.messages.schema import Interval, Progress
 
 MEASURED_STEPS = 32
@@ -57,10 +58,16 @@ class ProgressReporter:
         """Value of `_finished` in the last report."""
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
-        """Keep the newest finite value of each metric. Scalar tensors are copied to the host."""
-        for name, value in metrics.items():
+        """Keep the newest finite value of each of the first 64 metrics.
+
+        Scalar tensors are copied to the host. Long names are cut, and those that are not Unicode are
+        repaired: names become labels of the page for Prometheus, which is UTF-8.
+        """
+        for given, value in metrics.items():
             number = float(value.detach() if hasattr(value, "detach") else value)
-            if math.isfinite(number):
+            name = clipped(given, MAX_METRIC_NAME)
+            is_known = name in self._metrics or len(self._metrics) < MAX_METRICS
+            if is_known and math.isfinite(number):
                 self._metrics[name] = number
 
     def blocked(self, seconds: float) -> None:

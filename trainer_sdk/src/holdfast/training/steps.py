@@ -6,8 +6,7 @@ import operator
 from typing import Any
 
 from holdfast_core.errors import ConfigError
-from holdfast_core.format.keys import MAX_STEP
-from holdfast_core.ids import Step
+from holdfast_core.ids import MAX_STEP, Step
 
 
 def checked_step(value: Any, what: str) -> Step:

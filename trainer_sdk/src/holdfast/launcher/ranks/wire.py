@@ -1,26 +1,23 @@
 """Messages between the launcher and its fork server, one per packet of a SOCK_SEQPACKET pair.
 
 Both ends come from the same installation and the socket has no name, so that the messages are trusted.
-The strict codec still parses them, because its errors name the field.
+The codec of messages still parses them, because its errors name the field. Only the packet has a bound.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
+
+import msgspec
 
 from holdfast_core.errors import FormatError
 from holdfast_core.messages import codec
-from holdfast_core.messages.bounds import Bounds, ClippedText
+from holdfast_core.messages.bounds import Clipped, ClippedText
 
 MAX_PACKET_BYTES = 160 * 1024
 """Limit of a packet. It is enough for usual environments and command lines, and it is below the default
 send buffer of a Unix socket."""
-
-_IN_PACKET = Bounds(characters=MAX_PACKET_BYTES, items=MAX_PACKET_BYTES)
-"""Bounds of a command line and an environment, which the size of the packet limits."""
-_Text = Annotated[str, _IN_PACKET]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +30,8 @@ class ForkRank:
     key: str
     """Name of the process in every later message. The launcher chooses it."""
     kind: str
-    argv: Annotated[tuple[_Text, ...], _IN_PACKET]
-    env: Annotated[dict[_Text, _Text], _IN_PACKET]
+    argv: tuple[str, ...]
+    env: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Reaped:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Clipped):
     """Server to launcher: a request failed. `key` is empty when the server cannot serve at all."""
 
     key: str
@@ -90,7 +87,7 @@ _KINDS: dict[str, type[Any]] = {
 
 def encode(message: Message) -> bytes:
     """Return the packet of a message. Raises FormatError when it does not fit into a packet."""
-    packet = json.dumps([type(message).__name__, codec.to_json(message)]).encode()
+    packet = codec.dumps((type(message).__name__, msgspec.Raw(codec.dumps(message))))
     if len(packet) > MAX_PACKET_BYTES:
         raise FormatError(
             f"{type(message).__name__}: {len(packet)} bytes, at most {MAX_PACKET_BYTES} can be "
@@ -100,6 +97,6 @@ def encode(message: Message) -> bytes:
 
 
 def decode(packet: bytes) -> Message:
-    name, body = json.loads(packet)
-    message: Message = codec.from_json(_KINDS[name], body)
+    name, body = codec.loads(tuple[str, msgspec.Raw], packet)
+    message: Message = codec.loads(_KINDS[name], bytes(body))
     return message
