@@ -37,8 +37,7 @@ from holdfast_core.node import shard_file
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.protocol import BulkOptions
 from holdfast_core.shards import stream
-from holdfast_core.shards.chunk_table import ChunkTable
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester, ShardStream
 from holdfast_core.tiers.base import ShardReader
 

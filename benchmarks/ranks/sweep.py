@@ -26,7 +26,7 @@ from benchmarks.ranks.played_store import (
 from benchmarks.report import Figure, at_most, for_orientation
 from holdfast_core.ids import RestartRound
 from holdfast_core.store.open import open_tier
-from holdfast_core.store.prune import QUIET
+from holdfast_core.store.rules import QUIET
 from holdfast_core.store_url import StoreUrl
 
 _MIB = 1 << 20

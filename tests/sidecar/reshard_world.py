@@ -23,13 +23,11 @@ from holdfast_core.messages.schema import Member
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shards.file import Trailer, head_bytes
-from holdfast_core.shards.record import CHUNK_BYTES, ShardHeader
-from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.shards.record import CHUNK_BYTES, ShardHeader, build_manifest
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardSource
-from holdfast_core.tiers.local_commit import build_manifest
 from holdfast_core.tiers.sources import ReaderSource
 from holdfast_sidecar.base.backoff import Backoff, Patience
 from holdfast_sidecar.base.metrics import Metrics

@@ -17,7 +17,7 @@ from holdfast.checkpoint import restoring
 from holdfast.connection.link import Link
 from holdfast_core.errors import CorruptionError, NotFoundError, StateMismatchError
 from holdfast_core.messages.schema import Fill, Filled, ShardFile
-from holdfast_core.shm.slot_header import HEADER_BYTES
+from holdfast_core.shm.slot_file import HEADER_BYTES
 
 ELEMENTS = 6 << 20
 """The size is 24 MiB, so that several pieces are stored before the last chunk is read."""

@@ -29,7 +29,7 @@ from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import LevelReached, Policy, Refusal, SaveFailed, Stage
 from holdfast_core.node.files import TEMP_PREFIX
 from holdfast_core.shm.layout_files import LayoutFiles
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=100)
 SIZE = PLAN.total_bytes

@@ -63,7 +63,7 @@ OF_NODE = (
     Mutant(
         name="node/damaged-document",
         kind=Kind.MISSING_DIGEST,
-        file="core/src/holdfast_core/format/sealed.py",
+        file="core/src/holdfast_core/format/canonical.py",
         original='seal[:1] + seal[-1:] != b"\\n\\n" or digest_of(document) != stored',
         replacement='seal[:1] + seal[-1:] != b"\\n\\n"',
         loses="A manifest that the disk has damaged is used, and names other shards.",
@@ -239,7 +239,7 @@ OF_NODE = (
     Mutant(
         name="node/spare-file-that-is-read",
         kind=Kind.DROPPED_LOCK,
-        file=f"{_NODE}spares.py",
+        file=f"{_NODE}volume.py",
         original=(
             "        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n"
             "        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)\n"
@@ -253,7 +253,7 @@ OF_NODE = (
     Mutant(
         name="node/spare-file-with-another-name",
         kind=Kind.COMPARISON,
-        file=f"{_NODE}spares.py",
+        file=f"{_NODE}volume.py",
         original="if os.fstat(fd).st_nlink != 1:",
         replacement="if os.fstat(fd).st_nlink < 1:",
         loses="A hard link to an old shard, such as that of a backup, shows the bytes of a newer one.",
@@ -262,7 +262,7 @@ OF_NODE = (
     Mutant(
         name="node/overwritten-before-its-deletion-is-durable",
         kind=Kind.DROPPED_FSYNC,
-        file=f"{_NODE}spares.py",
+        file=f"{_NODE}volume.py",
         original="        try:\n            fsync_directory(path.parent)\n        except BaseException:",
         replacement="        try:\n            pass\n        except BaseException:",
         loses="A power cut brings back the name of a deleted shard, over the bytes of the next one.",

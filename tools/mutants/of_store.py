@@ -100,7 +100,7 @@ OF_STORE = (
     Mutant(
         name="store/running-uploads-are-dead",
         kind=Kind.MISSING_CHECK,
-        file=f"{_STORE}prune.py",
+        file=f"{_STORE}rules.py",
         original="        and c not in uploading\n",
         replacement="",
         loses="A sweep deletes the objects of the checkpoint that is being uploaded.",
@@ -109,7 +109,7 @@ OF_STORE = (
     Mutant(
         name="store/this-rounds-checkpoints-are-dead",
         kind=Kind.COMPARISON,
-        file=f"{_STORE}prune.py",
+        file=f"{_STORE}rules.py",
         original="(c.round < round_ or",
         replacement="(c.round <= round_ or",
         loses="A sweep deletes an upload that began after its look at the round.",

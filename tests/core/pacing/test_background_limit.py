@@ -13,7 +13,7 @@ from holdfast_core.pacing.background_limit import (
     BackgroundLimit,
     bytes_each_step,
 )
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState, slot_name
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ import pytest
 import holdfast_core.pacing.background_limit
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.pacing.background_limit import LONGEST_SECONDS, ForegroundCopyGate
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState, slot_name
 
 
 def put(directory: Path, state: SlotState, *, step: int = 1, rank: int = 0, index: int = 0) -> Path:

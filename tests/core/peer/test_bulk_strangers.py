@@ -17,7 +17,7 @@ from tests.support.tiers.memory import MemoryTier
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import ShardRef
 from holdfast_core.messages.schema import PayloadSpan, ReadShard, Refusal
-from holdfast_core.net.connections import ConnectionLimits
+from holdfast_core.net.listener import ConnectionLimits
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import PIECE_BYTES, send_message

@@ -14,7 +14,7 @@ from holdfast_core.ids import ByteRange, CheckpointId, Rank, ShardRef
 from holdfast_core.shards.pack import MAX_EARLIER, pack_index, unpack_index
 from holdfast_core.shards.pack_plan import BLOCK_CHUNKS, owner, replica_group
 from holdfast_core.store.download.stored import ShardPlaces, StoredShard
-from holdfast_core.store.prune import most_needed
+from holdfast_core.store.rules import most_needed
 
 CHUNK = 4096
 

@@ -11,7 +11,6 @@ from tests.support.shards.builders import payload, shard_file, shard_header
 from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import Digest, JobUid, ShardRef
-from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import (
     BLOCK_BYTES,
     FOOTER,
@@ -26,7 +25,7 @@ from holdfast_core.shards.file import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shards.record import ChunkTable, ShardHeader
 from holdfast_core.shards.stream import ShardStream
 
 FILE, RECORD = shard_file(shard_header(3 * 4096 + 5, chunk_bytes=4096), payload(3 * 4096 + 5))

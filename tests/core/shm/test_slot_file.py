@@ -10,8 +10,14 @@ import pytest
 from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.digest import chunk_digest, digest_of
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.shm.slot_file import SlotFile, list_slots, rank_of_slot
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState
+from holdfast_core.shm.slot_file import (
+    HEADER_BYTES,
+    SlotFile,
+    SlotHeader,
+    SlotState,
+    list_slots,
+    rank_of_slot,
+)
 
 NAME = "rank000003.0.slot"
 

@@ -30,7 +30,7 @@ from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import MAX_EARLIER
 from holdfast_core.shards.pack_plan import Earlier, plan_pack
 from holdfast_core.store.commit import commit
-from holdfast_core.store.prune import most_needed
+from holdfast_core.store.rules import most_needed
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.objects import ObjectSource, ObjectStore, Page
 

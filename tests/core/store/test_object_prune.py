@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.store.prune import dead
+from holdfast_core.store.rules import dead
 
 
 def at(step: int, round: int = 2) -> CheckpointId:

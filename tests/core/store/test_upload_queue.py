@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast_core.ids import CheckpointId, RestartRound, Step, age_of
 from holdfast_core.messages.schema import PersistRequest, Reference, RestorePoint
-from holdfast_core.store.stored_as import SELF_CONTAINED, StoredAs
-from holdfast_core.store.upload_queue import MAX_WAITING, UploadQueue
+from holdfast_core.store.rules import MAX_WAITING, SELF_CONTAINED, StoredAs, UploadQueue
 
 ROUND = RestartRound(2)
 REFERRING = StoredAs(Reference(Step(3), ROUND), (Reference(Step(3), ROUND, 9),))

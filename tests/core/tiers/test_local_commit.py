@@ -23,9 +23,8 @@ from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import LayoutDigests, layout_digests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.record import ShardRecord, build_manifest
 from holdfast_core.tiers.base import NodeTier
-from holdfast_core.tiers.local_commit import build_manifest
 
 WORLD = 2
 LAYOUTS = [rank_layout(rank=rank, world_size=WORLD) for rank in range(WORLD)]

@@ -39,8 +39,8 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import PackIndex
 from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.store.rules import StoredAs
 from holdfast_core.store.sharing import ShardUploader
-from holdfast_core.store.stored_as import StoredAs
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.save.other_tables import OtherTables
 

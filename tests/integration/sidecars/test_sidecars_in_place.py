@@ -18,7 +18,7 @@ from tests.support.sidecar.waiting import until
 
 import holdfast
 from holdfast_core.errors import HoldfastError
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState
 
 pytestmark = pytest.mark.integration
 

@@ -20,7 +20,7 @@ from holdfast_core.messages.schema import (
     Policy,
     RestorePoint,
 )
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 pytestmark = pytest.mark.integration
 

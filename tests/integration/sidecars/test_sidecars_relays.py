@@ -12,7 +12,7 @@ from tests.support.sidecar.waiting import until
 
 from holdfast_core.ids import Level, Rank, TierName
 from holdfast_core.messages.schema import Exited, Policy
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 WORKERS = 5
 GROUPS = {"fan_in": 2}

@@ -30,7 +30,7 @@ from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import Level, Rank, TierName
 from holdfast_core.messages.schema import Policy
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 pytestmark = pytest.mark.integration
 

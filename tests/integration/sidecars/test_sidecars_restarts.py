@@ -12,7 +12,7 @@ from tests.support.sidecar.gang import Gangs
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import Level, RestartRound
 from holdfast_core.messages.schema import End, Refusal
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 pytestmark = pytest.mark.integration
 

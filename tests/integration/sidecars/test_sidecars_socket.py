@@ -23,7 +23,7 @@ from tests.support.sidecar.gang import Gangs
 from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Refusal, Stage
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 pytestmark = pytest.mark.integration
 

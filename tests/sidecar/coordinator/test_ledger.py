@@ -17,7 +17,7 @@ from tests.support.sidecar.ledgers import (
 
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import Reference
-from holdfast_core.store.stored_as import StoredAs
+from holdfast_core.store.rules import StoredAs
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger
 
 

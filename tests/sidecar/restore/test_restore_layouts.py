@@ -39,7 +39,7 @@ from holdfast_core.messages.schema import (
     RestoreReply,
     Round,
 )
-from holdfast_core.tiers.local_commit import build_manifest
+from holdfast_core.shards.record import build_manifest
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState

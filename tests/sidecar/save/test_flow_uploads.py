@@ -18,8 +18,8 @@ from holdfast_core.messages.schema import (
     Reference,
     Uploaded,
 )
+from holdfast_core.store.rules import StoredAs
 from holdfast_core.store.sharing import ShardUploader
-from holdfast_core.store.stored_as import StoredAs
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.save.flow import own_shard
 

@@ -23,8 +23,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
-from holdfast_core.shm.slot_file import SlotFile, list_slots
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, list_slots
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings

@@ -16,7 +16,7 @@ from tests.support.sidecar.gated_stager import (
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import Step
 from holdfast_core.messages.schema import Refusal, Staged
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 OTHER = bytes(1000)
 

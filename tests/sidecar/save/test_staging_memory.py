@@ -19,8 +19,7 @@ from tests.support.sidecar.gated_stager import (
 )
 
 from holdfast_core.ids import Step
-from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 
 
 async def test_with_two_slots_every_step_is_written_at_once(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.support.sidecar.waiting import until
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.ids import JobUid
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pools import Pools

@@ -30,8 +30,7 @@ from holdfast_core.messages.schema import (
     Seal,
     Suspect,
 )
-from holdfast_core.net.connections import ConnectionLimits
-from holdfast_core.net.listener import ListenerLimits
+from holdfast_core.net.listener import ConnectionLimits, ListenerLimits
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_sidecar.base.rounds import Caller, RoundState
 from holdfast_sidecar.wire.bodies import BodyLimits

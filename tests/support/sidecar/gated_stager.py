@@ -20,8 +20,7 @@ from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardHeader, ShardRecord
-from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.tiers.base import PayloadSource
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics

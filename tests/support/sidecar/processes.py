@@ -15,7 +15,7 @@ from tests.support.crash.failpoints import VARIABLE
 from tests.support.sidecar.waiting import until
 
 from holdfast_core.contract import SidecarContract
-from holdfast_core.shm.slot_header import (
+from holdfast_core.shm.slot_file import (
     HEADER_BYTES,
 )
 from holdfast_sidecar.base.settings import PORTS_FILE

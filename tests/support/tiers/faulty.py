@@ -18,9 +18,8 @@ from enum import StrEnum
 from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, HoldfastError, UnavailableError
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
-from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
 from holdfast_core.tiers.base import (
     CopyWriter,
     NodeTier,

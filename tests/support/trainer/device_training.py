@@ -20,7 +20,7 @@ from holdfast.state.tensors import is_tensor
 from holdfast.testing import FakeSidecar
 from holdfast_core.errors import DeviceError
 from holdfast_core.messages.schema import Stage
-from holdfast_core.shm.slot_header import SlotHeader
+from holdfast_core.shm.slot_file import SlotHeader
 
 _STUCK_SECONDS = 120.0
 

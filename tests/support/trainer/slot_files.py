@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState
 
 
 @dataclass(frozen=True, slots=True)

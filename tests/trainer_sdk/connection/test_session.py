@@ -25,8 +25,7 @@ from holdfast_core.messages.schema import (
     Stage,
     Staged,
 )
-from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotFile, SlotState
 
 ROUND, RANK = RestartRound(0), Rank(0)
 

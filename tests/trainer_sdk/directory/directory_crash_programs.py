@@ -33,14 +33,13 @@ from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.persister.folder_store import FolderStore
 from holdfast.directory.service import DirectoryService
+from holdfast_core.format.canonical import unsealed
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.sealed import unsealed
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import Fill, LevelReached, Policy, SlotOffer, Stage
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shm.layout_files import LayoutFiles
-from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.store_url import parse_store_url
 
 WORLD = 2

@@ -37,15 +37,13 @@ from holdfast_core.messages.schema import Fill, Policy, Restore
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shards.record import ShardHeader, build_manifest
 from holdfast_core.shm.layout_files import LayoutFiles
-from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotFile, SlotState
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import parse_store_url
 from holdfast_core.tiers.base import ShardSource
-from holdfast_core.tiers.local_commit import build_manifest
 
 MESH = [2, 2]
 """Two copies of two halves: ranks 0 and 2 have the first half, ranks 1 and 3 the second."""

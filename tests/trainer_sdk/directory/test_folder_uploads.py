@@ -24,8 +24,8 @@ from holdfast.directory.persister.folder_store import FolderStore
 from holdfast.directory.persister.state import UploadFiles
 from holdfast.directory.persister.uploads import Uploads
 from holdfast_core.errors import SaveFailedError, UnavailableError
+from holdfast_core.format.canonical import sealed, unsealed
 from holdfast_core.format.manifest import parse_manifest_of
-from holdfast_core.format.sealed import sealed, unsealed
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import LevelReached, Policy, SaveFailed
 from holdfast_core.pacing.background_limit import BackgroundLimit

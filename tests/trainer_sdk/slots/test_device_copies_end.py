@@ -24,7 +24,7 @@ from holdfast.testing import FakeSidecar
 from holdfast_core.errors import ConfigError, SaveFailedError
 from holdfast_core.ids import Rank, RestartRound
 from holdfast_core.messages.schema import Progress, Restore, Stage
-from holdfast_core.shm.slot_header import HEADER_BYTES, SlotState
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotState
 
 
 def test_a_slot_is_full_when_the_copies_are_done(training: Training) -> None:

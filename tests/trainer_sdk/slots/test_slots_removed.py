@@ -20,7 +20,7 @@ import holdfast
 from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError
 from holdfast_core.messages.schema import Stage
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 pytestmark = pytest.mark.usefixtures("memory")
 

@@ -13,7 +13,7 @@ import pytest
 from holdfast.slots.staging import Copier, Slot, SlotRing
 from holdfast_core.errors import CapacityError
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.shm.slot_header import (
+from holdfast_core.shm.slot_file import (
     HEADER_BYTES,
     STATE_OFFSET,
     SlotHeader,

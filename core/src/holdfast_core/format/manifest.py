@@ -11,8 +11,14 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast_core.errors import CorruptionError, FormatError
-from holdfast_core.format.canonical import TypedDocument, decode_document, encode_document
-from holdfast_core.format.checks import expect_digest, expect_int, expect_text
+from holdfast_core.format.canonical import (
+    TypedDocument,
+    decode_document,
+    encode_document,
+    expect_digest,
+    expect_int,
+    expect_text,
+)
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
 from holdfast_core.format.keys import checked_job_uid

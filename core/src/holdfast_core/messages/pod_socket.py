@@ -90,7 +90,7 @@ class SlotOffer:
 
     name: Text
     capacity_bytes: Natural
-    """Largest payload. The file is longer by shm.slot_header.HEADER_BYTES."""
+    """Largest payload. The file is longer by shm.slot_file.HEADER_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from holdfast_core.node.files import write_at
-from holdfast_core.shards.chunk_table import ChunkTable
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
 
 

@@ -19,10 +19,16 @@ from holdfast_core.errors import (
     NotFoundError,
     StaleRoundError,
 )
-from holdfast_core.format.canonical import dumps_canonical, loads_strict
-from holdfast_core.format.checks import expect_int, expect_object
+from holdfast_core.format.canonical import (
+    SEAL_BYTES,
+    dumps_canonical,
+    expect_int,
+    expect_object,
+    loads_strict,
+    sealed,
+    unsealed,
+)
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.sealed import SEAL_BYTES, sealed, unsealed
 from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.node.files import (
     DurableDirectories,

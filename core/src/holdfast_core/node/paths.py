@@ -8,8 +8,7 @@ from holdfast_core.errors import TierError
 from holdfast_core.format.keys import LAYOUTS, checked_job_uid, manifest_key, shard_key
 from holdfast_core.ids import CheckpointId, JobUid, ShardRef
 from holdfast_core.node.documents import ROUND_FILE
-from holdfast_core.node.spares import SPARE
-from holdfast_core.node.volume import QUARANTINE
+from holdfast_core.node.volume import QUARANTINE, SPARE
 
 LOCK_FILE = ".layouts.lock"
 RESERVED = frozenset({QUARANTINE, LAYOUTS, SPARE, ROUND_FILE, LOCK_FILE})

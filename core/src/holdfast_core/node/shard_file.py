@@ -24,7 +24,6 @@ from holdfast_core.node.files import (
     write_at,
 )
 from holdfast_core.node.read_ahead import pieces, read_ahead
-from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import (
     BLOCK_BYTES,
     FOOTER,
@@ -41,7 +40,7 @@ from holdfast_core.shards.file import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester, check_ref, check_same
 from holdfast_core.tiers.base import PayloadSource
 

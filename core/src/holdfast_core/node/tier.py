@@ -55,8 +55,7 @@ from holdfast_core.node.shard_file import (
     WRITE_BYTES,
     DiskShardReader,
 )
-from holdfast_core.node.spares import SPARE
-from holdfast_core.node.volume import QUARANTINE, Volume
+from holdfast_core.node.volume import QUARANTINE, SPARE, Volume
 from holdfast_core.node.write import ShardWrites
 from holdfast_core.shards.file import check_header
 from holdfast_core.shards.record import ShardHeader, ShardRecord

@@ -1,18 +1,203 @@
-"""The volume of the node tier: its directories, its room, its spare files and its quarantined ones."""
+"""The volume of the node tier: its directories, its room, its quarantined files, and its spare ones.
+
+Spare files (ADR 0018) are the files of deleted shards, which later writes overwrite. A write into blocks
+that a file has already is faster than a write into a new file, and the removal of a large file slows down
+all writers of its disk. A file passes these states. Each change is durable before the next one begins, so
+that a crash leaves the file in one of them:
+
+1. `<name>.shard`: a shard.
+2. `.tmp-*` in the same directory: deleted. The next start removes it.
+3. `spare/*`: no reader knows this name.
+4. `.tmp-*` in the directory of the next shard, locked: it is being overwritten. The next start removes it.
+5. `<other name>.shard`: another shard.
+
+Only a file that no process has open is overwritten. A reader that opened the shard before its deletion
+would otherwise read bytes of two shards.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
 import re
+import secrets
 import shutil
+import signal
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from holdfast_core.errors import CapacityError, CorruptionError, UnreadableError
-from holdfast_core.node.files import DurableDirectories, TempFile, disk_errors, fsync_directory
+from holdfast_core.node.files import (
+    TEMP_PREFIX,
+    DurableDirectories,
+    TempFile,
+    disk_errors,
+    fsync_directory,
+)
 from holdfast_core.node.index import Budget
-from holdfast_core.node.spares import SPARE, SpareFiles
+
+SPARE = "spare"
+"""Directory of the spare files, below the root of the tier."""
+_LOG = logging.getLogger(__name__)
+
+
+class SpareFiles:
+    """The spare files of a node tier. Thread-safe, and safe beside other processes with the same root.
+
+    The directory is the only state. The budget is updated after each change.
+    """
+
+    def __init__(self, directory: Path, directories: DurableDirectories, budget: Budget) -> None:
+        self._directory = directory
+        self._directories = directories
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._counting = threading.Lock()
+        """Held during `count`: an older number must not replace a newer one."""
+        self._remover = ThreadPoolExecutor(1, "holdfast-node-remove")
+
+    def put_aside(self, path: Path) -> None:
+        """Delete the name of a shard durably, and make its file a spare one. Blocks only briefly.
+
+        An absent file is not an error. Raises OSError.
+        """
+        temp = path.with_name(_temp_name())
+        try:
+            path.rename(temp)
+        except FileNotFoundError:
+            fsync_directory(path.parent)  # an earlier call may have failed there
+            return
+        except OSError:  # a full disk has no room for another name
+            path.unlink(missing_ok=True)
+            fsync_directory(path.parent)
+            return
+        try:
+            fsync_directory(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                temp.unlink()
+            raise
+        try:
+            self._directories.ensure(self._directory)
+            temp.rename(self._directory / temp.name.removeprefix(TEMP_PREFIX))
+        except OSError:
+            temp.unlink(missing_ok=True)
+        self.count()
+
+    def take(self, directory: Path, size_bytes: int) -> TempFile | None:
+        """Return the spare file of the most similar size as a temporary file in `directory`.
+
+        Args:
+            directory: Directory of the shard that will be written.
+            size_bytes: Size of the shard's file.
+
+        Returns:
+            The file, with the bytes of the old shard, or None if no spare file of at least half and at most
+            twice the size is unused.
+        """
+        with self._lock:
+            try:
+                found = self._files()
+            except OSError:  # a new file is as good
+                return None
+            found.sort(key=lambda file: abs(file[1].st_size - size_bytes))
+            for path, status in found:
+                if size_bytes <= 2 * status.st_size <= 4 * size_bytes:
+                    temp = self._taken(path, directory)
+                    if temp is not None:
+                        return temp
+        return None
+
+    def trim(self, most: int) -> None:
+        """Remove all but the `most` newest spare files, in a thread that no write waits for."""
+        if len(self._files()) > most:
+            self._remover.submit(self._trim, most)
+
+    def remove_all(self) -> bool:
+        """Remove all spare files now. Return False if there were none. Raises OSError."""
+        found = self._files()
+        for path, _ in found:
+            path.unlink(missing_ok=True)
+        self.count()
+        return bool(found)
+
+    def count(self) -> int:
+        """Tell the budget how many bytes the spare files have, and return the number."""
+        with self._counting:
+            total = sum(status.st_size for _, status in self._files())
+            self._budget.set_spare_bytes(total)
+        return total
+
+    # ------------------------------------------------------------------ inside
+
+    def _files(self) -> list[tuple[Path, os.stat_result]]:
+        found: list[tuple[Path, os.stat_result]] = []
+        try:
+            paths = list(self._directory.iterdir())
+        except FileNotFoundError:  # another program removed the directory
+            return found
+        for path in paths:
+            with suppress(FileNotFoundError):
+                found.append((path, path.lstat()))
+        return found
+
+    def _taken(self, path: Path, directory: Path) -> TempFile | None:
+        """Move an unused spare file to a temporary name in `directory`. Return None if that fails."""
+        try:
+            fd = _open_unused(path)
+        except OSError:
+            return None
+        temp = TempFile(directory / _temp_name(), fd)
+        try:
+            with self._directories.lock:
+                self._directories.ensure(directory)
+                path.rename(temp.path)
+            # Without this, a power cut could restore the spare name beside the name of the new shard.
+            fsync_directory(self._directory)
+        except OSError as error:
+            _LOG.debug("the spare file %s cannot be used: %s", path, error)
+            temp.discard()
+            return None
+        self.count()
+        return temp
+
+    def _trim(self, most: int) -> None:
+        try:
+            found = sorted(self._files(), key=lambda file: file[1].st_mtime_ns)
+            too_many = max(0, len(found) - most)  # writes may have taken some meanwhile
+            for path, _ in found[:too_many]:
+                path.unlink(missing_ok=True)
+            self.count()
+        except OSError as error:
+            _LOG.warning("removing spare files of %s: %s", self._directory, error)
+
+
+def _temp_name() -> str:
+    # A rename replaces a file of the same name, which might belong to a living process.
+    return f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def _open_unused(path: Path) -> int:
+    """Open and lock a spare file that is not open elsewhere and has no second name. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The kernel grants a write lease only if no other descriptor of the file is open in any process.
+        # It sends the signal to a holder whose lease is in the way; the default signal would end it.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        if os.fstat(fd).st_nlink != 1:
+            raise OSError(f"{path} has other names")
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
 
 QUARANTINE = "quarantine"
 QUARANTINE_KEPT = 8

@@ -17,8 +17,7 @@ from statistics import median
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import RestartRound, Step
-from holdfast_core.shm.slot_file import SlotFile, list_slots
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 
 HEADROOM = 1.25
 """The lowest limit is this factor times the rate that finishes each checkpoint just as the next is due."""

@@ -1,4 +1,4 @@
-"""Messages on the bulk port, and the connection that a caller opens to it.
+"""Messages on the bulk port, and its connections.
 
 A connection begins with mutual TLS 1.3 and carries one request after another:
 
@@ -9,21 +9,29 @@ A connection begins with mutual TLS 1.3 and carries one request after another:
 A server that cannot send all bytes closes the connection; the caller's next request gets the reason. If
 request and reply have `plain` set, both sides leave TLS after the reply, and the connection ends with the
 bytes (ADR 0020).
+
+Bytes leave TLS only in jobs with `peer.encryption: None`. The handshake on the same connection has
+authenticated both ends, so there is no token that an attacker could steal or replay. Requests, replies and
+the trailer, which has the digests of all chunks, stay inside TLS. Bytes from outside are accepted only if
+they have these digests. An attacker on the network can read the training state and break a transfer, but
+cannot change anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     AccessDeniedError,
     CorruptionError,
@@ -38,8 +46,59 @@ from holdfast_core.messages.bounds import body_limit_bytes
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.refusals import refusal_of
 from holdfast_core.messages.schema import ReadReply, Refusal, Refused
+from holdfast_core.net.tls import peer_name
 from holdfast_core.pacing.minimum_rate import MinimumRate
-from holdfast_core.peer.connection import Line
+
+Wrap = Callable[[socket.socket], ssl.SSLSocket]
+"""Wraps a socket in TLS without the handshake."""
+
+
+class Line(Closing):
+    """Connection that can leave TLS. Only `interrupt` is thread-safe. Call `secure` first."""
+
+    def __init__(self, plain: socket.socket, wrap: Wrap) -> None:
+        self._plain = plain
+        self._wrap = wrap
+        self._sock: ssl.SSLSocket | None = None
+
+    @property
+    def sock(self) -> ssl.SSLSocket:
+        """Return the socket: a TLS one, or one for plain bytes after `leave`.
+
+        Raises FormatError before `secure`.
+        """
+        if self._sock is None:
+            raise FormatError("bulk: this connection has no TLS yet; call secure() first")
+        return self._sock
+
+    def secure(self) -> str:
+        """Enter TLS with a handshake, and return the peer's dNSName.
+
+        Raises:
+            OSError: The handshake failed.
+            AccessDeniedError: The peer's certificate does not have exactly one dNSName.
+        """
+        self._sock = self._wrap(self._plain)
+        # The handshake is not part of `_wrap`, so that `interrupt` has a socket to shut down meanwhile.
+        self._sock.do_handshake()
+        return peer_name(self._sock)
+
+    def leave(self) -> None:
+        """End TLS. Both sides mark its end, so no later byte is taken for a part of it. Raises OSError."""
+        self.sock.unwrap()
+
+    def interrupt(self) -> None:
+        """End the connection from another thread. A thread that waits for the peer gets an error."""
+        for sock in (self._sock, self._plain):
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for sock in (self._sock, self._plain):
+            if sock is not None:
+                sock.close()
+
 
 T = TypeVar("T")
 

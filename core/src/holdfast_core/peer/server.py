@@ -27,12 +27,12 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.messages.schema import PayloadSpan, ReadReply, ReadShard
-from holdfast_core.net.connections import ConnectionLimits, Connections
-from holdfast_core.peer.connection import Line
+from holdfast_core.net.listener import ConnectionLimits, Connections
 from holdfast_core.peer.open_shard import KeptReader
 from holdfast_core.peer.protocol import (
     PIECE_BYTES,
     SEND_BYTES,
+    Line,
     receive_message,
     refusal,
     send_message,

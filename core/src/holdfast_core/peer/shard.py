@@ -20,9 +20,9 @@ from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.messages.gang import MAX_SPANS
 from holdfast_core.messages.schema import PayloadSpan, ReadReply, ReadShard
 from holdfast_core.pacing.minimum_rate import MinimumRate
-from holdfast_core.peer.connection import Line
 from holdfast_core.peer.protocol import (
     Attempts,
+    Line,
     Peer,
     connection_error,
     raise_refusal,

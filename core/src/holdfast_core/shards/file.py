@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
-from holdfast_core.format.canonical import dumps_canonical, loads_canonical
-from holdfast_core.format.checks import (
+from holdfast_core.format.canonical import (
+    dumps_canonical,
     expect_digest,
     expect_int,
     expect_object,
     expect_text,
     expect_version,
+    loads_canonical,
 )
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
@@ -38,8 +39,7 @@ from holdfast_core.ids import (
     RestartRound,
     Step,
 )
-from holdfast_core.shards.chunk_table import ChunkTable, table_bytes
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord, table_bytes
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 4096

@@ -26,14 +26,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
-from holdfast_core.format.canonical import dumps_canonical, loads_canonical
-from holdfast_core.format.checks import (
+from holdfast_core.format.canonical import (
+    dumps_canonical,
     expect_checkpoint,
     expect_digest,
     expect_document,
     expect_int,
     expect_list,
     expect_object,
+    loads_canonical,
 )
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.ids import (
@@ -46,7 +47,6 @@ from holdfast_core.ids import (
     ShardRef,
     Step,
 )
-from holdfast_core.shards.chunk_table import ChunkTable, table_bytes
 from holdfast_core.shards.coding import Coding, check_stored
 from holdfast_core.shards.file import (
     FOOTER,
@@ -59,7 +59,7 @@ from holdfast_core.shards.file import (
     record_of,
     unpack_footer,
 )
-from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shards.record import ChunkTable, ShardHeader, table_bytes
 
 FORMAT_VERSION = 1
 MAX_EARLIER = 4

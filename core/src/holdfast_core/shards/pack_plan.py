@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
-from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import HERE, PackIndex, source_order
+from holdfast_core.shards.record import ChunkTable
 
 BLOCK_CHUNKS = 16
 """Consecutive chunks with the same owner: 4 MiB, so that a restore requests few long ranges. All ranks of

@@ -8,7 +8,6 @@ from typing import Protocol
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.digest import Blake3, crc32c
 from holdfast_core.ids import Digest, ShardRef
-from holdfast_core.shards.chunk_table import ChunkTable
 from holdfast_core.shards.file import (
     HEAD_PREFIX,
     Trailer,
@@ -21,7 +20,7 @@ from holdfast_core.shards.file import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
 
 _CACHED_BYTES = 512 << 10
 """Slice size for digests. Both digests process a slice before the next, so that the second one finds it

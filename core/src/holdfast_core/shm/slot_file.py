@@ -1,32 +1,112 @@
-"""Access to slots of shared memory with pread and pwrite.
+"""A shared-memory slot: a file in the pod's tmpfs, with a header of HEADER_BYTES before the payload.
 
-Slots are never mapped, because the trainer may truncate a file at any moment. That must cause an error
-here and not SIGBUS. Names come from the trainer and are untrusted until they match the pattern. Files
-are opened through `shared_files`.
+The rank allocates and prefaults it, so its pages are charged to the trainer container. The sidecar uses
+pread and pwrite and never mmap, because a truncated file must cause an error in the sidecar and not SIGBUS.
+The trainer may change the file at any time (see shared_files), and its bytes are verified after they are
+read.
+
+The header says who may write to the slot, and which shard is in it. These processes set its states. The
+state word is written last, in a 4-byte aligned write of its own.
+
+  FREE -> FILLING (rank, before the copy) -> FULL (rank, after the copy) -> OWNED (sidecar, on Stage)
+  -> FREE (sidecar, when the shard is durable on the node tier, or dropped for a newer one).
+
+After a restore the sidecar leaves the slot FREE with its identity set, so that it can serve the same
+restore again.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import islice
 from pathlib import Path
 
 from holdfast_core.errors import FormatError, NotFoundError, UnavailableError
-from holdfast_core.ids import Digest, Rank
+from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.shards.stream import TableDigester
 from holdfast_core.shm.shared_files import open_regular, opened_directory
-from holdfast_core.shm.slot_header import (
-    HEADER_BYTES,
-    STATE_OFFSET,
-    SlotHeader,
-    SlotState,
-    pack_state,
-)
 from holdfast_core.tiers.base import PayloadSource
+
+HEADER_BYTES = 4096
+MAGIC = b"HFSLOT01"
+_LAYOUT = struct.Struct("<8sIIqqqqq")
+"""magic, state, reserved, round, step, rank, payload bytes, capacity bytes"""
+STATE_OFFSET = 8
+_STATE = struct.Struct("<I")
+_NONE = -1
+
+
+class SlotState(IntEnum):
+    """State of a slot. The module's docstring lists who sets which state."""
+
+    FREE = 0
+    FILLING = 1
+    FULL = 2
+    OWNED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """Decoded header. Without `round` and `step` the slot names no shard of a checkpoint."""
+
+    state: SlotState
+    rank: Rank
+    capacity_bytes: int
+    round: RestartRound | None = None
+    step: Step | None = None
+    payload_bytes: int = 0
+
+    def pack(self) -> bytes:
+        """Return the header's bytes, which are fewer than HEADER_BYTES."""
+        return _LAYOUT.pack(
+            MAGIC,
+            self.state,
+            0,
+            _NONE if self.round is None else self.round,
+            _NONE if self.step is None else self.step,
+            self.rank,
+            self.payload_bytes,
+            self.capacity_bytes,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SlotHeader:
+        """Parse a header. Raises FormatError if the bytes are not a slot header or are inconsistent."""
+        if len(data) < _LAYOUT.size:
+            raise FormatError(f"slot header: {len(data)} bytes, expected {_LAYOUT.size}")
+        magic, state, _, round_, step, rank, payload, capacity = _LAYOUT.unpack_from(data)
+        if magic != MAGIC:
+            raise FormatError(f"slot header: magic {magic!r}, expected {MAGIC!r}")
+        if not 0 <= payload <= capacity:
+            raise FormatError(f"slot header: payload of {payload} bytes in a slot of {capacity}")
+        try:
+            known = SlotState(state)
+        except ValueError as error:
+            raise FormatError(f"slot header: unknown state {state}") from error
+        return cls(
+            known,
+            Rank(rank),
+            capacity,
+            None if round_ == _NONE else RestartRound(round_),
+            None if step == _NONE else Step(step),
+            payload,
+        )
+
+
+def pack_state(state: SlotState) -> bytes:
+    """Return the state word, for a write at STATE_OFFSET."""
+    return _STATE.pack(state)
+
+
+def slot_name(rank: Rank, index: int) -> str:
+    return f"rank{rank:06d}.{index}.slot"
+
 
 MAX_SLOTS = 1024
 """Largest number of slots in one volume. A pod has a few ranks with a few slots each."""
@@ -114,7 +194,7 @@ class SlotFile:
         self._write(STATE_OFFSET, pack_state(state))
 
     def write_header(self, header: SlotHeader) -> None:
-        """Write the header, and its state last in a write of its own (see slot_header).
+        """Write the header, and its state last in a write of its own (see the module's docstring).
 
         Until then the state is FILLING. Raises what `set_state` raises.
         """

@@ -20,7 +20,7 @@ from holdfast_core.errors import CapacityError
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ShardRef
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shm.slot_header import SlotHeader, SlotState
+from holdfast_core.shm.slot_file import SlotHeader, SlotState
 
 
 class SlotTarget(Protocol):

@@ -11,8 +11,7 @@ from holdfast_core.ids import JobUid
 from holdfast_core.messages.schema import Refusal, Stage
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
-from holdfast_core.shm.slot_file import payload_pieces
-from holdfast_core.shm.slot_header import SlotHeader, SlotState
+from holdfast_core.shm.slot_file import SlotHeader, SlotState, payload_pieces
 from holdfast_core.tiers.base import PayloadSource
 
 

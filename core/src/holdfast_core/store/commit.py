@@ -21,7 +21,7 @@ from holdfast_core.format.manifest import Manifest
 from holdfast_core.ids import CheckpointId, JobUid
 from holdfast_core.messages.schema import Reference
 from holdfast_core.shards.pack import MAX_EARLIER
-from holdfast_core.store.prune import most_needed
+from holdfast_core.store.rules import most_needed
 from holdfast_core.store.tier import ObjectTier
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from holdfast_core.format import keys
 from holdfast_core.ids import CheckpointId, RestartRound
 from holdfast_core.store.job_objects import JobObjects
-from holdfast_core.store.prune import dead
+from holdfast_core.store.rules import dead
 
 
 def delete_checkpoint(objects: JobObjects, checkpoint: CheckpointId) -> None:

@@ -22,7 +22,7 @@ from holdfast_core.errors import (
     UnreadableError,
 )
 from holdfast_core.format import keys
-from holdfast_core.format.sealed import sealed, unsealed
+from holdfast_core.format.canonical import sealed, unsealed
 from holdfast_core.ids import JobUid, RestartRound
 from holdfast_core.messages import codec
 from holdfast_core.store.tier import ObjectTier

@@ -33,7 +33,7 @@ from holdfast_core.shards.pack_plan import (
     replica_group,
     shared_with,
 )
-from holdfast_core.store.stored_as import StoredAs
+from holdfast_core.store.rules import StoredAs
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import NodeTier, ShardReader
 

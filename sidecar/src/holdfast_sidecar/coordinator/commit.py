@@ -52,7 +52,7 @@ from holdfast_core.messages.schema import (
     Uploaded,
     WorkerReport,
 )
-from holdfast_core.store.stored_as import StoredAs
+from holdfast_core.store.rules import StoredAs
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import RestorePoint, ShardInfo, StepState
-from holdfast_core.store.stored_as import StoredAs
-from holdfast_core.store.upload_queue import UploadQueue
+from holdfast_core.store.rules import StoredAs, UploadQueue
 from holdfast_sidecar.coordinator.forgotten import Forgotten
 
 MAX_UNREPLICATED = 4

@@ -2,7 +2,7 @@
 
 One step is uploaded at a time. Members upload their shards when the coordinator requests it. When all have,
 the coordinator puts the references (if shards refer to earlier checkpoints) and the manifest, each only if
-absent. The rules of the queue are in `holdfast_core.store.upload_queue`.
+absent. The rules of the queue are in `holdfast_core.store.rules`.
 
 The first committed step is uploaded at once, whatever the interval says: until then, the loss of two pods can
 cost all steps. The coordinator also compares the newest persisted step with the store. While the store does
@@ -26,9 +26,8 @@ from holdfast_core.messages.schema import (
     Round,
 )
 from holdfast_core.store.commit import commit, references_beside
-from holdfast_core.store.stored_as import merged
+from holdfast_core.store.rules import UploadQueue, merged
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.store.upload_queue import UploadQueue
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.failures import Failures

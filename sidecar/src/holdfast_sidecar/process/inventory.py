@@ -19,8 +19,7 @@ from holdfast_core.messages.schema import (
     ListedShard,
     UncommittedShard,
 )
-from holdfast_core.shm.slot_file import SlotFile, list_slots
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod

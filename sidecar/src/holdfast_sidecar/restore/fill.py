@@ -41,9 +41,8 @@ from holdfast_core.messages.schema import (
 from holdfast_core.reshard.plan import home_of
 from holdfast_core.reshard.saved import holders_of
 from holdfast_core.shm.slot_check import slot_holds
-from holdfast_core.shm.slot_file import SlotFile, rank_of_slot
+from holdfast_core.shm.slot_file import SlotFile, SlotState, rank_of_slot
 from holdfast_core.shm.slot_fill import first_fitting, names_shard
-from holdfast_core.shm.slot_header import SlotState
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod

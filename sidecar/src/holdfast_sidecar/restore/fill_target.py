@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import Refusal
-from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_header import SlotHeader
+from holdfast_core.shm.slot_file import SlotFile, SlotHeader
 
 
 class FillTarget:

@@ -31,8 +31,8 @@ from holdfast_core.messages.schema import (
     Uploaded,
 )
 from holdfast_core.shards.record import ShardRecord
+from holdfast_core.store.rules import StoredAs
 from holdfast_core.store.sharing import ShardUploader
-from holdfast_core.store.stored_as import StoredAs
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.pod import Pod

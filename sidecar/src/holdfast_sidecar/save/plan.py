@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from holdfast_core.ids import Digest, Rank, RestartRound, ShardRef, Step, Worker
 from holdfast_core.messages.schema import ShardInfo
-from holdfast_core.store.stored_as import SELF_CONTAINED, StoredAs
+from holdfast_core.store.rules import SELF_CONTAINED, StoredAs
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shards.record import ShardRecord
-from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotFile, SlotState
 from holdfast_core.shm.slot_save import check_slot, digest_slot, saved_before, shard_header
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tiers import Tiers

@@ -26,8 +26,7 @@ from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import Rank, Step
 from holdfast_core.messages.schema import Refusal, Stage, Staged
 from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.shm.slot_file import SlotFile, list_slots, rank_of_slot
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots, rank_of_slot
 from holdfast_core.shm.slot_save import check_slot
 from holdfast_core.tiers.base import ShardRecord
 from holdfast_sidecar.base import logs

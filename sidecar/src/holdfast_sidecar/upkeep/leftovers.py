@@ -13,7 +13,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound
-from holdfast_core.store.prune import QUIET, STALE_UPLOADS
+from holdfast_core.store.rules import QUIET, STALE_UPLOADS
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pools import Pools

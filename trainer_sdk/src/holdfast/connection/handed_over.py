@@ -17,7 +17,7 @@ from holdfast_core.messages.schema import (
     SaveFailed,
     Stage,
 )
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 _MAX_HANDLES = 64
 """Number of saves to keep. Levels of older saves may be reached very late, or never."""

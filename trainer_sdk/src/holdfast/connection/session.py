@@ -33,7 +33,7 @@ from holdfast_core.messages.schema import (
     Staged,
     StopRequested,
 )
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotState
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from holdfast.convert.selection import CASTS, Exported
 from holdfast.state.tensors import own_name, view_stored
 from holdfast_core.errors import ConfigError, CorruptionError, FormatError, UnsupportedStateError
 from holdfast_core.failpoint import failpoint
-from holdfast_core.format.canonical import unique_keys
-from holdfast_core.format.checks import (
+from holdfast_core.format.canonical import (
     expect_ints,
     expect_map,
     expect_object,
     expect_range,
     expect_text,
+    unique_keys,
 )
 from holdfast_core.format.dtypes import element_bytes, tensor_bytes
 from holdfast_core.format.payload import MAX_HEADER_BYTES, METADATA_NAME

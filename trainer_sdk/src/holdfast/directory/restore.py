@@ -39,14 +39,13 @@ from holdfast_core.reshard.plan import home_of
 from holdfast_core.reshard.saved import holders_of
 from holdfast_core.shm.layout_files import LayoutFiles
 from holdfast_core.shm.slot_check import slot_holds
-from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_file import SlotFile, SlotState
 from holdfast_core.shm.slot_fill import (
     begin_assembly,
     begin_shard,
     first_fitting,
     names_shard,
 )
-from holdfast_core.shm.slot_header import SlotState
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -43,8 +43,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
 from holdfast_core.shm.layout_files import LayoutFiles
-from holdfast_core.shm.slot_file import SlotFile
-from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_file import SlotFile, SlotState
 from holdfast_core.shm.slot_save import check_slot, saved_before, shard_header
 
 if TYPE_CHECKING:  # it needs what the extra `holdfast-sdk[s3]` installs

@@ -31,7 +31,7 @@ from holdfast.slots.prefault import prefault
 from holdfast_core.errors import CapacityError, DeviceError, FormatError
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import SlotOffer
-from holdfast_core.shm.slot_header import (
+from holdfast_core.shm.slot_file import (
     HEADER_BYTES,
     STATE_OFFSET,
     SlotHeader,

@@ -10,7 +10,6 @@ from functools import cached_property
 
 from holdfast_core.errors import CorruptionError, NotFoundError
 from holdfast_core.ids import ShardRef
-from holdfast_core.shards.chunk_table import DIGEST_BYTES, table_bytes
 from holdfast_core.shards.coding import Coding
 from holdfast_core.shards.file import (
     BLOCK_BYTES,
@@ -29,7 +28,7 @@ from holdfast_core.shards.pack import (
     runs_within,
     unpack_index,
 )
-from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.shards.record import CHUNK_BYTES, DIGEST_BYTES, table_bytes
 from holdfast_core.shards.stream import check_ref
 from holdfast_core.store.download.source import READS, Source
 from holdfast_core.tiers.objects import ReadableStore

@@ -1,6 +1,6 @@
 """A pack without compression as the source of an object: runs of chunks of the shard file, then the index.
 
-This module reads no file. shards.pack_plan decides which chunks a pack leaves out, and store.prune which
+This module reads no file. shards.pack_plan decides which chunks a pack leaves out, and store.rules which
 objects other checkpoints need.
 """
 

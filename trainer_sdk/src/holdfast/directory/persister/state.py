@@ -19,8 +19,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound
 from holdfast_core.messages import codec
 from holdfast_core.node.documents import read_document, replace_document
-from holdfast_core.store.stored_as import SELF_CONTAINED, StoredAs
-from holdfast_core.store.upload_queue import UploadQueue
+from holdfast_core.store.rules import SELF_CONTAINED, StoredAs, UploadQueue
 
 LEFT_OUT = "newer steps were saved while it waited for the store"
 _MAX_OUTCOMES = 64

@@ -49,9 +49,8 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.store.commit import commit, references_beside
-from holdfast_core.store.prune import QUIET, STALE_UPLOADS
+from holdfast_core.store.rules import QUIET, STALE_UPLOADS, StoredAs, merged
 from holdfast_core.store.runs import TakenError
-from holdfast_core.store.stored_as import StoredAs, merged
 from holdfast_core.store.tier import ObjectTier
 
 logger = logging.getLogger(__name__)

@@ -1,22 +1,54 @@
-"""The queue of checkpoints for the object store: what is uploaded, what waits, and what is left out. Pure.
+"""Decisions about the object store: what is uploaded next, how it is stored, and what may be deleted. Pure.
 
-The coordinator of a gang and the leading persister of a folder use it. One checkpoint is uploaded at a time:
+The coordinator of a gang and the leading persister of a folder use the queue. One checkpoint is uploaded at
+a time:
 
 1. A committed checkpoint is added. The oldest one that waits is left out if more than `MAX_WAITING` wait.
 2. The uploads of the first one are requested, with the checkpoint that they are compared with.
 3. When the uploads of all shards count, the caller commits the checkpoint in the store (store.commit).
 4. If an object that the uploads refer to is gone, the shards that have references are uploaded whole.
 5. The checkpoint is removed when it is persisted or given up.
+
+Why no interleaving of a deletion with an upload loses a byte: ADR 0023.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from holdfast_core.ids import CheckpointId, RestartRound, age_of
 from holdfast_core.messages.schema import PersistRequest, Reference, RestorePoint
-from holdfast_core.store.stored_as import StoredAs
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAs:
+    """How the object store holds a shard, as UPLOADED reports it. Without references: self-contained."""
+
+    base: Reference | None = None
+    """The checkpoint whose existence guarantees that of `references`. None if there are none."""
+    references: tuple[Reference, ...] = ()
+    """Earlier checkpoints that store chunks of this shard."""
+
+
+SELF_CONTAINED = StoredAs()
+
+
+def merged(
+    stored: Iterable[StoredAs],
+) -> tuple[dict[CheckpointId, int], frozenset[CheckpointId]]:
+    """Return the bytes that earlier checkpoints store, and the checkpoints that vouch for these."""
+    bytes_in: dict[CheckpointId, int] = {}
+    bases: set[CheckpointId] = set()
+    for stored_as in stored:
+        for reference in stored_as.references:
+            earlier = CheckpointId(reference.step, reference.round)
+            bytes_in[earlier] = bytes_in.get(earlier, 0) + reference.payload_bytes
+        if stored_as.base is not None:
+            bases.add(CheckpointId(stored_as.base.step, stored_as.base.round))
+    return bytes_in, frozenset(bases)
+
 
 MAX_WAITING = 2
 """Checkpoints that wait while another one is uploaded."""
@@ -98,3 +130,47 @@ class UploadQueue:
         """
         request = self.request if checkpoint == self.first else None
         return request is None or not (request.whole and stored.references)
+
+
+STALE_UPLOADS = timedelta(hours=24)
+"""Age from which what an interrupted upload left is removed. An S3 store charges for it until then."""
+QUIET = timedelta(hours=1)
+"""Objects of a checkpoint are deleted only if none of them was written for this long.
+A coordinator that was replaced, without a record of it yet, has finished or given up its commit by then."""
+
+
+def dead(
+    checkpoints: Collection[CheckpointId],
+    manifests: Collection[CheckpointId],
+    uploading: Collection[CheckpointId],
+    round_: RestartRound,
+) -> frozenset[CheckpointId]:
+    """Return those of `checkpoints` that do not exist and never will.
+
+    Such a checkpoint has no manifest and is not being uploaded. It belongs to an older restart round than
+    `round_`, or to `round_` and to a step before the newest step of `round_` that has a manifest.
+    Checkpoints of a newer round belong to another coordinator, which may be uploading them now.
+
+    Args:
+        checkpoints: Checkpoints of which objects or references are stored.
+        manifests: Checkpoints that have a manifest.
+        uploading: Checkpoints that are being uploaded, or may be.
+        round_: Restart round of the coordinator that deletes.
+    """
+    newest = max((c.step for c in manifests if c.round == round_), default=None)
+    return frozenset(
+        c
+        for c in checkpoints
+        if c not in manifests
+        and c not in uploading
+        and (c.round < round_ or (c.round == round_ and newest is not None and c.step < newest))
+    )
+
+
+def most_needed(needs: Mapping[CheckpointId, int], limit: int) -> tuple[CheckpointId, ...]:
+    """Return at most `limit` checkpoints, those that store the most bytes first.
+
+    Of two that store equally many, the newer one comes first.
+    """
+    order = sorted(needs, key=lambda c: (needs[c], c), reverse=True)
+    return tuple(order[:limit])
