@@ -23,9 +23,9 @@ from holdfast_core.shards.record import build_manifest
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.rehydrate import Rehydrator

@@ -31,7 +31,7 @@ from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
 from holdfast_sidecar.base.backoff import Backoff, Patience
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill_target import FillTarget
 from holdfast_sidecar.restore.slot_reader import SlotReader

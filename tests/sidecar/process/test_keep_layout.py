@@ -17,8 +17,8 @@ from holdfast_core.messages.schema import KeepLayout, Ok, Refusal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.failures import PEER_FULL, Failures, reason_of
 from holdfast_sidecar.base.pod import CurrentRound, Pod
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.process.manifests import ManifestRequests
 

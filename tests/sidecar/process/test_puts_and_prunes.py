@@ -20,8 +20,8 @@ from holdfast_core.messages.schema import ManifestPut, Ok, WriteNext
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.process.manifests import ManifestRequests

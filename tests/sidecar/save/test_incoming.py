@@ -32,9 +32,9 @@ from holdfast_core.messages.schema import CopyReply, CopyRequest, Member, Refusa
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.store.download.copy import Copied
 from holdfast_sidecar.base.pod import CurrentRound, Pod
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import Caller
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.incoming import IncomingCopies
 

@@ -25,8 +25,8 @@ from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, list_slots
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.process.app import start_sidecar
 from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.slot_notes import SlotNote, SlotNotes

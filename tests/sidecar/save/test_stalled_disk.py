@@ -18,9 +18,8 @@ from holdfast_core.ids import JobUid
 from holdfast_core.shm.slot_file import SlotState
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.stalled import until_done
+from holdfast_sidecar.base.tasks import Pools, until_done
 from holdfast_sidecar.save.slot_writes import WriteOutcome
 
 JOB = JobUid("5d4a")

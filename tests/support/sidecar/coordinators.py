@@ -15,8 +15,8 @@ from holdfast_core.messages.schema import Policy
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.commit import Coordinator
 

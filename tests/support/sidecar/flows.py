@@ -20,8 +20,8 @@ from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.flow import Flow

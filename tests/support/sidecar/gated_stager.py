@@ -24,9 +24,9 @@ from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, Slot
 from holdfast_core.tiers.base import PayloadSource
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.save.slot_writes import WriteOutcome
 from holdfast_sidecar.save.staging import Stager
 

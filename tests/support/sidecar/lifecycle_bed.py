@@ -24,10 +24,10 @@ from holdfast_core.shards.record import ShardRecord
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.signals import Signal
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.state import LocalGang

@@ -9,7 +9,7 @@ from holdfast_core.ids import CheckpointId, JobUid, ShardRef, TierName
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pool, Pools
+from holdfast_sidecar.base.tasks import Pool, Pools
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.wire.versioned import Versioned

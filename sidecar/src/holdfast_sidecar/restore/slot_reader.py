@@ -18,7 +18,7 @@ from holdfast_core.shm.slot_fill import begin_assembly, begin_shard
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Patience
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.restore.fill_target import FillTarget
 from holdfast_sidecar.restore.sources import PodPlaces, PodShardPlace
 

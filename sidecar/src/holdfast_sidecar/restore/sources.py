@@ -21,7 +21,7 @@ from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pool
+from holdfast_sidecar.base.tasks import Pool
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.wire.bulk import BulkPeers

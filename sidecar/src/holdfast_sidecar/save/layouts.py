@@ -19,7 +19,7 @@ from holdfast_core.format.rank_layout import (
 from holdfast_core.ids import Digest
 from holdfast_core.shm.layout_files import LayoutFiles
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.tasks import Pools
 
 
 class RankLayouts:

@@ -11,7 +11,7 @@ from holdfast_core.messages.schema import SaveFailed, Stage
 from holdfast_core.shm.slot_save import shard_header
 from holdfast_core.tiers.base import ShardHeader, ShardRecord
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.stalled import until_done
+from holdfast_sidecar.base.tasks import until_done
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.owned_slots import OwnedSlot

@@ -16,7 +16,7 @@ from holdfast_core.ids import CheckpointId, RestartRound
 from holdfast_core.store.rules import QUIET, STALE_UPLOADS
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.tasks import Pools
 
 _SWEEP_SECONDS = 900.0
 _SWEEPS_A_REAP = 24

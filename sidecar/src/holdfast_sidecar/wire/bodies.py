@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests and replies: bounded reading, and sending in pieces.
+"""Bodies of HTTP requests and replies: bounded reading within one budget of memory, and sending in pieces.
 
 The control server reads a body only after it has admitted the caller.
 """
@@ -16,7 +16,33 @@ from aiohttp import web
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES
 from holdfast_sidecar.base.rounds import Caller
-from holdfast_sidecar.wire.budget import ByteBudget
+
+
+class ByteBudget:
+    """Budget of `limit_bytes` for one event loop. Callers wait while their bytes do not fit."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._taken_bytes = 0
+        self._freed = asyncio.Condition()
+
+    @property
+    def taken_bytes(self) -> int:
+        return self._taken_bytes
+
+    @asynccontextmanager
+    async def take(self, size_bytes: int) -> AsyncIterator[None]:
+        """Take `size_bytes` until the context ends. They must not exceed the limit of the budget."""
+        async with self._freed:
+            await self._freed.wait_for(lambda: self._taken_bytes + size_bytes <= self._limit_bytes)
+            self._taken_bytes += size_bytes
+        try:
+            yield
+        finally:
+            self._taken_bytes -= size_bytes
+            async with self._freed:
+                self._freed.notify_all()
+
 
 _PIECE_BYTES = 256 << 10
 """Bytes that are sent or received at once. TLS encrypts what it is given on the event loop and buffers it for

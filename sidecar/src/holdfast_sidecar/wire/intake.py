@@ -38,7 +38,7 @@ from holdfast_core.shm.shared_files import listen_unix
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.tasks import Tasks
-from holdfast_sidecar.wire.budget import ByteBudget
+from holdfast_sidecar.wire.bodies import ByteBudget
 from holdfast_sidecar.wire.closed import ClosedConnections
 
 _MAX_BUFFERED_BYTES = 256 << 10
