@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from holdfast.state.copying.target import PayloadTarget
+from holdfast.state.copying import PayloadTarget
 from holdfast.state.loading.destinations import Destinations
 from holdfast.state.loading.load import load_state
 from holdfast.state.loading.restore_target import RestoreTarget

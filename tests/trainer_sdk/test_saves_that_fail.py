@@ -19,7 +19,7 @@ from tests.support.trainer.launched import committed_step, persisters_of, until
 from tests.support.trainer.slot_files import all_taken, states_below
 
 import holdfast
-from holdfast.directory.options import ServiceOptions
+from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.service import DirectoryService
 from holdfast.slots.staging import SlotRing
 from holdfast.testing import FakeSidecar

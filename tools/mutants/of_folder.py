@@ -181,7 +181,7 @@ OF_FOLDER = (
     Mutant(
         name="folder/claim-of-a-removed-file",
         kind=Kind.MISSING_CHECK,
-        file=f"{_FOLDER}claims.py",
+        file=f"{_FOLDER}processes.py",
         original=(
             "                if path.stat().st_ino == os.fstat(descriptor).st_ino:\n"
             "                    return descriptor"
@@ -193,7 +193,7 @@ OF_FOLDER = (
     Mutant(
         name="folder/claim-kept-by-a-child",
         kind=Kind.DROPPED_LOCK,
-        file=f"{_FOLDER}claims.py",
+        file=f"{_FOLDER}processes.py",
         original="os.register_at_fork(after_in_child=_forget_all)\n",
         replacement="",
         loses="A data loader that outlives its trainer blocks the next run for ten minutes.",

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
-from holdfast.state.copying.target import PayloadTarget
+from holdfast.state.copying import PayloadTarget
 from holdfast.state.snapshot import plan_save
 from holdfast_core.contract import PodContract, StoreConfig
 from holdfast_core.errors import RefusedError

@@ -14,7 +14,7 @@ from tests.support.trainer.slot_files import SlotCopy, slot_of, slots_below
 
 import holdfast
 from holdfast.slots.device_copies import DeviceCopies
-from holdfast.state.copying.target import DeviceCopy, run_device_copies
+from holdfast.state.copying import DeviceCopy, run_device_copies
 from holdfast.state.snapshot import read_payload
 from holdfast.state.tensors import is_tensor
 from holdfast.testing import FakeSidecar

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.base.folder import folder_path
+from holdfast.base.options import folder_path
 from holdfast_core.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.checkpoint.watch import StallCounter
+from holdfast.checkpoint.status import StallCounter
 from holdfast_core.ids import Step
 
 

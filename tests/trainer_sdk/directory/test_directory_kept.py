@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
-from holdfast.directory.options import ServiceOptions
+from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.persister.uploads import Uploads
 from holdfast.directory.save_worker import Push
 from holdfast.directory.service import DirectoryService, MakeUploads

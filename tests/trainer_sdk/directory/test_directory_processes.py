@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.trainer.launched import until
 
-from holdfast.directory.claims import Claim, claim, is_held
-from holdfast.directory.processes import Process, wait_for_writers
+from holdfast.directory.processes import Claim, Process, claim, is_held, wait_for_writers
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.trainer.launched import until
 
 import holdfast
-from holdfast.directory.open_folder import OpenFolder
-from holdfast.directory.options import ServiceOptions
+from holdfast.directory.open_folder import OpenFolder, ServiceOptions
 from holdfast_core.errors import CapacityError
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.messages.schema import Policy

@@ -18,8 +18,7 @@ from tests.support.trainer.launched import until
 
 import holdfast
 from holdfast.directory.choice import JOB_UID, NAMESPACE
-from holdfast.directory.open_folder import OpenFolder
-from holdfast.directory.options import ServiceOptions
+from holdfast.directory.open_folder import OpenFolder, ServiceOptions
 from holdfast.directory.persister.folder_store import FolderStore
 from holdfast.directory.persister.state import UploadFiles
 from holdfast.directory.persister.uploads import Uploads

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast.api import restore, save
-    from holdfast.base.folder import Folder
     from holdfast.base.handle import SaveHandle, SaveTimeoutError
+    from holdfast.base.options import Folder
     from holdfast.base.restore_point import RestorePoint, TensorInfo
     from holdfast.checkpointer import Checkpointer
     from holdfast.reading.checkpoint import SavedCheckpoint
@@ -74,7 +74,7 @@ _MODULES = {
     "Checkpoints": "holdfast.reading.opening",
     "ConfigError": "holdfast_core.errors",
     "CorruptionError": "holdfast_core.errors",
-    "Folder": "holdfast.base.folder",
+    "Folder": "holdfast.base.options",
     "HoldfastError": "holdfast_core.errors",
     "Interval": "holdfast_core.messages.schema",
     "LazyTensor": "holdfast.reading.tensor",

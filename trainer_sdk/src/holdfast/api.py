@@ -11,8 +11,8 @@ import threading
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from holdfast.base.folder import Folder, folder_path
 from holdfast.base.handle import SaveHandle
+from holdfast.base.options import Folder, folder_path
 from holdfast.checkpointer import Checkpointer
 from holdfast_core.errors import ConfigError
 

@@ -17,10 +17,15 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.base.arguments import require_state
-from holdfast.base.folder import Folder
 from holdfast.base.handle import SaveHandle
-from holdfast.base.options import IntervalRule, OnSaveError, Options, WhenBusy
+from holdfast.base.options import (
+    Folder,
+    IntervalRule,
+    OnSaveError,
+    Options,
+    WhenBusy,
+    require_state,
+)
 from holdfast.base.restore_point import RestorePoint
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import SaveDecision, interval_of
@@ -39,9 +44,8 @@ from holdfast.state.loading.named_tensors import NamedTensors
 from holdfast.state.loading.restore_target import RestoreTarget
 from holdfast.state.rng import RNG
 from holdfast.training.lazy_loaders import LazyLoaderWatch
-from holdfast.training.loop import Position, TrainingLoop
+from holdfast.training.loop import Position, TrainingLoop, checked_step
 from holdfast.training.signals import HandledSignal, interrupts_at_end, stop_signal
-from holdfast.training.steps import checked_step
 from holdfast_core.errors import ConfigError, CorruptionError, StateDictError
 from holdfast_core.ids import Step
 from holdfast_core.messages.schema import Interval

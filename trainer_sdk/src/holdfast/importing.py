@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.base.folder import Folder
+from holdfast.base.options import Folder
 from holdfast.checkpointer import Checkpointer
 from holdfast.convert.dcp_files import read_dcp
 from holdfast.convert.exporting import DEFAULT_ENTRY, Format

@@ -13,7 +13,7 @@ from tests.support.trainer.payloads import stored
 from tests.support.trainer.snapshots import take_snapshot
 
 from holdfast.slots.staging import Copier
-from holdfast.state.copying.target import PayloadTarget
+from holdfast.state.copying import PayloadTarget
 from holdfast.state.loading.load import load_state
 from holdfast.state.rng import RNG
 from holdfast.state.snapshot import plan_save, read_payload

@@ -21,7 +21,7 @@ from holdfast.slots.device import find_device
 from holdfast.slots.device_copies import DeviceCopies, PendingCopies
 from holdfast.slots.node_room import node_room_warning
 from holdfast.slots.staging import Copier, Slot, SlotRing
-from holdfast.state.copying.target import PayloadTarget, run_device_copies
+from holdfast.state.copying import PayloadTarget, run_device_copies
 from holdfast.state.sizing import estimated_bytes, slot_bytes
 from holdfast.state.snapshot import SavePlan, Snapshot, Snapshots, paused_collector, plan_save
 from holdfast_core.errors import DeviceError, UnavailableError

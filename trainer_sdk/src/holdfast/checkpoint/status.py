@@ -1,16 +1,115 @@
-"""What became of this rank's saves: numbers for the script, reports for the job's status and the log."""
+"""What became of this rank's saves: numbers for the script, reports for the job's status and the log.
+
+Failed saves are counted, and so are saves of which none becomes durable. The caller passes the time.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 from holdfast.base.handle import SaveHandle
-from holdfast.checkpoint.outcomes import Outcomes
 from holdfast.connection.progress import ProgressReporter
 from holdfast_core.errors import CapacityError, HoldfastError, SaveFailedError
 from holdfast_core.ids import Level, Step
+
+STALLED_SAVES = 5
+STALLED_SECONDS = 60.0
+
+
+class StallCounter:
+    """Counter of the saves since the last one became durable.
+
+    A stall is at least `STALLED_SAVES` saves (failed and skipped saves included) during at least
+    `STALLED_SECONDS`. The number alone is not enough: with a slow disk and a short interval, more saves
+    than that are skipped between two commits.
+    """
+
+    def __init__(self) -> None:
+        self.last_committed: Step | None = None
+        self.saves_since_commit = 0
+        self._since: float | None = None
+        self._reported = False
+
+    def saved(self, now: float) -> None:
+        """Count a save that was handed over, failed or was skipped. `now` is in monotonic seconds."""
+        if self._since is None:
+            self._since = now
+        self.saves_since_commit += 1
+
+    def committed(self, step: Step, now: float) -> None:
+        """Record that the save of `step` became durable, and start to count anew."""
+        if self.last_committed is None or step > self.last_committed:
+            self.last_committed = step
+        self.saves_since_commit = 0
+        self._since = now
+        self._reported = False
+
+    def stalled_seconds(self, now: float) -> float | None:
+        """Return for how long no save became durable, once for each stall; otherwise None."""
+        if self._reported or self._since is None or self.saves_since_commit < STALLED_SAVES:
+            return None
+        seconds = now - self._since
+        if seconds < STALLED_SECONDS:
+            return None
+        self._reported = True
+        return seconds
+
+
+_MAX_DURABLE = 64
+"""Durable saves whose upload is still watched. An upload waits behind at most two others."""
+
+
+class Outcomes:
+    """Handles of saves whose outcome has not been counted yet.
+
+    Only the training thread uses it. Other threads settle the handles.
+    """
+
+    def __init__(self) -> None:
+        self.watch = StallCounter()
+        self._handles: list[SaveHandle] = []
+        self._durable: deque[SaveHandle] = deque(maxlen=_MAX_DURABLE)
+
+    def add(self, handle: SaveHandle) -> None:
+        self._handles.append(handle)
+
+    def next_failed(self, now: float) -> SaveHandle | None:
+        """Return the next save that failed after it was handed over, or None.
+
+        Each failed save is returned once. A save that a newer one replaced does not count as failed. One
+        that is durable counts as failed when another run has taken the store before its upload.
+
+        Args:
+            now: Monotonic seconds.
+        """
+        for handle in tuple(self._handles):
+            if not handle.settled:
+                continue
+            self._handles.remove(handle)
+            if handle.durable:
+                self.watch.committed(handle.step, now)
+                self._durable.append(handle)
+            elif not handle.overtaken:
+                return handle
+        for handle in tuple(self._durable):
+            if handle.lost_its_store:
+                self._durable.remove(handle)
+                return handle
+        return None
+
+    def take_unfinished(self, is_safe: Callable[[SaveHandle], bool]) -> list[SaveHandle]:
+        """Remove all handles and return those that are neither settled nor safe.
+
+        Args:
+            is_safe: Whether another process will finish this save after the connection has ended.
+        """
+        unfinished = [h for h in self._handles if not h.settled and not is_safe(h)]
+        self._handles = []
+        return unfinished
+
 
 logger = logging.getLogger(__name__)
 

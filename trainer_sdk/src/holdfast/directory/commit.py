@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.directory.choice import JOB_UID, candidates, checkpoint_of_name, committed
-from holdfast.directory.claims import holder
-from holdfast.directory.processes import claimed_checkpoints
+from holdfast.directory.processes import claimed_checkpoints, holder
 from holdfast_core.errors import ConfigError, FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.rank_layout import LayoutDigests

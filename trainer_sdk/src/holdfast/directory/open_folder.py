@@ -1,14 +1,21 @@
-"""A folder that is opened for one round of a run: its tier, its restore point, and what may be deleted."""
+"""A folder that is opened for one round of a run, with its options, and what may be deleted from it.
+
+The options are also an argument of the persister, so they can be encoded.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import msgspec
 
 from holdfast.directory.choice import (
     JOB_UID,
@@ -21,8 +28,7 @@ from holdfast.directory.choice import (
     read_patiently,
 )
 from holdfast.directory.commit import Committer
-from holdfast.directory.options import ServiceOptions
-from holdfast.directory.presence import Presence, expect_not_unmounted, is_directory_gone
+from holdfast.directory.processes import Presence, expect_not_unmounted, is_directory_gone
 from holdfast.directory.rounds import claim_round, has_rounds, keep_round
 from holdfast_core.errors import (
     CapacityError,
@@ -31,13 +37,77 @@ from holdfast_core.errors import (
     NotFoundError,
     UnavailableError,
 )
-from holdfast_core.ids import CheckpointId, RestartRound
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.messages.schema import Policy
 from holdfast_core.node.files import disk_errors
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shm.slot_file import SlotFile
 
 if TYPE_CHECKING:
     from holdfast.directory.persister.folder_store import FolderStore
+
+
+UPLOAD_SECONDS = 600.0
+"""Time that the last checkpoint may wait for its upload. A sidecar waits as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    root: Path
+    slots_dir: Path
+    layouts_dir: Path
+    world_size: int
+    own_ranks: range
+    policy: Policy
+    round: RestartRound | None = None
+    """Restart round. None: choose a new round and reserve it (on rank 0)."""
+    restore: CheckpointId | None = None
+    """The checkpoint that rank 0 chose, or None if there is none."""
+    choose_restore: bool = True
+    """Whether to choose the restore point. If False, it is `restore`, which may be None."""
+    rejected: tuple[CheckpointId, ...] = ()
+    """Checkpoints that must not be chosen."""
+    step: Step | None = None
+    """The only step that may be chosen. None: the newest one is chosen."""
+    run_id: str = "standalone"
+    """Identity of the run, which is written into records and manifests. All ranks have the same."""
+    device: int | None = None
+    """Device number of the folder's file system when the run first opened it."""
+    spare_slots_dir: Path | None = None
+    """Directory for slots that do not fit into `slots_dir`."""
+    read_only: bool = False
+    """Whether the folder cannot be written, so that it serves restores only."""
+    store: str | None = None
+    """URL of the object store that the folder uploads to, or None."""
+    store_keep_last: int = 3
+    """Number of checkpoints to keep in the store."""
+    writer: Path | None = None
+    """File to claim until all that was staged is durable, see holdfast.directory.processes."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether the process serves rank 0, which commits and deletes checkpoints."""
+        return 0 in self.own_ranks
+
+
+def format_options(options: ServiceOptions) -> str:
+    """Encode the options as the persister's argument, which `parse_options` decodes."""
+    # The module `json` accepts paths that are not valid UTF-8, and msgspec's encoder does not.
+    return json.dumps(msgspec.to_builtins(options, enc_hook=_plain))
+
+
+def parse_options(text: str) -> ServiceOptions:
+    """Decode the result of `format_options`."""
+    return msgspec.convert(json.loads(text), ServiceOptions, dec_hook=_typed)
+
+
+def _plain(value: Any) -> Any:
+    return [value.start, value.stop] if isinstance(value, range) else str(value)
+
+
+def _typed(kind: type, value: Any) -> Any:
+    return range(*value) if kind is range else kind(value)
+
 
 logger = logging.getLogger(__name__)
 

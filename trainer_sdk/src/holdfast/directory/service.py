@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from holdfast.directory.open_folder import OpenFolder
-from holdfast.directory.options import ServiceOptions
+from holdfast.directory.open_folder import OpenFolder, ServiceOptions
 from holdfast.directory.restore import FolderRestore
 from holdfast.directory.save_worker import Push, SaveWorker, describe
 from holdfast_core.errors import HoldfastError, RefusedError, StaleRoundError, UnavailableError

@@ -30,7 +30,7 @@ from torchtitan.components.checkpointer.base import (
 )
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from holdfast.base.folder import Folder
+from holdfast.base.options import Folder
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.futures import future_of
 from holdfast.integrations.versions import warn_if_untested

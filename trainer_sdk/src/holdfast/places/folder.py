@@ -8,19 +8,23 @@ import os
 import secrets
 import socket
 
-from holdfast.base.folder import Folder, folder_path
 from holdfast.base.handle import SaveHandle
 from holdfast.base.object_store import required_store
-from holdfast.base.options import Options
+from holdfast.base.options import Folder, Options, folder_path
 from holdfast.base.settings import RankSettings
 from holdfast.connection.link import Link
 from holdfast.connection.session import Session
 from holdfast.directory.choice import JOB_UID, committed, older_than
-from holdfast.directory.claims import Claim, claim
 from holdfast.directory.commit import delete_step
-from holdfast.directory.options import UPLOAD_SECONDS, ServiceOptions, format_options
-from holdfast.directory.presence import device_of
-from holdfast.directory.processes import Process, claim_checkpoint, wait_for_writers
+from holdfast.directory.open_folder import UPLOAD_SECONDS, ServiceOptions, format_options
+from holdfast.directory.processes import (
+    Claim,
+    Process,
+    claim,
+    claim_checkpoint,
+    device_of,
+    wait_for_writers,
+)
 from holdfast.gang.store import GangStore
 from holdfast.places.folder_start import FolderStart
 from holdfast.places.persister_process import PersisterProcess

@@ -17,7 +17,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from holdfast.base.settings import RankSettings
-from holdfast.directory.claims import Claim, claim
+from holdfast.directory.processes import Claim, claim
 from holdfast.places.place import Directories
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR
 from holdfast_core.errors import ConfigError

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.directory.claims import Claim, holder
+from holdfast.directory.processes import Claim, holder
 from holdfast_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from holdfast.base.folder import folder_path
 from holdfast.base.object_store import required_store
+from holdfast.base.options import folder_path
 from holdfast.base.settings import current_environment
 from holdfast.directory.choice import JOB_UID
 from holdfast.reading.checkpoint import SavedCheckpoint

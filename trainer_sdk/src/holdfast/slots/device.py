@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.state.copying.target import DeviceCopy, run_device_copies
+from holdfast.state.copying import DeviceCopy, run_device_copies
 from holdfast.state.tensors import is_tensor, torch_module
 from holdfast_core.errors import DeviceError
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.slots.device import Device, Mark
-from holdfast.state.copying.target import DeviceCopy
-from holdfast.state.writers import Writers
+from holdfast.state.copying import DeviceCopy
+from holdfast.state.optimizers import Writers
 from holdfast_core.errors import DeviceError
 
 logger = logging.getLogger(__name__)

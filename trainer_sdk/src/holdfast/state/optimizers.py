@@ -1,14 +1,53 @@
-"""Checks that a saved optimizer state fits an optimizer, before any part of a state is loaded.
+"""What optimizers write, and whether a saved optimizer state fits an optimizer.
 
-torch checks only the number of parameters. It would accept the state of another class (AdamW's for SGD),
-and the next `step()` would fail after the old state was replaced.
+An optimizer writes its own state and the parameters in its groups. The writer of all other parameters (for
+example an average of weights) and of all buffers is unknown.
+
+Before any part of a state is loaded, the saved state is compared with the optimizer. torch checks only the
+number of parameters. It would accept the state of another class (AdamW's for SGD), and the next `step()`
+would fail after the old state was replaced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from holdfast.state.tensors import describe, is_alike, is_tensor, local_part
+from holdfast.state.tensors import Leaf, describe, is_alike, is_tensor, local_part
+
+_Place = tuple[Any, int, int]
+
+
+class Writers:
+    """Writers of the parameters at their current addresses. Do not keep it: a parameter may move."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._by_id = {id(optimizer): optimizer for optimizer in optimizers}
+        self._parameters: dict[_Place, Any] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    place = _place(local_part(parameter))
+                    if place is not None:
+                        self._parameters[place] = optimizer
+
+    def of(self, leaf: Leaf) -> Any | None:
+        """Return the optimizer that writes `leaf`, or None if that is unknown or torch counts no writes."""
+        if leaf.source.is_inference():
+            return None
+        if leaf.owner is not None:
+            return self._by_id.get(id(leaf.owner))
+        place = _place(leaf.source)
+        return None if place is None else self._parameters.get(place)
+
+
+def _place(tensor: Any) -> _Place | None:
+    """Return device, address and byte count, because a state_dict has other objects over the same memory."""
+    try:
+        return tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    except RuntimeError:  # a tensor without memory of its own
+        return None
+
 
 _LIKE_PARAMETER = frozenset(
     {

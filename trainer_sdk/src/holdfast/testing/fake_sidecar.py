@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.directory.options import ServiceOptions
+from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.service import Connection, DirectoryService
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import FormatError

@@ -6,12 +6,15 @@ whether that body did its optimizer step, and on the reason:
  * Ctrl-C: the loop ends after the current step, as at a stop. A second Ctrl-C raises immediately.
  * `break` and `return`: the script chose to leave, so its state is consistent and is saved.
  * An exception: the state may be half updated, so nothing is saved.
+
+Step numbers from scripts may be Python, numpy and torch integers (`checked_step`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import signal
 import threading
@@ -25,6 +28,36 @@ from holdfast.state.shared import Shared
 from holdfast.state.tensors import is_tensor, torch_module
 from holdfast.state.tree import is_stateful, unwrap
 from holdfast.training.signals import HandledSignal
+from holdfast_core.errors import ConfigError
+from holdfast_core.ids import MAX_STEP, Step
+
+
+def checked_step(value: Any, what: str) -> Step:
+    """Return `value` as a number of optimizer steps.
+
+    Args:
+        value: Anything that `operator.index` accepts, such as numpy.int64(5) or a 0-d integer tensor.
+        what: The call and the argument, for the error message.
+
+    Raises:
+        ConfigError: `value` is not an integer, or is outside of 0 to MAX_STEP.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what}: expected a whole number of optimizer steps, found {value!r} of type "
+            f"{type(value).__name__}; convert it with int(...)"
+        ) from error
+    if not 0 <= number <= MAX_STEP:
+        raise ConfigError(
+            f"{what}: expected 0 to {MAX_STEP} optimizer steps, found {number}: pass the number of "
+            "steps that are done since the beginning of the training"
+        )
+    return Step(int(number))
+
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ from functools import partial
 from typing import Any
 
 from holdfast.base.settings import current_environment
-from holdfast.directory.claims import claim
-from holdfast.directory.open_folder import OpenFolder
-from holdfast.directory.options import UPLOAD_SECONDS, ServiceOptions, parse_options
+from holdfast.directory.open_folder import UPLOAD_SECONDS, OpenFolder, ServiceOptions, parse_options
+from holdfast.directory.processes import claim
 from holdfast.directory.save_worker import describe
 from holdfast.directory.service import Connection, DirectoryService
 from holdfast_core.errors import ConfigError, UnavailableError

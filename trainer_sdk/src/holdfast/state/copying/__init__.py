@@ -1,1 +1,0 @@
-"""Copies the bytes of a snapshot into memory, as its plan says."""
