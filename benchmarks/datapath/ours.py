@@ -153,7 +153,7 @@ def persist(arguments: Sequence[str], *, digests: bool) -> int:
 
     The files that it writes without digests cannot be read, so the product has no such switch.
     """
-    from holdfast.directory.persister.__main__ import main as serve
+    from holdfast.directory.persister import main as serve
 
     if not digests:
         for module, name, instead in (

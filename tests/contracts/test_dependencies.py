@@ -25,7 +25,7 @@ BROUGHT = {"urllib3": ("kubernetes", "minio"), "torchdata": ("torch",)}
 """Imported beside a package that depends on it: its exceptions, or a check of an optional type."""
 WITH_A_STORE = frozenset(
     {
-        *(f"holdfast.directory.persister.{name}" for name in ("folder_store", "share", "uploads")),
+        *(f"holdfast.directory.{name}" for name in ("folder_store", "share", "uploads")),
         "holdfast.reading.object_store",
     }
 )

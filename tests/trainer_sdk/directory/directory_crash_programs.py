@@ -30,8 +30,8 @@ from tests.support.shards.builders import payload, rank_layout_and_plan
 
 from holdfast.directory.choice import candidates, load_choice
 from holdfast.directory.commit import Committer
+from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import ServiceOptions
-from holdfast.directory.persister.folder_store import FolderStore
 from holdfast.directory.service import DirectoryService
 from holdfast_core.format.canonical import unsealed
 from holdfast_core.format.digest import digest_of

@@ -12,7 +12,7 @@ from tests.support.shards.builders import BytesSource, payload, rank_layout_and_
 
 from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice
 from holdfast.directory.commit import Committer
-from holdfast.directory.persister.folder_store import FolderStore
+from holdfast.directory.folder_store import FolderStore
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import layout_digests

@@ -9,9 +9,9 @@ from pathlib import Path
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
 from holdfast.directory.open_folder import ServiceOptions
-from holdfast.directory.persister.uploads import Uploads
 from holdfast.directory.save_worker import Push
 from holdfast.directory.service import DirectoryService, MakeUploads
+from holdfast.directory.uploads import Uploads
 from holdfast.slots.staging import SlotRing
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, Step

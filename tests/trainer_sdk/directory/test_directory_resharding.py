@@ -16,8 +16,8 @@ from tests.support.shards.placements import Tensor, layout_of, objects_of
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.directory.commit import Committer
+from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder, ServiceOptions
-from holdfast.directory.persister.folder_store import FolderStore
 from holdfast.directory.restore import FolderPlaces, ShardFetcher, assemble_payload
 from holdfast.directory.service import DirectoryService
 from holdfast.slots.staging import SlotRing

@@ -18,10 +18,10 @@ from tests.support.trainer.launched import until
 
 import holdfast
 from holdfast.directory.choice import JOB_UID, NAMESPACE
+from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder, ServiceOptions
-from holdfast.directory.persister.folder_store import FolderStore
-from holdfast.directory.persister.state import UploadFiles
-from holdfast.directory.persister.uploads import Uploads
+from holdfast.directory.state import UploadFiles
+from holdfast.directory.uploads import Uploads
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.format.canonical import sealed, unsealed
 from holdfast_core.format.manifest import parse_manifest_of

@@ -34,7 +34,7 @@ from holdfast_core.tiers.sources import ReaderSource
 if (
     TYPE_CHECKING
 ):  # only a process that has a store imports what the extra `holdfast-sdk[s3]` installs
-    from holdfast.directory.persister.folder_store import FolderStore
+    from holdfast.directory.folder_store import FolderStore
 
 logger = logging.getLogger(__name__)
 

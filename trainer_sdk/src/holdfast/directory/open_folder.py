@@ -44,7 +44,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shm.slot_file import SlotFile
 
 if TYPE_CHECKING:
-    from holdfast.directory.persister.folder_store import FolderStore
+    from holdfast.directory.folder_store import FolderStore
 
 
 UPLOAD_SECONDS = 600.0

@@ -47,7 +47,7 @@ from holdfast_core.shm.slot_file import SlotFile, SlotState
 from holdfast_core.shm.slot_save import check_slot, saved_before, shard_header
 
 if TYPE_CHECKING:  # it needs what the extra `holdfast-sdk[s3]` installs
-    from holdfast.directory.persister.uploads import Uploads
+    from holdfast.directory.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 

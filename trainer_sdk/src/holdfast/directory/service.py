@@ -36,8 +36,8 @@ from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.shm.layout_files import LayoutFiles
 
 if TYPE_CHECKING:  # a process without a store imports neither
-    from holdfast.directory.persister.folder_store import FolderStore
-    from holdfast.directory.persister.uploads import Uploads
+    from holdfast.directory.folder_store import FolderStore
+    from holdfast.directory.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 

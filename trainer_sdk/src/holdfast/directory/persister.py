@@ -97,8 +97,8 @@ def _start(options: ServiceOptions, sock: socket.socket) -> DirectoryService:
     if options.store is None:
         return start()
     # Only a process that has a store imports what the extra installs.
-    from holdfast.directory.persister.folder_store import FolderStore
-    from holdfast.directory.persister.uploads import Uploads
+    from holdfast.directory.folder_store import FolderStore
+    from holdfast.directory.uploads import Uploads
 
     def is_abandoned(seconds: float) -> bool:
         """Wait, and return whether the trainer has ended meanwhile."""

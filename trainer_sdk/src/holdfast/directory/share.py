@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE
+from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder
-from holdfast.directory.persister.folder_store import FolderStore
-from holdfast.directory.persister.state import Share, UploadFiles
+from holdfast.directory.state import Share, UploadFiles
 from holdfast_core.errors import (
     AlreadyExistsError,
     CorruptionError,

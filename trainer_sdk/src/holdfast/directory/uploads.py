@@ -23,11 +23,11 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE, candidates
+from holdfast.directory.folder_store import FolderStore, ForeignTrainingError
 from holdfast.directory.open_folder import OpenFolder
-from holdfast.directory.persister.folder_store import FolderStore, ForeignTrainingError
-from holdfast.directory.persister.share import GoneError, ShareUploader
-from holdfast.directory.persister.state import LEFT_OUT, UploadFiles, UploadState
 from holdfast.directory.processes import Claim, claim_checkpoint
+from holdfast.directory.share import GoneError, ShareUploader
+from holdfast.directory.state import LEFT_OUT, UploadFiles, UploadState
 from holdfast_core.errors import (
     AlreadyExistsError,
     CapacityError,
