@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14970,  # 30 of them are the queue of uploads, which left the sidecar and the SDK
+    "core": 14830,  # 30 of them are the queue of uploads, which left the sidecar and the SDK
     "operator": 13700,
-    "sidecar": 9190,
-    "trainer_sdk": 17570,  # 230 of them are the suite that stores of others must pass (holdfast.testing)
+    "sidecar": 9120,
+    "trainer_sdk": 17340,  # 230 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 660,
 }
 """Most lines of code of each package."""
