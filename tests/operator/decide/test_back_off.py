@@ -20,7 +20,7 @@ from holdfast_core.api import (
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.restarts import GATHER_SECONDS
+from holdfast_operator.decide.failures import GATHER_SECONDS
 from holdfast_operator.model.actions import BeginRound
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 

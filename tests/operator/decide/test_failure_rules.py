@@ -27,8 +27,9 @@ from holdfast_core.messages.schema import CoordinatorState, DeadRank, Hang, Rest
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.failure import Failure
 from holdfast_operator.decide.facts.restarts import with_restart
-from holdfast_operator.decide.facts.rules import never_applies, rule_on
 from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.failures import rule_on
+from holdfast_operator.decide.report.policy import never_applies
 from holdfast_operator.model.actions import BeginRound, Decision, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason

@@ -24,8 +24,7 @@ from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, RestorePoint
 from holdfast_core.names import pod_name
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.failure import KUBELET_SECONDS
-from holdfast_operator.decide.facts.restarts import GATHER_SECONDS
+from holdfast_operator.decide.failures import GATHER_SECONDS, KUBELET_SECONDS
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.notices import notices
 from holdfast_operator.model.actions import (

@@ -8,6 +8,7 @@ from holdfast_core.api import ElasticStatus, JobCondition, changed
 from holdfast_operator.decide import (
     acceptance,
     checkpoints,
+    failures,
     gang,
     kept_pods,
     lifecycle,
@@ -15,7 +16,7 @@ from holdfast_operator.decide import (
     releases,
     resizing,
 )
-from holdfast_operator.decide.facts import failure, resize, scheduling, times
+from holdfast_operator.decide.facts import resize, scheduling, times
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.status import (
@@ -150,7 +151,7 @@ def resize_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
     if not (asked and lifecycle.stopped_and_saved(world)):
         state = world.coordinator
         at_work = state is not None and state.running and not state.dead
-        if at_work or failure.drains(world, memory, now) or not lifecycle.may_suspend_now(world):
+        if at_work or failures.drains(world, memory, now) or not lifecycle.may_suspend_now(world):
             return None
     workers = resize.next_workers(world)
     job, had = world.observed.job, f"the gang had {len(world.members)} workers"

@@ -7,7 +7,7 @@ The rules apply in this order, and the first that fits decides the pass:
  4. The job is suspended and stays so or resumes, or it can be suspended immediately.
  5. The job has no round yet: acceptance and the first round (CAS 1).
  6. activeDeadlineSeconds has passed: the job fails.
- 7. Failures: a new round (CAS 1), a wait, or the end of the job.
+ 7. Failures: a new round (CAS 1), a wait, or the end of the job (failures.py).
  8. Completion, or suspension after the gang has saved and stopped.
  9. spec.workers has changed, and no committed step would be lost with the pods: a new round (CAS 1).
 10. An elastic gang is resized when there are nodes for missing workers, and begins a round (CAS 1) without
@@ -29,14 +29,14 @@ from dataclasses import replace
 
 from holdfast_core.api import JobCondition
 from holdfast_operator.decide import (
-    after_failures,
     beginnings,
+    failures,
     lifecycle,
     releases,
     resizing,
     rounds,
 )
-from holdfast_operator.decide.facts import failure, times
+from holdfast_operator.decide.facts import times
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.queue import releases as queue_releases
 from holdfast_operator.decide.report import readability
@@ -103,10 +103,10 @@ def _decide(observed: Observed, now: Now) -> Decision:
     deadline = lifecycle.deadline_passed(world, now)
     if deadline is not None:
         return fail_job(world, memory, now, deadline)
-    failures = failure.find_failures(world, memory, now) or lifecycle.stopped_for_nothing(world)
-    memory = times.with_failure(memory, bool(failures), now)
-    if failures:
-        return after_failures.plan(world, memory, now, failures)
+    found = failures.find(world, memory, now)
+    memory = times.with_failure(memory, bool(found), now)
+    if found:
+        return failures.plan(world, memory, now, found)
     done = lifecycle.completed(world, now)
     if done is not None and (not job.spec.suspend or job.spec.store is None):
         event = EmitEvent(EventKind.NORMAL, Reason.COMPLETED, "every rank returned 0")

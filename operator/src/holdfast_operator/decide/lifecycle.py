@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import timedelta
 
 from holdfast_core.api import (
-    FailureAction,
     JobCondition,
     TrainingJobStatus,
     changed,
@@ -19,11 +18,8 @@ from holdfast_core.messages.schema import GangRequest
 from holdfast_operator.decide.acceptance import replacement_problem
 from holdfast_operator.decide.checkpoints import has_object, pending_commit
 from holdfast_operator.decide.facts import readable, resize
-from holdfast_operator.decide.facts.apart import is_full, stored
-from holdfast_operator.decide.facts.evidence import failed_from_restore_point, is_due
+from holdfast_operator.decide.facts.apart import stored
 from holdfast_operator.decide.facts.failure import Failure
-from holdfast_operator.decide.facts.restarts import budget_spent, is_ignored, kept_restarts
-from holdfast_operator.decide.facts.rules import Ruling
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note, set_condition
 from holdfast_operator.model import kinds
@@ -77,30 +73,6 @@ def failed(world: World, now: Now, note: Note) -> TrainingJobStatus:
     """Return the status that ends the job as failed."""
     status = changed(world.status, completion_time=now.utc)
     return _ended(status, world, now, JobCondition.FAILED, note)
-
-
-def failure_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
-    """Return why the job fails instead of restarting, or None if it restarts."""
-    if ruling.action is FailureAction.FAIL_JOB and ruling.matched is not None:
-        return Note(Reason.FAILURE_RULE, f"{ruling.note}: {ruling.matched.message}")
-    ignored = is_ignored(ruling)
-    failed_from = None if ignored else failed_from_restore_point(world, ruling.failures)
-    due = failed_from is not None and is_due(world, kept_restarts(world, now), failed_from)
-    if due and is_full(world.status):
-        text = (
-            f"{len(world.status.quarantined)} checkpoints are quarantined, and ranks failed again before "
-            f"they had finished a step: {ruling.failures[0].message}"
-        )
-        return Note(Reason.NO_PROGRESS, text)
-    if budget_spent(world, ruling, now):
-        policy = world.observed.job.spec.failure_policy
-        window = int(policy.window_length.total_seconds())
-        return Note(
-            Reason.BACKOFF_LIMIT_EXCEEDED,
-            f"more than {policy.max_restarts} restarts within {window} s, or since the newest committed "
-            f"step; the newest: {ruling.failures[0].message}",
-        )
-    return None
 
 
 def deadline_passed(world: World, now: Now) -> Note | None:

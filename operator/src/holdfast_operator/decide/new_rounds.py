@@ -21,17 +21,11 @@ from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.facts import resize
 from holdfast_operator.decide.facts.apart import with_missing_restore_point
-from holdfast_operator.decide.facts.evidence import failed_from_restore_point, with_evidence
-from holdfast_operator.decide.facts.failure import Failure, is_disruption, severity
+from holdfast_operator.decide.facts.evidence import with_evidence
+from holdfast_operator.decide.facts.failure import Failure, Ruling
 from holdfast_operator.decide.facts.interval import with_expected_failures
 from holdfast_operator.decide.facts.node_failures import with_node_failures, workers_to_move
-from holdfast_operator.decide.facts.restarts import (
-    counted,
-    is_ignored,
-    kept_restarts,
-    with_restart,
-)
-from holdfast_operator.decide.facts.rules import Ruling
+from holdfast_operator.decide.facts.restarts import counted, kept_restarts, with_restart
 from holdfast_operator.decide.facts.scheduling import describe, next_try, timeouts
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.lifecycle import asked_for
@@ -66,18 +60,17 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
     round_ = world.next_round
     status = with_node_failures(status, world, ruling, round_, now)
     gone = {f.worker for f in failures if f.replace_pod}
-    gone |= workers_to_move(world, status, failures, gone)
+    gone |= workers_to_move(world, status, ruling, gone)
     members = _members(world, gone, round_)
     cause = failures[0]
     recent = kept_restarts(world, now)
-    if not is_disruption(failures):
-        ignored = is_ignored(ruling)
+    if not ruling.disruption:
         # A failure that the user expects is no evidence against the checkpoint.
-        failed_from = None if ignored else failed_from_restore_point(world, failures)
+        failed_from = None if ruling.ignored else ruling.failed_from
         record = RestartRecord(
             round=round_,
             at=now.utc,
-            ignored=ignored,
+            ignored=ruling.ignored,
             failed_step=None if failed_from is None else failed_from.step,
             failed_round=None if failed_from is None else failed_from.round,
         )
@@ -85,7 +78,7 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
         status = with_evidence(status, world, recent, now)
     if cause.reason is Reason.CHECKPOINT_MISSING:
         status = with_missing_restore_point(status, world, now)
-    note = Note(cause.reason, f"round {round_}: {cause_of(ruling)}")
+    note = Note(cause.reason, f"round {round_}: {ruling.text}")
     status = _not_asked(status, note, now, job.generation)
     status = changed(
         status,
@@ -129,10 +122,11 @@ def _members(
     )
 
 
-def with_taken_in(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
+def with_taken_in(world: World, ruling: Ruling, reason: str, now: Now) -> TrainingJobStatus:
     """Return the status of the present round, which also replaces the pods of these failures (ADR 0008).
 
-    The round must satisfy restarts.can_be_taken_in.
+    Args:
+        reason: The first cause of the round and of these failures.
     """
     round_ = world.round
     status = with_node_failures(world.status, world, ruling, round_, now)
@@ -144,22 +138,16 @@ def with_taken_in(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
         status = status.with_recovery(
             changed(
                 record,
-                reason=min(record.reason, found.reason, key=severity),
+                reason=reason,
                 workers=tuple(sorted(both))[:MAX_NAMED_WORKERS],
                 nodes=tuple(sorted({*record.nodes, *found.nodes})[:MAX_NAMED_WORKERS]),
             )
         )
     status = with_promotions(changed(status, members=_members(world, gone, round_)), world)
-    note = Note(ruling.failures[0].reason, f"round {round_}: {cause_of(ruling)}")
+    note = Note(ruling.failures[0].reason, f"round {round_}: {ruling.text}")
     return set_condition(
         status, JobCondition.RESTARTING, True, note, now, world.observed.job.generation
     )
-
-
-def cause_of(ruling: Ruling) -> str:
-    """Return the message of the first failure, and the rule that applies."""
-    message = ruling.failures[0].message
-    return f"{message}; {ruling.note}" if ruling.note else message
 
 
 def _recovery(world: World, round_: RestartRound, failures: tuple[Failure, ...]) -> RecoveryStatus:

@@ -5,7 +5,7 @@ A resize (ADR 0011):
    reason Stopping of condition Resizing.
 2. Once no committed step would be lost with the pods, a round with the new number of new pods begins
    (beginnings.resize_gang). An operator that dies continues from the status.
-3. If the ranks fail before their first step, a round with the number before begins (after_failures.py).
+3. If the ranks fail before their first step, a round with the number before begins (failures.py).
 
 An elastic gang for some of whose workers there are no nodes (ADR 0011):
 1. It begins a round without them (beginnings.shrink_gang).

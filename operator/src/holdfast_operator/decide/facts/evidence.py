@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Iterable
 
@@ -25,20 +24,14 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import CheckpointId
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.failure import Failure
 from holdfast_operator.decide.facts.world import World, back_to
 from holdfast_operator.model.job import Now
-from holdfast_operator.model.reasons import Reason
-
-_OTHER_CAUSES = frozenset({Reason.OOM_KILLED, Reason.RESTORE_FAILED, Reason.CHECKPOINT_MISSING})
 
 
-def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> CheckpointId | None:
-    """Return the restore point if ranks failed by themselves before one had finished a step, else None.
+def failed_from(world: World) -> CheckpointId | None:
+    """Return the restore point if ranks that fail now may fail because of it, else None.
 
-    Ranks that were killed from outside or ran out of memory do not count, because such an end is no evidence
-    against the checkpoint that they restored. Nor does a checkpoint that could not be read: ranks did not run
-    from it (apart.py).
+    They do not if one of them has finished a step.
     """
     point = world.status.restore_point
     if point is None or point.step is None or point.round is None or point.job_uid is not None:
@@ -46,22 +39,7 @@ def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> Ch
     resize = world.status.resize
     if resize is not None and resize.from_workers is not None:
         return None  # the ranks may be unable to reshard it (facts/resize.py)
-    if trained_since_restored(world):
-        return None
-    failed = ranks_failed_by_themselves(failures)
-    return CheckpointId(point.step, point.round) if failed else None
-
-
-def ranks_failed_by_themselves(failures: tuple[Failure, ...]) -> Failure | None:
-    """Return the first rank that failed, or None if the cause lies outside of the ranks.
-
-    Ranks that fail beside one that was killed, or that ran out of memory, lost their peer. Ranks that cannot
-    read the restore point fail for want of it.
-    """
-    killed = (-signal.SIGKILL, -signal.SIGTERM)
-    if any(f.reason in _OTHER_CAUSES or f.exit_code in killed for f in failures):
-        return None
-    return next((f for f in failures if f.reason is Reason.RANK_FAILED), None)
+    return None if trained_since_restored(world) else CheckpointId(point.step, point.round)
 
 
 def with_evidence(

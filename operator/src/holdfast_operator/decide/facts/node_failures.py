@@ -23,31 +23,16 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.evidence import failed_from_restore_point
-from holdfast_operator.decide.facts.failure import Failure
-from holdfast_operator.decide.facts.rules import Ruling
+from holdfast_operator.decide.facts.failure import Ruling
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import JobMemory, Now
-from holdfast_operator.model.reasons import Reason
 
 PATIENCE_SECONDS = 60.0
 """Time for which a pod waits for a node while it avoids nodes that failed. Karpenter adds no node for a pod
 that excludes nodes by name, so a longer wait gains little."""
 MAX_NODES = 32
 """Largest number of nodes that are avoided because of failures, the newest first."""
-
-_OF_NODE = frozenset(
-    {
-        Reason.NODE_LOST,
-        Reason.POD_FAILED,
-        Reason.RANK_FAILED,
-        Reason.HUNG,
-        Reason.OOM_KILLED,
-        Reason.TRAINER_RESTARTING,
-        Reason.SIDECAR_UNREACHABLE,
-    }
-)
 
 
 def failed_nodes(world: World, status: TrainingJobStatus) -> tuple[str, ...]:
@@ -66,16 +51,9 @@ def with_node_failures(
     """Return the status with the failures of this ruling on nodes."""
     if ruling.action is FailureAction.IGNORE:
         return status
-    disrupted = any(f.disruption for f in ruling.failures)
-    blamed = {
-        f.worker: f
-        for f in reversed(ruling.failures)
-        if f.worker is not None
-        and (f.worker in ruling.avoided or (f.reason in _OF_NODE and f.disruption == disrupted))
-    }
     nodes = _nodes_of(world)
-    failed = {nodes[w] for w in blamed if w in nodes}
-    common = not disrupted and 2 * len(failed) > len(set(nodes.values()))
+    failed = {nodes[w] for w in ruling.blamed if w in nodes}
+    common = not ruling.disruption and 2 * len(failed) > len(set(nodes.values()))
     new = [
         NodeFailure(
             node=nodes[worker],
@@ -84,7 +62,7 @@ def with_node_failures(
             reason=failure.reason,
             by_rule=worker in ruling.avoided,
         )
-        for worker, failure in sorted(blamed.items())
+        for worker, failure in sorted(ruling.blamed.items())
         if worker in nodes and (worker in ruling.avoided or not common)
     ]
     by_node = {f.node: f for f in sorted(new, key=lambda f: f.by_rule)}
@@ -93,10 +71,7 @@ def with_node_failures(
 
 
 def workers_to_move(
-    world: World,
-    status: TrainingJobStatus,
-    failures: tuple[Failure, ...],
-    gone: set[Worker | None],
+    world: World, status: TrainingJobStatus, ruling: Ruling, gone: set[Worker | None]
 ) -> frozenset[Worker]:
     """Return the workers whose pods leave nodes that are avoided now, besides those in `gone`.
 
@@ -110,11 +85,10 @@ def workers_to_move(
         w for w, node in _nodes_of(world).items() if node in avoided and w not in gone
     )
     away = moved | {w for w in gone if w is not None}
-    failed_from = failed_from_restore_point(world, failures)
     if not (
         moved
         and readable.answering_can_be_replaced(world, away)
-        and readable.older_is_kept(world, away, failed_from)
+        and readable.older_is_kept(world, away, ruling.failed_from)
     ):
         return frozenset()
     return moved

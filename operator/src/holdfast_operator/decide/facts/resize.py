@@ -18,16 +18,10 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.evidence import (
-    ranks_failed_by_themselves,
-    trained_since_restored,
-)
-from holdfast_operator.decide.facts.failure import Failure, is_disruption
 from holdfast_operator.decide.facts.scheduling import waits_for_nodes
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import JobMemory, Now, queue_of
-from holdfast_operator.model.reasons import Reason
 
 
 def elastic_of(job: Gang) -> ElasticSpec | None:
@@ -110,20 +104,6 @@ def resized(world: World, workers: int, round_: RestartRound) -> ResizeStatus | 
 def is_untried(status: TrainingJobStatus) -> bool:
     """Return whether no round has trained with the present number of workers since it changed."""
     return status.resize is not None and status.resize.from_workers is not None
-
-
-def failed_first_start(world: World, failures: tuple[Failure, ...]) -> Failure | None:
-    """Return the failure for which the gang goes back to the number of workers before, or None.
-
-    The ranks have restored a checkpoint of another number of ranks, and failed by themselves or for want of
-    memory before one of them had finished a step.
-    """
-    if not is_untried(world.status) or is_disruption(failures) or trained_since_restored(world):
-        return None
-    oom = next((f for f in failures if f.reason is Reason.OOM_KILLED), None)
-    if oom is not None:
-        return oom
-    return ranks_failed_by_themselves(failures)
 
 
 # --------------------------------------------------------------------------- missing nodes

@@ -1,7 +1,6 @@
-"""Decide when a gang that failed restarts: how long it waits, and whether its budget allows it. Pure.
+"""The restarts of a gang: how many count, and how long the next one waits. Pure.
 
-failure.py finds the failures. Disruptions never count towards failurePolicy.maxRestarts and never wait. Pods
-that are lost within GATHER_SECONDS of the first one are lost in the same round.
+Disruptions never count towards failurePolicy.maxRestarts and never wait.
 """
 
 from __future__ import annotations
@@ -10,14 +9,10 @@ from collections.abc import Iterable
 
 from blake3 import blake3
 
-from holdfast_core.api import MAX_RECENT_RESTARTS, FailureAction, RestartRecord
+from holdfast_core.api import MAX_RECENT_RESTARTS, RestartRecord
 from holdfast_operator.decide.facts.evidence import trained_since_restored
-from holdfast_operator.decide.facts.failure import Failure, drains, is_disruption
-from holdfast_operator.decide.facts.rules import Ruling
-from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.job import JobMemory, Now
-from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.job import Now
 
 FREE_RESTARTS = 2
 """Restarts from the same step that begin without a delay."""
@@ -26,14 +21,6 @@ FIRST_START_SECONDS = 15.0
 MAX_START_SECONDS = 600.0
 """Shortest and longest back-off, before it is shortened at random, of a gang that ends before its first
 step."""
-GATHER_SECONDS = 0.3
-"""Time from the first lost pod until the next round begins. Pods that are lost together are seen one after
-another. Without this wait, each pod that was seen after the round had begun would cost a round of its own."""
-DRAIN_POLL_SECONDS = 1.0
-"""Pause between passes while a lost pod waits for another one that still saves and flushes."""
-_REMOVALS = frozenset({Reason.POD_EVICTED, Reason.POD_LOST})
-_LOSSES = _REMOVALS | {Reason.NODE_LOST}
-"""Failures that often come with more of their kind."""
 
 
 def kept_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
@@ -103,75 +90,21 @@ def with_restart(
     return tuple(found)
 
 
-def is_ignored(ruling: Ruling) -> bool:
-    """Return whether the restart for these failures does not count towards failurePolicy.maxRestarts.
-
-    A rule ignores them, or the restore point could not be read: no rank ran, and an outage of the store would
-    otherwise fail the job.
-    """
-    unread = ruling.failures[0].reason in (Reason.RESTORE_FAILED, Reason.CHECKPOINT_MISSING)
-    return ruling.action is FailureAction.IGNORE or unread
-
-
-def budget_spent(world: World, ruling: Ruling, now: Now) -> bool:
-    """Return whether a restart for these failures would exceed failurePolicy.maxRestarts."""
-    if is_disruption(ruling.failures) or is_ignored(ruling):
-        return False
+def budget_spent(world: World, now: Now) -> bool:
+    """Return whether one more restart that counts would exceed failurePolicy.maxRestarts."""
     restarts = len(counted(world.status.recent_restarts, world, now))
     return restarts >= world.observed.job.spec.failure_policy.max_restarts
 
 
-def gather_seconds(
-    world: World, failures: tuple[Failure, ...], memory: JobMemory, now: Now
-) -> float:
-    """Return the seconds for which the next round waits for further lost pods.
-
-    The wait counts from the first failure or the first deletion of a lost pod that was seen. So a pod whose
-    gang has saved and stopped after its deletion delays nothing. The result is 0 if no pod is lost, or if no
-    other pod is left. While another pod still saves and flushes, the round does not begin: it would end
-    the flush.
-    """
-    if all(f.reason in _REMOVALS for f in failures) and drains(world, memory, now):
-        return DRAIN_POLL_SECONDS
-    lost = {f.worker for f in failures if f.reason in _LOSSES}
-    if not lost or not any(m.alive and m.worker not in lost for m in world.members):
-        return 0.0
-    leaving = dict(memory.leaving_since)
-    pods = (m.pod for m in world.members if m.worker in lost)
-    seen = [leaving[pod.uid] for pod in pods if pod is not None and pod.uid in leaving]
-    if memory.failure_seen_at is not None:
-        seen.append(memory.failure_seen_at)
-    return max(0.0, GATHER_SECONDS - seconds_since(min(seen, default=None), now))
-
-
-def can_be_taken_in(world: World, failures: tuple[Failure, ...]) -> bool:
-    """Return whether the present round can also replace the pods of these failures.
-
-    Until a round has a restore point, its sidecars know its number only, and no rank runs. A new pod needs a
-    new name, so each lost pod must be of an older round. A failure that keeps its pod needs a new round.
-    """
-    if world.status.restore_point is not None or world.round == 0:
-        return False
-    for failure in failures:
-        member = None if failure.worker is None else world.member(failure.worker)
-        if failure.reason not in _LOSSES or not failure.replace_pod or member is None:
-            return False
-        if member.birth_round >= world.round:
-            return False
-    return True
-
-
-def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now) -> float:
+def delay_seconds(world: World, now: Now) -> float:
     """Return the back-off before the next round, in seconds since the failure was first seen.
 
-    It is 0 for disruptions, and if a step was committed since the restore point. Without the back-off, a gang
+    It is 0 if a step was committed since the restore point. Without the back-off, a gang
     that fails repeatedly from the same step would spend its restart budget within seconds, before a user can
     look at it. The wait is between a half and the whole of 1, 2, 4 and so on seconds (ADR 0010). A gang that
     ends before its first step mostly lacks something outside of it, which takes minutes to come back. Its
     wait begins with FIRST_START_SECONDS, so that the default budget lasts for a quarter of an hour at least.
     """
-    if is_disruption(failures):
-        return 0.0
     saved_in = _round_of_newest_commit(world)
     futile = sum(1 for r in kept_restarts(world, now) if r.round > saved_in)
     if futile < FREE_RESTARTS:

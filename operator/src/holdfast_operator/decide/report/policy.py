@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_core.api import JobCondition, TrainingJobStatus, changed
+from holdfast_core.api import FailureRule, JobCondition, TrainingJobStatus, changed
 from holdfast_operator.decide.facts import apart
 from holdfast_operator.decide.facts.apart import with_released
 from holdfast_operator.decide.facts.node_failures import (
@@ -10,7 +10,6 @@ from holdfast_operator.decide.facts.node_failures import (
     no_node_is_left,
     with_failures_of_window,
 )
-from holdfast_operator.decide.facts.rules import never_applies
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
@@ -150,3 +149,21 @@ def _with_rules(status: TrainingJobStatus, world: World, now: Now) -> TrainingJo
             "move it before them. The job goes on as if the rule were missing"
         )
     return status.with_condition(kind, not idle, reason, text, now.utc, job.generation)
+
+
+def never_applies(rules: tuple[FailureRule, ...]) -> tuple[int, ...]:
+    """Return the indexes of the rules that cannot apply, because rules before them match all their values."""
+    before: set[object] = set()
+    found = []
+    for index, rule in enumerate(rules):
+        values = _values(rule)
+        if values <= before:
+            found.append(index)
+        before |= values
+    return tuple(found)
+
+
+def _values(rule: FailureRule) -> set[object]:
+    """Return what the rule matches. Values of different kinds are never equal."""
+    conditions = {(c.type, c.status) for c in rule.on_pod_conditions}
+    return {*rule.on_exit_codes, *rule.on_reasons, *conditions}

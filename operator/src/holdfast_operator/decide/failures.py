@@ -1,0 +1,726 @@
+"""The rules for a gang that failed: which failure, which rule, which restart. Pure.
+
+`find` observes the failures, and `plan` applies the rules in their order. Each chapter of this file is one
+step of that way, and KINDS says what the rules read of each failure.
+
+Which failure
+1. Disruptions (lost node, deleted pod, eviction) are checked before exit codes and never count. An eviction
+   because of the pod's own limit is none: the next pod would exceed it, too.
+2. A container that the kubelet cannot start for want of its image or its configuration is not a failure.
+   The job waits without a restart.
+3. The restart of a sidecar container alone is not a failure. ROUND is sent to the sidecar again.
+4. While a gang trains, a pod that is deleted or evicted has its grace period to save, stop and flush.
+5. A pod of this round that has not started is not a failure, whatever its node: it holds no data.
+6. A sidecar that does not answer is not a failure by itself (ADR 0007). If no sidecar of the job answers,
+   the cause is probably the network, and the job waits. Otherwise the pod is replaced only if the newest
+   committed step is known to be readable without it (facts/readable.py).
+
+Which rule, and which restart (`plan`); the first that fits decides the pass
+1. No pod may be created, because a job without a store is to be suspended: its other pods stay.
+2. A commit is not in the status yet: the status records it first.
+3. Ranks failed, and a peer's node may be lost: wait for the answers of all sidecars.
+4. Pods were lost, and more may be lost with them: wait GATHER_SECONDS, or until a pod has flushed.
+5. The gang fails before its first step with a new number of workers: a round with the number before.
+6. A rule of failurePolicy.rules fails the job (`rule_on`).
+7. Too many checkpoints are quarantined, or maxRestarts is spent: the job fails.
+8. The round has no restore point yet: it also replaces what was lost since (ADR 0008).
+9. The gang fails repeatedly from one step: back-off (facts/restarts.py).
+10. A new round, in place: only the pods that failures replace are new (new_rounds.py). It quarantines a
+    checkpoint after quarantineAfter failures (facts/evidence.py), and its pods avoid nodes on which workers
+    failed (facts/node_failures.py).
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+
+from holdfast_core.api import FailureAction, FailureRule, JobCondition
+from holdfast_core.ids import Worker
+from holdfast_core.messages.schema import CoordinatorState
+from holdfast_operator.decide import checkpoints, lifecycle, new_rounds
+from holdfast_operator.decide.facts import evidence, readable, resize, restarts, times
+from holdfast_operator.decide.facts.apart import is_full, restore_point_is_missing
+from holdfast_operator.decide.facts.departures import leaving_taint
+from holdfast_operator.decide.facts.failure import ALL_LOST_SECONDS, CANNOT_START, Failure, Ruling
+from holdfast_operator.decide.facts.times import seconds_since
+from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.report import recovery
+from holdfast_operator.decide.report.silence import silent_peer
+from holdfast_operator.decide.report.status import Note
+from holdfast_operator.decide.writes import (
+    STARTING_SECONDS,
+    WAITING_SECONDS,
+    begin_round,
+    committed,
+    fail_job,
+    with_status_write,
+)
+from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
+from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView
+from holdfast_operator.model.rank_ends import how_it_ended
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_cause
+
+KUBELET_SECONDS = 10.0
+"""Time after the grace period of a leaving pod in which its kubelet reports that it is gone."""
+COORDINATOR_ANSWER_SECONDS = 10.0
+"""Time for the coordinator to answer an operator process that finds a pod leaving when it starts. Without it,
+the new process would seal a gang that is saving."""
+ENDING_SECONDS = 60.0
+"""Time in which all pods of a gang end after the first of them has succeeded."""
+SIDECAR_SILENT_SECONDS = 90.0
+"""Time without an answer after which a sidecar counts as failed. It is longer than
+restore_point.HOLDERS_SECONDS, so that the restore point is chosen before a pod is replaced."""
+MAX_TRAINER_RESTARTS = 2
+"""Restarts of a trainer container after which its pod is replaced. The kubelet's back-off then grows to
+minutes, and a new pod starts sooner."""
+OOM_KILLED = "OOMKilled"
+"""The kubelet's reason for a container that the kernel ended because its memory ran out."""
+_EVICTED = frozenset({"Evicted", "Preempting", "Preempted", "TerminationByKubelet", "Shutdown"})
+GATHER_SECONDS = 0.3
+"""Time from the first lost pod until the next round begins. Pods that are lost together are seen one after
+another. Without this wait, each pod that was seen after the round had begun would cost a round of its own."""
+DRAIN_POLL_SECONDS = 1.0
+"""Pause between passes while a lost pod waits for another one that still saves and flushes."""
+ANSWER_SECONDS = 0.1
+"""Shortest pause between passes while sidecars are called. A healthy sidecar answers within this time."""
+PEERS_ANSWER_SECONDS = 3.0
+"""Wait for the answers of sidecars before the status reports it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the rules read of a failure's reason."""
+
+    lost: bool = False
+    """Whether more pods are often lost with it, so that the next round waits for them."""
+    removed: bool = False
+    """Whether its pod was deleted or evicted. Other pods of the gang may then still save and flush."""
+    of_node: bool = False
+    """Whether it counts as a failure of the worker's node (facts/node_failures.py)."""
+    of_checkpoint: bool = False
+    """Whether it counts against the checkpoint that the ranks restored (facts/evidence.py)."""
+    of_another: bool = False
+    """Whether ranks that fail beside it fail because of it, and not because of the checkpoint."""
+    of_store: bool = False
+    """Whether no rank ran because the restore point could not be read. Such a restart does not count towards
+    maxRestarts, because an outage of the store would otherwise fail the job."""
+
+
+KINDS = {
+    Reason.STATUS_BEHIND: Kind(),
+    Reason.NODE_LOST: Kind(lost=True, of_node=True),
+    Reason.POD_EVICTED: Kind(lost=True, removed=True),
+    Reason.POD_LOST: Kind(lost=True, removed=True),
+    Reason.OOM_KILLED: Kind(of_node=True, of_another=True),
+    Reason.TRAINER_RESTARTING: Kind(of_node=True),
+    Reason.POD_FAILED: Kind(of_node=True),
+    Reason.CHECKPOINT_MISSING: Kind(of_another=True, of_store=True),
+    Reason.RESTORE_FAILED: Kind(of_another=True, of_store=True),
+    Reason.RANK_FAILED: Kind(of_node=True, of_checkpoint=True),
+    Reason.HUNG: Kind(of_node=True),
+    Reason.SIDECAR_UNREACHABLE: Kind(of_node=True),
+    Reason.POD_SUCCEEDED_EARLY: Kind(),
+    # The gang was asked to stop, and starts again in its pods (lifecycle.stopped_for_nothing).
+    Reason.RESUMED: Kind(),
+    Reason.NOT_PERSISTED: Kind(),
+}
+"""The failures, causes before consequences. A new round takes the reason of its first failure."""
+
+
+# --------------------------------------------------------------------------- which failure
+
+
+def find(world: World, memory: JobMemory, now: Now) -> tuple[Failure, ...]:
+    """Return all failures that make a new round necessary, causes before consequences."""
+    found: list[Failure] = []
+    sealed = world.highest_sealed
+    if sealed is not None and sealed > world.round:
+        text = f"a sidecar is sealed for round {sealed}, but the status is in round {world.round}"
+        found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
+    birth = world.highest_birth
+    if birth is not None and birth > world.round:
+        text = f"a pod was created in round {birth}, but the status is in round {world.round}"
+        found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
+    for pod in world.observed.pods:
+        if pod.birth_round == world.round and world.is_ahead(pod):
+            text = f"pod {pod.name} was created, but by the status worker {pod.worker} has an older pod"
+            found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
+    for member in world.members:
+        failure = _of_member(world, member, memory, now)
+        if failure is not None:
+            found.append(failure)
+    found.extend(_of_ranks(world))
+    found.extend(_of_hang(world))
+    found.extend(_of_restore(world, memory, now))
+    return tuple(sorted(found, key=_severity)) or lifecycle.stopped_for_nothing(world)
+
+
+def _severity(failure: Failure) -> int:
+    return list(KINDS).index(failure.reason)
+
+
+def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -> Failure | None:
+    pod = member.pod
+    if world.awaits_start(member):
+        return None  # it holds no data: avoidance.py replaces it in this round
+    if pod is None:
+        name = world.source.gone_name(member.worker, member.birth_round)
+        announced = dict(memory.announced).get(name or "")
+        worker = f"worker {member.worker}, created in round {member.birth_round}"
+        return Failure(
+            Reason.POD_LOST if announced is None else Reason.POD_EVICTED,
+            f"the pod of {worker} no longer exists" if announced is None else announced,
+            member.worker,
+            disruption=True,
+            replace_pod=True,
+            confirm_gone=name,
+        )
+    if member.node_lost:
+        return _of_lost_node(world, member, pod, now)
+    if pod.leaving and _may_drain(world, pod, memory, now):
+        return None
+    if pod.disrupted or (
+        pod.phase is PodPhase.FAILED and pod.reason in _EVICTED and not pod.exceeded_own_limit
+    ):
+        return Failure(
+            Reason.POD_EVICTED, pod.disruption, member.worker, disruption=True, replace_pod=True
+        )
+    if pod.terminating:
+        text = f"pod {pod.name} is being deleted{_node_leaves(world, pod)}"
+        return Failure(Reason.POD_LOST, text, member.worker, disruption=True, replace_pod=True)
+    return _of_container(world, member, pod, memory, now)
+
+
+def _node_leaves(world: World, pod: PodView) -> str:
+    node = world.observed.nodes.get(pod.node or "")
+    taint = None if node is None else leaving_taint(pod, node)
+    return "" if taint is None else f", and its node {pod.node} has the taint {taint}"
+
+
+def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> Failure | None:
+    """Return the failure of a member on a lost node, or None while the gang waits for the node.
+
+    A pod that may hold the last copy of every committed step stays a member, because its node may come back.
+    If other members answer, a round that keeps the pod begins, and their inventories show what they hold.
+    """
+    node = world.observed.nodes[pod.node or ""]
+    text = f"node {pod.node} of pod {pod.name} {node.lost_because}, and the pod's sidecar does not answer"
+    failure = Failure(Reason.NODE_LOST, text, member.worker, disruption=True, replace_pod=True)
+    if not pod.alive:
+        return failure  # a user deleted it, or it has ended
+    if _control_plane_may_be_cut_off(world, now):
+        return None
+    lost = [m.worker for m in world.members if m.node_lost]
+    if readable.lost_can_be_given_up(world, lost):
+        return failure
+    if world.status.restore_point is None or not any(m.reachable for m in world.members):
+        return None
+    return replace(failure, replace_pod=False)
+
+
+def _control_plane_may_be_cut_off(world: World, now: Now) -> bool:
+    silent = [m for m in world.members if m.node_lost and m.sidecar is not None]
+    if any(m.reachable for m in world.members) or len({_node(m) for m in silent}) < 2:
+        return False
+    newest = max(
+        (m.sidecar.unreachable_since or 0.0 for m in silent if m.sidecar is not None), default=0.0
+    )
+    return seconds_since(newest, now) < ALL_LOST_SECONDS
+
+
+def _node(member: MemberState) -> str | None:
+    return None if member.pod is None else member.pod.node
+
+
+def _of_container(
+    world: World, member: MemberState, pod: PodView, memory: JobMemory, now: Now
+) -> Failure | None:
+    worker = member.worker
+    if pod.phase is PodPhase.FAILED:
+        oom = pod.reason == OOM_KILLED
+        text = f"pod {pod.name} failed: {pod.reason or 'no reason given'}: {pod.message}"
+        if oom:
+            text = f"pod {pod.name} failed: {out_of_memory(pod)}"
+        elif world.fixed_node is not None and not pod.trainer_ran:
+            # No scheduler has compared the pod with the node, so its kubelet may have rejected the pod.
+            text = f"{text.rstrip(': ')}. {world.fixed_node_advice}"
+        return Failure(
+            Reason.OOM_KILLED if oom else Reason.POD_FAILED,
+            text.rstrip(": "),
+            worker,
+            exit_code=pod.trainer_exit_code,
+            replace_pod=True,
+        )
+    if pod.phase is PodPhase.SUCCEEDED:
+        return _of_succeeded(world, worker, pod, memory, now)
+    if pod.waiting_reason in CANNOT_START:
+        return None
+    if pod.trainer_restarts > MAX_TRAINER_RESTARTS and readable.answering_can_be_replaced(
+        world, [worker]
+    ):
+        text = f"the trainer of pod {pod.name} restarted {pod.trainer_restarts} times"
+        if pod.reason == OOM_KILLED:
+            text += f": {out_of_memory(pod)}"
+        return Failure(
+            Reason.OOM_KILLED if pod.reason == OOM_KILLED else Reason.TRAINER_RESTARTING,
+            text,
+            worker,
+            exit_code=pod.trainer_exit_code,
+            replace_pod=True,
+        )
+    return _of_sidecar(world, member, pod, memory, now)
+
+
+def _of_succeeded(
+    world: World, worker: Worker, pod: PodView, memory: JobMemory, now: Now
+) -> Failure | None:
+    """Return the failure of a member whose containers returned 0 although the gang has not finished, or None.
+
+    The launchers of a gang return together, after its last step, so the other pods have ENDING_SECONDS to
+    follow. A script that catches its launcher's error and returns 0 would otherwise leave them waiting.
+    """
+    if world.status.restore_point is None:
+        text = f"pod {pod.name} ended before round {world.round} began to run"
+        return Failure(Reason.POD_SUCCEEDED_EARLY, text, worker, disruption=True, replace_pod=True)
+    waited = seconds_since(memory.ending_since, now)
+    if waited < ENDING_SECONDS:
+        return None
+    text = (
+        f"the containers of pod {pod.name} returned 0, and other pods of the gang still run {waited:.0f} s "
+        "later. A trainer container must return what `holdfast run` returns"
+    )
+    return Failure(
+        Reason.POD_SUCCEEDED_EARLY, text, worker, exit_code=pod.trainer_exit_code, replace_pod=True
+    )
+
+
+def _of_sidecar(
+    world: World, member: MemberState, pod: PodView, memory: JobMemory, now: Now
+) -> Failure | None:
+    """Return the failure of a member whose sidecar has not answered for SIDECAR_SILENT_SECONDS, or None.
+
+    It matters only until the gang trains, because a gang that trains does not need the operator. It counts
+    only while other sidecars answer, and only if no committed step would be lost with the pod.
+    """
+    sidecar = member.sidecar
+    if (
+        sidecar is None
+        or sidecar.unreachable_since is None
+        or memory.answering_since is None
+        or member.reachable
+        or world.status.is_true(JobCondition.RUNNING)
+        or pod.phase is not PodPhase.RUNNING
+    ):
+        return None
+    silent = seconds_since(max(sidecar.unreachable_since, memory.answering_since), now)
+    if silent < SIDECAR_SILENT_SECONDS:
+        return None
+    if not readable.silent_can_be_lost(world, [m.worker for m in world.members if not m.reachable]):
+        return None
+    text = f"the sidecar of pod {pod.name} has not answered for {silent:.0f} s"
+    return Failure(Reason.SIDECAR_UNREACHABLE, text, member.worker, replace_pod=True)
+
+
+def out_of_memory(pod: PodView) -> str:
+    """Describe the end of a container that the kernel ended as a whole.
+
+    The kernel does this when the container's memory is at its limit, so the limit is the peak.
+    """
+    limit = pod.memory_limit
+    if limit is None:
+        return "its container ran out of memory. It has no limit, so the node ran out of memory"
+    return f"its container ran out of memory at its limit of {limit}"
+
+
+def drains(world: World, memory: JobMemory, now: Now) -> bool:
+    """Return whether the gang is saving and stopping because at least one of its pods leaves."""
+    return any(
+        m.pod is not None and m.pod.leaving and _may_drain(world, m.pod, memory, now)
+        for m in world.members
+        if not m.node_lost
+    )
+
+
+def _may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
+    """Return whether a leaving pod still has time: its gang saves and stops, and its sidecar flushes.
+
+    If a new round sealed the gang before, the steps since the last save would be lost. A rank that hangs does
+    not cost the grace period: its launcher kills it earlier, and the gang then has a dead rank.
+    """
+    if world.status.restore_point is None or pod.phase is not PodPhase.RUNNING:
+        return False
+    waited = seconds_since(dict(memory.leaving_since).get(pod.uid), now)
+    state = world.coordinator
+    if state is None:
+        trains = world.status.is_true(JobCondition.RUNNING)
+        return trains and waited < COORDINATOR_ANSWER_SECONDS
+    if not state.running or state.finished or state.dead or _has_left(world, pod, state):
+        return False
+    return waited < pod.grace_seconds + KUBELET_SECONDS
+
+
+def _has_left(world: World, pod: PodView, state: CoordinatorState) -> bool:
+    """Return whether the trainer has ended and other pods have copies of the newest step.
+
+    The round then begins before the kubelet reports that the pod is gone. If several pods leave, or another
+    one is gone, the copies may have been there.
+    """
+    progress, copied = state.progress, state.last_replicated
+    return (
+        pod.trainer_exit_code is not None
+        and world.copies > 0
+        and all(m.pod is not None for m in world.members)
+        and sum(m.pod is not None and m.pod.leaving for m in world.members) == 1
+        and progress is not None
+        and copied is not None
+        and copied.step == progress.last
+    )
+
+
+def _of_ranks(world: World) -> list[Failure]:
+    state = world.coordinator
+    if state is None or world.status.restore_point is None:
+        return []
+    found = []
+    for dead in state.dead:
+        member = world.member(dead.worker)
+        pod = None if member is None else member.pod
+        # The kubelet shows the newest end of the container, which may belong to an earlier round. The ranks
+        # that the kernel ended with their launcher have this code.
+        ended = dead.code == -signal.SIGKILL and pod is not None and pod.reason == OOM_KILLED
+        oom = dead.out_of_memory is not None or ended
+        text = f"rank {dead.rank} {how_it_ended(dead)}"
+        if ended and pod is not None and dead.out_of_memory is None:
+            text += f": {out_of_memory(pod)}"
+        found.append(
+            Failure(
+                Reason.OOM_KILLED if oom else Reason.RANK_FAILED,
+                text,
+                dead.worker,
+                exit_code=dead.code,
+            )
+        )
+    return found
+
+
+def _of_restore(world: World, memory: JobMemory, now: Now) -> list[Failure]:
+    """Return a failure if the restore point cannot be read and a new round may help.
+
+    A round that waits for a missing restore point goes on by itself when the restore point is there again
+    (apart.py). It ends if ranks have ended for want of it, or if there is another checkpoint.
+    """
+    state = world.coordinator
+    if state is None or not state.cannot_restore:
+        return []
+    cause = first_cause(state.cannot_restore)
+    if not restore_point_is_missing(world):
+        return [Failure(Reason.RESTORE_FAILED, cause)]
+    if not state.dead and not readable.leaves_missing_restore_point(world, memory, now):
+        return []
+    return [Failure(Reason.CHECKPOINT_MISSING, cause)]
+
+
+def _of_hang(world: World) -> list[Failure]:
+    """Return a failure of each worker that the gang waits for, or one of the gang if none is known."""
+    state = world.coordinator
+    if state is None or state.hang is None or world.status.restore_point is None:
+        return []
+    procs = world.observed.job.spec.procs_per_worker
+    late = sorted({Worker(rank // procs) for rank in state.hang.late})
+    known = [Failure(Reason.HUNG, state.hang.message, w) for w in late if w < len(world.members)]
+    return known or [Failure(Reason.HUNG, state.hang.message)]
+
+
+# --------------------------------------------------------------------------- which rule, which restart
+
+
+def plan(world: World, memory: JobMemory, now: Now, failures: tuple[Failure, ...]) -> Decision:
+    """Return the decision of a pass that found these failures, of which there is at least one.
+
+    The numbers are those of the module's docstring.
+    """
+    cause, disrupted = failures[0], any(f.disruption for f in failures)
+    if not world.may_create_pods and any(f.replace_pod for f in failures):  # 1
+        return _keep_pods(world, memory, now, cause)
+    commit = checkpoints.committable(world)
+    if commit is not None:  # 2: the coordinator of the next round has no record of it
+        return committed(world, memory, now, commit, [], None)
+    peer = None if disrupted else silent_peer(world, memory, now)
+    if peer is not None:  # 3
+        return _await_peers(world, memory, now, cause, peer)
+    taken_in = _can_be_taken_in(world, failures)
+    left = 0.0 if taken_in else _gather_seconds(world, failures, memory, now)
+    if left > 0:  # 4
+        text = f"{cause.message}; further pods may be lost with it"
+        return Decision.of((), left, text, memory)
+    memory = times.with_cause(memory, now)
+    refused = None if disrupted else _of_first_start(world, failures)
+    if refused is not None:  # 5
+        return _go_back(world, memory, now, refused)
+    ruling = rule_on(world, failures)
+    end = _end_of_job(world, ruling, now)
+    if end is not None:  # 6 and 7
+        return fail_job(world, memory, now, end)
+    if taken_in:  # 8
+        return _take_in(world, memory, now, ruling)
+    delay = 0.0 if disrupted else restarts.delay_seconds(world, now)
+    if seconds_since(memory.failure_seen_at, now) < delay:  # 9
+        return _back_off(world, memory, now, cause, delay)
+    return _restart(world, memory, now, ruling)  # 10
+
+
+def _keep_pods(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decision:
+    """Keep the remaining pods of a gang without a store that lost pods while spec.suspend is true.
+
+    They may hold the newest step, and no pod is created while spec.suspend is true.
+    """
+    note = Note(cause.reason, f"{cause.message}; no pod is created while spec.suspend is true")
+    planned = checkpoints.plan(world, memory, now)
+    actions, commit = list(planned.actions), checkpoints.committable(world)
+    if commit is not None:
+        return committed(world, planned.memory, now, commit, actions, note)
+    return with_status_write(world, planned.memory, now, actions, note, WAITING_SECONDS)
+
+
+def _await_peers(
+    world: World, memory: JobMemory, now: Now, cause: Failure, silent: str
+) -> Decision:
+    """Wait until every sidecar has answered after ranks failed.
+
+    Most answer within milliseconds, so the status reports the wait only after
+    PEERS_ANSWER_SECONDS.
+    """
+    pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
+    if seconds_since(memory.failure_seen_at, now) < PEERS_ANSWER_SECONDS:
+        text = f"{cause.message}; every sidecar is called to find out which of them answer"
+        return Decision.of((), pause, text, memory)
+    note = Note(Reason.BACKING_OFF, f"{cause.message}; {silent}")
+    return with_status_write(world, memory, now, [], note, pause)
+
+
+def _can_be_taken_in(world: World, failures: tuple[Failure, ...]) -> bool:
+    """Return whether the present round can also replace the pods of these failures.
+
+    Until a round has a restore point, its sidecars know its number only, and no rank runs. A new pod needs a
+    new name, so each lost pod must be of an older round. A failure that keeps its pod needs a new round.
+    """
+    if world.status.restore_point is not None or world.round == 0:
+        return False
+    for failure in failures:
+        member = None if failure.worker is None else world.member(failure.worker)
+        if not KINDS[failure.reason].lost or not failure.replace_pod or member is None:
+            return False
+        if member.birth_round >= world.round:
+            return False
+    return True
+
+
+def _gather_seconds(
+    world: World, failures: tuple[Failure, ...], memory: JobMemory, now: Now
+) -> float:
+    """Return the seconds for which the next round waits for further lost pods.
+
+    The wait counts from the first failure or the first deletion of a lost pod that was seen. So a pod whose
+    gang has saved and stopped after its deletion delays nothing. The result is 0 if no pod is lost, or if no
+    other pod is left. While another pod still saves and flushes, the round does not begin: it would end
+    the flush.
+    """
+    if all(KINDS[f.reason].removed for f in failures) and drains(world, memory, now):
+        return DRAIN_POLL_SECONDS
+    lost = {f.worker for f in failures if KINDS[f.reason].lost}
+    if not lost or not any(m.alive and m.worker not in lost for m in world.members):
+        return 0.0
+    leaving = dict(memory.leaving_since)
+    pods = (m.pod for m in world.members if m.worker in lost)
+    seen = [leaving[pod.uid] for pod in pods if pod is not None and pod.uid in leaving]
+    if memory.failure_seen_at is not None:
+        seen.append(memory.failure_seen_at)
+    return max(0.0, GATHER_SECONDS - seconds_since(min(seen, default=None), now))
+
+
+def _of_first_start(world: World, failures: tuple[Failure, ...]) -> Failure | None:
+    """Return the failure for which the gang goes back to the number of workers before, or None.
+
+    The ranks have restored a checkpoint of another number of ranks, and failed by themselves or for want of
+    memory before one of them had finished a step.
+    """
+    if not resize.is_untried(world.status) or evidence.trained_since_restored(world):
+        return None
+    oom = next((f for f in failures if f.reason is Reason.OOM_KILLED), None)
+    return oom or _rank_that_failed(failures)
+
+
+def _rank_that_failed(failures: tuple[Failure, ...]) -> Failure | None:
+    """Return the first rank that failed by itself, or None if the cause lies outside of the ranks.
+
+    Ranks that were killed from outside or ran out of memory are no evidence against the checkpoint that they
+    restored, and ranks that fail beside them lost their peer. Ranks that cannot read the restore point did
+    not run from it (facts/apart.py).
+    """
+    killed = (-signal.SIGKILL, -signal.SIGTERM)
+    if any(KINDS[f.reason].of_another or f.exit_code in killed for f in failures):
+        return None
+    return next((f for f in failures if KINDS[f.reason].of_checkpoint), None)
+
+
+def _go_back(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decision:
+    """Begin a round with the number of workers before the resize that failed."""
+    status = recovery.interrupted(new_rounds.round_of_way_back(world, cause, now), memory)
+    found = status.condition(JobCondition.RESIZING)
+    text = (
+        f"round {status.restart_round} begins: {cause.message if found is None else found.message}"
+    )
+    event = EmitEvent(EventKind.WARNING, Reason.RESIZE_FAILED, text)
+    return begin_round(world, memory, now, status, (), event)
+
+
+def rule_on(world: World, failures: tuple[Failure, ...]) -> Ruling:
+    """Return what failurePolicy.rules and KINDS make of these failures, of which there is at least one.
+
+    1. If one of the failures is a disruption, only the disruptions are compared with the rules: ranks that
+       fail with one are its consequence.
+    2. The rules are tried in their order. The first that matches one of these failures applies, whichever
+       rank failed first. So the order of the rules decides if several ranks end with different codes.
+    3. Without a rule that matches, the gang restarts.
+    """
+    ruling = Ruling(
+        failures,
+        ignored=KINDS[failures[0].reason].of_store,
+        failed_from=evidence.failed_from(world) if _rank_that_failed(failures) else None,
+    )
+    compared = [f for f in failures if f.disruption] or list(failures)
+    for index, rule in enumerate(world.observed.job.spec.failure_policy.rules):
+        found = [f for f in compared if _matches(rule, f, world)]
+        if found:
+            note = f"failurePolicy.rules[{index}] applies ({rule.action})"
+            ruling = replace(ruling, action=rule.action, matched=found[0], note=note)
+            ruling = _with_action(world, ruling, {f.worker for f in found if f.worker is not None})
+            break
+    return replace(ruling, blamed=_blamed(ruling))
+
+
+def _matches(rule: FailureRule, failure: Failure, world: World) -> bool:
+    if rule.on_exit_codes:
+        code = failure.exit_code  # as shells and kubelets report it: 128 + n for an end by signal n
+        return (code if code is None or code >= 0 else 128 - code) in rule.on_exit_codes
+    if rule.on_reasons:
+        return failure.reason.value in rule.on_reasons
+    member = None if failure.worker is None else world.member(failure.worker)
+    pod = None if member is None else member.pod
+    return pod is not None and any(
+        (c.type, c.status) in pod.conditions for c in rule.on_pod_conditions
+    )
+
+
+def _with_action(world: World, ruling: Ruling, matched: set[Worker]) -> Ruling:
+    """Return the ruling with what the rule's action does to the workers that it matches."""
+    match ruling.action:
+        case FailureAction.RESTART_GANG | FailureAction.FAIL_JOB:
+            return ruling
+        case FailureAction.IGNORE:
+            return replace(ruling, ignored=True)
+        case FailureAction.RESTART_POD:
+            return _with_new_pods(world, ruling, matched)
+        case FailureAction.AVOID_NODE:
+            return replace(_with_new_pods(world, ruling, matched), avoided=frozenset(matched))
+
+
+def _with_new_pods(world: World, ruling: Ruling, matched: set[Worker]) -> Ruling:
+    """Return the ruling that also replaces the pods of these workers.
+
+    The pods stay if the newest committed step is not known to be readable without them, or if the gang fails
+    from this step and an older one is not. They stay while no pod can be created (World.may_replace_pods).
+    """
+    gone = {f.worker for f in ruling.failures if f.replace_pod and f.worker is not None}
+    workers, away = matched - gone, matched | gone
+    if not workers:
+        return ruling
+    why = ""
+    if not world.may_create_pods:
+        why = "no pod is created while spec.suspend is true"
+    elif not world.may_replace_pods:
+        why = "the API server refuses the pods of the present template"
+    elif not readable.answering_can_be_replaced(world, away):
+        why = "the newest committed step is not known to be readable without them"
+    elif not readable.older_is_kept(world, away, ruling.failed_from):
+        why = "they have the checkpoint that follows if the gang fails from this one again"
+    if why:
+        return replace(ruling, note=f"{ruling.note}; the pods stay, because {why}")
+    failures = tuple(
+        replace(f, replace_pod=f.replace_pod or f.worker in workers) for f in ruling.failures
+    )
+    return replace(ruling, failures=failures)
+
+
+def _blamed(ruling: Ruling) -> dict[Worker, Failure]:
+    """Return the workers whose nodes are blamed, each with its first failure (facts/node_failures.py)."""
+    if ruling.action is FailureAction.IGNORE:
+        return {}
+    return {
+        f.worker: f
+        for f in reversed(ruling.failures)
+        if f.worker is not None
+        and (
+            f.worker in ruling.avoided
+            or (KINDS[f.reason].of_node and f.disruption == ruling.disruption)
+        )
+    }
+
+
+def _end_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
+    """Return why the job fails instead of restarting, or None if it restarts."""
+    newest, policy = ruling.failures[0].message, world.observed.job.spec.failure_policy
+    if ruling.action is FailureAction.FAIL_JOB and ruling.matched is not None:
+        return Note(Reason.FAILURE_RULE, f"{ruling.note}: {ruling.matched.message}")
+    if ruling.ignored:
+        return None
+    id_, quarantined = ruling.failed_from, world.status.quarantined
+    due = id_ is not None and evidence.is_due(world, restarts.kept_restarts(world, now), id_)
+    if due and is_full(world.status):
+        text = (
+            f"{len(quarantined)} checkpoints are quarantined, and ranks failed again before they had "
+            f"finished a step: {newest}"
+        )
+        return Note(Reason.NO_PROGRESS, text)
+    if not ruling.disruption and restarts.budget_spent(world, now):
+        window = int(policy.window_length.total_seconds())
+        return Note(
+            Reason.BACKOFF_LIMIT_EXCEEDED,
+            f"more than {policy.max_restarts} restarts within {window} s, or since the newest committed "
+            f"step; the newest: {newest}",
+        )
+    return None
+
+
+def _take_in(world: World, memory: JobMemory, now: Now, ruling: Ruling) -> Decision:
+    """Replace further lost pods in the present round, which has no restore point yet (ADR 0008)."""
+    record, cause = world.status.last_recovery, ruling.failures[0]
+    order: list[str] = [str(r) for r in KINDS]
+    known = [r for r in (record.reason if record else "", cause.reason) if r in order]
+    status = new_rounds.with_taken_in(world, ruling, min(known, key=order.index), now)
+    text = f"round {world.round} also replaces what was lost since: {ruling.text}"
+    event = EmitEvent(EventKind.WARNING, cause.reason, text)
+    memory = replace(memory, taken_in_at=now.monotonic, scheduled_at=None)
+    return begin_round(world, memory, now, status, ruling.confirm_gone, event)
+
+
+def _back_off(
+    world: World, memory: JobMemory, now: Now, cause: Failure, delay_seconds: float
+) -> Decision:
+    text = f"{cause.message}; the next round begins after {delay_seconds:.0f} s"
+    note = Note(Reason.BACKING_OFF, text)
+    left = delay_seconds - seconds_since(memory.failure_seen_at, now)
+    return with_status_write(world, memory, now, [], note, max(left, STARTING_SECONDS))
+
+
+def _restart(world: World, memory: JobMemory, now: Now, ruling: Ruling) -> Decision:
+    status = new_rounds.next_round(world, ruling, now)
+    fault = recovery.fault_at(world, ruling.failures, memory)
+    if status.last_recovery is not None:
+        begun = recovery.begun(status.last_recovery, fault, memory, now)
+        status = recovery.interrupted(status, memory).with_recovery(begun)
+    text = f"round {status.restart_round} begins: {ruling.text}"
+    event = EmitEvent(EventKind.WARNING, ruling.failures[0].reason, text)
+    return begin_round(world, memory, now, status, ruling.confirm_gone, event)
