@@ -15,7 +15,7 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.report.owners import owner_of_job
 from holdfast_operator.model.actions import Action, BeginRound, WriteStatus
-from holdfast_operator.model.job import Now, Observed, OwnerView, PodPhase, PodView
+from holdfast_operator.model.job import Now, Observed, OwnerView, PodPhase, PodView, Seen
 from holdfast_operator.model.pod_source import AdoptedPods, certificates_prefix
 
 NOW = Now(1000.0, datetime(2026, 1, 1, tzinfo=UTC))
@@ -164,8 +164,8 @@ def test_the_wait_for_a_new_pod_of_the_other_controller_is_no_time_of_the_seal()
     seen = AdoptedPods(job).members((survivor,), frozenset())
     observed = Observed(job=job, pods=seen, sidecars=(sidecar(survivor, 1),), owner=KIND)
     memory = decide(observed, NOW).memory
-    assert memory.sealed_at == NOW.monotonic
-    assert memory.scheduled_at is None
+    assert memory.seen_at(Seen.SEALED) == NOW.monotonic
+    assert memory.seen_at(Seen.SCHEDULED) is None
 
 
 def test_the_secrets_of_two_adoptions_of_one_name_differ() -> None:

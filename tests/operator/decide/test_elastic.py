@@ -22,7 +22,7 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts import resize
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import BeginRound, Delete, WriteStatus
-from holdfast_operator.model.job import JobMemory, Observed, PodPhase, PodView
+from holdfast_operator.model.job import JobMemory, Observed, PodPhase, PodView, Seen
 from holdfast_operator.model.labels import QUEUE_NAME
 from holdfast_operator.model.reasons import Reason
 
@@ -83,7 +83,9 @@ def waiting(
         ),
         pods=tuple(pods),
         store=store(),
-        memory=JobMemory(round=RestartRound(0), round_seen_at=900.0, lacking_since=1000.0 - waited),
+        memory=JobMemory(
+            round=RestartRound(0), round_seen_at=900.0, seen={(Seen.LACKING, ""): 1000.0 - waited}
+        ),
     )
 
 

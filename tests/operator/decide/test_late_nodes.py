@@ -12,7 +12,7 @@ from holdfast_core.api import NodeFailure, RestorePointStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import WriteStatus
-from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
+from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, Seen
 from holdfast_operator.model.reasons import Reason
 
 LIMIT = 1800
@@ -39,7 +39,7 @@ def gang(workers: int, late: int, *, bound_at: float = BOUND_AT) -> Observed:
         memory=JobMemory(
             round=RestartRound(0),
             round_seen_at=0.0,
-            bound_since=tuple((p.uid, bound_at) for p in pods[:late]),
+            seen={(Seen.BOUND, p.uid): bound_at for p in pods[:late]},
         ),
     )
 
@@ -129,8 +129,8 @@ def test_all_late_nodes_are_avoided_once_a_pod_of_one_of_them_has_started_elsewh
 
 def test_pods_of_a_common_cause_become_late_one_after_another() -> None:
     observed = gang(8, 5)
-    times = tuple((uid, 30.0 * i) for i, (uid, _) in enumerate(observed.memory.bound_since))
-    staggered = replace(observed, memory=replace(observed.memory, bound_since=times))
+    times = {key: 30.0 * i for i, key in enumerate(observed.memory.seen)}
+    staggered = replace(observed, memory=replace(observed.memory, seen=times))
     assert [f.node for f in recorded(staggered)] == ["node-0"]
 
 

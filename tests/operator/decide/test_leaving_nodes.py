@@ -24,7 +24,15 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.departures import why_pods_stay
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import Delete, EmitEvent, WriteStatus
-from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView, Taint
+from holdfast_operator.model.job import (
+    JobMemory,
+    NodeView,
+    Observed,
+    PodPhase,
+    PodView,
+    Seen,
+    Taint,
+)
 from holdfast_operator.model.reasons import Reason
 
 SPOT = Taint("example.com/spot-notice", "NoSchedule")
@@ -172,7 +180,7 @@ def test_the_restart_says_that_the_node_will_be_taken_away() -> None:
     memory = JobMemory(
         round=RestartRound(0),
         round_seen_at=900.0,
-        leaving_since=((gone.uid, 0.0),),
+        seen={(Seen.LEAVING, gone.uid): 0.0},
         failure_seen_at=1.0,
     )
     observed = replace(training(gone), memory=memory)

@@ -45,7 +45,7 @@ from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.gang import round_message
 from holdfast_operator.decide.restore.restore_point import Chosen, Exhausted, Wait, choose
 from holdfast_operator.model.actions import BeginRound, WriteStatus
-from holdfast_operator.model.job import JobMemory, Observed
+from holdfast_operator.model.job import JobMemory, Observed, Seen
 from holdfast_operator.model.reasons import Reason
 
 
@@ -304,7 +304,9 @@ def choice(
         quarantined=quarantined,
     )
     seen = Observed(job=job(2, begun, **changes), pods=(pod(0), pod(1)), sidecars=sidecars)
-    memory = JobMemory(round=RestartRound(1), round_seen_at=1000.0, answering_since=1000.0)
+    memory = JobMemory(
+        round=RestartRound(1), round_seen_at=1000.0, seen={(Seen.ANSWERING, ""): 1000.0}
+    )
     return choose(World(seen), memory, now(5000.0))
 
 

@@ -46,6 +46,7 @@ from holdfast_operator.model.job import (
     Observed,
     PodPhase,
     Reachable,
+    Seen,
     SidecarView,
 )
 from holdfast_operator.model.reasons import Reason
@@ -352,13 +353,12 @@ def test_the_phases_add_up_for_all_measurements(
     """This also holds if the coordinator reports longer durations than the operator measured."""
     begin, *after = marks
     sealed, scheduled, chosen = (None if m is None else begin + m for m in after)
+    known_at = {Seen.SEALED: sealed, Seen.SCHEDULED: scheduled, Seen.CHOSEN: chosen}
     moment = Now(begin + end + max(m or 0.0 for m in after), now(begin + end).utc)
     memory = JobMemory(
         round=RestartRound(1),
-        begun_at=begin if here else None,
-        sealed_at=sealed,
-        scheduled_at=scheduled,
-        chosen_seen_at=chosen,
+        begun={RestartRound(1): begin} if here else {},
+        seen={(state, ""): at for state, at in known_at.items() if at is not None},
     )
     begun = RecoveryStatus(
         round=RestartRound(1),
@@ -390,7 +390,8 @@ def test_the_time_of_a_failure_is_never_after_its_detection(
     reason: Reason,
 ) -> None:
     progress_at, sound_at, renewed_at, answered_at = signs
-    memory = JobMemory(failure_seen_at=seen, progress_at=progress_at, sound_at=sound_at)
+    progress = None if progress_at is None else (7, progress_at)
+    memory = JobMemory(failure_seen_at=seen, progress=progress, sound_at=sound_at)
     observed = Observed(
         job=job(2, status(0)),
         pods=PODS,
@@ -398,7 +399,7 @@ def test_the_time_of_a_failure_is_never_after_its_detection(
         nodes={"node-1": NodeView("node-1", renewed_at=renewed_at)},
     )
     failure = Failure(reason, "lost", Worker(1))
-    fault = recovery.fault_at(World(observed), (failure,), memory)
+    fault = recovery.fault_at(World(observed), (failure,), memory, now(seen))
     assert fault is None or fault <= seen
     if progress_at is not None:
         assert fault is not None

@@ -32,10 +32,12 @@ from holdfast_operator.decide.restore.restore_point import (
     choose,
     extend_lineage,
 )
-from holdfast_operator.model.job import JobMemory, Observed, PodView, SidecarView
+from holdfast_operator.model.job import JobMemory, Observed, PodView, Seen, SidecarView
 from holdfast_operator.model.reasons import Reason
 
-JUST_BEGUN = JobMemory(round=RestartRound(1), round_seen_at=1000.0, answering_since=1000.0)
+JUST_BEGUN = JobMemory(
+    round=RestartRound(1), round_seen_at=1000.0, seen={(Seen.ANSWERING, ""): 1000.0}
+)
 
 
 def pick(
@@ -143,7 +145,7 @@ def test_a_commit_that_was_cut_off_is_waited_for_up_to_60_seconds(
 def test_the_60_seconds_count_from_the_first_answer() -> None:
     """After a silence of all sidecars, the others also need a moment to answer."""
     base = Observed(job=job(3, THREE), pods=(A, B, C), sidecars=(*CUT_OFF_COMMIT, silent(C, 100.0)))
-    memory = replace(JUST_BEGUN, round_seen_at=100.0, answering_since=999.0)
+    memory = replace(JUST_BEGUN, round_seen_at=100.0, seen={(Seen.ANSWERING, ""): 999.0})
     assert isinstance(choose(World(base), memory, now(1000.0)), Wait)
 
 

@@ -31,7 +31,7 @@ from holdfast_operator.decide import rounds
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.restore import restore_point
 from holdfast_operator.decide.restore.restore_point import Choice, Chosen, InterruptedCommit, Wait
-from holdfast_operator.model.job import JobMemory, Observed, PodView, SidecarView
+from holdfast_operator.model.job import JobMemory, Observed, PodView, Seen, SidecarView
 from holdfast_operator.model.reasons import Reason
 
 A, B, NEW_B = pod(0), pod(1), pod(1, birth=1)
@@ -45,7 +45,9 @@ LINEAGE = (
 )
 BOTH_SURVIVED = status(1, (0, 0), lineage=LINEAGE)
 """Round 1: the pods of round 0 are there, so a rank has failed."""
-JUST_BEGUN = JobMemory(round=RestartRound(1), round_seen_at=1000.0, answering_since=1000.0)
+JUST_BEGUN = JobMemory(
+    round=RestartRound(1), round_seen_at=1000.0, seen={(Seen.ANSWERING, ""): 1000.0}
+)
 
 
 def answer(of: PodView, *shards: UncommittedShard, round_: int = 1) -> SidecarView:

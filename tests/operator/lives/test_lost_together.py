@@ -34,7 +34,7 @@ from holdfast_operator.model.actions import (
     EmitEvent,
     EventKind,
 )
-from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView
+from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView, Seen
 from holdfast_operator.model.reasons import Reason
 
 SEEN_AT = 1000.0
@@ -97,7 +97,7 @@ def test_a_gang_that_has_saved_and_stopped_for_a_deleted_pod_does_not_wait() -> 
         5, RestartRound(0), running=True, progress=progress_of(40, 40), last_replicated=last
     )
     memory = JobMemory(
-        round=RestartRound(0), round_seen_at=900.0, leaving_since=((leaving.uid, 990.0),)
+        round=RestartRound(0), round_seen_at=900.0, seen={(Seen.LEAVING, leaving.uid): 990.0}
     )
     observed = replace(world(pod(0), pod(1), leaving, memory=memory), coordinator=saved)
     assert round_of(decide(observed, now(SEEN_AT))) is not None
@@ -268,8 +268,8 @@ def test_a_pod_that_is_lost_in_the_next_round_has_a_wait_of_its_own() -> None:
 def test_pods_that_leave_together_are_replaced_in_one_round() -> None:
     """Three pods are deleted. The round waits until all of them have left or their time is over."""
     leaving = [pod(w, terminating=True) for w in range(3)]
-    since = tuple((p.uid, 999.0) for p in leaving)
-    memory = JobMemory(round=RestartRound(0), round_seen_at=900.0, leaving_since=since)
+    since = {(Seen.LEAVING, p.uid): 999.0 for p in leaving}
+    memory = JobMemory(round=RestartRound(0), round_seen_at=900.0, seen=since)
     observed = world(*leaving[1:], pod(3), workers=4, memory=memory)
     assert round_of(decide(observed, now(SEEN_AT + GATHER_SECONDS))) is None
     over = 999.0 + leaving[1].grace_seconds + KUBELET_SECONDS
@@ -329,13 +329,16 @@ def in_round_1(*pods: PodView, members: tuple[int, ...] = (0, 0, 0, 1)) -> Obser
     record = RecoveryStatus(round=RestartRound(1), reason="RankFailed", workers=(Worker(3),))
     begun = status(1, members, coordinator=None, recoveries=(record,))
     memory = JobMemory(
-        round=RestartRound(1), round_seen_at=SEEN_AT, begun_at=SEEN_AT, failure_seen_at=SEEN_AT
+        round=RestartRound(1),
+        round_seen_at=SEEN_AT,
+        begun={RestartRound(1): SEEN_AT},
+        failure_seen_at=SEEN_AT,
     )
     return Observed(
         job=job(len(members), begun),
         pods=pods,
         sidecars=tuple(sidecar(p, 1) for p in pods if p.birth_round == 0),
-        memory=replace(memory, scheduled_at=SEEN_AT),
+        memory=replace(memory, seen={(Seen.SCHEDULED, ""): SEEN_AT}),
     )
 
 
@@ -353,7 +356,7 @@ def test_a_round_without_a_restore_point_replaces_further_lost_pods() -> None:
     (record,) = taken_in.status.recoveries
     assert record.workers == (2, 3)
     assert record.reason == "PodLost", "the lost pod explains the rank that failed"
-    assert found.memory.scheduled_at is None, "the new pod has not started"
+    assert found.memory.seen_at(Seen.SCHEDULED) is None, "the new pod has not started"
 
 
 @pytest.mark.fault("A round takes in more pods than its record may name")

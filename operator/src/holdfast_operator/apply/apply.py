@@ -201,7 +201,7 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
         record_refused=old.record_refused if same_round else "",
         placeholders_refused=old.placeholders_refused if same_round else "",
         save_requests=old.save_requests,
-        round_sent_at=old.round_sent_at if same_round else None,
+        done=old.done if same_round else {},
         levels_written_at=new.levels_written_at if applied.failed else old.levels_written_at,
         counted_at=new.counted_at if old.counted_at is None else old.counted_at,
         blocked_counted_seconds=old.blocked_counted_seconds if same_round else 0.0,

@@ -42,7 +42,7 @@ from holdfast_operator.model.actions import (
     EventKind,
     WriteStatus,
 )
-from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.job import JobMemory, Now, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
 
@@ -199,7 +199,7 @@ def grow_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
     if not found or not resizing.may_grow(world):
         return None
     workers = min(present + found, job.spec.workers)
-    gathered = times.seconds_since(memory.room_since, now) >= GATHER_SECONDS
+    gathered = times.seconds_since(memory.seen_at(Seen.ROOM), now) >= GATHER_SECONDS
     if workers < job.spec.workers and not gathered:
         return None
     record = ElasticStatus(workers=workers, of_workers=job.spec.workers)

@@ -57,7 +57,7 @@ from holdfast_operator.decide.writes import (
     with_status_write,
 )
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
-from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView
+from holdfast_operator.model.job import Done, JobMemory, Now, PodPhase, PodView, Seen
 from holdfast_operator.model.rank_ends import how_it_ended
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_cause
@@ -284,7 +284,7 @@ def _of_succeeded(
     if world.status.restore_point is None:
         text = f"pod {pod.name} ended before round {world.round} began to run"
         return Failure(Reason.POD_SUCCEEDED_EARLY, text, worker, disruption=True, replace_pod=True)
-    waited = seconds_since(memory.ending_since, now)
+    waited = seconds_since(memory.seen_at(Seen.ENDING), now)
     if waited < ENDING_SECONDS:
         return None
     text = (
@@ -304,17 +304,17 @@ def _of_sidecar(
     It matters only until the gang trains, because a gang that trains does not need the operator. It counts
     only while other sidecars answer, and only if no committed step would be lost with the pod.
     """
-    sidecar = member.sidecar
+    sidecar, answering_since = member.sidecar, memory.seen_at(Seen.ANSWERING)
     if (
         sidecar is None
         or sidecar.unreachable_since is None
-        or memory.answering_since is None
+        or answering_since is None
         or member.reachable
         or world.status.is_true(JobCondition.RUNNING)
         or pod.phase is not PodPhase.RUNNING
     ):
         return None
-    silent = seconds_since(max(sidecar.unreachable_since, memory.answering_since), now)
+    silent = seconds_since(max(sidecar.unreachable_since, answering_since), now)
     if silent < SIDECAR_SILENT_SECONDS:
         return None
     if not readable.silent_can_be_lost(world, [m.worker for m in world.members if not m.reachable]):
@@ -351,7 +351,7 @@ def _may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
     """
     if world.status.restore_point is None or pod.phase is not PodPhase.RUNNING:
         return False
-    waited = seconds_since(dict(memory.leaving_since).get(pod.uid), now)
+    waited = seconds_since(memory.seen_at(Seen.LEAVING, pod.uid), now)
     state = world.coordinator
     if state is None:
         trains = world.status.is_true(JobCondition.RUNNING)
@@ -532,11 +532,9 @@ def _gather_seconds(
     lost = {f.worker for f in failures if KINDS[f.reason].lost}
     if not lost or not any(m.alive and m.worker not in lost for m in world.members):
         return 0.0
-    leaving = dict(memory.leaving_since)
     pods = (m.pod for m in world.members if m.worker in lost)
-    seen = [leaving[pod.uid] for pod in pods if pod is not None and pod.uid in leaving]
-    if memory.failure_seen_at is not None:
-        seen.append(memory.failure_seen_at)
+    leaving = (memory.seen_at(Seen.LEAVING, pod.uid) for pod in pods if pod is not None)
+    seen = [at for at in (*leaving, memory.failure_seen_at) if at is not None]
     return max(0.0, GATHER_SECONDS - seconds_since(min(seen, default=None), now))
 
 
@@ -702,7 +700,8 @@ def _take_in(world: World, memory: JobMemory, now: Now, ruling: Ruling) -> Decis
     status = new_rounds.with_taken_in(world, ruling, min(known, key=order.index), now)
     text = f"round {world.round} also replaces what was lost since: {ruling.text}"
     event = EmitEvent(EventKind.WARNING, cause.reason, text)
-    memory = replace(memory, taken_in_at=now.monotonic, scheduled_at=None)
+    seen = {k: at for k, at in memory.seen.items() if k[0] is not Seen.SCHEDULED}
+    memory = replace(memory, seen=seen).with_done(Done.TAKEN_IN, now)
     return begin_round(world, memory, now, status, ruling.confirm_gone, event)
 
 
@@ -717,7 +716,7 @@ def _back_off(
 
 def _restart(world: World, memory: JobMemory, now: Now, ruling: Ruling) -> Decision:
     status = new_rounds.next_round(world, ruling, now)
-    fault = recovery.fault_at(world, ruling.failures, memory)
+    fault = recovery.fault_at(world, ruling.failures, memory, now)
     if status.last_recovery is not None:
         begun = recovery.begun(status.last_recovery, fault, memory, now)
         status = recovery.interrupted(status, memory).with_recovery(begun)

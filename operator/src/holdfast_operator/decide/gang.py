@@ -37,7 +37,7 @@ from holdfast_operator.model.actions import (
     Delete,
     DesiredObject,
 )
-from holdfast_operator.model.job import JobMemory, Now, Reachable
+from holdfast_operator.model.job import Done, JobMemory, Now, Reachable
 from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.render.secret import render_certificates
 from holdfast_operator.render.standing import standing_objects
@@ -112,14 +112,14 @@ def spare_actions(world: World, memory: JobMemory, now: Now) -> tuple[list[Actio
     creatable = birth_problem(world) is None
     if creatable and world.may_replace_pods:
         actions.extend(avoidance.misplaced_spares(world))
-    last = memory.spares_created_at
+    last = memory.done.get(Done.SPARES_CREATED)
     recent = last is not None and now.monotonic - last < SPARES_EVERY_SECONDS
     if recent or not creatable:
         return actions, memory
     avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
     creates = create_spares(world, avoided, failed)
     if creates:
-        memory = replace(memory, spares_created_at=now.monotonic)
+        memory = memory.with_done(Done.SPARES_CREATED, now)
     return [*creates, *actions], memory
 
 
@@ -280,7 +280,7 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
     behind = [m for m in world.members if not _holds(m, world.round, digest)]
     if not behind:
         return RoundPlan((), memory, complete)
-    sent = memory.round_sent_at
+    sent = memory.done.get(Done.ROUND_SENT)
     if not complete and sent is not None and now.monotonic - sent < ADDRESSES_EVERY_SECONDS:
         return RoundPlan((), memory, False)
     outgoing = OutgoingRound(replace(message, version=_highest_version(world) + 1), digest)
@@ -293,7 +293,7 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
             continue  # member_actions seals it first
         actions.append(Call(CallPath.ROUND, member.worker, pod.name, pod.uid, outgoing))
     if actions:
-        memory = replace(memory, round_sent_at=now.monotonic)
+        memory = memory.with_done(Done.ROUND_SENT, now)
     return RoundPlan(tuple(actions), memory, False)
 
 

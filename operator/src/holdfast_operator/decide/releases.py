@@ -14,7 +14,7 @@ from holdfast_core.api import Checkpoint
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import Action, Delete, EmitEvent, EventKind
-from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.job import JobMemory, Now, Seen
 from holdfast_operator.model.reasons import Reason
 
 RELEASE_SECONDS = 600.0
@@ -45,9 +45,11 @@ def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
     """
     own = {c.uid for c in world.own_checkpoints}
     known = hanging(_of_name(world))
-    since = dict(memory.checkpoints_deleting)
     late = tuple(
-        c for c in known if c.uid in own and seconds_since(since.get(c.uid), now) >= RELEASE_SECONDS
+        c
+        for c in known
+        if c.uid in own
+        and seconds_since(memory.seen_at(Seen.DELETING, c.uid), now) >= RELEASE_SECONDS
     )
     former = tuple(c for c in known if c.uid not in own)
     waited = f"no sidecar could delete it in the object store for {RELEASE_SECONDS:.0f} s"

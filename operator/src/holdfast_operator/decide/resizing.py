@@ -27,7 +27,7 @@ from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note, set_condition
 from holdfast_operator.model import kinds
 from holdfast_operator.model.actions import Delete, DesiredObject
-from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.job import Done, JobMemory, Now, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.placeholder import render_placeholder
 
@@ -205,7 +205,7 @@ def new_placeholders(
     observed = world.observed
     job = observed.job
     elastic = resize.elastic_of(job)
-    since = memory.chosen_seen_at if memory.placeholders_at is None else memory.placeholders_at
+    since = memory.done.get(Done.PLACEHOLDERS_CREATED, memory.seen_at(Seen.CHOSEN))
     if elastic is None or not may_grow(world):
         return [], memory
     if seconds_since(since, now) < elastic.grow_after_seconds:
@@ -216,7 +216,7 @@ def new_placeholders(
         for w in range(len(world.members), job.spec.workers)
         if w not in present
     ]
-    return creates, replace(memory, placeholders_at=now.monotonic)
+    return creates, memory.with_done(Done.PLACEHOLDERS_CREATED, now)
 
 
 def unneeded_placeholders(world: World) -> list[Delete]:

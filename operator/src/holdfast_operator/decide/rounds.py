@@ -48,7 +48,7 @@ from holdfast_operator.model.actions import (
     EmitEvent,
     EventKind,
 )
-from holdfast_operator.model.job import JobMemory, Now, PodPhase
+from holdfast_operator.model.job import JobMemory, Now, PodPhase, Seen
 from holdfast_operator.model.reasons import Reason
 
 FINISHING_MEMBERS = 4
@@ -187,7 +187,7 @@ def run(world: World, memory: JobMemory, now: Now) -> Decision:
     actions.extend(_departing(world))
     commit = checkpoints.committable(world)
     if not (rounds.complete and running):
-        requeue = times.again_after(memory.chosen_seen_at, STARTING_SECONDS, now)
+        requeue = times.again_after(memory.seen_at(Seen.CHOSEN), STARTING_SECONDS, now)
     elif not actions and _is_undisturbed(world):
         requeue = max(RUNNING_SECONDS, world.observed.routine_seconds)
     else:

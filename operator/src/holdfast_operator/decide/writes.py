@@ -123,7 +123,8 @@ def begin_round(
     event: EmitEvent,
 ) -> Decision:
     status = _stamped(world, memory, now, status)
-    memory = replace(memory, begins=status.restart_round, begins_at=now.monotonic)
+    if status.restart_round is not None and status.restart_round != memory.round:
+        memory = replace(memory, begun={**memory.begun, status.restart_round: now.monotonic})
     action = BeginRound(world.observed.job.resource_version, status, gone)
     return Decision.of((action, event), 0.0, event.message, after_write(memory, world, now))
 

@@ -10,7 +10,7 @@ missing after a restart of the operator. A stamp of type datetime is in UTC and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
@@ -420,94 +420,114 @@ class RequestedSave:
     """Whether the Checkpoint was written as in progress. False: that write failed, and is repeated."""
 
 
+class Seen(StrEnum):
+    """A state whose first sight JobMemory.seen keeps."""
+
+    ANSWERING = "Answering"
+    """The sidecar of at least one member is reachable."""
+    UNSCHEDULED = "Unscheduled"
+    """Pods of the gang that have not started have no nodes."""
+    LACKING = "Lacking"
+    """The same, while no pod of an earlier round holds a node."""
+    AVOIDING = "Avoiding"
+    """A pod that excludes failed nodes waits for a node."""
+    ROOM = "Room"
+    """A placeholder of the job has a node."""
+    ENDING = "Ending"
+    """Some members' pods have succeeded, and others have not."""
+    MISSING = "Missing"
+    """No place has a good copy of the restore point."""
+    LEAVING = "Leaving"
+    """This pod is being deleted or evicted, and its containers may still run."""
+    BOUND = "Bound"
+    """This pod has a node and has not started."""
+    DELETING = "Deleting"
+    """This Checkpoint is deleted, and our finalizer keeps it."""
+    SEALED = "Sealed"
+    """Every member was sealed for the round."""
+    SCHEDULED = "Scheduled"
+    """The sidecar of every member had started, and since the round last took in lost pods."""
+    CHOSEN = "Chosen"
+    """The restore point of the round was in the status."""
+
+
+class Done(StrEnum):
+    """An action of a round whose last time JobMemory.done keeps, so that it is not repeated too soon."""
+
+    ROUND_SENT = "RoundSent"
+    SPARES_CREATED = "SparesCreated"
+    PLACEHOLDERS_CREATED = "PlaceholdersCreated"
+    TAKEN_IN = "TakenIn"
+    """The round took in further lost pods."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobMemory:
     """State of one job that an operator process keeps between passes.
 
-    It is lost when the operator restarts. Decisions are correct without it, but waits and measured durations
-    start again. `decide` returns the next value in `Decision.memory`, and `apply.memory_after` corrects it
-    for actions that failed.
+    It is lost when the operator restarts. Decisions are correct without it, and each field says what the loss
+    costs. `decide` returns the next value in `Decision.memory`, and `apply.memory_after` corrects it for
+    actions that failed.
     """
 
     round: RestartRound | None = None
-    """Round that the times below belong to."""
+    """Round that the memory belongs to. Lost: the waits of the round begin again."""
     round_seen_at: float | None = None
-    """When this process first saw `round` in the status."""
-    sealed_at: float | None = None
-    """When every member was first seen sealed for `round`."""
-    scheduled_at: float | None = None
-    """When the sidecar of every member was first seen started."""
-    taken_in_at: float | None = None
-    """When the round last took in further lost pods. None: it has taken in none."""
-    chosen_seen_at: float | None = None
-    """When the restore point of `round` was first seen in the status."""
+    """When this process first saw `round` in the status. Lost: the wait for holders begins again."""
+    seen: Mapping[tuple[Seen, str], float] = field(default_factory=dict)
+    """When this process first saw each state that holds now, by the uid of its object or "". SEALED,
+    SCHEDULED and CHOSEN stay until the round ends. Lost: the waits begin again, and a recovery that is under
+    way has no durations of its first phases."""
+    done: Mapping[Done, float] = field(default_factory=dict)
+    """When this process last did this in `round`. Lost: it is repeated once, and the objects exist."""
     failure_seen_at: float | None = None
-    """When the failure that is present now was first seen."""
-    failure_seen_utc: datetime | None = None
-    """The same moment as a UTC stamp, for comparison with stamps of kubelets."""
+    """When the failure that is present now was first seen. Lost: the back-off begins again."""
     cause_known_at: float | None = None
     """When it was first known what this failure lost. None: the operator waits for sidecars that do not
-    answer, or for further lost pods."""
+    answer, or for further lost pods. Lost: the phase `detect` is longer, and `backOff` shorter."""
     sound_at: float | None = None
-    """When a pass last found no failure."""
-    progress_at: float | None = None
-    """When this process last saw that a rank had finished another step of `round`."""
-    trained: int | None = None
-    """Sum of the ranks' step numbers at `progress_at`."""
-    begins: RestartRound | None = None
-    """Round that this process last decided to begin."""
-    begins_at: float | None = None
-    """When this process took that decision."""
-    begun_at: float | None = None
-    """When this process decided to begin `round`. None: another process began it."""
-    answering_since: float | None = None
-    """Time since which every pass has found at least one member's sidecar reachable. None: none is."""
+    """When a pass last found no failure. Lost: the estimate of a fault's time has less evidence."""
+    progress: tuple[int, float] | None = None
+    """Sum of the ranks' step numbers, and when this process first saw it. Lost: as for `sound_at`."""
+    begun: Mapping[RestartRound, float] = field(default_factory=dict)
+    """When this process last decided to begin `round` or a later one. Lost: the recovery's record has the
+    phases that the coordinator measures."""
     copying: tuple[Step, float] | None = None
-    """A locally committed step that was not replicated yet, and the time at which it was first seen."""
+    """A locally committed step that was not replicated yet, and the time at which it was first seen. Lost:
+    one flush is not measured."""
     flush_seconds: float = 0.0
-    """Longest time for which a step was seen to be copied in `round`."""
-    leaving_since: tuple[tuple[str, float], ...] = ()
-    """Pairs (pod uid, time at which the pod was first seen leaving)."""
-    bound_since: tuple[tuple[str, float], ...] = ()
-    """Pairs (uid of a pod that has a node and has not started, time at which it was first seen so)."""
+    """Longest time for which a step was seen to be copied in `round`. Lost: status.flushSeconds has the
+    longest one that was written."""
     announced: tuple[tuple[str, str], ...] = ()
-    """Pairs (name, `PodView.disruption`) of the pods that were seen disrupted in `round`, gone ones too."""
-    ending_since: float | None = None
-    """Time since which some members' pods have succeeded while others have not. None: none or all have."""
-    missing_since: float | None = None
-    """Time since which no place has a good copy of the restore point of `round`. None: one has."""
-    avoiding_since: float | None = None
-    """Time since which a pod that excludes failed nodes waits for a node. None: no pod does."""
-    unscheduled_since: float | None = None
-    """Time since which not all pods of the gang that have not started have nodes. None: all have."""
-    lacking_since: float | None = None
-    """The same, except that the time counts only while no pod of an earlier round holds a node."""
-    room_since: float | None = None
-    """Time since which a placeholder of the job has a node. None: none has."""
-    placeholders_at: float | None = None
-    """When this process last created placeholders in `round`."""
-    placeholders_refused: str = ""
-    """Error of a create that was refused at `placeholders_at`. "" if none was refused."""
+    """Pairs (name, `PodView.disruption`) of the pods that were seen disrupted in `round`, gone ones too.
+    Lost: a pod that is gone counts as PodLost instead of PodEvicted."""
     unstarted: frozenset[str] = frozenset()
-    """Names of this round's pods that had not started when they were last seen."""
+    """Names of this round's pods that had not started when they were last seen. Lost: one that is gone
+    counts as lost, which costs a round."""
     create_refused: str = ""
-    """Error of a create that was refused in the last pass of this round. "" if none was refused."""
+    """Error of a create that was refused in the last pass of this round. "" if none was refused. Lost: the
+    next pass repeats the create."""
     record_refused: str = ""
     """The same for the create or update of the Checkpoint object that records the newest commit."""
-    checkpoints_deleting: tuple[tuple[str, float], ...] = ()
-    """Pairs (uid of a deleted Checkpoint that our finalizer keeps, time at which it was first seen so)."""
+    placeholders_refused: str = ""
+    """The same for the last creates of placeholders."""
     save_requests: tuple[RequestedSave, ...] = ()
-    """Requests to save that were sent to the coordinator and are not fulfilled yet."""
-    round_sent_at: float | None = None
-    """When ROUND was last sent. While addresses are missing, it limits how often ROUND is repeated."""
-    spares_created_at: float | None = None
-    """When creates of spares were last decided in this round."""
+    """Requests to save that were sent to the coordinator and are not fulfilled yet. Lost: they are sent again
+    with the same tokens, which the coordinator knows."""
     levels_written_at: float | None = None
-    """When the status was last written."""
+    """When the status was last written. Lost: routine news waits as long again."""
     counted_at: float | None = None
-    """Time up to which goodput is counted."""
+    """Time up to which goodput is counted. Lost: the time since the last write is not counted."""
     blocked_counted_seconds: float = 0.0
-    """Seconds of this round, blocked by saves, that goodput.checkpointSeconds contains already."""
+    """Seconds of this round, blocked by saves, that goodput.checkpointSeconds contains already. Lost: they
+    count twice."""
+
+    def seen_at(self, state: Seen, uid: str = "") -> float | None:
+        """Return when this process first saw this state, or None if it does not hold."""
+        return self.seen.get((state, uid))
+
+    def with_done(self, what: Done, now: Now) -> JobMemory:
+        return replace(self, done={**self.done, what: now.monotonic})
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.failure import Ruling
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.job import JobMemory, Now, Seen
 
 PATIENCE_SECONDS = 60.0
 """Time for which a pod waits for a node while it avoids nodes that failed. Karpenter adds no node for a pod
@@ -102,7 +102,7 @@ def with_failures_of_window(status: TrainingJobStatus, world: World, now: Now) -
 
 def no_node_is_left(memory: JobMemory, now: Now) -> bool:
     """Return whether no node has taken a pod that avoids failed nodes for PATIENCE_SECONDS."""
-    return seconds_since(memory.avoiding_since, now) >= PATIENCE_SECONDS
+    return seconds_since(memory.seen_at(Seen.AVOIDING), now) >= PATIENCE_SECONDS
 
 
 def _in_window(

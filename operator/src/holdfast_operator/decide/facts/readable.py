@@ -25,7 +25,7 @@ from holdfast_operator.decide.facts.apart import (
 )
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
-from holdfast_operator.model.job import JobMemory, ManifestView, Now, PodView
+from holdfast_operator.model.job import JobMemory, ManifestView, Now, PodView, Seen
 
 STORE_SECONDS = 30.0
 """Time for which a store must be known not to have a checkpoint before an older one is restored."""
@@ -162,7 +162,7 @@ def leaves_missing_restore_point(world: World, memory: JobMemory, now: Now) -> b
     if not restore_point_is_missing(world) or point is None or point.job_uid is not None:
         return False
     is_stored = point.id in {id_ for id_, _ in _persisted(world)}
-    if is_stored and seconds_since(memory.missing_since, now) < STORE_SECONDS:
+    if is_stored and seconds_since(memory.seen_at(Seen.MISSING), now) < STORE_SECONDS:
         return False
     status = with_missing_restore_point(world.status, world, now)
     later = World(replace(world.observed, job=with_status(world.observed.job, status)))

@@ -21,7 +21,7 @@ from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.scheduling import waits_for_nodes
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.job import JobMemory, Now, queue_of
+from holdfast_operator.model.job import JobMemory, Now, Seen, queue_of
 
 
 def elastic_of(job: Gang) -> ElasticSpec | None:
@@ -115,9 +115,10 @@ def lacks_nodes(world: World, memory: JobMemory, now: Now) -> bool:
     The time begins when the pods of earlier rounds have ended, because the gang waits for their nodes.
     """
     elastic = elastic_of(world.observed.job)
-    if elastic is None or memory.lacking_since is None or not waits_for_nodes(world):
+    since = memory.seen_at(Seen.LACKING)
+    if elastic is None or since is None or not waits_for_nodes(world):
         return False
-    return seconds_since(memory.lacking_since, now) >= elastic.shrink_after_seconds
+    return seconds_since(since, now) >= elastic.shrink_after_seconds
 
 
 def workers_with_nodes(world: World) -> int:

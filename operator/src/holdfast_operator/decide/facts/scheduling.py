@@ -21,7 +21,7 @@ from holdfast_operator.decide.facts.node_failures import MAX_NODES, failed_nodes
 from holdfast_operator.decide.facts.restarts import share_of
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
-from holdfast_operator.model.job import JobMemory, Now, PodView
+from holdfast_operator.model.job import JobMemory, Now, PodView, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template.isolation import items_of
 from holdfast_operator.model.template.shape import pod_spec
@@ -47,7 +47,7 @@ _SOURCES = {
 def timed_out(world: World, memory: JobMemory, now: Now) -> bool:
     """Return whether pods of the gang have been without nodes for scheduleTimeoutSeconds."""
     limit = world.observed.job.spec.schedule_timeout_seconds
-    waited = seconds_since(memory.unscheduled_since, now)
+    waited = seconds_since(memory.seen_at(Seen.UNSCHEDULED), now)
     return limit > 0 and waited >= limit and waits_for_nodes(world)
 
 
@@ -239,15 +239,14 @@ def _nodes(pods: Iterable[tuple[MemberState, PodView]]) -> set[str]:
 def _late(
     world: World, memory: JobMemory, now: Now, seconds: float
 ) -> list[tuple[MemberState, PodView]]:
-    since = dict(memory.bound_since)
     return [
         (m, m.pod)
         for m in world.members
         if m.pod is not None
-        and m.pod.uid in since
+        and (since := memory.seen_at(Seen.BOUND, m.pod.uid)) is not None
         and not m.node_lost
         and world.awaits_start(m)
-        and seconds_since(since[m.pod.uid], now) >= seconds
+        and seconds_since(since, now) >= seconds
     ]
 
 

@@ -5,13 +5,18 @@ Only waits and measured durations depend on it. They start again after a restart
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast_operator.decide.facts.apart import restore_point_is_missing
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.job import JobMemory, Now, PodPhase
+from holdfast_operator.model.job import JobMemory, Now, PodPhase, Seen
 
 LONGEST_PAUSE_SECONDS = 5.0
+_OF_JOB = frozenset({Seen.ANSWERING, Seen.UNSCHEDULED, Seen.BOUND, Seen.DELETING})
+"""States that may outlast a round. The others are seen anew in each round."""
+_OF_ROUND = frozenset({Seen.SEALED, Seen.SCHEDULED, Seen.CHOSEN})
+"""States that are known until the round ends, even if they do not hold any more."""
 
 
 def advance(world: World, now: Now) -> JobMemory:
@@ -20,95 +25,73 @@ def advance(world: World, now: Now) -> JobMemory:
     States that are seen for the first time get the time of this pass. What belongs to an older round is
     dropped.
     """
-    old = world.observed.memory
-    status = world.status
-    at = now.monotonic
-    memory = old
-    if old.round != status.restart_round or old.round_seen_at is None:
+    memory = old = world.observed.memory
+    round_, at = world.status.restart_round, now.monotonic
+    if old.round != round_ or old.round_seen_at is None:
         memory = JobMemory(
-            round=status.restart_round,
+            round=round_,
             round_seen_at=at,
-            begun_at=old.begins_at if old.begins == status.restart_round else None,
+            seen={k: t for k, t in old.seen.items() if k[0] in _OF_JOB},
+            begun={r: t for r, t in old.begun.items() if r == round_},
             levels_written_at=old.levels_written_at,
             counted_at=old.counted_at,
             save_requests=old.save_requests,
-            answering_since=old.answering_since,
-            unscheduled_since=old.unscheduled_since,
-            bound_since=old.bound_since,
-            checkpoints_deleting=old.checkpoints_deleting,
         )
-    began = None if status.restart_round is None else at
-    members = world.members
-    waiting = bool(world.unscheduled)
-    succeeded = {m.pod is not None and m.pod.phase is PodPhase.SUCCEEDED for m in members}
-    avoiding = any(m.pod is not None and m.pod.unscheduled and m.pod.failed_nodes for m in members)
+    kept = {k: t for k, t in memory.seen.items() if k[0] in _OF_ROUND}
     memory = replace(
         memory,
-        counted_at=began if memory.counted_at is None else memory.counted_at,
-        answering_since=_since(memory.answering_since, any(m.reachable for m in members), at),
-        leaving_since=_leaving(world, memory, at),
-        bound_since=_bound(world, memory, at),
+        seen=kept | {k: memory.seen.get(k, at) for k in _holding(world, memory)},
         announced=_announced(world, memory),
-        ending_since=_since(memory.ending_since, len(succeeded) == 2, at),
-        avoiding_since=_since(memory.avoiding_since, avoiding, at),
-        missing_since=_since(memory.missing_since, restore_point_is_missing(world), at),
-        unscheduled_since=_since(memory.unscheduled_since, waiting, at),
-        lacking_since=_since(memory.lacking_since, waiting and not world.nodes_become_free, at),
-        room_since=_since(memory.room_since, bool(world.placeholders_with_nodes), at),
         unstarted=world.unstarted,
-        checkpoints_deleting=_deleting(world, memory, at),
     )
-    if status.restart_round is None:
+    if round_ is None:
         return memory
-    round_ = status.restart_round
-    # A member without a pod has nothing to seal: another controller creates its pod when it likes.
-    if memory.sealed_at is None and all(m.pod is None or m.sealed_for(round_) for m in members):
-        memory = replace(memory, sealed_at=at)
-    if memory.scheduled_at is None and all(
-        m.pod is not None and (m.pod.sidecar_started or m.reachable) for m in members
-    ):
-        memory = replace(memory, scheduled_at=at)
+    if memory.counted_at is None:
+        memory = replace(memory, counted_at=at)
     trained = _trained(world)
-    if trained is not None and trained != memory.trained:
-        memory = replace(memory, trained=trained, progress_at=at)
-    memory = _with_copies(memory, world, now)
-    if memory.chosen_seen_at is None and status.restore_point is not None:
-        memory = replace(memory, chosen_seen_at=at)
-    return memory
+    if trained is not None and (memory.progress is None or trained != memory.progress[0]):
+        memory = replace(memory, progress=(trained, at))
+    return _with_copies(memory, world, now)
 
 
-def _leaving(world: World, memory: JobMemory, at: float) -> tuple[tuple[str, float], ...]:
-    known = dict(memory.leaving_since)
-    return tuple((pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.leaving)
-
-
-def _bound(world: World, memory: JobMemory, at: float) -> tuple[tuple[str, float], ...]:
-    known = dict(memory.bound_since)
-    pods = world.observed.pods
-    waiting = (p for p in pods if p.node is not None and p.alive and not p.started)
-    return tuple((pod.uid, known.get(pod.uid, at)) for pod in waiting)
+def _holding(world: World, memory: JobMemory) -> Iterator[tuple[Seen, str]]:
+    """Yield the states that hold now, each with the uid of its object or ""."""
+    members, observed, round_ = world.members, world.observed, world.status.restart_round
+    pods = [m.pod for m in members if m.pod is not None]
+    succeeded = sum(p.phase is PodPhase.SUCCEEDED for p in pods)
+    waiting = bool(world.unscheduled)
+    states = {
+        Seen.ANSWERING: any(m.reachable for m in members),
+        Seen.UNSCHEDULED: waiting,
+        Seen.LACKING: waiting and not world.nodes_become_free,
+        Seen.AVOIDING: any(p.unscheduled and p.failed_nodes for p in pods),
+        Seen.ROOM: bool(world.placeholders_with_nodes),
+        Seen.ENDING: 0 < succeeded < len(members),
+        Seen.MISSING: restore_point_is_missing(world),
+        # A member without a pod has nothing to seal: another controller creates its pod when it likes.
+        Seen.SEALED: round_ is not None
+        and memory.seen_at(Seen.SEALED) is None
+        and all(m.pod is None or m.sealed_for(round_) for m in members),
+        Seen.SCHEDULED: round_ is not None
+        and memory.seen_at(Seen.SCHEDULED) is None
+        and all(m.pod is not None and (m.pod.sidecar_started or m.reachable) for m in members),
+        Seen.CHOSEN: round_ is not None and world.status.restore_point is not None,
+    }
+    yield from ((state, "") for state, holds in states.items() if holds)
+    for pod in observed.pods:
+        if pod.leaving:
+            yield Seen.LEAVING, pod.uid
+        if pod.node is not None and pod.alive and not pod.started:
+            yield Seen.BOUND, pod.uid
+    yield from (
+        (Seen.DELETING, c.uid) for c in observed.checkpoints if c.deleting and c.has_finalizer
+    )
 
 
 def _announced(world: World, memory: JobMemory) -> tuple[tuple[str, str], ...]:
     announced = dict(memory.announced)
     announced.update((pod.name, pod.disruption) for pod in world.observed.pods if pod.disrupted)
     return tuple(announced.items())
-
-
-def _deleting(world: World, memory: JobMemory, at: float) -> tuple[tuple[str, float], ...]:
-    known = dict(memory.checkpoints_deleting)
-    return tuple(
-        (c.uid, known.get(c.uid, at))
-        for c in world.observed.checkpoints
-        if c.deleting and c.has_finalizer
-    )
-
-
-def _since(begun: float | None, holds: bool, at: float) -> float | None:
-    """Return when a state began that holds now, or None if it does not hold."""
-    if not holds:
-        return None
-    return at if begun is None else begun
 
 
 def _with_copies(memory: JobMemory, world: World, now: Now) -> JobMemory:
@@ -139,12 +122,11 @@ def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
         return replace(
             memory,
             failure_seen_at=None,
-            failure_seen_utc=None,
             cause_known_at=None,
             sound_at=now.monotonic,
         )
     if memory.failure_seen_at is None:
-        return replace(memory, failure_seen_at=now.monotonic, failure_seen_utc=now.utc)
+        return replace(memory, failure_seen_at=now.monotonic)
     return memory
 
 

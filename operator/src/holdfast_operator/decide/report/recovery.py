@@ -20,13 +20,14 @@ the rest.
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import datetime
 
 from holdfast_core.api import RecoveryStatus, TrainingJobStatus, changed
 from holdfast_core.ids import TierName
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.facts.failure import Failure
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.job import JobMemory, Now, PodView
+from holdfast_operator.model.job import JobMemory, Now, Seen
 from holdfast_operator.model.reasons import Reason
 
 _SILENT = frozenset({Reason.NODE_LOST, Reason.SIDECAR_UNREACHABLE})
@@ -35,7 +36,9 @@ SHOWN_SECONDS = 0.05
 """Shortest phase that the line about a recovery names. A shorter one would be shown as 0.0 s."""
 
 
-def fault_at(world: World, failures: tuple[Failure, ...], memory: JobMemory) -> float | None:
+def fault_at(
+    world: World, failures: tuple[Failure, ...], memory: JobMemory, now: Now
+) -> float | None:
     """Return the estimated time of the fault in monotonic seconds, or None if there is no evidence.
 
     A fault happened between the last sign of life and the moment at which it was seen. The last sign of life
@@ -45,14 +48,14 @@ def fault_at(world: World, failures: tuple[Failure, ...], memory: JobMemory) -> 
     seen = memory.failure_seen_at
     if seen is None:
         return None
-    signs = [memory.progress_at]
+    signs = [None if memory.progress is None else memory.progress[1]]
     for failure in failures:
-        signs.extend(_signs(world, failure, memory))
+        signs.extend(_signs(world, failure, memory, now))
     known = [min(sign, seen) for sign in signs if sign is not None]
     return max(known, default=None)
 
 
-def _signs(world: World, failure: Failure, memory: JobMemory) -> list[float | None]:
+def _signs(world: World, failure: Failure, memory: JobMemory, now: Now) -> list[float | None]:
     member = None if failure.worker is None else world.member(failure.worker)
     pod = None if member is None else member.pod
     if failure.reason in _SILENT:
@@ -62,24 +65,19 @@ def _signs(world: World, failure: Failure, memory: JobMemory) -> list[float | No
         )
         return [None if node is None else node.renewed_at, answered_at]
     if pod is not None and pod.leaving:
-        return [dict(memory.leaving_since).get(pod.uid)]
+        return [memory.seen_at(Seen.LEAVING, pod.uid)]
     if pod is not None and pod.trainer_finished_at is not None and failure.replace_pod:
-        return [_on_our_clock(pod, memory)]
+        return [_on_our_clock(pod.trainer_finished_at, now)]
     return [memory.sound_at]
 
 
-def _on_our_clock(pod: PodView, memory: JobMemory) -> float | None:
+def _on_our_clock(finished_at: datetime, now: Now) -> float:
     """Convert the kubelet's stamp of the trainer container's end to this process's monotonic clock.
 
-    The clock of the node may be wrong. A stamp after the time at which the failure was seen becomes that
-    time, and the caller ignores a stamp before the newest sign of life.
+    The clock of the node may be wrong. The caller limits the time to that at which the failure was seen, and
+    ignores one before the newest sign of life.
     """
-    if pod.trainer_finished_at is None or memory.failure_seen_utc is None:
-        return None
-    if memory.failure_seen_at is None:
-        return None
-    age_seconds = (memory.failure_seen_utc - pod.trainer_finished_at).total_seconds()
-    return memory.failure_seen_at - max(0.0, age_seconds)
+    return now.monotonic - (now.utc - finished_at).total_seconds()
 
 
 def begun(
@@ -128,14 +126,14 @@ def interrupted(status: TrainingJobStatus, memory: JobMemory) -> TrainingJobStat
     Its record gets the phases that are over, and no total. A complete record is not changed.
     """
     record = next((r for r in status.recoveries if r.round == memory.round), None)
-    if record is None or record.total_seconds is not None or memory.chosen_seen_at is None:
+    if record is None or record.total_seconds is not None or memory.seen_at(Seen.CHOSEN) is None:
         return status
     sealed, scheduled, begin = _milestones(record, memory)
     if sealed is None or scheduled is None or begin is None:
         return status
     known = record.with_phases(
         seal=_between(begin, sealed),
-        schedule=None if memory.scheduled_at is None else _between(sealed, scheduled),
+        schedule=None if memory.seen_at(Seen.SCHEDULED) is None else _between(sealed, scheduled),
     )
     recoveries = tuple(known if r is record else r for r in status.recoveries)
     return changed(status, recoveries=recoveries)
@@ -196,13 +194,13 @@ def _milestones(
 
     All three are None if another operator process began the round.
     """
-    if memory.round != recovery.round or memory.begun_at is None:
+    begin = None if recovery.round is None else memory.begun.get(recovery.round)
+    if memory.round != recovery.round or begin is None:
         return None, None, None
-    begin = memory.begun_at
-    chosen = memory.chosen_seen_at or begin
+    chosen = memory.seen_at(Seen.CHOSEN) or begin
     # A survivor that never answers is not sealed when the restore point is chosen without it.
-    sealed = max(begin, memory.sealed_at or chosen)
-    scheduled = max(sealed, chosen, memory.scheduled_at or sealed)
+    sealed = max(begin, memory.seen_at(Seen.SEALED) or chosen)
+    scheduled = max(sealed, chosen, memory.seen_at(Seen.SCHEDULED) or sealed)
     return sealed, scheduled, begin
 
 
@@ -236,9 +234,10 @@ def started_training_at(state: CoordinatorState, memory: JobMemory, now: Now) ->
     was seen and the pods had started, plus the durations that the coordinator measured since.
     """
     times = state.times
-    if not state.finished or memory.chosen_seen_at is None:
+    chosen = memory.seen_at(Seen.CHOSEN)
+    if not state.finished or chosen is None:
         return now.monotonic
-    since = max(memory.chosen_seen_at, memory.scheduled_at or memory.chosen_seen_at)
+    since = max(chosen, memory.seen_at(Seen.SCHEDULED) or chosen)
     took = (times.rendezvous_seconds or 0.0) + (times.first_step_seconds or 0.0)
     return min(now.monotonic, since + took)
 

@@ -35,7 +35,7 @@ from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
 from holdfast_operator.decide.report.status import Note
 from holdfast_operator.decide.restore.unfinished import unfinished
-from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.model.job import Done, JobMemory, Now, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
 
@@ -151,7 +151,7 @@ def _may_be_joined(member: MemberState, world: World, memory: JobMemory, now: No
 
     The gang waits for the new pod in any case. So this wait delays no recovery.
     """
-    newest = memory.round_seen_at if memory.taken_in_at is None else memory.taken_in_at
+    newest = memory.done.get(Done.TAKEN_IN, memory.round_seen_at)
     if newest is None or seconds_since(newest, now) >= TAKE_IN_SECONDS:
         return False
     started = member.reachable or (member.pod is not None and member.pod.sidecar_started)
@@ -162,7 +162,7 @@ def _may_be_joined(member: MemberState, world: World, memory: JobMemory, now: No
 def _kept_on_lost_node(member: MemberState, world: World) -> bool:
     """Return whether the member is a survivor that the round kept although its node is lost.
 
-    The rules in failure.py kept it because it may hold the only copies, so the choice must not give them up.
+    The rules in failures.py kept it because it may hold the only copies, so the choice must not give them up.
     """
     alive = member.pod is not None and member.pod.alive
     return alive and member.node_lost and readable.is_survivor(member, world)
@@ -192,9 +192,10 @@ def _timed_out(memory: JobMemory, now: Now) -> bool:
 
     While no sidecar answers, the cause is probably the network, and the wait does not begin.
     """
-    if memory.round_seen_at is None or memory.answering_since is None:
+    answering_since = memory.seen_at(Seen.ANSWERING)
+    if memory.round_seen_at is None or answering_since is None:
         return False
-    return seconds_since(max(memory.round_seen_at, memory.answering_since), now) >= HOLDERS_SECONDS
+    return seconds_since(max(memory.round_seen_at, answering_since), now) >= HOLDERS_SECONDS
 
 
 def _newest_known(world: World, candidates: list[Candidate]) -> Step | None:
