@@ -13,18 +13,16 @@ from dataclasses import dataclass, replace
 from holdfast_core.api import Compression, JobCondition, PersistedStep, RestorePointStatus
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round, Seal
-from holdfast_operator.decide import avoidance
+from holdfast_operator.decide import avoidance, edits, queue
 from holdfast_operator.decide.acceptance import birth_problem
-from holdfast_operator.decide.edits import outdated
 from holdfast_operator.decide.facts.apart import with_released
 from holdfast_operator.decide.facts.interval import timing
 from holdfast_operator.decide.facts.placement import domain_of, place_copies
 from holdfast_operator.decide.facts.resize import elastic_of
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World, worker_pod
-from holdfast_operator.decide.queue import groups
 from holdfast_operator.decide.report.hangs import factor as hang_factor
-from holdfast_operator.decide.spares.pods import (
+from holdfast_operator.decide.spares import (
     create_spares,
     delete_lost_spares,
     make_room,
@@ -68,11 +66,9 @@ def member_actions(world: World) -> list[Action]:
         births = _births(world)
     if creatable and world.may_replace_pods:
         if unstarted:
-            actions.extend(avoidance.replacements(world) or groups.strays(world))
+            actions.extend(avoidance.replacements(world) or queue.strays(world))
         known = {a.uid for a in actions if isinstance(a, Delete)}
-        actions.extend(
-            a for a in outdated.replacements(world) if getattr(a, "uid", None) not in known
-        )
+        actions.extend(a for a in edits.replacements(world) if getattr(a, "uid", None) not in known)
     actions.extend(_leaves(world, births))
     if world.observed.job.spec.template is not None:  # else another controller creates the pods
         actions.extend(_pods(world, births))
@@ -130,7 +126,7 @@ def _births(world: World) -> list[MemberState]:
     empty pod must not take the name of one that may have held shards. In a queue, a pod is created once the
     older pod of its worker no longer counts there.
     """
-    occupied = groups.occupied(world)
+    occupied = queue.occupied(world)
     return [
         m
         for m in world.members
@@ -144,7 +140,7 @@ def _births(world: World) -> list[MemberState]:
 def _pods(world: World, births: list[MemberState]) -> list[DesiredObject]:
     """Return the pods of these members."""
     avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
-    group = groups.present_group(world) if births else None
+    group = queue.present_group(world) if births else None
     return [
         DesiredObject(worker_pod(world, m.worker, world.round, avoided, failed, group))
         for m in births

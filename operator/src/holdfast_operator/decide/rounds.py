@@ -19,12 +19,12 @@ from holdfast_operator.decide import (
     checkpoints,
     gang,
     lifecycle,
+    queue,
     resizing,
 )
 from holdfast_operator.decide.facts import departures, scheduling, times
 from holdfast_operator.decide.facts.failure import CANNOT_START
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.decide.queue import groups
 from holdfast_operator.decide.report import adoption
 from holdfast_operator.decide.report.policy import describe_wait
 from holdfast_operator.decide.report.status import Note, after_write, refresh, with_ratio
@@ -247,8 +247,8 @@ def _pod_trouble(world: World, memory: JobMemory, now: Now) -> Note | None:
         if pod is not None and pod.waiting_reason in CANNOT_START:
             text = f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}"
             return Note(Reason.CONTAINER_CANNOT_START, text)
-    if groups.waits(world):
-        return Note(Reason.WAITING_FOR_QUEUE, groups.describe_wait(world))
+    if queue.waits(world):
+        return Note(Reason.WAITING_FOR_QUEUE, queue.describe_wait(world))
     waiting = avoidance.waiting_note(world)
     if waiting is not None:
         return waiting

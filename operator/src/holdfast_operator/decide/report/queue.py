@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from holdfast_core.api import JobCondition, TrainingJobStatus, changed
+from holdfast_operator.decide import queue
 from holdfast_operator.decide.facts.world import World, has_no_gang
-from holdfast_operator.decide.queue import groups
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
 
@@ -16,7 +16,7 @@ def with_queue(status: TrainingJobStatus, world: World, now: Now) -> TrainingJob
         return status
     status = _with_start(status, world, now)
     value, reason, text = _state(status, world)
-    change = groups.describe_change(world)
+    change = queue.describe_change(world)
     if change is not None:
         reason, text = Reason.QUEUE_CHANGES_LATER, f"{change}. {text}"
     elif value is None:
@@ -27,13 +27,13 @@ def with_queue(status: TrainingJobStatus, world: World, now: Now) -> TrainingJob
 def _state(status: TrainingJobStatus, world: World) -> tuple[bool | None, Reason, str]:
     """Return the value, reason and message of the condition. None: nothing is known about a queue."""
     known = status.condition(JobCondition.QUEUED)
-    if groups.waits(world):
-        return True, Reason.WAITING_FOR_QUEUE, groups.describe_wait(world)
+    if queue.waits(world):
+        return True, Reason.WAITING_FOR_QUEUE, queue.describe_wait(world)
     if any(m.pod is None for m in world.members):
         # Kueue has not seen all pods of the group yet.
         value = None if known is None else known.is_true
         return value, Reason.WAITING_FOR_QUEUE, "" if known is None else known.message
-    group = groups.present_group(world)
+    group = queue.present_group(world)
     if group is None:
         value = None if known is None else False
         return value, Reason.NOT_QUEUED, "the pods of the gang are in no queue"
@@ -48,7 +48,7 @@ def _with_start(status: TrainingJobStatus, world: World, now: Now) -> TrainingJo
     """
     if status.restart_round is None:
         return status
-    if groups.waits_as_a_whole(world):
+    if queue.waits_as_a_whole(world):
         return changed(status, start_time=None)
     if status.start_time is None and all(m.pod is not None for m in world.members):
         return changed(status, start_time=now.utc)

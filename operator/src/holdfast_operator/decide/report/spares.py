@@ -5,8 +5,7 @@ from __future__ import annotations
 from holdfast_core.api import JobCondition, TrainingJobStatus
 from holdfast_operator.decide.facts.failure import CANNOT_START
 from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang
-from holdfast_operator.decide.spares.pods import has_room
-from holdfast_operator.decide.spares.ready import ready_spares
+from holdfast_operator.decide.spares import has_room, ready_spares
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
 

@@ -19,7 +19,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, RestorePoint
-from holdfast_operator.decide.edits.report import with_spec_applied
+from holdfast_operator.decide.edits import with_spec_applied
 from holdfast_operator.decide.facts.interval import with_reported_interval
 from holdfast_operator.decide.facts.resize import wanted_workers
 from holdfast_operator.decide.facts.world import World, has_no_gang
@@ -31,7 +31,7 @@ from holdfast_operator.decide.report.policy import with_missing, with_policy
 from holdfast_operator.decide.report.queue import with_queue
 from holdfast_operator.decide.report.spares import with_spares_ready
 from holdfast_operator.decide.report.stragglers import with_stragglers
-from holdfast_operator.decide.spares.births import with_spares
+from holdfast_operator.decide.spares import with_spares
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 

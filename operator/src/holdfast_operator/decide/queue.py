@@ -1,4 +1,4 @@
-"""Say which pod group in Kueue the pods of a gang join, and when a new pod may join it. Pure.
+"""The pod group in Kueue that the pods of a gang join, and when a pod may join or leave it (ADR 0012). Pure.
 
 The present pods are the record of the group, so nothing in the status can contradict them:
 1. A pod that has started, or is of an earlier round, cannot change its group. The new pods of the gang join
@@ -9,6 +9,11 @@ The present pods are the record of the group, so nothing in the status can contr
    the same name. This costs no round (World.awaits_start).
 So a group whose pods have all ended is not used again: Kueue may have finished it, or may be about to delete
 its Workload, with which it deletes all pods that have joined meanwhile.
+
+Kueue keeps its finalizer until the pod is replaced, its group has finished or its Workload is deleted. For
+the pods of a job that is deleted, suspended or over, none of that may happen, and a pod on a lost node never
+becomes Failed. So a pod that is being deleted loses the finalizer, and then ends as it would without Kueue:
+its kubelet or a forced delete removes the object, and Kueue counts it until then.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import pod_group_name
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.model import kinds, labels
-from holdfast_operator.model.actions import Action, Delete
+from holdfast_operator.model.actions import Action, Delete, ReleasePod
 from holdfast_operator.model.job import PodGroup, PodPhase, PodView, queue_of
 
 
@@ -158,3 +163,38 @@ def _pods(world: World) -> Iterable[PodView]:
 def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
     """Return the members whose pods exist and have not started."""
     return [(m, m.pod) for m in world.members if m.pod is not None and world.awaits_start(m)]
+
+
+# --------------------------------------------------------------------------- Kueue's finalizer
+
+
+def leaving(pods: Iterable[PodView]) -> list[ReleasePod]:
+    """Return the releases of the pods that are being deleted."""
+    return [
+        ReleasePod(p.name, p.uid, ends_group=False)
+        for p in pods
+        if p.has_kueue_finalizer and p.terminating
+    ]
+
+
+def ended(pods: Iterable[PodView]) -> list[ReleasePod]:
+    """Return the releases of pods that have ended and stay for their logs, of a job that is over.
+
+    Kueue would otherwise wait for their replacements, and keep the quota of the group until then.
+    """
+    return [
+        ReleasePod(p.name, p.uid, ends_group=True)
+        for p in pods
+        if p.has_kueue_finalizer and p.ended and not p.terminating
+    ]
+
+
+def due(world: World, *, is_over: bool) -> list[ReleasePod]:
+    """Return all releases that are due.
+
+    Args:
+        world: The job and its pods.
+        is_over: Whether the job has completed or failed.
+    """
+    pods = world.observed.pods
+    return [*leaving(pods), *(ended(pods) if is_over else ())]
