@@ -18,7 +18,7 @@ The rules apply in this order, and the first that fits decides the pass:
 14. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
 15. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
 Each pass but those of rule 2 and those that begin a round also deletes placeholders that are not needed.
-Pods that are being deleted lose Kueue's finalizer, whichever rule decides (queue.py).
+Pods that are being deleted lose Kueue's finalizer, whichever rule decides (features/queue.py).
 A pass that begins a round or chooses its restore point only emits Events besides. No pass writes the status
 more than once.
 """
@@ -32,13 +32,13 @@ from holdfast_operator.decide import (
     beginnings,
     failures,
     lifecycle,
-    queue,
     releases,
     resizing,
     rounds,
 )
 from holdfast_operator.decide.facts import times
 from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.features import queue
 from holdfast_operator.decide.report import readability
 from holdfast_operator.decide.report.notices import with_notices
 from holdfast_operator.decide.writes import fail_job, written

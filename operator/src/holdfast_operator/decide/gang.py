@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from holdfast_core.api import Compression, JobCondition, PersistedStep, RestorePointStatus
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round, Seal
-from holdfast_operator.decide import avoidance, edits, queue
+from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.facts.apart import with_released
 from holdfast_operator.decide.facts.interval import timing
@@ -21,12 +21,13 @@ from holdfast_operator.decide.facts.placement import domain_of, place_copies
 from holdfast_operator.decide.facts.resize import elastic_of
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World, worker_pod
-from holdfast_operator.decide.report.hangs import factor as hang_factor
-from holdfast_operator.decide.spares import (
+from holdfast_operator.decide.features import edits, queue
+from holdfast_operator.decide.features.spares import (
     create_spares,
     delete_lost_spares,
     make_room,
 )
+from holdfast_operator.decide.report.hangs import factor as hang_factor
 from holdfast_operator.model import kinds
 from holdfast_operator.model.actions import (
     Action,

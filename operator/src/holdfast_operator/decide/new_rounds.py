@@ -28,10 +28,10 @@ from holdfast_operator.decide.facts.node_failures import with_node_failures, wor
 from holdfast_operator.decide.facts.restarts import counted, kept_restarts, with_restart
 from holdfast_operator.decide.facts.scheduling import describe, next_try, timeouts
 from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.features.spares import with_new_spares, with_promotions
 from holdfast_operator.decide.lifecycle import asked_for
 from holdfast_operator.decide.report.hangs import with_hang
 from holdfast_operator.decide.report.status import Note, set_condition, with_levels
-from holdfast_operator.decide.spares import with_new_spares, with_promotions
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
 

@@ -19,12 +19,12 @@ from holdfast_operator.decide import (
     checkpoints,
     gang,
     lifecycle,
-    queue,
     resizing,
 )
 from holdfast_operator.decide.facts import departures, scheduling, times
 from holdfast_operator.decide.facts.failure import CANNOT_START
 from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.features import queue
 from holdfast_operator.decide.report import adoption
 from holdfast_operator.decide.report.policy import describe_wait
 from holdfast_operator.decide.report.status import Note, after_write, refresh, with_ratio

@@ -1,12 +1,12 @@
 """Remove Kueue's finalizer from deleted pods whose job has no pass: it is gone, or cannot be parsed.
 
-The pass of the job does this for all other pods (decide/queue.py). Nothing else is decided about
+The pass of the job does this for all other pods (decide/features/queue.py). Nothing else is decided about
 pods of jobs that are gone, because the garbage collector deletes them.
 """
 
 from __future__ import annotations
 
-from holdfast_operator.decide.queue import leaving
+from holdfast_operator.decide.features.queue import leaving
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model.keys import Key
 from holdfast_operator.watch.cache import ClusterCache

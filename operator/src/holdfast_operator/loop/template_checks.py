@@ -11,7 +11,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_operator.decide.acceptance import template_problem
-from holdfast_operator.decide.queue import wanted_group
+from holdfast_operator.decide.features.queue import wanted_group
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.keys import Key

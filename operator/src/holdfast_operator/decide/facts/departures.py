@@ -14,9 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast_core.api import FailureAction, FailureReason, FailureRule, JobCondition
+from holdfast_core.api import (
+    FailureAction,
+    FailureReason,
+    FailureRule,
+    JobCondition,
+    TrainingJobStatus,
+)
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.job import NodeView, PodView
+from holdfast_operator.model.job import NodeView, Now, PodView
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +99,27 @@ def next_departure(world: World) -> Departure | None:
     if not trains or world.observed.job.spec.suspend or why_pods_stay(world) is not None:
         return None
     return next(iter(departures(world)), None)
+
+
+# --------------------------------------------------------------------------- the condition
+
+
+def with_leaving_nodes(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+    """Return the status with condition NodesLeaving, which a job without such a node does not get."""
+    kind, found = JobCondition.NODES_LEAVING, departures(world)
+    if not found and not status.is_true(kind):
+        return status
+    reason, text = Reason.NODES_STAY, "no worker runs on a node that will be taken away"
+    if found:
+        text = f"nodes will be taken away: {first_of(found)}. "
+        stay = why_pods_stay(world)
+        if stay is None:
+            reason = Reason.NODE_LEAVING
+            text += (
+                "While all ranks train, one of these pods after the other is deleted and replaced"
+            )
+        else:
+            reason = Reason.NODE_LEAVING_POD_STAYS
+            text += f"The operator deletes none of these pods: {stay}"
+    generation = world.observed.job.generation
+    return status.with_condition(kind, bool(found), reason, text, now.utc, generation)

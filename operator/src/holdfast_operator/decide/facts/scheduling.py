@@ -13,7 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 
-from holdfast_core.api import MAX_NODE_FAILURES, Gang, NodeFailure, TrainingJobStatus, changed
+from holdfast_core.api import (
+    MAX_NODE_FAILURES,
+    Gang,
+    JobCondition,
+    NodeFailure,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_core.contract import NODE_VOLUME
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.apart import stored
@@ -259,3 +266,27 @@ def _mounts(world: World) -> list[str]:
             if isinstance(source, Mapping) and source.get(name):
                 found.append(f"{kind} {source[name]}")
     return found
+
+
+# --------------------------------------------------------------------------- the condition
+
+
+def with_scheduling(
+    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
+) -> TrainingJobStatus:
+    """Return the status with condition Unschedulable. A gang that is scheduled in time does not get it."""
+    kind, job = JobCondition.UNSCHEDULABLE, world.observed.job
+    if status.restart_round != world.status.restart_round:
+        return status
+    lost = None
+    if timed_out(world, memory, now):
+        lost = lost_if_deleted(world)
+    if lost is not None:
+        text = f"{describe(world)}. The other pods of the gang keep their nodes, because {lost}"
+        return status.with_condition(kind, True, Reason.NODES_KEPT, text, now.utc, job.generation)
+    placed = all(m.pod is not None and m.pod.node is not None for m in world.members)
+    if not (placed and (status.scheduling is not None or status.is_true(kind))):
+        return status
+    text = "all pods of the gang have nodes"
+    status = changed(status, scheduling=None)
+    return status.with_condition(kind, False, Reason.SCHEDULED, text, now.utc, job.generation)

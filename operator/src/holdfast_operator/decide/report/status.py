@@ -19,19 +19,19 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, RestorePoint
-from holdfast_operator.decide.edits import with_spec_applied
+from holdfast_operator.decide.facts.departures import with_leaving_nodes
 from holdfast_operator.decide.facts.interval import with_reported_interval
 from holdfast_operator.decide.facts.resize import wanted_workers
+from holdfast_operator.decide.facts.scheduling import with_scheduling
 from holdfast_operator.decide.facts.world import World, has_no_gang
+from holdfast_operator.decide.features.edits import with_spec_applied
+from holdfast_operator.decide.features.queue import with_queue
+from holdfast_operator.decide.features.spares import with_spares, with_spares_ready
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.adoption import with_adoption
 from holdfast_operator.decide.report.hangs import with_passed_hangs
-from holdfast_operator.decide.report.nodes import with_leaving_nodes, with_scheduling
 from holdfast_operator.decide.report.policy import with_missing, with_policy
-from holdfast_operator.decide.report.queue import with_queue
-from holdfast_operator.decide.report.spares import with_spares_ready
 from holdfast_operator.decide.report.stragglers import with_stragglers
-from holdfast_operator.decide.spares import with_spares
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
