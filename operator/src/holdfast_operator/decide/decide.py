@@ -57,6 +57,16 @@ from holdfast_operator.model.reasons import Reason
 
 __all__ = ["decide"]
 
+_WITHOUT_FAILURES = (
+    beginnings.resize_gang,
+    beginnings.grow_gang,
+    beginnings.shrink_gang,
+    beginnings.schedule,
+    beginnings.replace_late_pods,
+    rounds.record_births,
+)
+"""The rules 9 to 13. Each returns None if it does not apply."""
+
 
 def decide(observed: Observed, now: Now) -> Decision:
     """Return the actions of one pass over one job, and the memory for the next pass."""
@@ -116,24 +126,10 @@ def _decide(observed: Observed, now: Now) -> Decision:
         return written(
             world, memory, now, status, [], "the gang has stopped and saved: the job is suspended"
         )
-    resized = beginnings.resize_gang(world, memory, now)
-    if resized is not None:
-        return resized
-    larger = beginnings.grow_gang(world, memory, now)
-    if larger is not None:
-        return larger
-    smaller = beginnings.shrink_gang(world, memory, now)
-    if smaller is not None:
-        return smaller
-    later = beginnings.schedule(world, memory, now)
-    if later is not None:
-        return later
-    late = beginnings.replace_late_pods(world, memory, now)
-    if late is not None:
-        return late
-    births = rounds.record_births(world, memory, now)
-    if births is not None:
-        return births
+    for rule in _WITHOUT_FAILURES:
+        decision = rule(world, memory, now)
+        if decision is not None:
+            return decision
     if job.status.restore_point is None:
         return rounds.choose(world, memory, now)
     return rounds.run(world, memory, now)

@@ -33,6 +33,7 @@ Which rule, and which restart (`plan`); the first that fits decides the pass
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast_core.api import FailureAction, FailureRule, JobCondition
@@ -134,31 +135,27 @@ KINDS = {
 
 def find(world: World, memory: JobMemory, now: Now) -> tuple[Failure, ...]:
     """Return all failures that make a new round necessary, causes before consequences."""
-    found: list[Failure] = []
-    sealed = world.highest_sealed
-    if sealed is not None and sealed > world.round:
-        text = f"a sidecar is sealed for round {sealed}, but the status is in round {world.round}"
-        found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
-    birth = world.highest_birth
-    if birth is not None and birth > world.round:
-        text = f"a pod was created in round {birth}, but the status is in round {world.round}"
-        found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
-    for pod in world.observed.pods:
-        if pod.birth_round == world.round and world.is_ahead(pod):
-            text = f"pod {pod.name} was created, but by the status worker {pod.worker} has an older pod"
-            found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
-    for member in world.members:
-        failure = _of_member(world, member, memory, now)
-        if failure is not None:
-            found.append(failure)
-    found.extend(_of_ranks(world))
-    found.extend(_of_hang(world))
-    found.extend(_of_restore(world, memory, now))
+    found = [Failure(Reason.STATUS_BEHIND, t, disruption=True) for t in _status_behind(world)]
+    of_members = (_of_member(world, member, memory, now) for member in world.members)
+    found += [failure for failure in of_members if failure is not None]
+    found += [*_of_ranks(world), *_of_hang(world), *_of_restore(world, memory, now)]
     return tuple(sorted(found, key=_severity)) or lifecycle.stopped_for_nothing(world)
 
 
 def _severity(failure: Failure) -> int:
     return list(KINDS).index(failure.reason)
+
+
+def _status_behind(world: World) -> Iterator[str]:
+    """Yield the evidence that the status is older than the gang, because etcd was restored."""
+    sealed, birth = world.highest_sealed, world.highest_birth
+    if sealed is not None and sealed > world.round:
+        yield f"a sidecar is sealed for round {sealed}, but the status is in round {world.round}"
+    if birth is not None and birth > world.round:
+        yield f"a pod was created in round {birth}, but the status is in round {world.round}"
+    for pod in world.observed.pods:
+        if pod.birth_round == world.round and world.is_ahead(pod):
+            yield f"pod {pod.name} was created, but by the status worker {pod.worker} has an older pod"
 
 
 def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -> Failure | None:
