@@ -11,6 +11,7 @@ from holdfast_cli.gangs import members
 from holdfast_cli.views import (
     RECOVERY_PHASES,
     SHOWN_RECOVERIES,
+    TIERS,
     Screen,
     checkpoints_view,
     gangs_view,
@@ -30,7 +31,6 @@ JOB = {
         "restartRound": 1,
         "step": 57,
         "lastCommittedStep": 50,
-        "stepsDropped": 4,
         "lastPersisted": {"step": 40, "round": 1},
         "readyWorkers": "2/2",
         "goodput": {"ratio": 0.75},
@@ -70,7 +70,6 @@ def test_status_shows_levels_tiers_and_what_is_wrong():
         "gpt",
         "Running",
         "57",
-        "dropped",
         "50",
         "40",
         "2/2",
@@ -94,17 +93,8 @@ def test_goodput_bar_is_bounded():
 
 
 def test_stragglers_are_listed_if_there_are_any():
-    straggler = {
-        "rank": 5,
-        "worker": 1,
-        "node": "node-1",
-        "factor": 2.4,
-        "sinceStep": 120,
-        "slowPart": "Input",
-    }
-    slow = {**JOB, "status": {**JOB["status"], "stragglers": [straggler]}}
-    text = shown(status_view(Screen(slow)))
-    assert "rank 5 (worker 1, node node-1): 2.4x, Input, since step 120" in text
+    slow = {**JOB, "status": {**JOB["status"], "stragglers": [5, 12]}}
+    assert "ranks 5, 12" in shown(status_view(Screen(slow)))
     assert "stragglers" not in shown(status_view(Screen(JOB)))
 
 
@@ -132,7 +122,8 @@ def test_ten_recoveries_fit_into_80_columns():
             "totalSeconds": 123.4,
             "restoredStep": 123456,
             "lostSteps": 12345,
-            **dict.fromkeys(RECOVERY_PHASES, 12.3),
+            "phaseSeconds": dict.fromkeys(RECOVERY_PHASES, 12.3),
+            "sources": dict.fromkeys(TIERS, 1024),
         }
         for n in range(1, 11)
     ]
@@ -152,9 +143,11 @@ def test_the_phases_of_a_recovery_are_named_in_their_order():
         "begunAt": "2026-01-01T00:00:00Z",
         "totalSeconds": 23.1,
         "phaseSeconds": {"back_off": 0.0, "detect": 20.2, "first_step": 0.4, "seal": 2.5},
+        "sources": {"object": 1, "memory": 7},
     }
     assert phases_line(closed) == (
-        "round 5: detect 20.2 s, back off 0.0 s, seal 2.5 s, first step 0.4 s"
+        "round 5: detect 20.2 s, back off 0.0 s, seal 2.5 s, first step 0.4 s. "
+        "Ranks by the tier of their state: memory 7, object 1"
     )
 
 

@@ -22,7 +22,8 @@ def test_a_slow_disk_keeps_the_newest_step_in_slots(scenario):
     assert job.failed_probes() == [], "a healthy start has no warnings"
 
     def dropped() -> bool:
-        return job.status.get("stepsDropped", 0) >= 1
+        found = job.metric(job.status["coordinator"], "holdfast_steps_overtaken")
+        return sum(found.values()) >= 1
 
     slow = (scenario.namespace, job.pod_name(1), "holdfast-sidecar", NODE_DIR)
     with faults.slow_disk(*slow, SLOW_BYTES_PER_SECOND):

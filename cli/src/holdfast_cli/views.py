@@ -102,17 +102,14 @@ def status_view(screen: Screen) -> RenderableType:
         ("committed", status.get("lastCommittedStep", "-")),
         ("replicated", status.get("lastReplicatedStep", "-")),
         ("persisted", persisted.get("step", "-")),
-        *dropped_row(status),
         ("workers", workers_text(job)),
         *spares_row(job),
+        *stragglers_row(status),
         ("restarts", status.get("restarts", 0)),
         ("goodput", goodput_bar((status.get("goodput") or {}).get("ratio"))),
     )
-    stragglers = status.get("stragglers") or []
     for name, value in rows:
         head.add_row(Text(name, style="dim"), str(value))
-    if stragglers:
-        head.add_row(Text("stragglers", style="dim"), "\n".join(map(straggler_line, stragglers)))
     title = f"{job['kind']} {job['metadata']['name']}"
     parts: list[RenderableType] = [Text(title, style="bold"), head]
     recoveries = status.get("recoveries") or []
@@ -232,12 +229,6 @@ def tier_map(tiers: Mapping[int, Mapping[str, int]]) -> Table:
     return table
 
 
-def dropped_row(status: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return the number of steps of the round that newer ones replaced, if there are any."""
-    dropped = status.get("stepsDropped", 0)
-    return [("dropped", dropped)] if dropped else []
-
-
 def goodput_bar(ratio: float | None) -> str:
     if ratio is None:
         return "-"
@@ -245,12 +236,10 @@ def goodput_bar(ratio: float | None) -> str:
     return f"{'█' * filled}{'░' * (BAR_CELLS - filled)} {ratio:.1%}"
 
 
-def straggler_line(straggler: dict[str, Any]) -> str:
-    """Return rank, worker, node, factor, slow part and first slow step of a straggler."""
-    return (
-        f"rank {straggler['rank']} (worker {straggler['worker']}, node {straggler.get('node', '-')}): "
-        f"{straggler['factor']:g}x, {straggler['slowPart']}, since step {straggler['sinceStep']}"
-    )
+def stragglers_row(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the row with the ranks that are slower than the others, if there are any."""
+    ranks = status.get("stragglers") or []
+    return [("stragglers", "ranks " + ", ".join(map(str, ranks)))] if ranks else []
 
 
 def recoveries_view(recoveries: Sequence[dict[str, Any]]) -> Table:
@@ -280,11 +269,13 @@ def phases_of(recovery: dict[str, Any]) -> dict[str, float]:
 
 
 def phases_line(recovery: dict[str, Any]) -> str:
-    """Return the nodes and the phases of a recovery, in the order of the phases."""
+    """Return the nodes and the phases of a recovery, and how many ranks read their state from which tier."""
     phases = [f"{words} {seconds:.1f} s" for words, seconds in phases_of(recovery).items()]
-    nodes = recovery.get("nodes") or []
+    nodes, sources = recovery.get("nodes") or [], recovery.get("sources") or {}
     where = f" ({', '.join(nodes)})" if nodes else ""
-    return f"round {recovery.get('round', '-')}{where}: {', '.join(phases) or 'not measured'}"
+    ranks = ", ".join(f"{tier} {sources[tier]}" for tier in TIERS if tier in sources)
+    read = f". Ranks by the tier of their state: {ranks}" if ranks else ""
+    return f"round {recovery.get('round', '-')}{where}: {', '.join(phases) or 'not measured'}{read}"
 
 
 def checkpoints_view(items: Sequence[dict[str, Any]], *, everywhere: bool = False) -> Table:

@@ -31,7 +31,7 @@ from holdfast_core.api import (
     strict,
 )
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import Digest, RestartRound, Step
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 
 BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "no workers": ({"workers": 0}, "spec.workers: "),
@@ -138,6 +138,22 @@ def test_restore_point_absent_empty_and_chosen_differ(
     status = TrainingJobStatus(restore_point=restore_point)
     assert status.to_dict().get("restorePoint") == written
     assert TrainingJobStatus.from_dict(status.to_dict()) == status
+
+
+def test_a_checkpoint_in_the_status_is_one_text() -> None:
+    found = (CheckpointId(Step(40), RestartRound(2)), CheckpointId(Step(0), RestartRound(0)))
+    status = TrainingJobStatus(quarantined=found, missing=found[:1])
+    written = status.to_dict()
+    assert (written["quarantined"], written["missing"]) == (["s40-r2", "s0-r0"], ["s40-r2"])
+    assert TrainingJobStatus.from_dict(written) == status
+
+
+@pytest.mark.parametrize(
+    "text", ["40", "s-1-r0", "s1-r0 ", "s1-r0\n", "s01-r0", 40, None, {"step": 40}]
+)
+def test_another_text_names_no_checkpoint(text: object) -> None:
+    with pytest.raises(ValidationError, match="named by its step and round, as s40-r2"):
+        TrainingJobStatus.from_dict({"quarantined": [text]})
 
 
 def test_part_size_is_spelt_with_its_unit() -> None:

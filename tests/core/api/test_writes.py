@@ -43,7 +43,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         spares=SparesStatus(
             ready=1,
             births=(RestartRound(0), RestartRound(3)),
-            promoted=(PromotedSpare(worker=Worker(1), birth=RestartRound(3), pod="gpt-s1-r0"),),
+            promoted=(PromotedSpare(worker=Worker(1), pod="gpt-s1-r0"),),
         ),
         start_time=START,
     ).with_condition(JobCondition.RUNNING, None, "Starting", "the message", START, 4)
@@ -51,7 +51,6 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "phase": None,
         "restartRound": 3,
         "restarts": 0,
-        "restartsCountTowardsMax": 0,
         "recentRestarts": [{"round": 3, "at": "2026-01-01T12:30:15Z", "ignored": False}],
         "quarantined": [],
         "missing": [],
@@ -60,7 +59,6 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "step": None,
         "lastCommittedStep": None,
         "lastReplicatedStep": None,
-        "stepsDropped": None,
         "flushSeconds": None,
         "lastPersisted": None,
         "members": [],
@@ -89,7 +87,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
             "recoverySeconds": 0.0,
             "lostWorkSeconds": 0.0,
         },
-        "interval": None,
+        "expectedMtbfSeconds": None,
         "scheduling": None,
         "resize": None,
         "stragglers": [],
@@ -98,7 +96,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "spares": {
             "ready": 1,
             "births": [0, 3],
-            "promoted": [{"worker": 1, "birth": 3, "pod": "gpt-s1-r0"}],
+            "promoted": [{"worker": 1, "pod": "gpt-s1-r0"}],
         },
         "startTime": "2026-01-01T12:30:15Z",
         "completionTime": None,

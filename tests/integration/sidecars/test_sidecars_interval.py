@@ -1,13 +1,15 @@
-"""An interval that is given as a time, from the ROUND message to the coordinator's state."""
+"""An interval that is given as a time, from the ROUND message to the coordinator's metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 import torch
 from tests.integration.sidecars.one_worker import OneWorker
 from tests.support.hang import HANG_SECONDS
+from tests.support.sidecar import until
 from tests.support.sidecar.gang import Gangs
 
 import holdfast
@@ -19,8 +21,16 @@ MTBF_SECONDS = 1e-6
 """So short that an automatic interval is a step."""
 
 
+def intervals(page: str) -> dict[str, float]:
+    """Return what the page of metrics says of the interval: its steps, and the seconds of its parts."""
+    found = re.findall(
+        r"^holdfast_save_interval_(?:(steps)|seconds{part=.(\w+).}) (\S+)$", page, re.M
+    )
+    return {steps or part: float(value) for steps, part, value in found}
+
+
 @pytest.mark.parametrize("seconds", [1e-9, None], ids=["seconds", "auto"])
-def test_a_time_becomes_steps_that_the_coordinator_knows(
+def test_a_time_becomes_steps_that_the_metrics_of_the_coordinator_show(
     gangs: Gangs, monkeypatch: pytest.MonkeyPatch, seconds: float | None
 ) -> None:
     timing = Timing(seconds, MTBF_SECONDS)
@@ -47,18 +57,12 @@ def test_a_time_becomes_steps_that_the_coordinator_knows(
             await worker.begin()
             assert await asyncio.to_thread(train) == [5, 6, 7, 8]
             # The report of the step before the first save has no cost of a save yet.
-            state = await gang.operator.state_until(
-                0,
-                lambda s: (
-                    s.interval is not None
-                    and s.interval.steps == 1
-                    and (s.interval.save_seconds is None) is (seconds is not None)
-                ),
-                "the interval",
+            known = {"interval", "step"} | ({"save", "mtbf"} if seconds is None else set())
+            await until(
+                lambda: intervals(gang.metrics(0)).keys() == {"steps", *known}, f"only {known}"
             )
-            found = state.interval
-            assert found is not None
-            assert found.step_seconds is not None
-            assert found.mtbf_seconds == (MTBF_SECONDS if seconds is None else None)
+            found = intervals(gang.metrics(0))
+            assert found["steps"] == 1
+            assert found.get("mtbf", MTBF_SECONDS) == MTBF_SECONDS
 
     asyncio.run(scenario())

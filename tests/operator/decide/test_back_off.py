@@ -17,7 +17,7 @@ from holdfast_core.api import (
     RestorePointStatus,
     changed,
 )
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.failures import GATHER_SECONDS
@@ -132,7 +132,7 @@ def with_status(observed: Observed, **fields: object) -> Observed:
 
 def without_a_point(observed: Observed) -> Observed:
     """Return the world in which a pod fails before the round has a restore point. Round 5 had one."""
-    last = LineageEntry(round=RestartRound(5), base_step=Step(10), base_round=RestartRound(1))
+    last = LineageEntry(round=RestartRound(5), base=CheckpointId(Step(10), RestartRound(1)))
     pods = (observed.pods[0], replace(observed.pods[1], phase=PodPhase.FAILED))
     found = replace(observed, pods=pods, coordinator=None)
     return with_status(found, restore_point=None, lineage=(last,))

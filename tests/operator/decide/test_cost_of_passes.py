@@ -37,7 +37,7 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.errors import UnavailableError
-from holdfast_core.ids import JobUid, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RestorePoint
 from holdfast_operator.apply.apply import ActionFailed, Applied, memory_after
 from holdfast_operator.decide.decide import decide
@@ -105,9 +105,7 @@ def training(checkpoints: tuple[Checkpoint, ...], memory: JobMemory | None = Non
                     step=Step(30), round=RestartRound(1), manifest=manifest_digest(30, 1)
                 ),
                 coordinator=Worker(0),
-                lineage=(
-                    LineageEntry(round=ROUND, base_step=Step(30), base_round=RestartRound(1)),
-                ),
+                lineage=(LineageEntry(round=ROUND, base=CheckpointId(Step(30), RestartRound(1))),),
                 last_persisted=PersistedStep(
                     step=Step(40), round=ROUND, manifest=manifest_digest(40, 2)
                 ),

@@ -28,7 +28,7 @@ from holdfast_core.api import (
     RestorePointStatus,
     changed,
 )
-from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
@@ -73,7 +73,7 @@ def world(
                 coordinator=Worker(0),
                 lineage=(
                     LineageEntry(
-                        round=RestartRound(2), base_step=Step(30), base_round=RestartRound(1)
+                        round=RestartRound(2), base=CheckpointId(Step(30), RestartRound(1))
                     ),
                 ),
                 last_persisted=committed,
@@ -338,12 +338,6 @@ def test_delete_data_gets_our_finalizer() -> None:
 
 
 # --------------------------------------------------------------------------- status
-
-
-def test_steps_that_newer_ones_replaced_are_shown() -> None:
-    given = world(coordinator={"steps_dropped": 2})
-    (write,) = only(decide(given, now()), WriteStatus)
-    assert write.status.steps_dropped == 2
 
 
 def test_levels_are_written_at_most_every_10_seconds() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import START, condition, job, now, pod, sidecar, silent, status
-from tests.support.operator.decisions import does
+from tests.support.operator.decisions import counting, does
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
@@ -253,7 +253,7 @@ def test_failures(
     assert new.restore_point is None
     assert new.coordinator is None
     assert new.restarts == 1
-    assert new.restarts_count_towards_max == counts
+    assert counting(new) == counts
     assert new.last_recovery is not None
     assert (new.last_recovery.reason, new.last_recovery.round) == (reason, expected)
     restarting = new.condition(JobCondition.RESTARTING)
@@ -476,7 +476,7 @@ def test_a_budget_above_128_is_spent_as_well() -> None:
     seen = JobMemory(round=RestartRound(3), round_seen_at=900.0, failure_seen_at=1000.0)
     dead = state(dead=DEAD)
     last = begun(decide(world(coordinator=dead, status=many, spec=spec, memory=seen), now(2000.0)))
-    assert last.status.restarts_count_towards_max == 1000
+    assert counting(last.status) == 1000
     assert len(last.status.recent_restarts) == 1000
     spent = running_status(recent_restarts=last.status.recent_restarts)
     decision = decide(world(coordinator=dead, status=spent, spec=spec, memory=seen), now(2000.0))

@@ -178,7 +178,7 @@ def test_choosing_touches_no_pods() -> None:
     assert choice.status.restore_point.step == 10
     assert choice.status.coordinator == 0
     assert choice.status.step == 10
-    assert [(e.round, e.base_step) for e in choice.status.lineage] == [(1, 10)]
+    assert [(e.round, str(e.base)) for e in choice.status.lineage] == [(1, "s10-r0")]
     assert not of_kind(actions, "create Pod", "delete Pod", "call /v1/seal", WriteStatus)
 
 

@@ -56,9 +56,7 @@ AVOID_CODE_3 = FailureRule(on_exit_codes=(3,), action=FailureAction.AVOID_NODE)
 
 def failure(node: str, seconds: float = 900.0, *, by_rule: bool = False) -> NodeFailure:
     at = START + timedelta(seconds=seconds)
-    return NodeFailure(
-        node=node, round=RestartRound(2), at=at, reason=Reason.RANK_FAILED, by_rule=by_rule
-    )
+    return NodeFailure(node=node, at=at, by_rule=by_rule)
 
 
 def dead(worker: int, code: int = 1) -> DeadRank:

@@ -1,4 +1,4 @@
-"""The interval between saves as a time: what a round's ranks get, and what the status shows."""
+"""The interval between saves as a time: what ranks get, and how often the job is expected to fail."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status
 from tests.support.operator.decisions import of_kind
 
-from holdfast_core.api import GoodputStatus, IntervalStatus, RestorePointStatus, changed
+from holdfast_core.api import GoodputStatus, RestorePointStatus, changed
 from holdfast_core.api.checkpoint_policy import SaveInterval
 from holdfast_core.contract import DEFAULT_MTBF_SECONDS
-from holdfast_core.ids import Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import CoordinatorState, DeadRank, GangProgress, Interval, Timing
+from holdfast_core.ids import Rank, RestartRound, Worker
+from holdfast_core.messages.schema import CoordinatorState, DeadRank, Timing
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.interval import estimated_mtbf
-from holdfast_operator.model.actions import BeginRound, WriteStatus
+from holdfast_operator.model.actions import BeginRound
 from holdfast_operator.model.job import JobMemory, Observed
 
 CHOSEN = status(1, (0, 1), restore_point=RestorePointStatus(), coordinator=Worker(0))
@@ -67,21 +67,21 @@ def test_a_round_expects_failures_as_often_as_they_were() -> None:
     trained = GoodputStatus(ratio=1.0, training_seconds=8 * HOUR)
     begun = failed(AUTO, restarts=2, goodput=trained).status
     assert begun.restarts == 3
-    assert begun.interval == IntervalStatus(mtbf_seconds=9 * HOUR / 4)
+    assert begun.expected_mtbf_seconds == 9 * HOUR / 4
 
 
 def test_the_expectation_stays_the_same_during_a_round() -> None:
     """Otherwise each pass would send a ROUND message with another policy."""
     trained = GoodputStatus(ratio=1.0, training_seconds=8 * HOUR)
-    known = IntervalStatus(mtbf_seconds=1234.0)
-    assert sent_timing(running(AUTO, interval=known, goodput=trained)) == Timing(None, 1234.0)
+    found = running(AUTO, expected_mtbf_seconds=1234.0, goodput=trained)
+    assert sent_timing(found) == Timing(None, 1234.0)
 
 
 @pytest.mark.parametrize("interval", [SaveInterval(steps=10), SaveInterval(seconds=60)])
 def test_only_an_automatic_interval_has_an_expectation(interval: SaveInterval) -> None:
     """An interval that was automatic in the round before does not stay in the status."""
-    begun = failed(interval, interval=IntervalStatus(steps=7, mtbf_seconds=1234.0)).status
-    assert begun.interval is None
+    begun = failed(interval, expected_mtbf_seconds=1234.0).status
+    assert begun.expected_mtbf_seconds is None
 
 
 @pytest.mark.parametrize(
@@ -98,26 +98,3 @@ def test_the_estimate_of_the_time_between_failures(
     trained: float, restarts: int, expected: float
 ) -> None:
     assert estimated_mtbf(HOUR, trained, restarts) == pytest.approx(expected)
-
-
-def test_the_status_shows_the_interval_that_rank_0_reports() -> None:
-    reported = Interval(120, 60.5, 0.5, 0.25, HOUR)
-    state = CoordinatorState(
-        5,
-        RestartRound(1),
-        progress=GangProgress(8, Step(10), Step(10), 80),
-        running=True,
-        interval=reported,
-    )
-    observed = running(AUTO, interval=IntervalStatus(mtbf_seconds=1234.0))
-    written = of_kind(decide(replace(observed, coordinator=state), now()).actions, WriteStatus)
-    assert written[0].status.interval == IntervalStatus(
-        steps=120, seconds=60.5, step_seconds=0.5, save_seconds=0.25, mtbf_seconds=1234.0
-    )
-
-
-def test_a_late_report_does_not_bring_back_an_interval_in_seconds() -> None:
-    state = CoordinatorState(5, RestartRound(1), running=True, interval=Interval(120, 60.5))
-    observed = replace(running(SaveInterval(steps=10)), coordinator=state)
-    written = of_kind(decide(observed, now()).actions, WriteStatus)
-    assert written[0].status.interval is None

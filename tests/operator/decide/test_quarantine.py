@@ -20,6 +20,7 @@ from tests.support.operator.builders import (
     silent,
     status,
 )
+from tests.support.operator.decisions import counting
 from tests.support.operator.life import Life, dies_after
 
 from holdfast_core.api import (
@@ -31,7 +32,6 @@ from holdfast_core.api import (
     JobCondition,
     LineageEntry,
     PersistedStep,
-    QuarantinedCheckpoint,
     RestartRecord,
     RestorePointStatus,
     TrainingJob,
@@ -83,12 +83,11 @@ def test_the_next_older_one_is_taken_after_three_failures() -> None:
     life.run(60)
     assert life.status.is_true("Running")
     assert restored_steps(life) == [bad.step, bad.step, bad.step, bad.step - 5]
-    [entry] = life.status.quarantined
-    assert (entry.id, entry.restarts) == (bad, 3)
+    assert life.status.quarantined == (bad,)
     condition = life.status.condition(JobCondition.QUARANTINED)
     assert condition is not None
     assert condition.is_true
-    assert f"step {bad.step} of round {bad.round} (3 restarts)" in condition.message
+    assert f"step {bad.step} of round {bad.round}" in condition.message
     first, second = (e.message for e in life.operator.events if e.reason == Reason.QUARANTINED)
     assert f"step {bad.step} of round {bad.round} is quarantined" in first
     assert f"gives up 5 steps: step {bad.step} of round {bad.round} is quarantined" in second
@@ -127,7 +126,7 @@ def test_an_operator_that_dies_between_two_writes_quarantines_the_same(writes: i
     dies_after(life, writes)
     life.restart()
     life.run(60)
-    assert [q.id for q in life.status.quarantined] == [bad]
+    assert life.status.quarantined == (bad,)
     assert restored_steps(life) == [bad.step, bad.step - 5]
 
 
@@ -257,7 +256,7 @@ def test_failures_that_a_rule_ignores_do_not_count_against_the_restore_point() -
     life.run(120)
     assert len(restored_steps(life)) > 4
     assert set(restored_steps(life)) == {bad.step}
-    assert life.status.restarts_count_towards_max == 0
+    assert counting(life.status) == 0
 
 
 @pytest.mark.fault("A quarantined restore point is followed by uploads")
@@ -287,13 +286,13 @@ def test_uploads_after_it_are_recorded_although_their_steps_are_lower() -> None:
 
 # --------------------------------------------------------------------------- rule by rule
 
-BAD = QuarantinedCheckpoint(step=Step(20), round=RestartRound(0), restarts=3)
+BAD = CheckpointId(Step(20), RestartRound(0))
 OLDER_THAN_BAD = [held(10, 0, 0), held(10, 0, 1)]
 BOTH_OF_BAD = [held(20, 0, 0), held(20, 0, 1)]
 
 
 def choice(
-    *sidecars: Any, quarantined: tuple[QuarantinedCheckpoint, ...] = (BAD,), **changes: Any
+    *sidecars: Any, quarantined: tuple[CheckpointId, ...] = (BAD,), **changes: Any
 ) -> Chosen | Wait | Exhausted:
     """Return the choice of round 1, which two survivors have reached after step 20 was committed."""
     begun = status(
@@ -330,7 +329,7 @@ def test_a_released_one_is_chosen_before_the_status_is_written() -> None:
 
 
 def test_a_step_of_the_same_number_and_another_round_is_not_quarantined() -> None:
-    other = changed(BAD, round=RestartRound(7))
+    other = replace(BAD, round=RestartRound(7))
     found = choice(*both(manifest(20, 0), shards=BOTH_OF_BAD), quarantined=(other,))
     assert isinstance(found, Chosen)
     assert found.point.step == 20
@@ -383,8 +382,7 @@ def record(round_: int, seconds: float) -> RestartRecord:
     return RestartRecord(
         round=RestartRound(round_),
         at=START + timedelta(seconds=seconds),
-        failed_step=Step(10),
-        failed_round=RestartRound(1),
+        failed_from=CheckpointId(Step(10), RestartRound(1)),
     )
 
 
@@ -395,11 +393,11 @@ def test_failures_outside_of_the_window_count_against_the_checkpoint() -> None:
     decision = decide(failing(*old, spec={"window": "10s", "max_restarts": 3}), now())
     [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
     assert [q.step for q in begun.status.quarantined] == [10]
-    assert begun.status.restarts_count_towards_max == 3
+    assert counting(begun.status) == 3
 
 
 def test_records_of_another_checkpoint_outside_of_the_window_are_dropped() -> None:
-    other = changed(record(1, 0.0), failed_step=Step(5))
+    other = changed(record(1, 0.0), failed_from=CheckpointId(Step(5), RestartRound(1)))
     decision = decide(failing(other, spec={"window": "10s"}), now())
     [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
     assert [r.round for r in begun.status.recent_restarts] == [6]
@@ -433,7 +431,7 @@ def test_ranks_that_end_for_want_of_their_checkpoint_are_no_evidence_against_it(
     [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
     assert begun.status.quarantined == ()
     assert [m.step for m in begun.status.missing] == [10]
-    assert begun.status.restarts_count_towards_max == 2
+    assert counting(begun.status) == 2
 
 
 @pytest.mark.fault("A rule would replace the pods with the checkpoint that follows a quarantine")
@@ -474,7 +472,7 @@ def test_a_pod_with_the_checkpoint_below_the_restore_point_is_not_replaced(
 
 
 def test_a_job_with_as_many_quarantined_checkpoints_as_fit_fails() -> None:
-    many = tuple(changed(BAD, step=Step(1000 + i)) for i in range(MAX_QUARANTINED))
+    many = tuple(replace(BAD, step=Step(1000 + i)) for i in range(MAX_QUARANTINED))
     records = (record(4, 1.0), record(5, 2.0))
     first = decide(failing(quarantined=many), now())
     assert any(isinstance(a, BeginRound) for a in first.actions), "one failure is not too often"

@@ -273,7 +273,7 @@ def test_steps_that_were_trained_again_are_off_the_lineage() -> None:
         2,
         (0, 0),
         lineage=(
-            LineageEntry(round=RestartRound(1), base_step=Step(10), base_round=RestartRound(0)),
+            LineageEntry(round=RestartRound(1), base=CheckpointId(Step(10), RestartRound(0))),
         ),
     )
     seen = sidecar(
@@ -321,12 +321,8 @@ def test_a_manifest_whose_commit_was_cut_off_does_not_block_the_beginning() -> N
 
 
 def entry(round_: int, step: int | None) -> LineageEntry:
-    base = None if step is None else Step(step)
-    return LineageEntry(
-        round=RestartRound(round_),
-        base_step=base,
-        base_round=None if step is None else RestartRound(0),
-    )
+    base = None if step is None else CheckpointId(Step(step), RestartRound(0))
+    return LineageEntry(round=RestartRound(round_), base=base)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +370,8 @@ def test_the_merge_of_the_oldest_rounds_lets_no_step_back_in() -> None:
 
 
 def based(round_: int, step: int, saved_in: int) -> LineageEntry:
-    return changed(entry(round_, step), base_round=RestartRound(saved_in))
+    base = CheckpointId(Step(step), RestartRound(saved_in))
+    return changed(entry(round_, step), base=base)
 
 
 def test_a_step_that_a_lower_base_takes_off_the_lineage_stays_off() -> None:
@@ -430,7 +427,8 @@ def test_a_pod_of_an_interrupted_round_is_not_waited_for_if_no_rank_has_run_in_i
 ) -> None:
     """All other pods were lost after round 1 had begun, so the newest step is in the store."""
     persisted = PersistedStep(step=Step(20), round=RestartRound(0), manifest=manifest_digest(20, 0))
-    lineage = tuple(LineageEntry(round=RestartRound(r), base_step=Step(20)) for r in chosen_rounds)
+    base = CheckpointId(Step(20), RestartRound(0))
+    lineage = tuple(LineageEntry(round=RestartRound(r), base=base) for r in chosen_rounds)
     state = status(2, (2, 1), lineage=lineage, last_persisted=persisted)
     choice = pick(state, [pod(0, birth=2), starting], list(sidecars))
     assert isinstance(choice, Wait) is waits

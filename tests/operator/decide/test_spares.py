@@ -115,7 +115,7 @@ def test_the_round_takes_a_ready_spare_and_wants_a_new_one() -> None:
     assert write.status.spares == SparesStatus(
         ready=0,
         births=(RestartRound(1),),
-        promoted=(PromotedSpare(worker=Worker(1), birth=RestartRound(1), pod=SPARE.name),),
+        promoted=(PromotedSpare(worker=Worker(1), pod=SPARE.name),),
     )
     events = [a for a in decision.actions if isinstance(a, EmitEvent)]
     assert [e.reason for e in events if e.reason == Reason.SPARE_PROMOTED] == ["SparePromoted"]
@@ -191,7 +191,7 @@ def test_a_spare_is_not_taken_if_its_node(node: NodeView) -> None:
 
 def test_a_spare_on_a_node_on_which_workers_failed_is_not_ready() -> None:
     node = SPARE.node or ""
-    failure = NodeFailure(node=node, round=RestartRound(0), at=now(900.0).utc, reason="PodFailed")
+    failure = NodeFailure(node=node, at=now(900.0).utc)
     observed = training(pod(0), pod(1), pod(2), SPARE, node_failures=(failure,))
     policy = changed(observed.job.spec.failure_policy, avoid_nodes=AvoidNodesSpec(failures=1))
     spec = changed(observed.job.spec, failure_policy=policy)

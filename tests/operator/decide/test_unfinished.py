@@ -23,7 +23,7 @@ from tests.support.operator.decisions import of_kind
 from tests.support.operator.life import Life
 from tests.support.operator.oracle import broken_rules
 
-from holdfast_core.api import LineageEntry, QuarantinedCheckpoint, TrainingJobStatus, changed
+from holdfast_core.api import LineageEntry, TrainingJobStatus, changed
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.messages.schema import UncommittedShard
@@ -38,8 +38,7 @@ A, B, NEW_B = pod(0), pod(1), pod(1, birth=1)
 LINEAGE = (
     LineageEntry(
         round=RestartRound(0),
-        base_step=Step(5),
-        base_round=RestartRound(0),
+        base=CheckpointId(Step(5), RestartRound(0)),
         base_manifest=manifest_digest(5, 0),
     ),
 )
@@ -196,7 +195,7 @@ def test_leftovers_of_an_earlier_round_are_left_alone() -> None:
     """They are off the lineage: the round after them has trained these steps again."""
     lineage = (
         *LINEAGE,
-        LineageEntry(round=RestartRound(1), base_step=Step(10), base_round=RestartRound(0)),
+        LineageEntry(round=RestartRound(1), base=CheckpointId(Step(10), RestartRound(0))),
     )
     state = status(2, (0, 0), lineage=lineage)
     found = (
@@ -207,7 +206,7 @@ def test_leftovers_of_an_earlier_round_are_left_alone() -> None:
 
 
 def test_a_quarantined_step_is_not_finished() -> None:
-    apart = QuarantinedCheckpoint(step=Step(20), round=RestartRound(0), restarts=3)
+    apart = CheckpointId(Step(20), RestartRound(0))
     assert chosen_step(choose(*COMPLETE, state=changed(BOTH_SURVIVED, quarantined=(apart,)))) == 10
 
 

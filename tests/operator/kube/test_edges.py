@@ -23,13 +23,12 @@ from holdfast_core.api import (
     RecoveryStatus,
     SchedulingStatus,
     SparesStatus,
-    StragglerStatus,
     TrainingJob,
     TrainingJobStatus,
     changed,
 )
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.names import service_name
 from holdfast_operator.base.logs import Changed
 from holdfast_operator.base.metrics import Metrics
@@ -228,7 +227,7 @@ def test_metrics_show_ready_and_promoted_spares() -> None:
         restart_round=RestartRound(0), spares=SparesStatus(ready=2, births=(RestartRound(0),) * 2)
     )
     metrics.status_written(job(), two)
-    taken = PromotedSpare(worker=Worker(1), birth=RestartRound(1), pod="gpt-s0-r0")
+    taken = PromotedSpare(worker=Worker(1), pod="gpt-s0-r0")
     one = changed(two, spares=changed(two.spares, ready=1, promoted=(taken,)))
     metrics.status_written(job(two), one)
     metrics.status_written(job(one), one)
@@ -308,36 +307,6 @@ def test_a_disruption_budget_that_exists_gets_the_new_number() -> None:
     assert set_to(0) == 0
 
 
-def test_only_present_stragglers_have_a_metric() -> None:
-    metrics, of_job = Metrics(), 'job="gpt",namespace="team",rank='
-
-    def shown(*factors: tuple[int, float]) -> list[str]:
-        stragglers = tuple(
-            StragglerStatus(
-                rank=rank,
-                worker=Worker(rank),
-                factor=factor,
-                since_step=Step(1),
-                slow_part="Input",
-            )
-            for rank, factor in factors
-        )
-        metrics.status_written(job(), TrainingJobStatus(stragglers=stragglers))
-        return lines()
-
-    def lines() -> list[str]:
-        text = generate_latest(metrics.registry).decode()
-        return [line for line in text.splitlines() if line.startswith("holdfast_straggler_factor{")]
-
-    assert shown((3, 2.5), (4, 1.5)) == [
-        f'holdfast_straggler_factor{{{of_job}"3"}} 2.5',
-        f'holdfast_straggler_factor{{{of_job}"4"}} 1.5',
-    ]
-    assert shown((4, 1.6)) == [f'holdfast_straggler_factor{{{of_job}"4"}} 1.6']
-    metrics.forget("team", "gpt")
-    assert lines() == []
-
-
 def test_only_a_job_that_was_in_a_queue_has_the_metric_of_the_queue() -> None:
     metrics = Metrics()
 
@@ -360,3 +329,13 @@ def test_only_a_job_that_was_in_a_queue_has_the_metric_of_the_queue() -> None:
     assert shown(False) == [f"{series} 0.0"]
     metrics.forget("team", "gpt")
     assert lines() == []
+
+
+def test_each_quarantine_is_counted_once() -> None:
+    metrics = Metrics()
+    first, second = (CheckpointId(Step(s), RestartRound(0)) for s in (20, 30))
+    for old, new in (((), (first,)), ((first,), (first, second)), ((first, second), (second,))):
+        before, after = (TrainingJobStatus(quarantined=found) for found in (old, new))
+        metrics.status_written(job(before), after)
+    text = generate_latest(metrics.registry).decode()
+    assert 'holdfast_checkpoints_quarantined_total{job="gpt",namespace="team"} 2.0' in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.operator.decisions import counting
 from tests.support.operator.life import Life, after_each_death, trains_with
 from tests.support.operator.oracle import broken_rules
 
@@ -100,7 +101,7 @@ def test_a_gang_that_lost_a_worker_and_its_node_continues_without_it() -> None:
     assert (value, reason) == ("True", Reason.SHRUNK)
     assert "the gang continues with 3 of 4 workers" in message
     assert summary(life) == "3/4"
-    assert status.restarts_count_towards_max == 0
+    assert counting(status) == 0
     assert status.last_recovery is not None
     assert status.last_recovery.reason == Reason.SHRUNK
     assert status.elastic is not None
@@ -258,7 +259,7 @@ def test_a_number_that_the_script_refuses_is_not_tried_again_until_the_spec_chan
     life.cluster.full_nodes = set()
     becomes(life, 4)
     assert life.cluster.choices[-1].status["restorePoint"]["step"] >= step
-    assert life.status.restarts_count_towards_max == 0
+    assert counting(life.status) == 0
 
 
 # --------------------------------------------------------------------------- growth

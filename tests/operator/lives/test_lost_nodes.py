@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import NAMESPACE
+from tests.support.operator.decisions import counting
 from tests.support.operator.fake_cluster import LEASE_SECONDS, TAINT_SECONDS, FakeNode
 from tests.support.operator.life import Life
 from tests.support.operator.oracle import broken_rules
@@ -93,7 +94,7 @@ def test_ranks_that_fail_before_the_lease_has_stopped_begin_no_round_of_their_ow
     assert one_round(life)
     assert life.status.last_recovery is not None
     assert life.status.last_recovery.reason == "NodeLost"
-    assert life.status.restarts_count_towards_max == 0
+    assert counting(life.status) == 0
 
 
 def test_a_sidecar_that_is_silent_on_a_good_node_delays_failed_ranks_for_a_while_only() -> None:

@@ -140,7 +140,9 @@ def test_all_pods_that_are_lost_at_once_cost_one_round(
     newest = life.status.last_recovery
     assert newest is not None
     assert newest.phase_seconds["back_off"] == 0.0, "the wait is part of the detection"
-    assert newest.restored_step == life.status.lineage[-1].base_step
+    base = life.status.lineage[-1].base
+    assert base is not None
+    assert newest.restored_step == base.step
     assert broken_rules(life.cluster, life.copies) == []
 
 

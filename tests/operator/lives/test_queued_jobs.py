@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.support.operator.builders import NAMESPACE, UID
+from tests.support.operator.decisions import counting
 from tests.support.operator.life import Life, after_each_death
 from tests.support.operator.oracle import broken_rules
 from tests.support.operator.played_kueue import MANAGED, PlayedKueue
@@ -150,7 +151,7 @@ def test_a_replacement_joins_the_group_once_the_lost_pod_no_longer_counts(
     assert life.groups() == {group(4, 0)}
     after = {p.view.uid for p in life.cluster.pods.values()}
     assert len(before & after) == 2, "survivors stay"
-    assert life.status.restarts_count_towards_max == 0
+    assert counting(life.status) == 0
 
 
 @pytest.mark.fault("A worker is lost after the pod of another one has succeeded")
@@ -218,7 +219,7 @@ def test_a_preempted_gang_waits_in_its_queue_and_continues(ends_as: PodPhase) ->
     life.kueue.quota = 4
     life.trains()
     assert life.newest() >= step
-    assert life.status.restarts_count_towards_max == 0
+    assert counting(life.status) == 0
 
 
 @pytest.mark.fault("The pods of a preempted gang have all succeeded when the operator starts")

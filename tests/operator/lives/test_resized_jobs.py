@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.operator.decisions import counting
 from tests.support.operator.life import Life, after_each_death, trains_with
 from tests.support.operator.oracle import broken_rules
 from tests.support.operator.phases import PHASES, Phase, heal, restart_unschedulable
@@ -123,7 +124,7 @@ def test_the_old_number_comes_back_while_the_gang_stops(seconds: int, restarts: 
     life.run(40)
     assert life.newest() > step + 10
     assert resizing(life)[:2] == ("False", Reason.RESIZED)
-    assert life.status.restarts_count_towards_max == 0
+    assert counting(life.status) == 0
     assert broken_rules(life.cluster, life.copies) == []
 
 
@@ -265,7 +266,7 @@ def test_a_state_that_cannot_be_resharded_costs_two_rounds_and_nothing_else() ->
     assert life.newest() >= step
     assert life.status.restart_round == (round_ or 0) + 2
     assert life.status.quarantined == ()
-    assert life.status.restarts_count_towards_max == 0
+    assert counting(life.status) == 0
     life.run(60)
     assert life.status.restart_round == (round_ or 0) + 2, "3 is not tried again"
     life.cluster.lose_pod(life.pod(2))

@@ -20,7 +20,7 @@ from holdfast_core.api import (
     TrainingJobStatus,
     merge_patch,
 )
-from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step, Worker
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
@@ -46,15 +46,13 @@ FULL = TrainingJobStatus(
     ),
     lineage=(
         LineageEntry(round=RestartRound(0)),
-        LineageEntry(round=RestartRound(3), base_step=Step(0)),
+        LineageEntry(round=RestartRound(3), base=CheckpointId(Step(0), RestartRound(2))),
     ),
     last_persisted=PersistedStep(step=Step(0), round=RestartRound(0), manifest=Digest("b3:b")),
     step=Step(0),
     last_committed_step=Step(0),
     last_replicated_step=Step(0),
-    steps_dropped=0,
     restarts=2,
-    restarts_count_towards_max=1,
     recent_restarts=(RestartRecord(round=RestartRound(3), at=START),),
     recoveries=(
         RecoveryStatus(

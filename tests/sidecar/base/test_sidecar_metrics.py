@@ -21,6 +21,15 @@ def test_a_seal_is_no_step_of_the_new_round() -> None:
     assert sample(metrics, 'holdfast_step{rank="0"}') == 30
 
 
+def test_only_present_stragglers_have_a_metric() -> None:
+    metrics = Metrics()
+    metrics.stragglers({Rank(3): 2.5, Rank(4): 1.5})
+    assert sample(metrics, 'holdfast_straggler_factor{rank="3"}') == 2.5
+    metrics.stragglers({Rank(4): 1.6})
+    assert sample(metrics, 'holdfast_straggler_factor{rank="4"}') == 1.6
+    assert metrics.render().decode().count("holdfast_straggler_factor{") == 1
+
+
 def test_names_that_a_script_reports_do_not_fill_the_page() -> None:
     metrics = Metrics()
     for step in range(100):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from holdfast_core.api import CheckpointStatus
+from holdfast_core.api import CheckpointStatus, TrainingJobStatus
 from holdfast_operator.model.actions import Action, DesiredObject, described
 from holdfast_operator.model.job import PodView
 from holdfast_operator.model.ownership import worker_identity
@@ -22,6 +22,11 @@ def of_kind(actions: Iterable[Action], *kinds: type | str) -> list[Any]:
 def does(action: Action, *texts: str) -> bool:
     """Return whether the description of the action begins with the words of one of these: "create Pod"."""
     return f"{described(action)} ".startswith(tuple(f"{text} " for text in texts))
+
+
+def counting(status: TrainingJobStatus) -> int:
+    """Return the number of recorded restarts that count towards maxRestarts."""
+    return sum(not r.ignored for r in status.recent_restarts)
 
 
 def created_pods(actions: Iterable[Action]) -> list[PodView]:

@@ -215,9 +215,9 @@ class FakeCluster:
     def member_names(self, status: Mapping[str, Any]) -> list[str]:
         """Return the names of the workers' pods by a status. A pod that was a spare keeps its name."""
         spares = (status.get("spares") or {}).get("promoted") or []
-        promoted = {(r["worker"], r["birth"]): r["pod"] for r in spares}
+        promoted = {r["worker"]: r["pod"] for r in spares}
         return [
-            promoted.get(key) or pod_name("job", self.uid, *key)
+            promoted.get(key[0]) or pod_name("job", self.uid, *key)
             for key in enumerate(status.get("members") or [])
         ]
 

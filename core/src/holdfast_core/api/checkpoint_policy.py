@@ -99,7 +99,7 @@ class SaveInterval(ApiModel):
             description=(
                 "true: rank 0 computes the seconds between saves at which saves and lost steps cost "
                 "the least in total (Daly), from the measured cost of a save and the mean time "
-                "between failures. status.interval shows the result and its inputs."
+                "between failures. holdfast_save_interval_seconds shows the result and its inputs."
             )
         ),
     ] = None

@@ -5,10 +5,11 @@ Absent means "none yet"; no sentinel values.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from holdfast_core.api.base import ApiModel, Timestamp, changed
 from holdfast_core.api.meta import Conditions, WithConditions
@@ -18,6 +19,7 @@ from holdfast_core.ids import (
     CheckpointId,
     Digest,
     JobUid,
+    Rank,
     RestartRound,
     Step,
     TierName,
@@ -114,12 +116,30 @@ class JobCondition(StrEnum):
     """False while a rule of failurePolicy.rules can never match; absent before that happens."""
 
 
+_ID = re.compile(r"^s(0|[1-9][0-9]{0,18})-r(0|[1-9][0-9]{0,18})$")
+
+
+def _read_id(value: Any) -> Any:
+    if isinstance(value, CheckpointId):
+        return value
+    found = _ID.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError("a checkpoint is named by its step and round, as s40-r2")
+    return CheckpointId(Step(int(found[1])), RestartRound(int(found[2])))
+
+
 StepField = Annotated[Step, Field(ge=0)]
 RoundField = Annotated[RestartRound, Field(ge=0)]
 DigestField = Annotated[Digest, Field(max_length=128)]
+CheckpointIdField = Annotated[
+    CheckpointId,
+    BeforeValidator(_read_id),
+    PlainSerializer(str, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "maxLength": 48, "pattern": _ID.pattern}),
+]
+"""A checkpoint of the job as text, its step and the round that saved it: s40-r2."""
 WorkerField = Annotated[Worker, Field(ge=0)]
 Seconds = Annotated[float, PlainSerializer(lambda value: round(value, 3), return_type=float)]
-Factor = Annotated[float, PlainSerializer(lambda value: round(value, 2), return_type=float)]
 Share = Annotated[float, PlainSerializer(lambda value: round(value, 4), return_type=float)]
 
 
@@ -167,15 +187,15 @@ class LineageEntry(ApiModel):
     """What one restart round started from."""
 
     round: Annotated[RoundField, Field(description="The restart round.")]
-    base_step: Annotated[
-        StepField | None,
-        Field(description=("Step that it restored. Absent: it started without a checkpoint.")),
-    ] = None
-    base_round: Annotated[
-        RoundField | None, Field(description="Restart round that saved that step.")
+    base: Annotated[
+        CheckpointIdField | None,
+        Field(
+            description="Checkpoint that it restored, by its step and the restart round that saved it, as "
+            "s40-r2. Absent: it started without one."
+        ),
     ] = None
     base_manifest: Annotated[
-        DigestField | None, Field(description="BLAKE3 of that step's manifest, b3:<hex>.")
+        DigestField | None, Field(description="BLAKE3 of its manifest, b3:<hex>.")
     ] = None
 
 
@@ -274,35 +294,6 @@ class GoodputStatus(ApiModel):
     ] = 0
 
 
-class IntervalStatus(ApiModel):
-    """The interval between saves, if it is given as a time, and what it follows from."""
-
-    steps: Annotated[
-        int,
-        Field(
-            ge=0, description="Optimizer steps between saves; 0 before some steps were measured."
-        ),
-    ] = 0
-    seconds: Annotated[Seconds | None, Field(ge=0, description="Seconds between saves.")] = None
-    step_seconds: Annotated[
-        Seconds | None, Field(ge=0, description="Mean duration of a step without saves, seconds.")
-    ] = None
-    save_seconds: Annotated[
-        Seconds | None,
-        Field(ge=0, description="Time for which a save blocks training, seconds. Only with auto."),
-    ] = None
-    mtbf_seconds: Annotated[
-        Seconds | None,
-        Field(
-            ge=0,
-            description=(
-                "Mean time between failures that this round expects, seconds. It follows from "
-                "interval.mtbf, the restarts and the training time of the job. Only with auto."
-            ),
-        ),
-    ] = None
-
-
 class SchedulingStatus(ApiModel):
     """Tries to schedule a gang that took longer than spec.scheduleTimeoutSeconds."""
 
@@ -350,9 +341,6 @@ class ResizeStatus(ApiModel):
             "no longer counts.",
         ),
     ] = None
-    refused_because: Annotated[
-        str | None, Field(max_length=1024, description="The failure with that number.")
-    ] = None
 
 
 class ElasticStatus(ApiModel):
@@ -381,9 +369,6 @@ class PromotedSpare(ApiModel):
     """A worker whose pod was a spare before."""
 
     worker: Annotated[WorkerField, Field(description="Index of the worker.")]
-    birth: Annotated[
-        RoundField, Field(description="Birth round of the worker: the round that took the spare.")
-    ]
     pod: Annotated[str, Field(max_length=63, description="Name of the pod.")]
 
 
@@ -419,25 +404,13 @@ class RestartRecord(ApiModel):
             "towards failurePolicy.maxRestarts."
         ),
     ] = False
-    failed_step: Annotated[
-        StepField | None,
+    failed_from: Annotated[
+        CheckpointIdField | None,
         Field(
-            description=(
-                "Step that the previous round had restored, if its ranks failed on their "
-                "own before they had finished a step."
-            )
+            description="Checkpoint, as s40-r2, that the previous round had restored, if its ranks failed on "
+            "their own before they had finished a step."
         ),
     ] = None
-    failed_round: Annotated[
-        RoundField | None, Field(description="Restart round that had saved that step.")
-    ] = None
-
-    @property
-    def failed_from(self) -> CheckpointId | None:
-        """Return the checkpoint from which the ranks failed, or None if they had finished a step."""
-        if self.failed_step is None or self.failed_round is None:
-            return None
-        return CheckpointId(self.failed_step, self.failed_round)
 
 
 class HangsStatus(ApiModel):
@@ -451,41 +424,18 @@ class HangsStatus(ApiModel):
     ]
 
 
-class QuarantinedCheckpoint(ApiModel):
-    """A checkpoint that the gang does not restore, because no gang trained from it."""
-
-    step: Annotated[StepField, Field(description="Optimizer step.")]
-    round: Annotated[RoundField, Field(description="Restart round that saved it.")]
-    manifest: Annotated[
-        DigestField | None, Field(description="BLAKE3 of the manifest, b3:<hex>.")
-    ] = None
-    restarts: Annotated[
-        int, Field(ge=1, description="Restarts from it that failed before a step was finished.")
-    ]
-
-    @property
-    def id(self) -> CheckpointId:
-        return CheckpointId(self.step, self.round)
-
-
-class MissingCheckpoint(ApiModel):
-    """A checkpoint that the status names, and of which no place has a good copy."""
-
-    step: Annotated[StepField, Field(description="Optimizer step.")]
-    round: Annotated[RoundField, Field(description="Restart round that saved it.")]
-
-    @property
-    def id(self) -> CheckpointId:
-        return CheckpointId(self.step, self.round)
-
-
 class NodeFailure(ApiModel):
     """A failure of a worker that may be the fault of its node."""
 
     node: Annotated[str, Field(max_length=253, description="Name of the node.")]
-    round: Annotated[RoundField, Field(description="Restart round that the failure began.")]
     at: Annotated[Timestamp, Field(description="When (UTC).")]
-    reason: Annotated[str, Field(max_length=128, description="What failed, as one CamelCase word.")]
+    late_in_round: Annotated[
+        RoundField | None,
+        Field(
+            description="Restart round in which a pod did not start on it within startTimeoutSeconds. "
+            "Absent: the failure was another one."
+        ),
+    ] = None
     by_rule: Annotated[
         bool,
         Field(
@@ -493,34 +443,6 @@ class NodeFailure(ApiModel):
             "not start within startTimeoutSeconds."
         ),
     ] = False
-
-
-class StragglerStatus(ApiModel):
-    """A rank that takes longer than the others for the same work."""
-
-    rank: Annotated[int, Field(ge=0, description="The rank.")]
-    worker: Annotated[WorkerField, Field(description="The worker that it belongs to.")]
-    node: Annotated[
-        str | None,
-        Field(max_length=253, description="Node of the worker. Absent: its pod is gone."),
-    ] = None
-    factor: Annotated[
-        Factor,
-        Field(
-            ge=0,
-            description="Its time for the input and the forward passes of a step, divided by the median of "
-            "the ranks with the same number of parameters. 2 is twice as slow.",
-        ),
-    ]
-    since_step: Annotated[StepField, Field(description="Step from which on it is slow.")]
-    slow_part: Annotated[
-        str,
-        Field(
-            max_length=128,
-            description="What delays it most: Input (its batch arrives late) or Forward (it computes "
-            "slowly).",
-        ),
-    ]
 
 
 class TrainingJobStatus(WithConditions):
@@ -535,14 +457,6 @@ class TrainingJobStatus(WithConditions):
         Field(description="+1 at each restart of the gang: the fencing token. Absent: not begun."),
     ] = None
     restarts: Annotated[int, Field(ge=0, description="All restarts of the gang.")] = 0
-    restarts_count_towards_max: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Restarts that count: those within failurePolicy.window, and all since the newest "
-            "committed step was saved.",
-        ),
-    ] = 0
     recent_restarts: Annotated[
         tuple[RestartRecord, ...],
         Field(
@@ -553,18 +467,19 @@ class TrainingJobStatus(WithConditions):
         ),
     ] = ()
     quarantined: Annotated[
-        tuple[QuarantinedCheckpoint, ...],
+        tuple[CheckpointIdField, ...],
         Field(
             max_length=MAX_QUARANTINED,
-            description="Checkpoints that are kept and not restored, oldest quarantine first.",
+            description="Checkpoints, by step and round as s40-r2, that are kept and not restored, oldest "
+            "quarantine first.",
         ),
     ] = ()
     missing: Annotated[
-        tuple[MissingCheckpoint, ...],
+        tuple[CheckpointIdField, ...],
         Field(
             max_length=MAX_MISSING,
-            description="Checkpoints that could not be read anywhere since the gang last trained. An older "
-            "one is restored, or the newest of them is waited for.",
+            description="Checkpoints, by step and round as s40-r2, that could not be read anywhere since the "
+            "gang last trained. An older one is restored, or the newest of them is waited for.",
         ),
     ] = ()
     hangs: Annotated[
@@ -588,16 +503,6 @@ class TrainingJobStatus(WithConditions):
     ] = None
     last_replicated_step: Annotated[
         StepField | None, Field(description="Newest step committed at level replicated.")
-    ] = None
-    steps_dropped: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            description=(
-                "Steps of this round that newer steps replaced before nodes had written "
-                "or peers had copied them."
-            ),
-        ),
     ] = None
     flush_seconds: Annotated[
         int | None,
@@ -647,9 +552,13 @@ class TrainingJobStatus(WithConditions):
     goodput: Annotated[GoodputStatus | None, Field(description="How the job's time was spent.")] = (
         None
     )
-    interval: Annotated[
-        IntervalStatus | None,
-        Field(description="The interval between saves; absent if it is a number of steps."),
+    expected_mtbf_seconds: Annotated[
+        Seconds | None,
+        Field(
+            ge=0,
+            description="Mean time between failures that this round expects, seconds. It follows from "
+            "interval.mtbf, the restarts and the training time of the job. Only with interval.auto.",
+        ),
     ] = None
     scheduling: Annotated[
         SchedulingStatus | None,
@@ -664,11 +573,12 @@ class TrainingJobStatus(WithConditions):
         ),
     ] = None
     stragglers: Annotated[
-        tuple[StragglerStatus, ...],
+        tuple[Annotated[Rank, Field(ge=0)], ...],
         Field(
             max_length=MAX_STRAGGLERS,
             description=f"The slowest {MAX_STRAGGLERS} ranks that are stragglers by "
-            "failurePolicy.stragglers, by rank.",
+            "failurePolicy.stragglers. Events with reason Straggler and metric "
+            "holdfast_straggler_factor say how slow they are.",
         ),
     ] = ()
     elastic: Annotated[

@@ -43,7 +43,6 @@ from holdfast_core.messages.bounds import (
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.common import (
     Failure,
-    Interval,
     Policy,
     RestorePoint,
     ShardInfo,
@@ -304,10 +303,6 @@ class CoordinatorState(Clipped):
     finished: bool = False
     """All ranks returned 0, and no step is being written, copied or uploaded any more."""
     saves_skipped: Natural = 0
-    steps_dropped: Natural = 0
-    """Steps that newer ones replaced before they were written or copied, since this coordinator started."""
-    interval: Interval | None = None
-    """The interval between saves as rank 0 has reported it. None: it is a number of steps, or not known."""
     hang: Hang | None = None
     accepted: AcceptedRound | None = None
     """The ROUND that every worker has accepted, with the highest of their versions. None unless every worker

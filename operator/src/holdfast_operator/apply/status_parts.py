@@ -66,7 +66,6 @@ def with_known_details(new: TrainingJobStatus, known: TrainingJobStatus) -> Trai
     return changed(
         new,
         step=known.step,
-        steps_dropped=known.steps_dropped,
         recoveries=known.recoveries,
         goodput=known.goodput,
         conditions=tuple(c for c in conditions if c is not None),

@@ -14,12 +14,6 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 600)
 _JOB = ("namespace", "job")
 
 
-def _remove(metric: Counter | Gauge, *labels: str) -> None:
-    """Remove a series, if there is one."""
-    with suppress(KeyError):
-        metric.remove(*labels)
-
-
 class Metrics:
     """All metrics of one operator process, in their own registry."""
 
@@ -82,15 +76,6 @@ class Metrics:
             _JOB,
             registry=self.registry,
         )
-        self._stragglers = Gauge(
-            "holdfast_straggler_factor",
-            "How many times as long a straggler takes for its part of a step as the median of the ranks "
-            "with the same work. A job has at most 16 such series, and none without a straggler.",
-            (*_JOB, "rank"),
-            registry=self.registry,
-        )
-        self._slow_ranks: dict[tuple[str, str], set[str]] = {}
-        """Ranks with a series of `_stragglers`, by namespace and job."""
         self._spares = Gauge(
             "holdfast_job_spares_ready",
             "Spare pods of the job that can take the place of a lost worker now.",
@@ -223,7 +208,9 @@ class Metrics:
         if new.goodput is not None:
             self._goodput.labels(job.namespace, job.name).set(new.goodput.ratio)
 
-        self._show_stragglers(job, new)
+        quarantined = len(set(new.quarantined) - set(old.quarantined))
+        if quarantined:
+            self._quarantined.labels(job.namespace, job.name).inc(quarantined)
         if new.spares is not None or old.spares is not None:
             ready = 0 if new.spares is None else new.spares.ready
             self._spares.labels(job.namespace, job.name).set(ready)
@@ -265,19 +252,8 @@ class Metrics:
             self._spares,
             self._promotions,
         ):
-            _remove(metric, namespace, job)
-        for rank in self._slow_ranks.pop((namespace, job), set()):
-            _remove(self._stragglers, namespace, job, rank)
-
-    def _show_stragglers(self, job: Gang, new: TrainingJobStatus) -> None:
-        key = (job.namespace, job.name)
-        factors = {str(s.rank): s.factor for s in new.stragglers}
-        for rank in self._slow_ranks.pop(key, set()) - factors.keys():
-            _remove(self._stragglers, *key, rank)
-        for rank, factor in factors.items():
-            self._stragglers.labels(*key, rank).set(factor)
-        if factors:
-            self._slow_ranks[key] = set(factors)
+            with suppress(KeyError):
+                metric.remove(namespace, job)
 
     def _count_recovery(self, job: Gang, new: RecoveryStatus) -> None:
         same = (r for r in job.status.recoveries if r.round == new.round)

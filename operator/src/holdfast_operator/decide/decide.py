@@ -79,7 +79,7 @@ def decide(observed: Observed, now: Now) -> Decision:
         objects=tuple(o for o in decision.objects if source.may_put(o.kind)),
         deletes=tuple(d for d in deletes if source.may_delete(d.kind)),
     )
-    return with_notices(decision, observed.job.status)
+    return with_notices(decision, World(observed))
 
 
 def _in_each_pass(world: World) -> list[Delete | ReleasePod]:

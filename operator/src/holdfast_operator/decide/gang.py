@@ -355,8 +355,7 @@ def round_message(world: World) -> Round:
         policy=_policy(world),
         pinned=_pinned_steps(world),
         quarantined=tuple(
-            RestorePoint(q.step, q.round, q.manifest)
-            for q in with_released(status, world).quarantined
+            RestorePoint(q.step, q.round) for q in with_released(status, world).quarantined
         ),
         last_persisted=_persisted_message(world.last_persisted),
     )

@@ -25,7 +25,7 @@ from holdfast_operator.decide.facts.evidence import with_evidence
 from holdfast_operator.decide.facts.failure import Failure, Ruling
 from holdfast_operator.decide.facts.interval import with_expected_failures
 from holdfast_operator.decide.facts.node_failures import with_node_failures, workers_to_move
-from holdfast_operator.decide.facts.restarts import counted, kept_restarts, with_restart
+from holdfast_operator.decide.facts.restarts import kept_restarts, with_restart
 from holdfast_operator.decide.facts.scheduling import describe, next_try, timeouts
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.features.spares import with_new_spares, with_promotions
@@ -71,8 +71,7 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
             round=round_,
             at=now.utc,
             ignored=ruling.ignored,
-            failed_step=None if failed_from is None else failed_from.step,
-            failed_round=None if failed_from is None else failed_from.round,
+            failed_from=failed_from,
         )
         recent = with_restart(recent, record)
         status = with_evidence(status, world, recent, now)
@@ -88,7 +87,6 @@ def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
         coordinator=None,
         restarts=status.restarts + 1,
         recent_restarts=recent,
-        restarts_count_towards_max=len(counted(recent, world, now)),
     )
     if cause.reason is Reason.HUNG:
         status = with_hang(status, world, cause.message, now)
@@ -242,12 +240,9 @@ def round_of_way_back(world: World, failure: Failure, now: Now) -> TrainingJobSt
         round=world.next_round,
         refused_workers=present,
         refused_of_workers=world.observed.job.spec.workers,
-        refused_because=failure.message[:1024],
     )
-    text = (
-        f"the gang failed with {present} workers before its first step, and goes back to {before}"
-    )
-    note = Note(Reason.RESIZE_FAILED, f"{text}: {failure.message}")
+    text = f"{resize.describe_refused(present, before)}. The failure: {failure.message}"
+    note = Note(Reason.RESIZE_FAILED, text)
     status = _with_new_pods(world, before, record, note, now)
     generation = world.observed.job.generation
     return set_condition(status, JobCondition.RESIZING, False, note, now, generation)

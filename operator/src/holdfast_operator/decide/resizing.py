@@ -57,9 +57,7 @@ def _with_record(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     if status.is_true(JobCondition.RUNNING) and record.from_workers is not None:
         record = changed(record, from_workers=None)
     if resize.refused_workers(world.observed.job, status) is None:
-        record = changed(
-            record, refused_workers=None, refused_of_workers=None, refused_because=None
-        )
+        record = changed(record, refused_workers=None, refused_of_workers=None)
     return changed(status, resize=record)
 
 
@@ -74,10 +72,10 @@ def _waits_for(status: TrainingJobStatus, world: World) -> tuple[bool, Note | No
         and wanted in (present, refused)
         and not resize.is_untried(status)
     ):
-        text = (
-            f"the gang failed with {refused} workers before its first step, and continues with {present}: "
-            f"{record.refused_because}. It is tried again after spec.workers has changed"
-        )
+        known = status.condition(JobCondition.RESIZING)
+        text = resize.describe_refused(refused, present)
+        if known is not None and known.message.startswith(text):
+            text = known.message  # it has the failure as well
         return False, Note(Reason.RESIZE_FAILED, text)
     if wanted != present:
         step = f"the gang of {present} workers is to have {wanted}"

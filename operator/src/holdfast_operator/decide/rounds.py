@@ -123,8 +123,7 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
     point: RestorePointStatus = choice.point
     entry = LineageEntry(
         round=world.round,
-        base_step=point.step,
-        base_round=point.round,
+        base=point.id,
         base_manifest=point.manifest,
     )
     own = point.step if point.job_uid is None else None
@@ -143,7 +142,6 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
         step=point.step,
         last_committed_step=own,
         last_replicated_step=None if replicated is None or own is None else min(replicated, own),
-        steps_dropped=0,
         goodput=_less_lost_work(status.goodput, lost, status.step),
     )
 

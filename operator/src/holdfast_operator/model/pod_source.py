@@ -106,8 +106,9 @@ class OwnPods:
     @cached_property
     def _promoted(self) -> dict[tuple[Worker, RestartRound], str]:
         """The names of the pods that were spares, by worker and birth round."""
-        spares = self.job.status.spares
-        return {} if spares is None else {(r.worker, r.birth): r.pod for r in spares.promoted}
+        spares, members = self.job.status.spares, self.job.status.members
+        promoted = () if spares is None else spares.promoted
+        return {(r.worker, members[r.worker]): r.pod for r in promoted if r.worker < len(members)}
 
     def members(self, pods: tuple[PodView, ...], lost_nodes: frozenset[str]) -> tuple[PodView, ...]:
         if not self._promoted:

@@ -15,6 +15,7 @@ from prometheus_client import (
 )
 
 from holdfast_core.ids import Level, Rank, Step, TierName
+from holdfast_core.messages.common import Interval
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
@@ -178,6 +179,31 @@ class Metrics:
             ),
             registry=self._registry,
         )
+        self._overtaken = self._gauge(
+            "holdfast_steps_overtaken",
+            "Steps that newer steps replaced before nodes had written or peers had copied them, since this "
+            "coordinator started. Only the coordinator sets it",
+        )
+        self._straggler = self._gauge(
+            "holdfast_straggler_factor",
+            "How many times as long a straggler takes for its part of a step as the median of the ranks "
+            "with the same work. A job has at most 16 such series, and none without a straggler. Only the "
+            "coordinator sets it",
+            "rank",
+        )
+        self._interval_steps = self._gauge(
+            "holdfast_save_interval_steps",
+            "Optimizer steps between saves, if the interval is a time; 0 before some steps were measured. "
+            "Only the coordinator sets it",
+        )
+        self._interval_seconds = self._gauge(
+            "holdfast_save_interval_seconds",
+            "Seconds between saves (part interval), if the interval is a time, and what they follow from: "
+            "the mean duration of a step without saves (step) and, with auto, the time for which a save "
+            "blocks training (save) and the expected mean time between failures (mtbf). Only the "
+            "coordinator sets it",
+            "part",
+        )
         self._limit = Gauge(
             "holdfast_background_limit_bytes_per_second",
             "Rate limit of saves, so that they do not slow down steps; 0: no limit",
@@ -237,6 +263,28 @@ class Metrics:
 
     def overdue(self, seconds: float) -> None:
         self._overdue.set(seconds)
+
+    def overtaken(self, steps: int) -> None:
+        self._overtaken.set(steps)
+
+    def stragglers(self, factors: Mapping[Rank, float]) -> None:
+        """Set the series of the present stragglers, and remove all others."""
+        self._straggler.clear()
+        for rank, factor in factors.items():
+            self._straggler.labels(rank).set(factor)
+
+    def interval(self, interval: Interval) -> None:
+        """Set what the ranks measured for an interval between saves that is a time."""
+        self._interval_steps.set(interval.steps)
+        parts = {
+            "interval": interval.seconds,
+            "step": interval.step_seconds,
+            "save": interval.save_seconds,
+            "mtbf": interval.mtbf_seconds,
+        }
+        for part, seconds in parts.items():
+            if seconds is not None:
+                self._interval_seconds.labels(part).set(seconds)
 
     def stored(self, tier: TierName, payload_bytes: int, seconds: float) -> None:
         self._bytes.labels(tier.value).inc(payload_bytes)

@@ -38,6 +38,7 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     Failure,
     GangRequest,
+    Interval,
     ManifestDocument,
     ManifestList,
     Ok,
@@ -49,6 +50,7 @@ from holdfast_core.messages.schema import (
     Replicated,
     RestorePoint,
     Round,
+    Straggler,
     Uploaded,
     WorkerReport,
 )
@@ -144,7 +146,8 @@ class Coordinator:
         self.instance = secrets.token_hex(8)
         self._hangs = HangWatch(self._gathered, self.instance)
         self._stragglers = StragglerWatch(self._gathered)
-        self._dropped = 0
+        self.dropped = 0
+        """Steps that newer ones replaced before they were written or copied."""
         self._outbox = Outbox(
             settings,
             peers,
@@ -397,8 +400,6 @@ class Coordinator:
             restore_may_succeed=gathered.restore_may_succeed,
             finished=self._finished_version is not None,
             saves_skipped=gathered.saves_skipped,
-            steps_dropped=self._dropped,
-            interval=gathered.interval,
             hang=self._hangs.hang,
             accepted=gathered.accepted(self._clock.monotonic() - _SILENT_SECONDS),
             stragglers=self._stragglers.found,
@@ -414,6 +415,16 @@ class Coordinator:
         found = tuple(dict.fromkeys((*self._gathered.failures, *own)))
         nodes = tuple(f for f in found if f.tier is TierName.NODE)
         return (*nodes, *self._alarm.failures, *(f for f in found if f not in nodes))
+
+    @property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """The slowest ranks, by rank."""
+        return self._stragglers.found
+
+    @property
+    def interval(self) -> Interval | None:
+        """The interval between saves as rank 0 has reported it, if it is given as a time."""
+        return self._gathered.interval
 
     @property
     def overdue_seconds(self) -> float:
@@ -485,7 +496,7 @@ class Coordinator:
         if self._ledger.steps[step].copied:
             self._retain()
         elif gone := self._ledger.overtaken():
-            self._dropped += len(gone)
+            self.dropped += len(gone)
             self._outbox.prune(gone)
         self._weigh()
         self._changed()
@@ -523,7 +534,7 @@ class Coordinator:
             self._outbox.wake()
         if choice.dropped:
             logs.info("dropped from slots", steps=list(choice.dropped), chosen=choice.chosen)
-            self._dropped += len(choice.dropped)
+            self.dropped += len(choice.dropped)
             self._outbox.prune(choice.dropped, in_slots=True)
 
     def _retain(self) -> None:

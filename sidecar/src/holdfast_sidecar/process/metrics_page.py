@@ -27,5 +27,10 @@ class MetricsPage:
         if coordinator is not None:
             metrics.committed(coordinator.levels())
             metrics.overdue(coordinator.overdue_seconds)
+            metrics.overtaken(coordinator.dropped)
+            if coordinator.interval is not None:
+                metrics.interval(coordinator.interval)
+        found = () if coordinator is None else coordinator.stragglers
+        metrics.stragglers({s.rank: s.factor for s in found})
         metrics.buffers(self._disk.buffers.allocated_bytes, BUFFER_LIMIT_BYTES)
         return metrics.render()

@@ -20,7 +20,7 @@ from tests.support.operator.builders import (
 )
 
 from holdfast_core.api import LineageEntry, PersistedStep, RestorePointStatus
-from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RestorePoint
 from holdfast_operator.decide.facts.readable import (
     answering_can_be_replaced,
@@ -63,7 +63,7 @@ def training(
         last = PersistedStep(
             step=Step(persisted), round=RestartRound(NOW), manifest=manifest_digest(persisted, NOW)
         )
-    base: dict[str, Any] = {"base_step": Step(20), "base_round": RestartRound(BEFORE)}
+    base: dict[str, Any] = {"base": CheckpointId(Step(20), RestartRound(BEFORE))}
     begun = status(
         NOW,
         [BEFORE] * WORKERS,

@@ -23,7 +23,6 @@ from holdfast_core.api import (
     MAX_MISSING,
     MAX_QUARANTINED,
     JobCondition,
-    MissingCheckpoint,
     PersistedStep,
     TrainingJobStatus,
     changed,
@@ -37,7 +36,7 @@ from holdfast_operator.model.reasons import Reason
 def quarantined(world: World) -> frozenset[CheckpointId]:
     """Return the checkpoints that the gang does not restore."""
     released = world.observed.job.spec.failure_policy.released_steps
-    return frozenset(q.id for q in world.status.quarantined if q.step not in released)
+    return frozenset(q for q in world.status.quarantined if q.step not in released)
 
 
 def with_released(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
@@ -78,7 +77,7 @@ def newest_is_missing(world: World) -> str | None:
 
 def missing_ids(world: World) -> frozenset[CheckpointId]:
     """Return the checkpoints that are restored only if no other one is complete."""
-    return frozenset(m.id for m in world.status.missing)
+    return frozenset(world.status.missing)
 
 
 def stored(world: World) -> PersistedStep | None:
@@ -108,7 +107,7 @@ def with_missing_restore_point(
     if point is None:
         return status
     known = status.missing
-    if point not in {m.id for m in known}:
-        known = (*known, MissingCheckpoint(step=point.step, round=point.round))
+    if point not in known:
+        known = (*known, point)
     newest = max(m.step for m in known)
     return changed(status, missing=known[-MAX_MISSING:], lineage=back_to(newest, status.lineage))

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 
 from holdfast_core.api import (
     JobCondition,
-    QuarantinedCheckpoint,
     RestartRecord,
     TrainingJobStatus,
     changed,
@@ -60,10 +59,7 @@ def with_evidence(
         return _released(status, counts)
     if not is_due(world, records[:-1], id_):
         return status
-    new = QuarantinedCheckpoint(
-        step=id_.step, round=id_.round, manifest=point.manifest, restarts=counts[id_]
-    )
-    return changed(status, quarantined=(*status.quarantined, new))
+    return changed(status, quarantined=(*status.quarantined, id_))
 
 
 def is_due(world: World, earlier: tuple[RestartRecord, ...], failed_from: CheckpointId) -> bool:
@@ -73,8 +69,7 @@ def is_due(world: World, earlier: tuple[RestartRecord, ...], failed_from: Checkp
     counts[failed_from] += 1
     if counts[failed_from] < policy.quarantine_after or _is_elsewhere(world, counts):
         return False
-    known = {q.id for q in world.status.quarantined}
-    if failed_from.step in policy.released_steps or failed_from in known:
+    if failed_from.step in policy.released_steps or failed_from in world.status.quarantined:
         return False
     return readable.has_older(world, failed_from)
 
@@ -99,7 +94,7 @@ def _released(status: TrainingJobStatus, counts: Counter[CheckpointId]) -> Train
     No rank has trained since they were quarantined.
     """
     newest = max(id_.step for id_ in counts)
-    kept = tuple(q for q in status.quarantined if q.id not in counts)
+    kept = tuple(q for q in status.quarantined if q not in counts)
     if kept == status.quarantined:
         return status
     return changed(

@@ -7,8 +7,8 @@ a round begins, and keeps it in the status, because ROUND must not change while 
 
 from __future__ import annotations
 
-from holdfast_core.api import IntervalStatus, TrainingJobStatus, changed
-from holdfast_core.messages.schema import Interval, Timing
+from holdfast_core.api import TrainingJobStatus, changed
+from holdfast_core.messages.schema import Timing
 from holdfast_operator.decide.facts.world import World
 
 
@@ -17,8 +17,7 @@ def timing(world: World) -> Timing | None:
     interval = world.observed.job.spec.checkpoint.interval
     if interval.steps is not None:
         return None
-    known = world.status.interval
-    expected = None if known is None else known.mtbf_seconds
+    expected = world.status.expected_mtbf_seconds
     seconds = None if interval.seconds is None else float(interval.seconds)
     return Timing(seconds, interval.expected_mtbf_seconds if expected is None else expected)
 
@@ -27,10 +26,10 @@ def with_expected_failures(status: TrainingJobStatus, world: World) -> TrainingJ
     """Return the status of a round that begins, with the mean time between failures that it expects."""
     interval = world.observed.job.spec.checkpoint.interval
     if not interval.auto:
-        return changed(status, interval=None)
+        return changed(status, expected_mtbf_seconds=None)
     trained = 0.0 if status.goodput is None else status.goodput.training_seconds
     mtbf_seconds = estimated_mtbf(interval.expected_mtbf_seconds, trained, status.restarts)
-    return changed(status, interval=IntervalStatus(mtbf_seconds=mtbf_seconds))
+    return changed(status, expected_mtbf_seconds=mtbf_seconds)
 
 
 def estimated_mtbf(expected_seconds: float, trained_seconds: float, restarts: int) -> float:
@@ -40,22 +39,3 @@ def estimated_mtbf(expected_seconds: float, trained_seconds: float, restarts: in
     outweigh it after some failures, and one early failure does not make the gang save all the time.
     """
     return (expected_seconds + trained_seconds) / (1 + restarts)
-
-
-def with_reported_interval(
-    status: TrainingJobStatus, world: World, reported: Interval | None
-) -> TrainingJobStatus:
-    """Return the status with the interval that rank 0 reports."""
-    if reported is None or world.observed.job.spec.checkpoint.interval.steps is not None:
-        return status
-    known = status.interval or IntervalStatus()
-    return changed(
-        status,
-        interval=changed(
-            known,
-            steps=reported.steps,
-            seconds=reported.seconds,
-            step_seconds=reported.step_seconds,
-            save_seconds=reported.save_seconds,
-        ),
-    )

@@ -57,12 +57,10 @@ def with_node_failures(
     new = [
         NodeFailure(
             node=nodes[worker],
-            round=round_,
             at=now.utc,
-            reason=failure.reason,
             by_rule=worker in ruling.avoided,
         )
-        for worker, failure in sorted(ruling.blamed.items())
+        for worker in sorted(ruling.blamed)
         if worker in nodes and (worker in ruling.avoided or not common)
     ]
     by_node = {f.node: f for f in sorted(new, key=lambda f: f.by_rule)}

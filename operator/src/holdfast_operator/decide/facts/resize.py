@@ -65,6 +65,14 @@ def refused_workers(job: Gang, status: TrainingJobStatus) -> int | None:
     return record.refused_workers
 
 
+def describe_refused(refused: int, present: int) -> str:
+    """Say which number of workers is refused, and with which number the gang continues."""
+    return (
+        f"the gang failed with {refused} workers before its first step, and continues with {present}. It "
+        "tries the other number again after spec.workers has changed"
+    )
+
+
 def is_refused(world: World) -> bool:
     """Return whether the gang has failed with the number of workers that it is to have."""
     job, status = world.observed.job, world.status

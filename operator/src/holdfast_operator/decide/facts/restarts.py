@@ -30,7 +30,7 @@ def kept_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
     half an hour until it fails would otherwise never fail often enough from one checkpoint.
     """
     point = world.status.restore_point
-    bases = {q.id for q in world.status.quarantined}
+    bases = set(world.status.quarantined)
     if point is not None and point.id is not None:
         bases.add(point.id)
     window = world.observed.job.spec.failure_policy.window_length
@@ -67,13 +67,10 @@ def _round_of_newest_commit(world: World) -> int:
     if committed is None or (point is None and not status.lineage):
         return -1  # a restore point of another job counts the rounds of that job
     if point is not None:
-        present, step, round_ = world.round, point.step, point.round
+        present, base = world.round, point.id
     else:
-        last = status.lineage[-1]
-        present, step, round_ = last.round, last.base_step, last.base_round
-    if step is None or round_ is None or committed > step:
-        return present
-    return round_
+        present, base = status.lineage[-1].round, status.lineage[-1].base
+    return present if base is None or committed > base.step else base.round
 
 
 def with_restart(

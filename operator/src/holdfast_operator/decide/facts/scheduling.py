@@ -178,9 +178,8 @@ def with_late_nodes(world: World, memory: JobMemory, now: Now) -> TrainingJobSta
     new = [
         NodeFailure(
             node=node,
-            round=world.round,
             at=now.utc,
-            reason=Reason.POD_NOT_STARTED,
+            late_in_round=world.round,
             by_rule=True,
         )
         for node in nodes
@@ -226,11 +225,7 @@ def _to_avoid(world: World, memory: JobMemory, now: Now) -> tuple[list[str], str
 
 def _tried(world: World) -> frozenset[str]:
     """Return the nodes on which pods of this round have not started, so that they are tried on others."""
-    return frozenset(
-        f.node
-        for f in world.status.node_failures
-        if f.reason == Reason.POD_NOT_STARTED and f.round == world.round
-    )
+    return frozenset(f.node for f in world.status.node_failures if f.late_in_round == world.round)
 
 
 def _start_elsewhere(world: World, tried: frozenset[str]) -> bool:

@@ -436,14 +436,14 @@ class World:
 
 
 def on_lineage(checkpoint: CheckpointId, lineage: tuple[LineageEntry, ...]) -> bool:
-    """Return whether step s of round r is on the lineage: s <= base_step(r') for every later round r'.
+    """Return whether step s of round r is on the lineage: s <= base step of r' for every later round r'.
 
     A later round that started without a checkpoint takes all steps of earlier rounds off the lineage.
     """
     for entry in lineage:
         if entry.round <= checkpoint.round:
             continue
-        if entry.base_step is None or checkpoint.step > entry.base_step:
+        if entry.base is None or checkpoint.step > entry.base.step:
             return False
     return True
 
@@ -454,6 +454,6 @@ def back_to(step: Step, lineage: tuple[LineageEntry, ...]) -> tuple[LineageEntry
     No rank may have trained in these rounds.
     """
     kept = list(lineage)
-    while kept and kept[-1].base_step is not None and kept[-1].base_step < step:
+    while kept and kept[-1].base is not None and kept[-1].base.step < step:
         kept.pop()
     return tuple(kept)

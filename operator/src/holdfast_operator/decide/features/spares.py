@@ -52,8 +52,12 @@ def with_promotions(status: TrainingJobStatus, world: World) -> TrainingJobStatu
     status = _sized(status, world)
     members = list(status.members)
     old = status.spares or SparesStatus()
-    promoted = {r.worker: r for r in old.promoted if _is_member(r, members)}
     before = world.status.members
+    promoted = {
+        r.worker: r
+        for r in old.promoted
+        if tuple(members[r.worker : r.worker + 1]) == before[r.worker : r.worker + 1] != ()
+    }
     replaced = [
         Worker(w)
         for w, birth in enumerate(members)
@@ -68,7 +72,7 @@ def with_promotions(status: TrainingJobStatus, world: World) -> TrainingJobStatu
             taken[worker] = spare.pod
     births = dict(enumerate(old.births, FIRST_SPARE))
     for worker, pod in taken.items():
-        promoted[worker] = PromotedSpare(worker=worker, birth=members[worker], pod=pod.name)
+        promoted[worker] = PromotedSpare(worker=worker, pod=pod.name)
         if births.get(pod.worker) == pod.birth_round:
             births[pod.worker] = round_
     if not (births or promoted):
@@ -77,10 +81,6 @@ def with_promotions(status: TrainingJobStatus, world: World) -> TrainingJobStatu
         old, births=tuple(births.values()), promoted=tuple(promoted[w] for w in sorted(promoted))
     )
     return changed(status, members=tuple(members), spares=spares)
-
-
-def _is_member(record: PromotedSpare, members: Sequence[RestartRound]) -> bool:
-    return record.worker < len(members) and members[record.worker] == record.birth
 
 
 def _sized(status: TrainingJobStatus, world: World) -> TrainingJobStatus:

@@ -8,45 +8,62 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJobStatus
-from holdfast_operator.decide.facts.world import has_no_gang
+from holdfast_operator.decide.facts.world import World, has_no_gang
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.stragglers import straggler_events
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
 from holdfast_operator.model.reasons import Reason
 
-_HEALTH = (
-    JobCondition.LAST_CHECKPOINT_SUCCEEDED,
-    JobCondition.REMOTE_TIER_HEALTHY,
-    JobCondition.FAILURE_RULES_APPLY,
-    JobCondition.SPEC_APPLIED,
-)
-_BAD_IF_TRUE = (
-    JobCondition.SIDECARS_UNREACHABLE,
-    JobCondition.CHECKPOINT_MISSING,
-    JobCondition.NODES_AVOIDED,
-    JobCondition.NODES_LEAVING,
-    JobCondition.UNSCHEDULABLE,
-    JobCondition.PODS_KEPT,
-    JobCondition.HANGS_REPEAT,
-)
-"""Conditions that are bad while they are true."""
+_GOOD_IF = {
+    JobCondition.LAST_CHECKPOINT_SUCCEEDED: True,
+    JobCondition.REMOTE_TIER_HEALTHY: True,
+    JobCondition.FAILURE_RULES_APPLY: True,
+    JobCondition.SPEC_APPLIED: True,
+    JobCondition.SIDECARS_UNREACHABLE: False,
+    JobCondition.CHECKPOINT_MISSING: False,
+    JobCondition.NODES_AVOIDED: False,
+    JobCondition.NODES_LEAVING: False,
+    JobCondition.UNSCHEDULABLE: False,
+    JobCondition.PODS_KEPT: False,
+    JobCondition.HANGS_REPEAT: False,
+}
+"""Conditions with an Event when they become bad, and when they are good again, and whether true is good."""
+_BY_REASON: dict[JobCondition, dict[str, EventKind]] = {
+    # The rounds that a resize begins have Events of their own.
+    JobCondition.RESIZING: {
+        Reason.NO_OBJECT_TIER: EventKind.WARNING,
+        Reason.STOPPING: EventKind.NORMAL,
+        Reason.RESIZED: EventKind.NORMAL,
+    },
+    JobCondition.WORKERS_MISSING: {
+        Reason.SHRUNK: EventKind.WARNING,
+        Reason.CANNOT_SHRINK: EventKind.WARNING,
+        Reason.GROWING: EventKind.NORMAL,
+        Reason.ALL_WORKERS: EventKind.NORMAL,
+    },
+    # For other reasons, other code emits an Event on the job.
+    JobCondition.RUNNING: {
+        Reason.CONTAINER_CANNOT_START: EventKind.WARNING,
+        Reason.CREATE_REFUSED: EventKind.WARNING,
+        Reason.NODE_NAME_UNUSABLE: EventKind.WARNING,
+    },
+    JobCondition.SUSPENDED: {Reason.SUSPENDED: EventKind.NORMAL},
+}
+"""Conditions with an Event when they get one of these reasons."""
 _ENDS = {
     JobCondition.SUSPENDED: "the suspension of the job",
     JobCondition.FAILED: "the failure of the job",
     JobCondition.COMPLETE: "the end of the job",
 }
 """Conditions that end a recovery, and the text for each in the Event."""
-_TROUBLE = frozenset(
-    {Reason.CONTAINER_CANNOT_START, Reason.CREATE_REFUSED, Reason.NODE_NAME_UNUSABLE}
-)
-"""Reasons of Running=False for which no other code emits an Event on the job."""
 
 
-def with_notices(decision: Decision, before: TrainingJobStatus) -> Decision:
-    """Return the decision with Events for the conditions that its status write changes."""
+def with_notices(decision: Decision, world: World) -> Decision:
+    """Return the decision with Events for the conditions and stragglers that its status write changes."""
     if decision.status is None:
         return decision
-    events = notices(before, decision.status.status)
+    before, after = world.status, decision.status.status
+    events = [*notices(before, after), *straggler_events(before, after, world)]
     return replace(decision, events=(*decision.events, *events))
 
 
@@ -57,30 +74,11 @@ def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEve
     complete or when it is interrupted.
     """
     events = _end_of_recovery(before, after)
-    for kind in _HEALTH:
-        old, new = before.condition(kind), after.condition(kind)
-        if new is None:
-            continue
-        was_bad = old is not None and not old.is_true
-        if new.is_true and was_bad:
-            events.append(EmitEvent(EventKind.NORMAL, new.reason, new.message))
-        elif not new.is_true and (old is None or old.is_true or old.reason != new.reason):
-            events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
-    for kind in _BAD_IF_TRUE:
+    for kind in _GOOD_IF:
         events.extend(_turned(kind, before, after))
-    suspended = after.condition(JobCondition.SUSPENDED)
-    if suspended is not None and suspended.is_true and not before.is_true(JobCondition.SUSPENDED):
-        events.append(EmitEvent(EventKind.NORMAL, suspended.reason, suspended.message))
-    events.extend(straggler_events(before, after))
-    events.extend(_resize(before, after))
-    events.extend(_missing_workers(before, after))
-    events.extend(_quarantine(before, after))
-    events.extend(_promotions(before, after))
-    old, new = before.condition(JobCondition.RUNNING), after.condition(JobCondition.RUNNING)
-    trouble = new is not None and not new.is_true and new.reason in _TROUBLE
-    if new is not None and trouble and (old is None or old.reason != new.reason):
-        events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
-    return events
+    for kind in _BY_REASON:
+        events.extend(_has_a_new_reason(kind, before, after))
+    return [*events, *_quarantine(before, after), *_promotions(before, after)]
 
 
 def _end_of_recovery(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
@@ -117,31 +115,27 @@ def _interruption(before: TrainingJobStatus, after: TrainingJobStatus) -> str | 
 def _turned(
     kind: JobCondition, before: TrainingJobStatus, after: TrainingJobStatus
 ) -> list[EmitEvent]:
-    """Return the Events for a condition that is bad when it is true."""
+    """Return the Event about a condition that is bad for a new reason, or good again."""
     old, new = before.condition(kind), after.condition(kind)
     if new is None:
         return []
-    was_bad = old is not None and old.is_true
-    if new.is_true and (not was_bad or old is None or old.reason != new.reason):
-        return [EmitEvent(EventKind.WARNING, new.reason, new.message)]
-    if not new.is_true and was_bad:
-        return [EmitEvent(EventKind.NORMAL, new.reason, new.message)]
-    return []
+    was_bad = old is not None and old.is_true is not _GOOD_IF[kind]
+    if new.is_true is not _GOOD_IF[kind]:
+        is_known = old is not None and was_bad and old.reason == new.reason
+        return [] if is_known else [EmitEvent(EventKind.WARNING, new.reason, new.message)]
+    return [EmitEvent(EventKind.NORMAL, new.reason, new.message)] if was_bad else []
 
 
-def _resize(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
-    """Return the Event of a resize that stops the gang, is refused, or is over.
-
-    The rounds that it begins have Events of their own.
-    """
-    old, new = before.condition(JobCondition.RESIZING), after.condition(JobCondition.RESIZING)
+def _has_a_new_reason(
+    kind: JobCondition, before: TrainingJobStatus, after: TrainingJobStatus
+) -> list[EmitEvent]:
+    """Return the Event about a condition whose reason is another one now."""
+    old, new = before.condition(kind), after.condition(kind)
     if new is None or (old is not None and old.reason == new.reason):
         return []
-    if new.reason == Reason.NO_OBJECT_TIER:
-        return [EmitEvent(EventKind.WARNING, new.reason, new.message)]
-    done = new.reason == Reason.RESIZED and new.is_false
-    has_event = new.reason == Reason.STOPPING or (done and old is not None)
-    return [EmitEvent(EventKind.NORMAL, new.reason, new.message)] if has_event else []
+    event = _BY_REASON[kind].get(new.reason)
+    is_first = old is None and new.reason == Reason.RESIZED
+    return [] if event is None or is_first else [EmitEvent(event, new.reason, new.message)]
 
 
 def _promotions(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
@@ -150,43 +144,30 @@ def _promotions(before: TrainingJobStatus, after: TrainingJobStatus) -> list[Emi
         EmitEvent(
             EventKind.NORMAL,
             Reason.SPARE_PROMOTED,
-            f"spare pod {r.pod} is worker {r.worker} from round {r.birth} on",
+            f"spare pod {r.pod} is worker {r.worker} from round {after.members[r.worker]} on",
         )
         for r in after.promoted_since(before)
     ]
 
 
-def _missing_workers(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
-    """Return the Event of an elastic gang that shrinks, cannot shrink, grows, or has all of its workers."""
-    kind = JobCondition.WORKERS_MISSING
-    old, new = before.condition(kind), after.condition(kind)
-    if new is None or (old is not None and old.reason == new.reason):
-        return []
-    match new.reason:
-        case Reason.SHRUNK | Reason.CANNOT_SHRINK:
-            return [EmitEvent(EventKind.WARNING, new.reason, new.message)]
-        case Reason.GROWING | Reason.ALL_WORKERS:
-            return [EmitEvent(EventKind.NORMAL, new.reason, new.message)]
-    return []
-
-
 def _quarantine(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
     """Return a Warning for each checkpoint that is quarantined now, and a Normal Event for each release."""
-    old, new = {q.id for q in before.quarantined}, {q.id for q in after.quarantined}
     events = [
         EmitEvent(
             EventKind.WARNING,
             Reason.QUARANTINED,
-            f"step {q.step} of round {q.round} is quarantined: {q.restarts} restarts from it failed before "
-            "a rank had finished a step",
+            f"step {q.step} of round {q.round} is quarantined: ranks that restored it failed again and "
+            "again before one had finished a step",
         )
         for q in after.quarantined
-        if q.id not in old
+        if q not in before.quarantined
     ]
-    released = (q for q in before.quarantined if q.id not in new)
+    released = (q for q in before.quarantined if q not in after.quarantined)
     return events + [
         EmitEvent(
-            EventKind.NORMAL, Reason.RELEASED, f"step {q.step} of round {q.round} is released"
+            EventKind.NORMAL,
+            Reason.RELEASED,
+            f"step {q.step} of round {q.round} is released",
         )
         for q in released
     ]

@@ -71,9 +71,7 @@ def with_quarantine(status: TrainingJobStatus, world: World, now: Now) -> Traini
     reason, text = Reason.RELEASED, "no checkpoint is quarantined"
     if status.quarantined:
         newest = status.quarantined[-NAMED_CHECKPOINTS:]
-        named = ", ".join(
-            f"step {q.step} of round {q.round} ({q.restarts} restarts)" for q in newest
-        )
+        named = ", ".join(f"step {q.step} of round {q.round}" for q in newest)
         reason = Reason.QUARANTINED
         text = (
             f"{named}: ranks that restored it failed before they had finished a step. It is kept and not "

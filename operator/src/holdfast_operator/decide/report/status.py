@@ -20,7 +20,6 @@ from holdfast_core.api import (
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, RestorePoint
 from holdfast_operator.decide.facts.departures import with_leaving_nodes
-from holdfast_operator.decide.facts.interval import with_reported_interval
 from holdfast_operator.decide.facts.resize import wanted_workers
 from holdfast_operator.decide.facts.scheduling import with_scheduling
 from holdfast_operator.decide.facts.world import World, has_no_gang
@@ -145,14 +144,11 @@ def with_levels(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     if state is None or status.restart_round != state.round or status.restore_point is None:
         return status
     step = None if state.progress is None else state.progress.first
-    status = with_reported_interval(status, world, state.interval)
     return changed(
         status,
         step=_higher(status.step, step),
         last_committed_step=_higher(status.last_committed_step, _step(state.last_local)),
         last_replicated_step=_higher(status.last_replicated_step, _step(state.last_replicated)),
-        # This counts since the coordinator started, so it follows the coordinator even when it goes down.
-        steps_dropped=state.steps_dropped,
     )
 
 
@@ -359,11 +355,8 @@ def _durable(status: TrainingJobStatus) -> tuple[object, ...]:
         # The first commit must not wait: once it is recorded, the job never starts without a checkpoint.
         last_committed_step=None if status.last_committed_step is None else Step(0),
         last_replicated_step=None,
-        steps_dropped=None,
         flush_seconds=None,
         goodput=None,
-        interval=None,
-        stragglers=tuple(changed(s, factor=1.0, slow_part="") for s in status.stragglers),
         conditions=(),
     )
     return rest, conditions

@@ -6,9 +6,8 @@ script or a neighbour on the node.
 
 from __future__ import annotations
 
-from holdfast_core.api import StragglerStatus, TrainingJobStatus, changed
-from holdfast_core.ids import Worker
-from holdfast_core.messages.bounds import MAX_STRAGGLERS
+from holdfast_core.api import MAX_STRAGGLERS, TrainingJobStatus, changed
+from holdfast_core.ids import Rank, Worker
 from holdfast_core.messages.schema import Straggler
 from holdfast_operator.decide.facts.world import World, has_no_gang
 from holdfast_operator.model.actions import EmitEvent, EventKind
@@ -25,59 +24,45 @@ def with_stragglers(status: TrainingJobStatus, world: World) -> TrainingJobStatu
 
     A known straggler stays while nothing shows that it is over: through restarts of the gang, while the
     coordinator is silent, and until every rank has finished as many steps of the round as it takes to find
-    the straggler again. A restart would otherwise repeat the Event about it.
+    the straggler again. A restart would otherwise repeat the Event about it. It ends with the pod of its
+    worker: the new pod may be on another node.
     """
     steps = world.observed.job.spec.failure_policy.stragglers.effective_steps
     if has_no_gang(status) or not steps:
         return changed(status, stragglers=())
-    state = world.coordinator
-    if state is None or state.round != status.restart_round or status.restore_point is None:
-        return status
-    procs = world.observed.job.spec.procs_per_worker
-    shown = tuple(
-        _shown(world, straggler, Worker(straggler.rank // procs))
-        for straggler in state.stragglers
-        if straggler.rank < procs * len(world.members)
-    )
+    known = {rank for rank in status.stragglers if _has_its_pod(rank, status, world)}
+    state, point = world.coordinator, status.restore_point
+    if state is None or state.round != status.restart_round or point is None:
+        return changed(status, stragglers=tuple(sorted(known)))
+    found = {s.rank for s in state.stragglers if _worker(s.rank, world) < len(world.members)}
     finished = -1 if state.progress is None else state.progress.first
-    if finished < (status.restore_point.step or 0) + steps + _MEASURED_STEPS:
-        found = {s.rank for s in shown}
-        kept = (s for s in status.stragglers if s.rank not in found and _is_in_place(world, s))
-        shown = tuple(sorted((*shown, *kept)[:MAX_STRAGGLERS], key=lambda s: s.rank))
-    return changed(status, stragglers=shown)
+    if finished < (point.step or 0) + steps + _MEASURED_STEPS:
+        found |= known
+    return changed(status, stragglers=tuple(sorted(found)[:MAX_STRAGGLERS]))
 
 
-def _is_in_place(world: World, straggler: StragglerStatus) -> bool:
-    """Return whether the worker of a straggler is still a member, and on no other node."""
-    member = world.member(straggler.worker)
-    if member is None:
-        return False
-    return member.pod is None or member.pod.node in (None, straggler.node)
+def _worker(rank: Rank, world: World) -> Worker:
+    return Worker(rank // world.observed.job.spec.procs_per_worker)
 
 
-def _shown(world: World, straggler: Straggler, worker: Worker) -> StragglerStatus:
-    member = world.member(worker)
-    pod = None if member is None else member.pod
-    return StragglerStatus(
-        rank=straggler.rank,
-        worker=worker,
-        node=None if pod is None else pod.node,
-        factor=straggler.factor,
-        since_step=straggler.since,
-        slow_part=straggler.slow_part,
-    )
+def _has_its_pod(rank: Rank, status: TrainingJobStatus, world: World) -> bool:
+    """Return whether the worker of this rank keeps its pod, also in the round that `status` begins."""
+    worker = _worker(rank, world)
+    return status.members[worker : worker + 1] == world.status.members[worker : worker + 1] != ()
 
 
-def straggler_events(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
+def straggler_events(
+    before: TrainingJobStatus, after: TrainingJobStatus, world: World
+) -> list[EmitEvent]:
     """Return a Warning for each rank that is a straggler now, and a Normal Event for each that was one.
 
     The end of a round is no such change.
     """
-    old, new = ({s.rank for s in status.stragglers} for status in (before, after))
+    found = () if world.coordinator is None else world.coordinator.stragglers
     events = [
-        EmitEvent(EventKind.WARNING, Reason.STRAGGLER, describe(s))
-        for s in after.stragglers
-        if s.rank not in old
+        EmitEvent(EventKind.WARNING, Reason.STRAGGLER, _describe(s, world))
+        for s in found
+        if s.rank in after.stragglers and s.rank not in before.stragglers
     ]
     if has_no_gang(after) or before.restart_round != after.restart_round:
         return events
@@ -85,22 +70,24 @@ def straggler_events(before: TrainingJobStatus, after: TrainingJobStatus) -> lis
         EmitEvent(
             EventKind.NORMAL,
             Reason.STRAGGLER_RECOVERED,
-            f"rank {s.rank} of worker {s.worker}{_on(s)} is no straggler any more",
+            f"{_place(rank, world)} is no straggler any more",
         )
-        for s in before.stragglers
-        if s.rank not in new
+        for rank in before.stragglers
+        if rank not in after.stragglers
     ]
 
 
-def describe(straggler: StragglerStatus) -> str:
-    """Describe a straggler in a sentence."""
+def _describe(straggler: Straggler, world: World) -> str:
     part = _PARTS.get(straggler.slow_part, straggler.slow_part)
-    where = f"rank {straggler.rank} of worker {straggler.worker}{_on(straggler)}"
     return (
-        f"{where} takes {straggler.factor:g} times as long for its part of a step as the median, {part}, "
-        f"since step {straggler.since_step}"
+        f"{_place(straggler.rank, world)} takes {straggler.factor:g} times as long for its part of a step as "
+        f"the median, {part}, since step {straggler.since}"
     )
 
 
-def _on(straggler: StragglerStatus) -> str:
-    return "" if straggler.node is None else f" on node {straggler.node}"
+def _place(rank: Rank, world: World) -> str:
+    worker = _worker(rank, world)
+    member = world.member(worker)
+    pod = None if member is None else member.pod
+    on = "" if pod is None or pod.node is None else f" on node {pod.node}"
+    return f"rank {rank} of worker {worker}{on}"

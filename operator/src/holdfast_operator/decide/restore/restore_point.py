@@ -294,7 +294,7 @@ def extend_lineage(
     the higher step (world.back_to). Above MAX_LINEAGE entries it merges the two oldest into one that is at
     least as strict as both.
     """
-    trained = -1 if entry.base_round is None else entry.base_round
+    trained = -1 if entry.base is None else entry.base.round
     kept: list[LineageEntry] = []
     for new in (*lineage, entry):
         kept = [e for e in kept if not _implied(e, new, trained)]
@@ -307,10 +307,10 @@ def extend_lineage(
 
 
 def _implied(old: LineageEntry, new: LineageEntry, trained: int) -> bool:
-    if new.base_step is None:
+    if new.base is None:
         return True
-    return _base(old) == new.base_step or (_base(old) > new.base_step and new.round <= trained)
+    return _base(old) == _base(new) or (_base(old) > _base(new) and new.round <= trained)
 
 
 def _base(entry: LineageEntry) -> int:
-    return -1 if entry.base_step is None else entry.base_step
+    return -1 if entry.base is None else entry.base.step
