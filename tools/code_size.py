@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14830,  # 30 of them are the queue of uploads, which left the sidecar and the SDK
-    "operator": 13610,
-    "sidecar": 9120,
+    "core": 14740,  # 30 of them are the queue of uploads, which left the sidecar and the SDK
+    "operator": 13520,
+    "sidecar": 9170,
     "trainer_sdk": 17340,  # 230 of them are the suite that stores of others must pass (holdfast.testing)
-    "cli": 660,
+    "cli": 650,
 }
 """Most lines of code of each package."""
 

@@ -96,7 +96,7 @@ READERS = {
     "readyWorkers": COLUMN,
     "spares": VIEWS,
     "spares.ready": VIEWS,
-    "spares.births": "decide/spares/births.py",
+    "spares.births": "decide/features/spares.py",
     "spares.promoted": "model/pod_source.py",
     "spares.promoted.worker": "model/pod_source.py",
     "spares.promoted.pod": "model/pod_source.py",
