@@ -19,6 +19,7 @@ from holdfast_cli.views import (
     phases_line,
     status_view,
 )
+from holdfast_core.api import PromotedSpare
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.names import pod_name
 
@@ -255,13 +256,14 @@ def test_pods_of_a_training_job_are_found_by_the_birth_rounds_of_its_members():
 
 
 def test_the_pod_of_a_worker_may_have_been_a_spare():
+    promoted = PromotedSpare(worker=Worker(0), pod="gpt-x-s0-r0")
     job = {
         "kind": "TrainingJob",
         "metadata": {"name": "gpt", "uid": "u"},
         "spec": {"workers": 1},
         "status": {
             "members": [3],
-            "spares": {"promoted": [{"worker": 0, "birth": 3, "pod": "gpt-x-s0-r0"}]},
+            "spares": {"promoted": [promoted.model_dump(mode="json", by_alias=True)]},
         },
     }
     (member,) = members(job, [pod("gpt-x-s0-r0", "a"), pod("gpt-x-s0-r3", "b")])

@@ -82,9 +82,9 @@ def member_pod_names(job: Mapping[str, Any]) -> list[str]:
     """
     meta, status = job["metadata"], job.get("status") or {}
     promoted = (status.get("spares") or {}).get("promoted") or []
-    spares = {(spare["worker"], spare["birth"]): spare["pod"] for spare in promoted}
+    spares = {spare["worker"]: spare["pod"] for spare in promoted}
     return [
-        spares.get((worker, birth)) or pod_name(meta["name"], meta["uid"], worker, birth)
+        spares.get(worker) or pod_name(meta["name"], meta["uid"], worker, birth)
         for worker, birth in enumerate(status.get("members") or [])
     ]
 
