@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.recovery.journal import Entry
 from benchmarks.report import Figure, at_most, for_orientation, not_measured
+from holdfast_core.names import RECOVERY_PHASES
 
-PHASES = ("detect", "back_off", "seal", "schedule", "rehydrate", "rendezvous", "first_step")
 ALLOWED_LOSS = 10
 """Steps between two checkpoints of the measured jobs."""
 WHAT = {
@@ -135,7 +135,7 @@ def _below_promise(entry: Entry) -> bool:
 def phases(entries: Sequence[Entry]) -> dict[str, float]:
     """Return the median seconds of each phase, by the jobs' status."""
     found = {}
-    for phase in PHASES:
+    for phase in RECOVERY_PHASES:
         values = [e.details.get("phases", {}).get(phase) for e in entries]
         known = [v for v in values if v is not None]
         if known:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.recovery.figures import PHASES
 from benchmarks.report import Figure, verdict
+from holdfast_core.names import RECOVERY_PHASES
 
 
 def page(found: Sequence[Figure], setting: str) -> str:
@@ -33,12 +33,12 @@ def page(found: Sequence[Figure], setting: str) -> str:
         "",
         "Median seconds of each phase, by `status.recoveries`:",
         "",
-        "| id | " + " | ".join(PHASES) + " | rounds | lost steps |",
-        "|---" * (len(PHASES) + 3) + "|",
+        "| id | " + " | ".join(RECOVERY_PHASES) + " | rounds | lost steps |",
+        "|---" * (len(RECOVERY_PHASES) + 3) + "|",
     ]
     for f in (f for f in found if f.details.get("phases")):
         d = f.details
-        cells = [str(d["phases"].get(phase, "")) for phase in PHASES]
+        cells = [str(d["phases"].get(phase, "")) for phase in RECOVERY_PHASES]
         rounds, lost = (f"{min(d[k])} to {max(d[k])}" for k in ("rounds", "lost_steps"))
         lines.append(f"| {f.id} | {' | '.join(cells)} | {rounds} | {lost} |")
     return "\n".join([*lines, ""])

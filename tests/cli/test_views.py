@@ -9,7 +9,6 @@ from rich.console import Console
 
 from holdfast_cli.gangs import members
 from holdfast_cli.views import (
-    RECOVERY_PHASES,
     SHOWN_RECOVERIES,
     TIERS,
     Screen,
@@ -21,7 +20,7 @@ from holdfast_cli.views import (
 )
 from holdfast_core.api import PromotedSpare
 from holdfast_core.ids import JobUid, RestartRound, Worker
-from holdfast_core.names import pod_name
+from holdfast_core.names import RECOVERY_PHASES, pod_name
 
 JOB = {
     "kind": "TrainingJob",

@@ -11,18 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast_cli.gangs import KINDS, MemberPod
+from holdfast_core.ids import TierName
+from holdfast_core.names import RECOVERY_PHASES
 
-TIERS = ("memory", "node", "peer", "object")
-RECOVERY_PHASES = (
-    "detect",
-    "back_off",
-    "seal",
-    "schedule",
-    "rehydrate",
-    "rendezvous",
-    "first_step",
-)
-"""The phases of a recovery, in their order."""
+TIERS = tuple(TierName)
 BAR_CELLS = 24
 _TROUBLE = frozenset(
     {

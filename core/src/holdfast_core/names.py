@@ -1,9 +1,9 @@
-"""Names of the objects that the operator creates for a job, and the label by which they are selected.
+"""Names of the objects of a job, the label by which they are selected, and the phases of a recovery.
 
-Each name contains a digest of the job's uid. A job that is deleted and created again under the same
-name therefore cannot collide with pods, Services, Secrets or Checkpoints that remain of the first job.
-Names are deterministic: a create request that is repeated, or that two operators send, addresses the
-same object.
+The operator creates these objects. Each name contains a digest of the job's uid. A job that is deleted and
+created again under the same name therefore cannot collide with pods, Services, Secrets or Checkpoints that
+remain of the first job. Names are deterministic: a create request that is repeated, or that two operators
+send, addresses the same object.
 """
 
 from __future__ import annotations
@@ -32,6 +32,17 @@ JOB_UID_LABEL = f"{GROUP}/job-uid"
 """Label with the uid of the TrainingJob. The Service, the NetworkPolicy and the pod anti-affinity select by
 it. It does not decide ownership, because any user who may create a pod can copy it. The command line uses it,
 too."""
+
+RECOVERY_PHASES = (
+    "detect",
+    "back_off",
+    "seal",
+    "schedule",
+    "rehydrate",
+    "rendezvous",
+    "first_step",
+)
+"""The phases of a recovery, in their order, as the status and the command line name them."""
 
 DIGEST_CHARACTERS = 6
 """Length of the uid's digest in names: 30 bits. With a job name of at most 40 characters, a pod's name

@@ -25,6 +25,7 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
+from holdfast_core.names import RECOVERY_PHASES
 
 MAX_LINEAGE = 256
 MAX_RECENT_RESTARTS = 1024
@@ -38,16 +39,6 @@ MAX_MISSING = 64
 """More than a retention keeps. The oldest entries are dropped."""
 MAX_NAMED_WORKERS = 8
 """Largest number of workers that the record of a recovery names. Records must stay small."""
-RECOVERY_PHASES = (
-    "detect",
-    "back_off",
-    "seal",
-    "schedule",
-    "rehydrate",
-    "rendezvous",
-    "first_step",
-)
-"""The phases of a recovery, in their order."""
 
 
 class JobPhase(StrEnum):

@@ -6,6 +6,7 @@ connections call it. `restore.py` answers restores, and the thread of `save_work
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -254,10 +255,8 @@ class Connection:
         self._send(message, 0)
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the other side has already closed it
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side has already closed it
         self._socket.close()
 
     def _send(self, message: Any, id_: int) -> None:
