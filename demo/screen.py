@@ -80,8 +80,8 @@ class Screen:
             head.add_row(
                 f"loss {latest.loss:.4f}" if latest.loss is not None else "loss -",
                 "",
-                f"committed {latest.committed if latest.committed is not None else '-'}",
-                f"persisted {latest.persisted if latest.persisted is not None else '-'}",
+                f"committed {_step(latest.committed)}",
+                f"persisted {_step(latest.persisted)}",
             )
             parts.append(head)
             parts.append(
@@ -107,9 +107,13 @@ class Screen:
 def status_line(sample: Sample, total_steps: int) -> str:
     """Return a sample as a line of a log."""
     return (
-        f"  {sample.phase:<10} round {sample.round}  step {sample.step}/{total_steps}  "
-        f"committed {sample.committed}  persisted {sample.persisted}"
+        f"  {sample.phase:<10} round {sample.round}  step {_step(sample.step)}/{total_steps}  "
+        f"committed {_step(sample.committed)}  persisted {_step(sample.persisted)}"
     )
+
+
+def _step(step: int | None) -> str:
+    return "-" if step is None else str(step)
 
 
 def act_line(act: Act) -> str:

@@ -119,6 +119,11 @@ def test_a_line_of_the_log_fits_a_narrow_terminal() -> None:
     assert len(status_line(sample, 20000)) <= 80
 
 
+def test_a_line_of_the_log_has_a_dash_before_the_first_checkpoint() -> None:
+    sample = Sample(0.0, "Running", 0, None, None, None, None)
+    assert status_line(sample, 160) == "  Running    round 0  step -/160  committed -  persisted -"
+
+
 def test_a_job_that_restarts_for_ever_stands_still() -> None:
     """The number of its rounds grows, but nothing else changes."""
     first = Sample(1.0, "Restarting", 1, 10, None, 10, None, pods=("Running",))
