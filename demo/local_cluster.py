@@ -69,7 +69,7 @@ from holdfast_operator.model.job import (
 )
 from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.model.pod_source import pod_source
-from holdfast_operator.sidecars.manifests import Manifests
+from holdfast_operator.sidecars.state import Manifests
 
 T = TypeVar("T")
 

@@ -22,8 +22,7 @@ from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 from benchmarks.scale.kubelets import Kubelets, Pod, in_parallel
 from benchmarks.scale.leases import LeaseProcess
 from benchmarks.scale.operator_process import OperatorProcess
-from holdfast_operator.kube.access import from_kubeconfig
-from holdfast_operator.kube.api import ApiError, KubeApi
+from holdfast_operator.kube.api import ApiError, KubeApi, from_kubeconfig
 
 NAMESPACE = "training"
 _JOBS = f"{GROUP}/namespaces/{NAMESPACE}/trainingjobs"

@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from holdfast_operator.kube.access import from_kubeconfig
-from holdfast_operator.kube.api import ApiError, KubeApi
+from holdfast_operator.kube.api import ApiError, KubeApi, from_kubeconfig
 from holdfast_operator.watch.cache import LEASES_PATH
 
 LEASE_SECONDS = 10.0

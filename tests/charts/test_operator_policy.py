@@ -14,10 +14,13 @@ from tests.support.servers.control_plane import ControlPlane
 from holdfast_core.api import TrainingJob
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.model.installation import SidecarSettings, WorkerNetwork
-from holdfast_operator.render.metadata import job_labels, owner_reference
-from holdfast_operator.render.network_policy import render_network_policy
+from holdfast_operator.render.objects import (
+    job_labels,
+    owner_reference,
+    render_network_policy,
+    render_service,
+)
 from holdfast_operator.render.pod import render_pod
-from holdfast_operator.render.service import render_service
 
 pytestmark = pytest.mark.integration
 

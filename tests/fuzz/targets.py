@@ -53,7 +53,7 @@ from holdfast_core.shards.file import (
 from holdfast_core.shards.pack import index_bytes_of, unpack_index
 from holdfast_core.shards.stream import ShardStream
 from holdfast_core.shm.slot_file import SlotHeader, SlotState
-from holdfast_operator.loop.stores_probe import parse_message
+from holdfast_operator.loop.stores import parse_message
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")

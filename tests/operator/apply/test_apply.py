@@ -32,11 +32,8 @@ from holdfast_operator.model.actions import (
 )
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Observed, RequestedSave
-from holdfast_operator.render.checkpoint import render_checkpoint
-from holdfast_operator.render.placeholder import render_placeholder
-from holdfast_operator.render.pod import render_pod
-from holdfast_operator.render.secret import render_certificates
-from holdfast_operator.render.service import render_service
+from holdfast_operator.render.objects import render_certificates, render_checkpoint, render_service
+from holdfast_operator.render.pod import render_placeholder, render_pod
 
 WRITE = WriteStatus("7", TrainingJobStatus())
 BEGIN = BeginRound("7", TrainingJobStatus(), confirm_gone=("job-l2msg4-1-r0",))

@@ -12,10 +12,9 @@ from tests.support.operator.fake_api import FakeApi
 from holdfast_core.api import TrainingJob
 from holdfast_core.errors import UnavailableError
 from holdfast_operator.apply.apply import ActionFailed, ActionsFailed
-from holdfast_operator.apply.failed_passes import FailedPasses
+from holdfast_operator.apply.reports import FailedPasses
 from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.kube.events import Events
+from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model.actions import Delete
 
 OTHER = {"type": "Running", "status": "True", "reason": "Training", "lastTransitionTime": "x"}

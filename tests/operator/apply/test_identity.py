@@ -21,28 +21,23 @@ from holdfast_core.api import CheckpointStatus, TrainingJob
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.names import checkpoint_name, pod_name
-from holdfast_operator.apply.job_effects import JobEffects
-from holdfast_operator.apply.present import Present
-from holdfast_operator.apply.unreadable_reports import UnreadableReports
+from holdfast_operator.apply.effects import JobEffects, Present
+from holdfast_operator.apply.reports import UnreadableReports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ApiError, NameTakenError
-from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.kube.events import Events
-from holdfast_operator.loop.stores import Stores
-from holdfast_operator.loop.stores_probe import probe_name
+from holdfast_operator.kube.cluster import Cluster, Events
+from holdfast_operator.loop.stores import Stores, probe_name
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import DesiredObject
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.keys import Key, job_key
-from holdfast_operator.render.checkpoint import render_checkpoint
+from holdfast_operator.render.objects import render_checkpoint, render_service
 from holdfast_operator.render.pod import render_pod
-from holdfast_operator.render.service import render_service
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates, JobGoneError, ca_secret_name
 from holdfast_operator.sidecars.client import SidecarClient
-from holdfast_operator.watch.cache import ClusterCache
-from holdfast_operator.watch.expectations import Expectations
+from holdfast_operator.watch.cache import ClusterCache, Expectations
 
 NAMESPACE = "team-a"
 OTHER_UID = "99999999-2222-3333-4444-555555555555"

@@ -19,7 +19,7 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import RestartRound, Step
-from holdfast_operator.apply.status_parts import write_status
+from holdfast_operator.apply.apply import write_status
 from holdfast_operator.kube.api import ApiError, ConflictError
 from holdfast_operator.kube.cluster import Cluster
 

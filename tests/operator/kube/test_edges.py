@@ -33,14 +33,12 @@ from holdfast_core.names import service_name
 from holdfast_operator.base.logs import Changed
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
-from holdfast_operator.kube.access import from_kubeconfig, from_service_account, load_access
-from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.kube.api import ApiError, from_kubeconfig, from_service_account, load_access
+from holdfast_operator.kube.cluster import Cluster, Events, Subject
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.disruption_budget import render_disruption_budget
-from holdfast_operator.watch.expectations import Expectations
-from holdfast_operator.watch.versions import is_at_least
+from holdfast_operator.render.objects import render_disruption_budget
+from holdfast_operator.watch.cache import Expectations
+from holdfast_operator.watch.reflector import is_at_least
 
 NEEDED = {
     "HOLDFAST_SIDECAR_IMAGE": "i",

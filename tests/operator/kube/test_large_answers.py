@@ -15,8 +15,7 @@ import pytest
 from tests.support.servers.pki import Authority
 
 from holdfast_core.net.tls import READ_BYTES, load_leaf, use_small_read_buffers
-from holdfast_operator.kube.access import KubeAccess
-from holdfast_operator.kube.api import KubeApi
+from holdfast_operator.kube.api import KubeAccess, KubeApi
 
 SIZE_BYTES = 1 << 20
 TURN_SECONDS = 0.02

@@ -13,8 +13,7 @@ import pytest
 from tests.support.clock import ManualClock
 from tests.support.operator.fake_api import FakeApi
 
-from holdfast_operator.kube.access import KubeAccess
-from holdfast_operator.kube.api import ApiError, KubeApi
+from holdfast_operator.kube.api import ApiError, KubeAccess, KubeApi
 from holdfast_operator.kube.leadership import (
     Leadership,
     LeaseLostError,

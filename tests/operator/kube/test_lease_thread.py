@@ -12,8 +12,7 @@ import pytest
 from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.clock import SystemClock
-from holdfast_operator.kube.leadership import Leadership, LeaseLostError, LeaseName
-from holdfast_operator.kube.lease_thread import LeaseThread
+from holdfast_operator.kube.leadership import Leadership, LeaseLostError, LeaseName, LeaseThread
 
 NAME = LeaseName("holdfast-system", "holdfast")
 KEY = ("leases", "holdfast-system", "holdfast")

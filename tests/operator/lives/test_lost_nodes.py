@@ -16,7 +16,7 @@ from tests.support.operator.oracle import broken_rules
 from holdfast_core.api import JobCondition, TrainingJobStatus
 from holdfast_operator.model.job import PodView
 from holdfast_operator.model.ownership import worker_identity
-from holdfast_operator.watch.views import pod_view
+from holdfast_operator.watch.records import pod_view
 
 LONG = 3 * TAINT_SECONDS
 AT_ONCE = 3

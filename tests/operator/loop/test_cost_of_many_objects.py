@@ -22,8 +22,7 @@ from holdfast_operator.loop.stores import Stores
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory
 from holdfast_operator.model.keys import Key, KeyKind, adoption_key, job_key
-from holdfast_operator.watch.cache import ClusterCache
-from holdfast_operator.watch.expectations import Expectations
+from holdfast_operator.watch.cache import ClusterCache, Expectations
 
 NUMBER = 50
 STORE = {"object": {"storeRef": {"name": "main"}, "every": {"steps": 50}}}

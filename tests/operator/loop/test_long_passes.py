@@ -6,7 +6,7 @@ import threading
 
 from tests.support.clock import ManualClock
 
-from holdfast_operator.loop.long_passes import LongPasses
+from holdfast_operator.loop.workqueue import LongPasses
 from holdfast_operator.model.keys import job_key
 
 

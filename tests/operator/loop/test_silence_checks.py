@@ -15,7 +15,7 @@ from tests.support.operator.fake_api import FakeApi
 from holdfast_core.api import Gang
 from holdfast_core.ids import JobUid
 from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.loop.silence_checks import (
+from holdfast_operator.loop.checks import (
     JOBS_PER_TICK,
     TICK_SECONDS,
     SilenceChecks,
@@ -23,8 +23,8 @@ from holdfast_operator.loop.silence_checks import (
 )
 from holdfast_operator.model.job import PodView
 from holdfast_operator.model.keys import gang_key
-from holdfast_operator.watch.jobs import JobCache
-from holdfast_operator.watch.node_leases import NodeLeases
+from holdfast_operator.watch.indexes import JobCache
+from holdfast_operator.watch.nodes import NodeLeases
 
 JOBS = 3 * JOBS_PER_TICK
 TICKS = 6

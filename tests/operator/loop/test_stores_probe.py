@@ -10,7 +10,7 @@ import pytest
 
 from holdfast_core.api import CheckpointStore, StoreFeatures, changed
 from holdfast_core.contract import StoreConfig
-from holdfast_operator.loop.stores_probe import (
+from holdfast_operator.loop.stores import (
     next_look_seconds,
     parse_message,
     probe_due,

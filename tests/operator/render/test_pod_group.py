@@ -22,7 +22,7 @@ from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import worker_identity
 from holdfast_operator.render.pod import render_pod
-from holdfast_operator.watch.views import pod_view
+from holdfast_operator.watch.records import pod_view
 
 SIDECAR = SidecarSettings("example/sidecar:1")
 ROUND = RestartRound(3)

@@ -15,11 +15,13 @@ from holdfast_core.ids import FIRST_SPARE, RestartRound, Step, Worker
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings, WorkerNetwork
 from holdfast_operator.model.job import StoreView
-from holdfast_operator.render.checkpoint import render_checkpoint
-from holdfast_operator.render.disruption_budget import render_disruption_budget
-from holdfast_operator.render.network_policy import render_network_policy
+from holdfast_operator.render.objects import (
+    render_checkpoint,
+    render_disruption_budget,
+    render_network_policy,
+    render_service,
+)
 from holdfast_operator.render.pod import render_pod
-from holdfast_operator.render.service import render_service
 
 SIDECAR = SidecarSettings("example/sidecar:1", "Always")
 

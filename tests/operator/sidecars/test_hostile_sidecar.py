@@ -14,8 +14,7 @@ from holdfast_core.ids import Digest, JobUid, RestartRound
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.model.job import Reachable
-from holdfast_operator.sidecars.answers import MAX_LOG_CHARACTERS
-from holdfast_operator.sidecars.state import POLL_BURST, POLL_SECONDS_EACH
+from holdfast_operator.sidecars.state import MAX_LOG_CHARACTERS, POLL_BURST, POLL_SECONDS_EACH
 
 DIGEST = Digest("b3:" + "0" * 64)
 GOOD = CoordinatorState(7, RestartRound(0), running=True)

@@ -13,7 +13,7 @@ from tests.support.operator.played_sidecar import PlayedSidecar
 from holdfast_core.ids import JobUid, RestartRound, Step
 from holdfast_core.messages.schema import FinishCommit
 from holdfast_operator.model.job import InventoryView, PodView, Reachable
-from holdfast_operator.sidecars import manifests
+from holdfast_operator.sidecars import state as manifests
 
 PODS = [pod_view(n) for n in range(3)]
 

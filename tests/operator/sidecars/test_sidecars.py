@@ -29,12 +29,12 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_operator.model.job import Reachable
 from holdfast_operator.model.outgoing_round import OutgoingRound
-from holdfast_operator.sidecars.answers import back_off_seconds
 from holdfast_operator.sidecars.certificates import (
     new_authority,
     new_leaf,
 )
 from holdfast_operator.sidecars.poll import FIRST_REFUSED_SECONDS, POLL_AGAIN_SECONDS
+from holdfast_operator.sidecars.state import back_off_seconds
 
 
 def round_message(round_: int, version: int) -> Round:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.clock import ManualClock
 
-from holdfast_operator.watch.node_leases import NodeLeases
+from holdfast_operator.watch.nodes import NodeLeases
 
 THRESHOLD = 20.0
 

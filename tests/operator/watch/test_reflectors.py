@@ -14,8 +14,7 @@ from tests.support.clock import SteppedClock
 from tests.support.operator.served_api import PATH, PLURAL, Fault, ServedApi
 
 from holdfast_core.clock import Clock, SystemClock
-from holdfast_operator.kube.access import KubeAccess
-from holdfast_operator.kube.api import KubeApi
+from holdfast_operator.kube.api import KubeAccess, KubeApi
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.watch.reflector import Collection, Reflector, Timings
 

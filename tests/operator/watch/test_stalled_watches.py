@@ -11,8 +11,7 @@ from tests.support.clock import ManualClock
 from tests.support.operator.fake_api import FakeApi
 
 from holdfast_operator.kube.api import ApiError
-from holdfast_operator.watch.cache import STALLED_SECONDS, ClusterCache
-from holdfast_operator.watch.expectations import Expectations
+from holdfast_operator.watch.cache import STALLED_SECONDS, ClusterCache, Expectations
 
 
 class StoppableClock(ManualClock):

@@ -28,7 +28,7 @@ from holdfast_operator.model.job import PodPhase, Taint
 from holdfast_operator.model.ownership import WorkerIdentity
 from holdfast_operator.model.template.parts import part_digests
 from holdfast_operator.render.pod import render_pod
-from holdfast_operator.watch.views import (
+from holdfast_operator.watch.records import (
     node_view,
     pod_view,
 )

@@ -9,7 +9,7 @@ from holdfast_core.api import CheckpointStatus, TrainingJobStatus
 from holdfast_operator.model.actions import Action, DesiredObject, described
 from holdfast_operator.model.job import PodView
 from holdfast_operator.model.ownership import worker_identity
-from holdfast_operator.watch.views import pod_view
+from holdfast_operator.watch.records import pod_view
 
 
 def of_kind(actions: Iterable[Action], *kinds: type | str) -> list[Any]:

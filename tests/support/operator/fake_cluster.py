@@ -671,7 +671,7 @@ _UNREADABLE_STATUS = {"phase": "Hibernating"}
 
 
 def pod_status(view: PodView) -> dict[str, Any]:
-    """Return the `.status` of a pod as a kubelet writes it. `watch.views.pod_view` parses it."""
+    """Return the `.status` of a pod as a kubelet writes it. `watch.records.pod_view` parses it."""
     trainer: dict[str, Any] = {"name": TRAINER_CONTAINER, "restartCount": view.trainer_restarts}
     if view.trainer_exit_code is not None:
         trainer["state"] = {"terminated": {"exitCode": view.trainer_exit_code}}

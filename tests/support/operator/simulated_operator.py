@@ -21,25 +21,22 @@ from holdfast_core.api import Gang, TrainingJob
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, Worker
 from holdfast_operator.apply.apply import Applied, apply, memory_after
-from holdfast_operator.apply.job_effects import JobEffects
-from holdfast_operator.apply.present import Present
-from holdfast_operator.apply.unreadable_reports import UnreadableReports
+from holdfast_operator.apply.effects import JobEffects, Present
+from holdfast_operator.apply.reports import UnreadableReports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.kube.events import Events, Subject
-from holdfast_operator.loop.former_jobs import release_pods
+from holdfast_operator.kube.cluster import Cluster, Events, Subject
+from holdfast_operator.loop.checks import confirm
+from holdfast_operator.loop.controller import release_pods
 from holdfast_operator.loop.observe import Observer
-from holdfast_operator.loop.silence_checks import confirm
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Unreadable
 from holdfast_operator.model.keys import job_key
 from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.sidecars.certificates import Certificates
-from holdfast_operator.watch.cache import ClusterCache
-from holdfast_operator.watch.expectations import Expectations
+from holdfast_operator.watch.cache import ClusterCache, Expectations
 
 __all__ = ["OPERATOR_NAMESPACE", "SimulatedOperator", "Trouble", "calm"]
 

@@ -1,12 +1,15 @@
 """Carry out a decision, in a safe order.
 
 1. The status write, alone. If it fails, the pass ends. A conflict shows that the decision is based on an old
-   object.
+   object. If the API server refuses a part of the status, the rest is written: a detail that a sidecar
+   reported and that violates the CRD must not prevent the write of the round. The write would be refused in
+   each pass, and the job would never recover.
 2. Calls to sidecars are started.
 3. NetworkPolicy, Service and certificates, which pods need.
 4. Pods, placeholders and the PodDisruptionBudget. No worker is created if stage 3 failed.
 5. Checkpoint objects and deletes.
 6. Events.
+
 The requests of one stage are concurrent. In stages 3 to 5 the error of one does not stop the others: all are
 idempotent, and the next pass repeats them. This module holds no state and decides nothing.
 """
@@ -14,14 +17,23 @@ idempotent, and the next pass repeats them. This module holds no state and decid
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from holdfast_core.api import Checkpoint, Gang
+from holdfast_core.api import (
+    Checkpoint,
+    Gang,
+    JobCondition,
+    TrainingJobStatus,
+    changed,
+    merge_patch,
+)
 from holdfast_core.errors import HoldfastError
 from holdfast_core.messages.schema import Prune, PruneReply
-from holdfast_operator.kube.api import ConflictError
+from holdfast_operator.base import logs
+from holdfast_operator.kube.api import ApiError, ConflictError
+from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model import kinds, labels
 from holdfast_operator.model.actions import (
     Action,
@@ -37,6 +49,63 @@ from holdfast_operator.model.actions import (
 )
 from holdfast_operator.model.job import JobMemory, Observed
 
+_INVALID = 422
+_DETAILS = frozenset({JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOTE_TIER_HEALTHY})
+
+
+async def write_status(
+    cluster: Cluster, job: Gang, resource_version: str, status: TrainingJobStatus
+) -> tuple[Mapping[str, Any], TrainingJobStatus]:
+    """Write the status. If the API server refuses it as invalid, write it again with the present details.
+
+    Returns:
+        The job as the API server has it then, and the status that was written.
+
+    Raises:
+        ConflictError: The job is gone, or no longer at `resource_version`.
+        ApiError: The API server refused the write for another reason, or refused the second one as well.
+    """
+
+    async def write(wanted: TrainingJobStatus) -> Mapping[str, Any]:
+        reply: Mapping[str, Any] = await cluster.patch_status(
+            job.KIND, job.namespace, job.name, resource_version, merge_patch(wanted)
+        )
+        return reply
+
+    try:
+        return await write(status), status
+    except ApiError as error:
+        kept = with_known_details(status, job.status)
+        if error.status != _INVALID or kept == status:
+            raise
+        logs.warning(
+            f"the API server refused the status: {error}. It is written again without the new "
+            "details",
+            namespace=job.namespace,
+            job=job.name,
+        )
+    return await write(kept), kept
+
+
+def with_known_details(new: TrainingJobStatus, known: TrainingJobStatus) -> TrainingJobStatus:
+    """Return `new` with the details of `known`, the status that the API server has.
+
+    A detail is a part on which no decision of a later pass depends. The messages of all other conditions
+    become empty.
+    """
+    conditions = (
+        (known.condition(c.type) if c.type in _DETAILS else changed(c, message=""))
+        for c in new.conditions
+    )
+    return changed(
+        new,
+        step=known.step,
+        recoveries=known.recoveries,
+        goodput=known.goodput,
+        conditions=tuple(c for c in conditions if c is not None),
+    )
+
+
 CONCURRENT_CALLS = 32
 """Largest number of concurrent calls for one decision."""
 
@@ -44,7 +113,7 @@ _NEEDED_BY_PODS = frozenset({kinds.NETWORK_POLICY, kinds.SERVICE, kinds.SECRET})
 
 
 class Effects(Protocol):
-    """Writes to the Kubernetes API, calls to sidecars, and Events. `apply.job_effects` implements it.
+    """Writes to the Kubernetes API, calls to sidecars, and Events. `effects.JobEffects` implements it.
 
     Methods raise only errors of holdfast_core.errors, ConflictError and NameTakenError. The implementation
     keeps the replies of sidecars, which are part of the next Observed. The reply to a prune is the exception.

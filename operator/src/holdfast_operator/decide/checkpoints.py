@@ -40,7 +40,7 @@ from holdfast_operator.model.actions import (
 )
 from holdfast_operator.model.job import JobMemory, Now, RequestedSave
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.checkpoint import render_change, render_checkpoint
+from holdfast_operator.render.objects import render_change, render_checkpoint
 
 PRUNES_PER_PASS = 4
 WRITES_PER_PASS = 32

@@ -38,8 +38,7 @@ from holdfast_operator.model.actions import (
 )
 from holdfast_operator.model.job import Done, JobMemory, Now, Reachable
 from holdfast_operator.model.outgoing_round import OutgoingRound
-from holdfast_operator.render.secret import render_certificates
-from holdfast_operator.render.standing import standing_objects
+from holdfast_operator.render.objects import render_certificates, standing_objects
 
 COORDINATOR_SILENT_SECONDS = 10.0
 """Time without an answer after which another member becomes the coordinator."""

@@ -29,7 +29,7 @@ from holdfast_operator.model import kinds
 from holdfast_operator.model.actions import Delete, DesiredObject
 from holdfast_operator.model.job import Done, JobMemory, Now, Seen
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.placeholder import render_placeholder
+from holdfast_operator.render.pod import render_placeholder
 
 
 def with_resizing(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:

@@ -1,8 +1,7 @@
 """The operator's loop: key -> observe -> decide -> apply, the gauges, and the sweep of deleted jobs.
 
 The controller keeps only state that a restart of the process may lose: the memory that one decision hands to
-the next. It uses neither kopf nor HTTP directly, and decide() takes all
-decisions about jobs.
+the next. It uses neither kopf nor HTTP directly, and decide() takes all decisions about jobs.
 """
 
 from __future__ import annotations
@@ -27,27 +26,21 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
 from holdfast_operator.apply.apply import Applied, apply, memory_after
-from holdfast_operator.apply.failed_passes import FailedPasses
-from holdfast_operator.apply.job_effects import JobEffects
-from holdfast_operator.apply.present import Present
-from holdfast_operator.apply.unreadable_reports import UnreadableReports
+from holdfast_operator.apply.effects import JobEffects, Present
+from holdfast_operator.apply.reports import FailedPasses, UnreadableReports
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.decide import releases
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.features.queue import leaving
 from holdfast_operator.kube.api import KubeApi
-from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.kube.events import Events, Subject
-from holdfast_operator.kube.lease_thread import LeaseThread
-from holdfast_operator.loop.former_jobs import release_pods
-from holdfast_operator.loop.long_passes import LongPasses
+from holdfast_operator.kube.cluster import Cluster, Events, Subject
+from holdfast_operator.kube.leadership import LeaseThread
+from holdfast_operator.loop.checks import Owners, SilenceChecks, TemplateChecks
 from holdfast_operator.loop.observe import Observer
-from holdfast_operator.loop.owners import Owners
-from holdfast_operator.loop.silence_checks import SilenceChecks
 from holdfast_operator.loop.stores import Stores
-from holdfast_operator.loop.template_checks import TemplateChecks
-from holdfast_operator.loop.workqueue import WorkQueue
+from holdfast_operator.loop.workqueue import LongPasses, WorkQueue
 from holdfast_operator.model.actions import Delete, EventKind, described
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Now, Unreadable
@@ -57,9 +50,8 @@ from holdfast_operator.model.wording import first_of
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
-from holdfast_operator.watch.cache import ClusterCache
-from holdfast_operator.watch.expectations import Expectations
-from holdfast_operator.watch.node_leases import NodeLeases
+from holdfast_operator.watch.cache import ClusterCache, Expectations
+from holdfast_operator.watch.nodes import NodeLeases
 from holdfast_operator.watch.reflector import Timings
 
 _KINDS = {KeyKind.JOB: TrainingJob.KIND, KeyKind.ADOPTION: CheckpointAdoption.KIND}
@@ -259,7 +251,7 @@ class Controller:
     async def _job(self, key: Key) -> None:
         job = self._cache.jobs.get(key)
         if job is None:
-            await release_pods(self._cache, self._cluster, key)
+            await self._release_pods(key)
             hidden = self._cache.unreadable.get(_KINDS[key.kind], key.namespace, key.name)
             if hidden is not None:
                 await self._reports.report(hidden)
@@ -298,7 +290,7 @@ class Controller:
             self._log_changes.info(f"{key} deletes", text, **logs.job_fields(job))
         applied = await apply(decision, observed, self._effects)
         self._memory[job.uid] = memory_after(decision, observed, applied)
-        await release_pods(self._cache, self._cluster, key)
+        await self._release_pods(key)
         if applied.complete:
             self._sidecars.acted_on(job.uid, decision.acted_version)
             if decision.requeue_after_seconds is not None:
@@ -310,6 +302,18 @@ class Controller:
         begun_monotonic, begun_utc = self._begun
         jumped = utc - begun_utc - timedelta(seconds=monotonic - begun_monotonic)
         return Now(monotonic, utc, jumped)
+
+    async def _release_pods(self, key: Key) -> None:
+        """Remove Kueue's finalizer from deleted pods whose job has no pass: it is gone, or cannot be parsed.
+
+        The pass of the job does this for all other pods (decide/features/queue.py). Nothing else is decided
+        about pods of jobs that are gone, because the garbage collector deletes them. Raises HoldfastError
+        where a call fails; the queue then retries the key.
+        """
+        for action in leaving(self._cache.pods_without_pass(key)):
+            await self._cluster.release_pod(
+                key.namespace, action.name, action.uid, ends_group=False
+            )
 
     async def _release_checkpoints(self, key: Key) -> None:
         """Remove our finalizer from those Checkpoints of this missing job that are being deleted.

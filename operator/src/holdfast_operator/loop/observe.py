@@ -13,7 +13,7 @@ from holdfast_core.api import Checkpoint, CheckpointStore, Gang, JobCondition
 from holdfast_core.clock import Clock
 from holdfast_core.ids import FIRST_SPARE, Worker
 from holdfast_core.names import job_prefix
-from holdfast_operator.apply.present import Present
+from holdfast_operator.apply.effects import Present
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import (
     JobMemory,

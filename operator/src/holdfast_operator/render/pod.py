@@ -5,6 +5,9 @@ certificates, the store's keys, and the environment of the pod contract. The ope
 restartPolicy, hostname, subdomain, automountServiceAccountToken and the variables of the contract. In the
 security context the template's fields take precedence, and the restricted Pod Security profile fills in the
 others. The operator adds no privilege to the trainer.
+
+The placeholder of a missing worker and the additions to pods of another controller are made of the same
+parts.
 """
 
 from __future__ import annotations
@@ -14,7 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from holdfast_core.api import Gang, parse_quantity_bytes
+from holdfast_core.api import (
+    CheckpointAdoption,
+    Gang,
+    InjectionStatus,
+    Variable,
+    parse_quantity_bytes,
+)
 from holdfast_core.contract import (
     CERTS_DIR,
     CERTS_VOLUME,
@@ -22,6 +31,7 @@ from holdfast_core.contract import (
     METRICS_PORT,
     NODE_DIR,
     NODE_VOLUME,
+    PREFIX,
     SHARED_DIR,
     SIDECAR_CONTAINER,
     STORE_DIR,
@@ -31,19 +41,26 @@ from holdfast_core.contract import (
     WorkerContract,
 )
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.names import certificates_secret_name, pod_name, service_name
+from holdfast_core.names import (
+    CERTIFICATES_IN_SECRET,
+    certificates_secret_name,
+    placeholder_name,
+    pod_name,
+    service_name,
+)
 from holdfast_operator.model import kinds, labels
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import PodGroup, StoreView
+from holdfast_operator.model.pod_source import certificates_prefix
 from holdfast_operator.model.template.grace import grace_of
 from holdfast_operator.model.template.parts import part_digests, to_annotation
-from holdfast_operator.render.metadata import (
+from holdfast_operator.render.objects import (
+    certificate_items,
     group_annotations,
     group_labels,
     owner_reference,
     worker_labels,
 )
-from holdfast_operator.render.names import certificate_items
 
 HOLDFAST_GROUP = 65532
 """User and group of the sidecar, and default fsGroup of the pod: both containers share files by group."""
@@ -61,6 +78,9 @@ _PROBE_SECONDS = 5
 SHARED_VOLUME = "holdfast-shared"
 STORE_VOLUME = "holdfast-store"
 POD_IP_VARIABLE = "HOLDFAST_POD_IP"
+_OF_A_POD = frozenset(
+    {f"{PREFIX}WORKER", f"{PREFIX}POD_NAME", f"{PREFIX}STOP_SECONDS", POD_IP_VARIABLE}
+)
 
 
 def render_pod(
@@ -396,3 +416,52 @@ def _avoiding(user: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
         for term in required.get("nodeSelectorTerms") or []
     ]
     return {**user, key: {**required, "nodeSelectorTerms": terms}}
+
+
+# --------------------------------------------------------------------------- other pods
+
+
+def render_placeholder(
+    job: Gang, worker: Worker, store: StoreView | None, sidecar: SidecarSettings
+) -> dict[str, Any]:
+    """Return the body of the placeholder of this worker.
+
+    It has no label by which the Service, the PodDisruptionBudget or the command line select workers.
+    """
+    body = render_pod(job, worker, RestartRound(0), store, sidecar)
+    name, spec, metadata = (
+        placeholder_name(job.name, job.uid, worker),
+        body["spec"],
+        body["metadata"],
+    )
+    of_worker = (labels.JOB_UID, labels.WORKER, labels.BIRTH_ROUND)
+    kept = {k: v for k, v in metadata["labels"].items() if k not in of_worker}
+    metadata["labels"] = {**kept, labels.COMPONENT: labels.COMPONENT_PLACEHOLDER}
+    metadata["name"] = name
+    del spec["hostname"], spec["subdomain"]
+    spec["terminationGracePeriodSeconds"] = 1
+    [certificates] = (v for v in spec["volumes"] if v.get("name") == CERTS_VOLUME)
+    certificates["secret"] = {"secretName": name}
+    return body
+
+
+def injection(job: CheckpointAdoption, store: StoreView | None) -> InjectionStatus:
+    """Return the part of the pods that is the same for all workers of the gang."""
+    worker, birth = Worker(0), RestartRound(0)
+    memory, node = job.spec.checkpoint.memory, job.spec.checkpoint.node
+    return InjectionStatus(
+        trainer_env=_shared(trainer_contract(job, worker, birth).to_env()),
+        sidecar_env=_shared(sidecar_contract(job, worker, birth, store, "").to_env()),
+        certificates=certificates_prefix(job),
+        workers_per_secret=CERTIFICATES_IN_SECRET,
+        node_size=str(node.volume_bytes),
+        shared_size=None if memory.size_limit_bytes is None else str(memory.size_limit_bytes),
+        credentials_secret=None if store is None else store.credentials_secret,
+        ca_secret=None if store is None else store.ca_secret,
+    )
+
+
+def _shared(values: Mapping[str, str]) -> tuple[Variable, ...]:
+    return tuple(
+        Variable(name=name, value=value) for name, value in values.items() if name not in _OF_A_POD
+    )

@@ -31,13 +31,16 @@ from holdfast_core.messages.schema import (
 from holdfast_operator.model.job import AckedRound, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.model.outgoing_round import OutgoingRound
-from holdfast_operator.sidecars.allowance import Allowance
-from holdfast_operator.sidecars.answers import MAX_LOG_CHARACTERS, Answers
-from holdfast_operator.sidecars.call_slots import CallSlots
 from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused, Target
-from holdfast_operator.sidecars.manifests import Manifests
+from holdfast_operator.sidecars.limits import Allowance, CallSlots
 from holdfast_operator.sidecars.poll import CoordinatorPolls
-from holdfast_operator.sidecars.state import JobCalls, PodCalls
+from holdfast_operator.sidecars.state import (
+    MAX_LOG_CHARACTERS,
+    Answers,
+    JobCalls,
+    Manifests,
+    PodCalls,
+)
 
 PROBE_SECONDS = 2.0
 """Time between inventory calls to a sidecar that is not known to be reachable, or is on a suspect node and
@@ -55,7 +58,7 @@ The call reads the inventory."""
 REQUEST_AGAIN_SECONDS = 1.0
 FINISH_COMMIT = "finish-commit"
 URGENT = frozenset({"seal", FINISH_COMMIT, "round"})
-"""Names of calls that a recovery waits for. They go before all other calls (call_slots)."""
+"""Names of calls that a recovery waits for. They go before all other calls (limits)."""
 
 
 class Identity(Protocol):

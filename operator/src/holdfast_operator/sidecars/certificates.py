@@ -33,8 +33,7 @@ from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model import kinds, labels
-from holdfast_operator.render.names import certificate_items
-from holdfast_operator.render.secret import render_secret
+from holdfast_operator.render.objects import certificate_items, render_secret
 
 NOT_BEFORE = datetime(1970, 1, 1, tzinfo=UTC)
 NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
@@ -115,7 +114,7 @@ def new_leaf(authority: Authority, dns_name: str) -> LeafCertificate:
 
 
 def secret_data(authority: Authority, job_uid: str, pods: Iterable[str]) -> dict[str, str]:
-    """Return the data of a Secret with these pods' leaves. render.names.certificate_items has its keys."""
+    """Return the data of a Secret with these pods' leaves. render.objects.certificate_items has its keys."""
     data: dict[str, str] = {}
     for pod in pods:
         leaf = new_leaf(authority, peer_dns_name(pod, job_uid))

@@ -19,10 +19,9 @@ from holdfast_core.messages.schema import CoordinatorState, Refusal
 from holdfast_operator.model.job import PodView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.model.routine import routine_seconds
-from holdfast_operator.sidecars.answers import Answers, back_off_seconds
-from holdfast_operator.sidecars.call_slots import CallSlots
 from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused
-from holdfast_operator.sidecars.state import JobCalls, PodCalls
+from holdfast_operator.sidecars.limits import CallSlots
+from holdfast_operator.sidecars.state import Answers, JobCalls, PodCalls, back_off_seconds
 
 POLL_AGAIN_SECONDS = 0.2
 """Longest wait of the long poll for the pass that acts on the state just received. It doubles with each poll

@@ -1,18 +1,126 @@
-"""What this process knows of the sidecars of a job, and the state of the calls to them."""
+"""What this process knows of the sidecars of a job: their manifests, their last answers, and calls under way.
+
+Every worker stores the manifests of the whole gang. An inventory therefore lists them by digest only: with
+their contents, the replies of a gang would grow with the square of its size. A digest stands for the same
+bytes forever, so a manifest that was fetched earlier, or from another sidecar, is never out of date.
+
+A sidecar is unreachable after two failures in a row. Any answer, including a refusal, makes it reachable.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field, replace
 
-from holdfast_core.ids import Digest, JobUid, RestartRound
-from holdfast_core.messages.schema import CoordinatorState, PruneReply, RestorePoint
-from holdfast_operator.model.job import AckedRound, InventoryView, Reachable, SidecarView
+from holdfast_core.clock import Clock
+from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
+from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    Inventory,
+    ListedManifest,
+    PruneReply,
+    RestorePoint,
+)
+from holdfast_operator.base import logs
+from holdfast_operator.model.job import (
+    AckedRound,
+    InventoryView,
+    ManifestView,
+    Reachable,
+    SidecarView,
+)
 from holdfast_operator.model.keys import Key
-from holdfast_operator.sidecars.allowance import Allowance
-from holdfast_operator.sidecars.call_slots import Standing
-from holdfast_operator.sidecars.client import Target
-from holdfast_operator.sidecars.manifests import Manifests
+from holdfast_operator.sidecars.client import SidecarRefused, Target
+from holdfast_operator.sidecars.limits import Allowance, Standing
+
+ALL_SECONDS = 30.0
+"""Time-out for the manifests of one inventory. The next one fetches only those that are missing."""
+
+Fetch = Callable[[ListedManifest], Awaitable[bytes | None]]
+"""Reads the document of a manifest from the sidecar that lists it. None: the sidecar has deleted it."""
+
+
+class Manifests:
+    """The manifests of one job, by digest."""
+
+    def __init__(self, job_uid: JobUid) -> None:
+        self._job_uid = job_uid
+        self._known: dict[Digest, ManifestView] = {}
+        self._locks: dict[Digest, asyncio.Lock] = {}
+
+    async def view(self, inventory: Inventory, ranks: int, fetch: Fetch) -> InventoryView:
+        """Return the inventory of a sidecar with the contents of its manifests.
+
+        Manifests that were deleted after the inventory was made are left out.
+
+        Args:
+            inventory: The reply of the sidecar.
+            ranks: Number of ranks of the job.
+            fetch: Reads a manifest from this sidecar. Its errors are raised.
+
+        Raises:
+            UnavailableError: The sidecar did not send all manifests in time.
+            FormatError: A manifest is malformed, or is another one than was listed.
+        """
+        found: list[ManifestView] = []
+        try:
+            async with asyncio.timeout(ALL_SECONDS):
+                for listed in inventory.manifests:
+                    manifest = await self._get(listed, ranks, fetch)
+                    if manifest is not None:
+                        found.append(manifest)
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"the sidecar of pod {inventory.pod} lists {len(inventory.manifests)} manifests and did "
+                f"not send them within {ALL_SECONDS:.0f} s"
+            ) from error
+        return InventoryView(
+            round=inventory.round,
+            version=inventory.version,
+            worker=inventory.worker,
+            launcher=inventory.launcher,
+            manifests=tuple(found),
+            shards=inventory.shards,
+            uncommitted=inventory.uncommitted,
+        )
+
+    def keep(self, digests: Set[Digest]) -> None:
+        """Forget all manifests but these. A `view` under way fetches what it needs of them again."""
+        for digest in (self._locks.keys() | self._known.keys()) - digests:
+            self._locks.pop(digest, None)
+            self._known.pop(digest, None)
+
+    async def _get(self, listed: ListedManifest, ranks: int, fetch: Fetch) -> ManifestView | None:
+        """Return a manifest, or None if the sidecar has deleted it.
+
+        Sidecars that list the same manifest wait for the first of them to send it. If that one fails, the
+        next one is asked.
+        """
+        async with self._locks.setdefault(listed.manifest, asyncio.Lock()):
+            known = self._known.get(listed.manifest)
+            if known is None or (known.step, known.round) != (listed.step, listed.round):
+                document = await fetch(listed)
+                if document is None:
+                    return None
+                known = await asyncio.to_thread(self._verified, document, listed, ranks)
+                self._known[listed.manifest] = known
+            return known
+
+    def _verified(self, document: bytes, listed: ListedManifest, ranks: int) -> ManifestView:
+        checkpoint = CheckpointId(listed.step, listed.round)
+        digest = manifest_digest(document)
+        if digest != listed.manifest:
+            raise FormatError(
+                f"manifest of {checkpoint}: the sidecar listed digest {listed.manifest} and sent a "
+                f"document with digest {digest}"
+            )
+        manifest = parse_manifest_of(document, self._job_uid, checkpoint)
+        shards = manifest.shards if manifest.world_size == ranks else ()
+        return ManifestView(listed.step, listed.round, digest, manifest.world_size, shards)
+
 
 SILENT_AFTER = 3
 """Failures in a row after which calls to a pod use the few slots of silent pods (Standing.SILENT)."""
@@ -148,3 +256,83 @@ class JobCalls:
         inventories = (p.view.inventory for p in self.pods.values())
         found = {m.manifest for i in inventories if i is not None for m in i.manifests}
         return found.union(*(p.wanted for p in self.pods.values()))
+
+
+UNREACHABLE_AFTER = 2
+"""Failures in a row after which a sidecar counts as unreachable."""
+LOG_AGAIN_SECONDS = 60.0
+"""Shortest time between two log lines about one pod that alternates between answers and silence."""
+MAX_LOG_CHARACTERS = 300
+"""Longest log line, in characters, that repeats text of a sidecar."""
+STARTING_SECONDS = 15.0
+"""Silence of a sidecar that never answered after which it is logged. It may still be starting before."""
+FIRST_BACKOFF_SECONDS = 0.25
+MAX_BACKOFF_SECONDS = 1.0
+"""Longest pause in the first minute of a silence. It then grows with the silence, to LONG_BACKOFF_SECONDS."""
+LONG_BACKOFF_SECONDS = 10.0
+
+
+class Answers:
+    """Recorder of the ends of all calls."""
+
+    def __init__(self, clock: Clock, count_error: Callable[[str], None]) -> None:
+        self._clock = clock
+        self._count_error = count_error
+        self.log_changes = logs.Changed()
+
+    def answered(self, pod: PodCalls) -> None:
+        if self.log_changes.forget(pod.view.pod_uid):
+            logs.info("the sidecar answers again", pod=pod.target.pod)
+        pod.answered = True
+        pod.answered_at = self._clock.monotonic()
+        pod.failures = 0
+        pod.failing_since = None
+        pod.not_before = 0.0
+        pod.view = replace(
+            pod.view, reachable=Reachable.YES, unreachable_since=None, unreachable_because=""
+        )
+
+    def failed(self, pod: PodCalls, error: HoldfastError) -> None:
+        pod.failures += 1
+        if pod.failing_since is None:
+            pod.failing_since = self._clock.monotonic()
+        self.back_off(pod)
+        if pod.failures >= UNREACHABLE_AFTER:
+            now = self._clock.monotonic()
+            started = pod.answered or now - pod.failing_since >= STARTING_SECONDS
+            if started and (pod.logged_at is None or now - pod.logged_at >= LOG_AGAIN_SECONDS):
+                pod.logged_at = now
+                self.log_changes.warning_once(pod.view.pod_uid, str(error), pod=pod.target.pod)
+            pod.view = replace(
+                pod.view,
+                reachable=Reachable.NO,
+                unreachable_since=pod.failing_since,
+                unreachable_because=pod.view.unreachable_because or str(error),
+            )
+
+    def back_off(self, pod: PodCalls) -> None:
+        now = self._clock.monotonic()
+        silent_seconds = 0.0 if pod.failing_since is None else now - pod.failing_since
+        pod.not_before = now + back_off_seconds(pod.failures, silent_seconds)
+
+    def log_refusal(self, subject: str, what: str, refusal: SidecarRefused) -> None:
+        """Log the refusal once for each code. The sidecar's text may differ each time."""
+        if self.log_changes.is_new(subject, refusal.code):
+            logs.info(f"{what} was refused: {refusal}"[:MAX_LOG_CHARACTERS])
+
+    def unexpected(self, what: str, error: Exception) -> None:
+        """Count and log an error that only a defect of the operator causes. The caller continues."""
+        self._count_error("sidecars")
+        if self.log_changes.is_new(f"unexpected {what}", type(error).__name__):
+            logs.failure(f"{what}: unexpected error", error)
+
+
+def back_off_seconds(failures: int, silent_seconds: float) -> float:
+    """Return the pause before the next call.
+
+    Args:
+        failures: Failures in a row.
+        silent_seconds: Time since the first of them.
+    """
+    longest = min(max(MAX_BACKOFF_SECONDS, silent_seconds / 60), LONG_BACKOFF_SECONDS)
+    return float(min(FIRST_BACKOFF_SECONDS * 2.0 ** min(max(failures - 1, 0), 8), longest))

@@ -2,6 +2,11 @@
 
 The cache only reads from the API and is as new as the newest event. Each change adds the keys of the
 affected jobs and stores to the work queue.
+
+The cache also knows which pods the operator created or deleted that the reflectors have not delivered yet
+(`Expectations`). A pass on older reads would repeat these writes. Repeating is harmless, because
+names are deterministic, but waiting saves the calls. An expectation that is never met expires, and the next
+pass acts on what the reflectors show.
 """
 
 from __future__ import annotations
@@ -27,24 +32,73 @@ from holdfast_operator.model import labels
 from holdfast_operator.model.job import NodeView, PodView, Unreadable
 from holdfast_operator.model.keys import Key, KeyKind, gang_key, job_key, store_key
 from holdfast_operator.model.store_view import store_view
-from holdfast_operator.watch.checkpoints import CheckpointCache
-from holdfast_operator.watch.expectations import Expectations, created, deleted
-from holdfast_operator.watch.jobs import JobCache
-from holdfast_operator.watch.node_leases import NodeLeases
-from holdfast_operator.watch.nodes import NodeCache
-from holdfast_operator.watch.pods import PodCache, key_of
+from holdfast_operator.watch.indexes import (
+    CheckpointCache,
+    JobCache,
+    PodCache,
+    UnreadableCache,
+    key_of,
+)
+from holdfast_operator.watch.nodes import NodeCache, NodeLeases
 from holdfast_operator.watch.records import (
     Lease,
     ManagedPod,
     WorkerPod,
+    node_view,
     read_adopted_pod,
     read_lease,
     read_pod,
 )
-from holdfast_operator.watch.reflector import Collection, Reflector, Timings
-from holdfast_operator.watch.unreadable import UnreadableCache
-from holdfast_operator.watch.versions import is_at_least
-from holdfast_operator.watch.views import node_view
+from holdfast_operator.watch.reflector import Collection, Reflector, Timings, is_at_least
+
+EXPIRE_SECONDS = 5.0
+
+
+class Expectations:
+    """Open expectations by owner. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, dict[str, float]] = {}
+
+    def expect(self, owner: str, token: str, now: float) -> None:
+        """Record a write of ours.
+
+        Args:
+            owner: Uid of the job.
+            token: Result of `created` or `deleted`; the cache passes the same one to `met`.
+        """
+        self._open.setdefault(owner, {})[token] = now + EXPIRE_SECONDS
+
+    def met(self, owner: str, token: str) -> None:
+        tokens = self._open.get(owner)
+        if tokens is not None:
+            tokens.pop(token, None)
+            if not tokens:
+                del self._open[owner]
+
+    def wait_seconds(self, owner: str, now: float) -> float | None:
+        """Return the seconds until the last open expectation expires, or None if there is none."""
+        tokens = self._open.get(owner)
+        if tokens is None:
+            return None
+        for token in [t for t, until in tokens.items() if until <= now]:
+            del tokens[token]
+        if not tokens:
+            del self._open[owner]
+            return None
+        return max(tokens.values()) - now
+
+    def forget(self, owner: str) -> None:
+        self._open.pop(owner, None)
+
+
+def created(uid: str) -> str:
+    return f"created {uid}"
+
+
+def deleted(uid: str) -> str:
+    return f"deleted {uid}"
+
 
 T = TypeVar("T")
 

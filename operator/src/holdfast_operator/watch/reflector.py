@@ -9,7 +9,8 @@
 3. After any error, wait for a jittered back-off and continue with 1, after a time-out with 2.
 4. `relist_soon` ends the watch, and 1 follows.
 
-Objects are parsed on arrival, and only the records are kept.
+Objects are parsed on arrival, and only the records are kept. Kubernetes guarantees the order of the
+resourceVersions of one collection since version 1.35.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ from holdfast_operator.base import logs
 from holdfast_operator.base.settings import DEFAULT_SILENCE_SECONDS
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model.job import Unreadable
-from holdfast_operator.watch.unreadable import unreadable
-from holdfast_operator.watch.versions import is_at_least
+from holdfast_operator.watch.records import unreadable
+
+
+def is_at_least(seen: str, expected: str) -> bool:
+    """Return whether `seen` is `expected` or newer. If one of them is no number, only equality counts."""
+    if seen.isdecimal() and expected.isdecimal():
+        return int(seen) >= int(expected)
+    return seen == expected
+
 
 T = TypeVar("T")
 

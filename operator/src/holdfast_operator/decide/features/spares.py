@@ -24,7 +24,7 @@ from holdfast_operator.model import kinds
 from holdfast_operator.model.actions import Action, Delete, DesiredObject
 from holdfast_operator.model.job import Now, PodPhase
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.secret import render_certificates
+from holdfast_operator.render.objects import render_certificates
 
 
 def with_spares(status: TrainingJobStatus, world: World) -> TrainingJobStatus:

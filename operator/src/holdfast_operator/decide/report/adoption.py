@@ -12,7 +12,7 @@ from holdfast_core.api import (
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.injection import injection
+from holdfast_operator.render.pod import injection
 
 
 def refusal(world: World) -> str | None:

@@ -16,7 +16,7 @@ from holdfast_core.ids import CheckpointId
 from holdfast_operator.model.actions import Action, DesiredObject
 from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.checkpoint import render_change
+from holdfast_operator.render.objects import render_change
 
 
 def with_phase(

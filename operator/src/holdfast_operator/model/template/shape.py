@@ -1,7 +1,7 @@
 """Check the types of those fields of a template that the operator reads. Pure.
 
 The CRD keeps the template as it is, so a user may write `env` as a map or `memory: 4GB`. The API server
-checks a whole pod (loop/template_checks.py), but it may be away, and the template can be edited at any time.
+checks a whole pod (loop/checks.py), but it may be away, and the template can be edited at any time.
 Code that renders or reads a template relies on this check: it raises for no template that passes.
 """
 

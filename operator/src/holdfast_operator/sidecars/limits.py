@@ -1,4 +1,6 @@
-"""Limits on concurrent calls to sidecars: in total, for each job, and for pods that do not answer.
+"""Limits on calls to sidecars: a rate with a burst, and slots for concurrent calls.
+
+The slots are limited in total, for each job, and for pods that do not answer:
 
 1. Pods that answered the last call, pods of unknown state, and pods that did not answer several calls have
    separate slots. Thousands of silent pods cannot take the slots of a healthy job, nor those of a pod that
@@ -14,10 +16,34 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
 from holdfast_core.ids import JobUid
+
+
+@dataclass(slots=True)
+class Allowance:
+    """Rate limit: `burst` uses without a wait, and one more every `seconds_each` seconds."""
+
+    burst: int
+    seconds_each: float
+    used_until: float = 0.0
+    """Monotonic time at which the whole burst is available again."""
+
+    def try_use(self, now: float) -> bool:
+        """Take one use if it is available without a wait. Return whether it was."""
+        used_until = max(self.used_until, now) + self.seconds_each
+        if used_until - now > (self.burst + 0.5) * self.seconds_each:  # 0.5: sums are rounded
+            return False
+        self.used_until = used_until
+        return True
+
+    def wait_seconds(self, now: float) -> float:
+        """Take one use and return the seconds that the caller must wait before it."""
+        self.used_until = max(self.used_until, now) + self.seconds_each
+        return max(0.0, self.used_until - now - self.burst * self.seconds_each)
 
 
 class Standing(Enum):

@@ -1,0 +1,224 @@
+"""Reports on gangs about which there is no decision: the object cannot be parsed, or the pass over it failed.
+
+Decisions write a status as a whole. Here one condition (Readable, Reconciled) is written, and the rest of the
+status stays as it is. An Event says the same. A condition is the only write to an object that cannot be
+parsed. It replaces one entry of the list of conditions, and writes all other entries back as they were read,
+with the resourceVersion of that read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from holdfast_core.api import API_VERSION, GANGS, ConditionStatus, Gang, JobCondition
+from holdfast_core.clock import Clock, stamp
+from holdfast_core.errors import HoldfastError
+from holdfast_operator.apply.apply import ActionsFailed
+from holdfast_operator.base import logs
+from holdfast_operator.kube.api import ApiError, ConflictError
+from holdfast_operator.kube.cluster import Cluster, Events, Subject
+from holdfast_operator.model.job import Unreadable
+from holdfast_operator.model.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class NewCondition:
+    type: JobCondition
+    status: ConditionStatus
+    reason: Reason
+    message: str
+
+
+async def write_condition(
+    cluster: Cluster,
+    kind: str,
+    namespace: str,
+    name: str,
+    uid: str,
+    condition: NewCondition,
+    now: datetime,
+) -> None:
+    """Write the condition with the resourceVersion of a direct read.
+
+    Nothing is written if the object is gone or the name has another uid now, or if status.conditions is not a
+    list of conditions. Raises ConflictError and ApiError.
+    """
+    raw = await cluster.get(kind, namespace, name)
+    if raw is None or raw["metadata"]["uid"] != uid:
+        return
+    conditions = _with(condition, raw, stamp(now))
+    if conditions is None:
+        return
+    version = str(raw["metadata"]["resourceVersion"])
+    await cluster.patch_status(kind, namespace, name, version, {"conditions": conditions})
+
+
+def _with(condition: NewCondition, raw: Mapping[str, Any], now: str) -> list[Any] | None:
+    """Return the conditions of `raw` with this one, or None if there is nothing to write."""
+    conditions = (raw.get("status") or {}).get("conditions") or []
+    if not isinstance(conditions, list) or not all(isinstance(c, Mapping) for c in conditions):
+        return None
+    kind, value = condition.type.value, condition.status.value
+    old: Mapping[str, Any] = next((c for c in conditions if c.get("type") == kind), {})
+    if (old.get("status"), old.get("message")) == (value, condition.message):
+        return None
+    same = old.get("status") == value
+    new = {
+        "type": kind,
+        "status": value,
+        "reason": condition.reason.value,
+        "message": condition.message,
+        "lastTransitionTime": old["lastTransitionTime"] if same else now,
+        "observedGeneration": raw["metadata"].get("generation") or 0,
+    }
+    return [*(c for c in conditions if c.get("type") != kind), new]
+
+
+_GANG_KINDS = frozenset(kind.KIND for kind in GANGS)
+_MAX_REMEMBERED = 10_000
+REMEDY = (
+    "Holdfast does not delete, write or start anything of it until it can be read. Correct the "
+    "field, or run an operator of the release that wrote it"
+)
+
+
+class UnreadableReports:
+    """Reporter of objects that cannot be parsed. It reports each problem of each object once."""
+
+    def __init__(self, cluster: Cluster, events: Events, clock: Clock) -> None:
+        self._cluster = cluster
+        self._events = events
+        self._clock = clock
+        self._reported: dict[str, str] = {}
+        """The reported problem, by uid of the object."""
+
+    def forget(self, uid: str) -> None:
+        self._reported.pop(uid, None)
+
+    async def report(self, found: Unreadable) -> None:
+        """Report a TrainingJob, CheckpointAdoption or CheckpointStore that cannot be parsed.
+
+        Other HoldfastErrors are logged and not raised.
+
+        Raises:
+            ConflictError: The object changed since it was read, so the caller must read it again.
+        """
+        if self._reported.get(found.uid) == found.problem:
+            return
+        text = f"{found.problem}; {REMEDY}"
+        subject = Subject(API_VERSION, found.kind, found.namespace, found.name, found.uid)
+        await self._events.emit(subject, "Warning", Reason.CANNOT_READ, text)
+        if found.kind in _GANG_KINDS:
+            try:
+                await self._write_condition(found, text)
+            except ConflictError:
+                raise
+            except HoldfastError as error:
+                logs.warning(f"{found}: condition {JobCondition.READABLE} not written: {error}")
+        if len(self._reported) >= _MAX_REMEMBERED:
+            self._reported.clear()
+        self._reported[found.uid] = found.problem
+
+    async def _write_condition(self, job: Unreadable, text: str) -> None:
+        await write_condition(
+            self._cluster,
+            job.kind,
+            job.namespace,
+            job.name,
+            job.uid,
+            NewCondition(JobCondition.READABLE, ConditionStatus.FALSE, Reason.CANNOT_READ, text),
+            self._clock.utc_now(),
+        )
+
+
+FAULTS_IN_A_ROW = 3
+"""Passes in a row that end with the same HoldfastError before it is reported. Most are over by the next pass,
+such as a time-out of the API server. Any other exception is reported at once."""
+_MAX_CHARACTERS = 1024
+_NO_REFUSALS = (401, 408, 409, 429)
+"""Status codes between 400 and 499 that say nothing about the contents of a request."""
+
+
+class FailedPasses:
+    """Reporter of failed passes. It reports each text of each job once."""
+
+    def __init__(self, cluster: Cluster, events: Events, clock: Clock) -> None:
+        self._cluster = cluster
+        self._events = events
+        self._clock = clock
+        self._failed: dict[str, tuple[str, int]] = {}
+        """Cause of the newest failure and the number of passes in a row that ended with it, by uid."""
+
+    def forget(self, uid: str) -> None:
+        self._failed.pop(uid, None)
+
+    @asynccontextmanager
+    async def reported(self, job: Gang) -> AsyncIterator[list[ActionsFailed]]:
+        """Report what the body raises, and raise it again. Report a success after a failure.
+
+        Yields:
+            A list for the error of failed actions. It is reported in the same way.
+        """
+        failed: list[ActionsFailed] = []
+        try:
+            yield failed
+        except Exception as error:
+            await self._failure(job, error)
+            raise
+        if failed:
+            await self._failure(job, failed[0])
+            return
+        self._failed.pop(job.uid, None)
+        known = job.status.condition(JobCondition.RECONCILED)
+        if known is not None and known.is_false:
+            text = "the last pass over this job succeeded"
+            await self._write(job, ConditionStatus.TRUE, Reason.PASS_SUCCEEDED, text)
+
+    async def _failure(self, job: Gang, error: Exception) -> None:
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        text = f"{type(error).__name__}: {error}{notes}"[:_MAX_CHARACTERS]
+        cause = text
+        if isinstance(error, ActionsFailed):  # the number of failed actions may differ in each pass
+            text, cause, error = str(error)[:_MAX_CHARACTERS], str(error.first), error.first.error
+        known, count = self._failed.get(job.uid, ("", 0))
+        count = count + 1 if known == cause else 1
+        self._failed[job.uid] = (cause, count)
+        if count != (FAULTS_IN_A_ROW if isinstance(error, HoldfastError) else 1):
+            return
+        message = (
+            f"{text}. The pass is repeated. Until it succeeds, the operator may do only a part of its work "
+            f"for this job, or nothing. {_remedy(error)}"
+        )
+        await self._write(job, ConditionStatus.FALSE, Reason.PASS_FAILED, message)
+        subject = Subject(API_VERSION, job.KIND, job.namespace, job.name, job.uid)
+        await self._events.emit(subject, "Warning", Reason.PASS_FAILED, message)
+
+    async def _write(self, job: Gang, value: ConditionStatus, reason: Reason, message: str) -> None:
+        condition = NewCondition(JobCondition.RECONCILED, value, reason, message)
+        try:
+            await write_condition(
+                self._cluster,
+                job.KIND,
+                job.namespace,
+                job.name,
+                job.uid,
+                condition,
+                self._clock.utc_now(),
+            )
+        except HoldfastError as error:
+            self._failed.pop(job.uid, None)  # the next pass tries again
+            logs.warning(f"condition {JobCondition.RECONCILED} of {job.name} not written: {error}")
+
+
+def _remedy(error: Exception) -> str:
+    """Return what a person can do. Only a refusal by the API server is reason to correct the job."""
+    if not isinstance(error, HoldfastError):
+        return "It is probably a defect of the operator: report it with the operator's log"
+    status = error.status if isinstance(error, ApiError) else None
+    if status is None or not 400 <= status < 500 or status in _NO_REFUSALS:
+        return "If it lasts, find out why the named call fails: the job itself need not be changed"
+    return "The API server refuses this request: correct what its answer names"
