@@ -20,7 +20,7 @@ from tests.support.operator.fake_api import FakeApi, Raw
 from holdfast_core.api import CheckpointStatus, TrainingJob
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
-from holdfast_core.names import checkpoint_name, pod_name
+from holdfast_core.names import checkpoint_name, job_prefix, pod_name
 from holdfast_operator.apply.effects import JobEffects, Present
 from holdfast_operator.apply.reports import UnreadableReports
 from holdfast_operator.base.metrics import Metrics
@@ -37,7 +37,7 @@ from holdfast_operator.render.pod import render_pod
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates, JobGoneError, ca_secret_name
 from holdfast_operator.sidecars.client import SidecarClient
-from holdfast_operator.watch.cache import ClusterCache, Expectations
+from holdfast_operator.watch.cache import ClusterCache
 
 NAMESPACE = "team-a"
 OTHER_UID = "99999999-2222-3333-4444-555555555555"
@@ -64,7 +64,6 @@ class Edge:
             self.api,
             self.clock,
             (),
-            Expectations(),
             self.keys.append,
             lambda job: self.gone.append(job.uid),
         )
@@ -334,13 +333,13 @@ async def test_unreadable_pods_and_checkpoints_belong_to_their_job() -> None:
     assert len(edge.cache.unreadable_objects()) == 2
     (pod,) = edge.cache.pods.unreadable(NAMESPACE, UID)
     assert (pod.name, pod.problem) == (POD, "ValueError: 'Paused' is not a valid PodPhase")
-    (found,) = edge.cache.unreadable.checkpoints(NAMESPACE, name)
+    (found,) = edge.cache.unreadable.of("Checkpoint", NAMESPACE, job_prefix("job", UID))
     assert (found.name, found.problem.partition(":")[0]) == (name, "status.round")
     edge.api.remove("pods", NAMESPACE, POD)
     edge.api.remove("checkpoints", NAMESPACE, name)
     await edge.look()
     assert edge.cache.pods.unreadable(NAMESPACE, UID) == ()
-    assert edge.cache.unreadable.checkpoints(NAMESPACE, name) == ()
+    assert edge.cache.unreadable.of("Checkpoint", NAMESPACE, job_prefix("job", UID)) == ()
 
 
 # --------------------------------------------------------------------------- authorities
@@ -467,7 +466,7 @@ async def test_a_foreign_pod_with_the_name_of_a_probe_is_reported_on_the_store()
     raw["status"] = {}
     edge.api.put("checkpointstores", raw)
     await edge.look()
-    store = edge.cache.stores.get((NAMESPACE, "main"))
+    store = edge.cache.stores.get(NAMESPACE, "main")
     assert store is not None
     name = probe_name(store)
     forged = {"name": name, "namespace": NAMESPACE, "labels": {}}

@@ -22,7 +22,7 @@ from holdfast_operator.loop.stores import Stores
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory
 from holdfast_operator.model.keys import Key, KeyKind, adoption_key, job_key
-from holdfast_operator.watch.cache import ClusterCache, Expectations
+from holdfast_operator.watch.cache import ClusterCache
 
 NUMBER = 50
 STORE = {"object": {"storeRef": {"name": "main"}, "every": {"steps": 50}}}
@@ -73,7 +73,7 @@ def probed_store(**status: Any) -> dict[str, Any]:
 
 
 async def listed(api: FakeApi, enqueue: Callable[[Key], None] = lambda key: None) -> ClusterCache:
-    cache = ClusterCache(api, ManualClock(), (), Expectations(), enqueue, lambda job: None)
+    cache = ClusterCache(api, ManualClock(), (), enqueue, lambda job: None)
     for reflector in cache.reflectors:
         await reflector.relist()
     return cache

@@ -22,8 +22,7 @@ from holdfast_operator.loop.checks import (
     confirm,
 )
 from holdfast_operator.model.job import PodView
-from holdfast_operator.model.keys import gang_key
-from holdfast_operator.watch.indexes import JobCache
+from holdfast_operator.watch.indexes import JobIndex
 from holdfast_operator.watch.nodes import NodeLeases
 
 JOBS = 3 * JOBS_PER_TICK
@@ -51,10 +50,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.lease_watch, self.contact_since = self, 0.0
-        self.jobs, self.pods = JobCache(), Pods()
+        self.jobs, self.pods = JobIndex(), Pods()
         for n in range(JOBS):
             gang = metadata(job(), name=f"job-{n}", uid=str(n))
-            self.jobs.put(gang_key(gang), gang)
+            self.jobs.put(gang)
 
     def all_answer(self, uid: JobUid) -> bool:
         return uid not in self.silent_sidecars

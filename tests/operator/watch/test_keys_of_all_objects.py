@@ -16,7 +16,7 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.keys import Key, adoption_key, job_key, store_key
 from holdfast_operator.render.pod import render_pod
-from holdfast_operator.watch.cache import ClusterCache, Expectations
+from holdfast_operator.watch.cache import ClusterCache
 
 UNREADABLE = {"workers": "many"}
 
@@ -35,7 +35,7 @@ async def test_the_keys_of_all_objects_are_queued_again() -> None:
     api.put("checkpointstores", {**store_object("hidden"), "spec": {}})
     api.put("checkpoints", checkpoint_object("of-a-missing-job", jobRef={"name": "gone"}))
     api.put("checkpoints", checkpoint_object("of-a-job", jobRef={"name": "readable"}))
-    cache = ClusterCache(api, ManualClock(), (), Expectations(), queued.add, lambda job: None)
+    cache = ClusterCache(api, ManualClock(), (), queued.add, lambda job: None)
     task = asyncio.create_task(cache.run())
     try:
         await cache.wait_synced()
@@ -61,7 +61,7 @@ async def test_a_version_is_known_when_the_watch_has_delivered_it_or_a_newer_one
     api = FakeApi()
     readable = api.put("trainingjobs", job_object("readable"))["metadata"]
     hidden = api.put("trainingjobs", {**job_object("hidden"), "spec": UNREADABLE})["metadata"]
-    cache = ClusterCache(api, ManualClock(), (), Expectations(), lambda key: None, lambda job: None)
+    cache = ClusterCache(api, ManualClock(), (), lambda key: None, lambda job: None)
     for reflector in cache.reflectors:
         await reflector.relist()
     uid, version = readable["uid"], int(readable["resourceVersion"])
@@ -80,7 +80,7 @@ async def test_a_checkpoint_queues_its_job_and_those_that_restore_from_it() -> N
     source["spec"] = {**source["spec"], "restoreFrom": {"checkpointRef": {"name": "newest"}}}
     for job in (job_object("owner"), job_object("other"), source):
         api.put("trainingjobs", job)
-    cache = ClusterCache(api, ManualClock(), (), Expectations(), queued.add, lambda job: None)
+    cache = ClusterCache(api, ManualClock(), (), queued.add, lambda job: None)
     for reflector in cache.reflectors:
         await reflector.relist()
     queued.clear()
@@ -106,9 +106,7 @@ async def test_an_event_costs_the_same_beside_any_number_of_jobs_that_name_other
             }
             api.put("trainingjobs", job)
         item = api.put(plural, make("subject"))
-        cache = ClusterCache(
-            api, ManualClock(), (), Expectations(), lambda key: None, lambda job: None
-        )
+        cache = ClusterCache(api, ManualClock(), (), lambda key: None, lambda job: None)
         for reflector in cache.reflectors:
             await reflector.relist()
         newer = {**item, "metadata": {**item["metadata"], "resourceVersion": "1000000"}}
@@ -127,7 +125,7 @@ async def test_the_pods_of_a_missing_job_queue_its_key_and_have_no_pass() -> Non
         of = metadata(built_job(1), name=name, uid=uid)
         pod = render_pod(of, Worker(0), RestartRound(0), None, SidecarSettings("example/sidecar:1"))
         names[uid] = api.put("pods", pod)["metadata"]["name"]
-    cache = ClusterCache(api, ManualClock(), (), Expectations(), queued.add, lambda job: None)
+    cache = ClusterCache(api, ManualClock(), (), queued.add, lambda job: None)
     for reflector in cache.reflectors:
         await reflector.relist()
     queued.clear()

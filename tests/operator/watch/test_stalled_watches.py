@@ -11,7 +11,7 @@ from tests.support.clock import ManualClock
 from tests.support.operator.fake_api import FakeApi
 
 from holdfast_operator.kube.api import ApiError
-from holdfast_operator.watch.cache import STALLED_SECONDS, ClusterCache, Expectations
+from holdfast_operator.watch.cache import STALLED_SECONDS, ClusterCache
 
 
 class StoppableClock(ManualClock):
@@ -25,7 +25,7 @@ class StoppableClock(ManualClock):
 
 @asynccontextmanager
 async def watching(api: FakeApi, clock: ManualClock) -> AsyncIterator[ClusterCache]:
-    cache = ClusterCache(api, clock, (), Expectations(), lambda key: None, lambda job: None)
+    cache = ClusterCache(api, clock, (), lambda key: None, lambda job: None)
     task = asyncio.create_task(cache.run())
     try:
         yield cache

@@ -36,7 +36,7 @@ from holdfast_operator.model.job import JobMemory, Observed, PodView, Unreadable
 from holdfast_operator.model.keys import job_key
 from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.sidecars.certificates import Certificates
-from holdfast_operator.watch.cache import ClusterCache, Expectations
+from holdfast_operator.watch.cache import ClusterCache
 
 __all__ = ["OPERATOR_NAMESPACE", "SimulatedOperator", "Trouble", "calm"]
 
@@ -61,10 +61,7 @@ class SimulatedOperator:
         self._kube = kube
         events = _RecordedEvents(kube, clock)
         self._events = events
-        self._expectations = Expectations()
-        self.cache = ClusterCache(
-            self._api, clock, (NAMESPACE,), self._expectations, lambda key: None, self._job_gone
-        )
+        self.cache = ClusterCache(self._api, clock, (NAMESPACE,), lambda key: None, self._job_gone)
         self.certificates = Certificates(kube, OPERATOR_NAMESPACE)
         self.link = ToyLink(cluster, calm())
         self.trouble = calm() if trouble is None else trouble
@@ -133,7 +130,7 @@ class SimulatedOperator:
         if observed is None:
             return Applied()
         job = observed.job
-        if self._expectations.wait_seconds(job.uid, self._clock.monotonic()) is not None:
+        if self.cache.expectations.wait_seconds(job.uid, self._clock.monotonic()) is not None:
             return Applied()  # the watch has not delivered this operator's writes yet
         decision = decide(observed, now(self.cluster.seconds))
         self.decisions.append(decision)
@@ -208,7 +205,7 @@ class SimulatedOperator:
         while self._gone:
             uid = JobUid(self._gone.pop().uid)
             self.memory = JobMemory()
-            self._expectations.forget(uid)
+            self.cache.expectations.forget(uid)
             self._present.forget(uid)
             self.link.forget(uid)
             self._reports.forget(uid)

@@ -50,7 +50,7 @@ from holdfast_operator.model.wording import first_of
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
-from holdfast_operator.watch.cache import ClusterCache, Expectations
+from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.nodes import NodeLeases
 from holdfast_operator.watch.reflector import Timings
 
@@ -105,13 +105,11 @@ class Controller:
         self._queue: WorkQueue[Key] = WorkQueue(
             clock, self._pass_failed, random.Random(), self._comes_first
         )
-        self._expectations = Expectations()
         self._cluster = Cluster(api)
         self._cache = ClusterCache(
             api,
             clock,
             settings.watch_namespaces,
-            self._expectations,
             self.enqueue,
             self._job_gone,
             Timings(silence_seconds=settings.watch_silence_seconds),
@@ -251,7 +249,7 @@ class Controller:
     async def _job(self, key: Key) -> None:
         job = self._cache.jobs.get(key)
         if job is None:
-            await self._release_pods(key)
+            await release_pods(self._cache, self._cluster, key)
             hidden = self._cache.unreadable.get(_KINDS[key.kind], key.namespace, key.name)
             if hidden is not None:
                 await self._reports.report(hidden)
@@ -259,7 +257,7 @@ class Controller:
                 await self._release_checkpoints(key)
             self._queue.forget(key)
             return
-        wait = self._expectations.wait_seconds(job.uid, self._clock.monotonic())
+        wait = self._cache.expectations.wait_seconds(job.uid, self._clock.monotonic())
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
@@ -290,7 +288,7 @@ class Controller:
             self._log_changes.info(f"{key} deletes", text, **logs.job_fields(job))
         applied = await apply(decision, observed, self._effects)
         self._memory[job.uid] = memory_after(decision, observed, applied)
-        await self._release_pods(key)
+        await release_pods(self._cache, self._cluster, key)
         if applied.complete:
             self._sidecars.acted_on(job.uid, decision.acted_version)
             if decision.requeue_after_seconds is not None:
@@ -303,18 +301,6 @@ class Controller:
         jumped = utc - begun_utc - timedelta(seconds=monotonic - begun_monotonic)
         return Now(monotonic, utc, jumped)
 
-    async def _release_pods(self, key: Key) -> None:
-        """Remove Kueue's finalizer from deleted pods whose job has no pass: it is gone, or cannot be parsed.
-
-        The pass of the job does this for all other pods (decide/features/queue.py). Nothing else is decided
-        about pods of jobs that are gone, because the garbage collector deletes them. Raises HoldfastError
-        where a call fails; the queue then retries the key.
-        """
-        for action in leaving(self._cache.pods_without_pass(key)):
-            await self._cluster.release_pod(
-                key.namespace, action.name, action.uid, ends_group=False
-            )
-
     async def _release_checkpoints(self, key: Key) -> None:
         """Remove our finalizer from those Checkpoints of this missing job that are being deleted.
 
@@ -322,7 +308,7 @@ class Controller:
         deletion of the Checkpoints and of their namespace forever. Raises HoldfastError where a call
         fails; the queue then retries the key.
         """
-        for checkpoint in releases.hanging(self._cache.checkpoints.of_job(key.namespace, key.name)):
+        for checkpoint in releases.hanging(self._cache.checkpoints.of(key.namespace, key.name)):
             await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
             text = releases.kept_data(checkpoint, "the job that saved it no longer exists")
             if text is not None:
@@ -404,7 +390,7 @@ class Controller:
                         f"failed, it is tried again later: {error}"
                     ),
                 )
-            for store in self._cache.stores.values():
+            for store in self._cache.stores.all():
                 self._queue.add(store_key(store.namespace, store.name))
             await self._clock.sleep(SWEEP_SECONDS)
 
@@ -412,7 +398,7 @@ class Controller:
         uid = JobUid(job.uid)
         self._memory.pop(uid, None)
         self._templates.forget(uid)
-        self._expectations.forget(uid)
+        self._cache.expectations.forget(uid)
         self._present.forget(uid)
         self._sidecars.forget(uid)
         self._reports.forget(uid)
@@ -439,3 +425,14 @@ class Controller:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def release_pods(cache: ClusterCache, cluster: Cluster, key: Key) -> None:
+    """Remove Kueue's finalizer from deleted pods whose job has no pass: it is gone, or cannot be parsed.
+
+    The pass of the job does this for all other pods (decide/features/queue.py). Nothing else is decided about
+    pods of jobs that are gone, because the garbage collector deletes them. Raises HoldfastError where a call
+    fails; the queue then retries the key.
+    """
+    for action in leaving(cache.pods_without_pass(key)):
+        await cluster.release_pod(key.namespace, action.name, action.uid, ends_group=False)

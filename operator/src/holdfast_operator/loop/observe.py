@@ -244,7 +244,7 @@ class Observer:
         return tuple(sorted(nodes, key=lambda n: n.renewed_at or 0.0, reverse=True))
 
     def _checkpoints(self, job: Gang) -> tuple[Checkpoint, ...]:
-        own = self._cache.checkpoints.of_job(job.namespace, job.name)
+        own = self._cache.checkpoints.of(job.namespace, job.name)
         source = job.spec.source_checkpoint
         if source is None or any(c.name == source for c in own):
             return own
@@ -254,10 +254,10 @@ class Observer:
     def _unreadable(self, job: Gang) -> tuple[Unreadable, ...]:
         """Return the objects that exist, concern this job and cannot be parsed."""
         found = list(self._cache.pods.unreadable(job.namespace, job.uid))
-        prefix = f"{job_prefix(job.name, job.uid)}-"
-        found.extend(self._cache.unreadable.checkpoints(job.namespace, prefix))
+        prefix = job_prefix(job.name, job.uid)
+        found.extend(self._cache.unreadable.members(Checkpoint.KIND, job.namespace, prefix))
         source = job.spec.source_checkpoint
-        if source is not None and not source.startswith(prefix):
+        if source is not None and not source.startswith(f"{prefix}-"):
             hidden = self._cache.unreadable.get(Checkpoint.KIND, job.namespace, source)
             found.extend(() if hidden is None else (hidden,))
         if job.spec.store is not None:
@@ -269,7 +269,7 @@ class Observer:
     def _store(self, job: Gang) -> StoreView | None:
         if job.spec.store is None:
             return None
-        store = self._cache.stores.get((job.namespace, job.spec.store))
+        store = self._cache.stores.get(job.namespace, job.spec.store)
         return None if store is None or store.deleting else store_view(store)
 
 

@@ -299,7 +299,7 @@ class Stores:
             ApiError: A request failed.
             ConflictError: The store changed since it was read.
         """
-        store = self._cache.stores.get((namespace, name))
+        store = self._cache.stores.get(namespace, name)
         if store is None:
             # A deleted store's probe pods are garbage-collected; those of an unreadable store stay.
             return None

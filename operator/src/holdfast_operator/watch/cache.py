@@ -32,13 +32,7 @@ from holdfast_operator.model import labels
 from holdfast_operator.model.job import NodeView, PodView, Unreadable
 from holdfast_operator.model.keys import Key, KeyKind, gang_key, job_key, store_key
 from holdfast_operator.model.store_view import store_view
-from holdfast_operator.watch.indexes import (
-    CheckpointCache,
-    JobCache,
-    PodCache,
-    UnreadableCache,
-    key_of,
-)
+from holdfast_operator.watch.indexes import Index, JobIndex, PodIndex, key_of, unreadable_index
 from holdfast_operator.watch.nodes import NodeCache, NodeLeases
 from holdfast_operator.watch.records import (
     Lease,
@@ -120,22 +114,23 @@ class ClusterCache:
         api: KubeApi,
         clock: Clock,
         namespaces: tuple[str, ...],
-        expectations: Expectations,
         enqueue: Callable[[Key], None],
         on_job_gone: Callable[[Gang | Unreadable], None],
         timings: Timings | None = None,
     ) -> None:
         self._clock = clock
-        self._expectations = expectations
+        self.expectations = Expectations()
         self._enqueue = enqueue
         self._on_job_gone = on_job_gone
-        self.jobs = JobCache()
-        self.pods = PodCache()
-        self.unreadable = UnreadableCache()
+        self.jobs = JobIndex()
+        self.pods = PodIndex()
+        self.unreadable = unreadable_index()
         """Objects of our own kinds that exist and cannot be parsed."""
-        self.checkpoints = CheckpointCache()
-        self.stores: dict[tuple[str, str], CheckpointStore] = {}
-        """Stores by namespace and name."""
+        self.checkpoints: Index[Checkpoint] = Index(
+            lambda c: (c.namespace, c.name), lambda c: [(c.namespace, c.job)]
+        )
+        """Checkpoints by namespace and name, and by namespace and name of their job."""
+        self.stores: Index[CheckpointStore] = Index(lambda s: (s.namespace, s.name))
         self.nodes = NodeCache()
         self.leases = NodeLeases()
         self.reflectors: list[Reflector[Any]] = []
@@ -211,9 +206,10 @@ class ClusterCache:
                 self._enqueue(store_key(hidden.namespace, hidden.name))
             elif hidden.kind != Checkpoint.KIND:
                 self._enqueue(gang_key(hidden))
-        for store in self.stores:
-            self._enqueue(store_key(*store))
-        for namespace, name in self.checkpoints.job_names():
+        for store in self.stores.all():
+            self._enqueue(store_key(store.namespace, store.name))
+        for group in self.checkpoints.groups():
+            namespace, name = map(str, group)
             if not self.jobs.of_name(namespace, name):
                 self._enqueue(job_key(namespace, name))
         for key in self.pods.job_keys():
@@ -239,7 +235,7 @@ class ClusterCache:
 
     def unreadable_objects(self) -> tuple[Unreadable, ...]:
         """Return all objects of our own kinds, and pods of jobs and stores, that cannot be parsed."""
-        return (*self.unreadable.all(), *self.pods.all_unreadable())
+        return (*self.unreadable.all(), *self.pods.unreadable())
 
     def pods_without_pass(self, key: Key) -> tuple[PodView, ...]:
         """Return the worker pods of TrainingJobs of this key that are deleted or cannot be parsed."""
@@ -251,13 +247,13 @@ class ClusterCache:
     # ------------------------------------------------------------------ our own writes
 
     def expect_created(self, job: Gang, uid: str) -> None:
-        if self.pods.worker(job.namespace, job.uid, uid) is None:
-            self._expectations.expect(job.uid, created(uid), self._clock.monotonic())
+        if self.pods.get(uid) is None:
+            self.expectations.expect(job.uid, created(uid), self._clock.monotonic())
 
     def expect_deleted(self, job: Gang, uid: str) -> None:
-        pod = self.pods.worker(job.namespace, job.uid, uid)
-        if pod is not None and not pod.view.terminating:
-            self._expectations.expect(job.uid, deleted(uid), self._clock.monotonic())
+        pod = self.pods.get(uid)
+        if isinstance(pod, WorkerPod) and not pod.view.terminating:
+            self.expectations.expect(job.uid, deleted(uid), self._clock.monotonic())
 
     def take_job(self, job: Gang, reply: Mapping[str, Any]) -> None:
         """Take a job from the reply to a write of its status, which the watch delivers later."""
@@ -269,20 +265,27 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ changes
 
+    def _take(
+        self, index: Index[T], old: T | Unreadable | None, new: T | Unreadable | None
+    ) -> None:
+        """Take a change of an object of our own kinds into its index."""
+        if isinstance(old, Unreadable):
+            self.unreadable.drop(old)
+        elif old is not None:
+            index.drop(old)
+        if isinstance(new, Unreadable):
+            self.unreadable.put(new)
+        elif new is not None:
+            index.put(new)
+
     def _job(self, old: Gang | Unreadable | None, new: Gang | Unreadable | None) -> None:
         job = new or old
         if job is None:
             return
-        key = gang_key(job)
-        known = self.jobs.get(key)
-        if known is not None and not isinstance(old, Unreadable | None) and known.uid == old.uid:
-            self.jobs.drop(key)
-        self.unreadable.note(old, new)
-        if isinstance(new, TrainingJob | CheckpointAdoption):
-            self.jobs.put(key, new)
+        self._take(self.jobs, old, new)
         if new is None:
             self._on_job_gone(job)
-        self._enqueue(key)
+        self._enqueue(gang_key(job))
         self._enqueue_stores_of(old, new)
 
     def _enqueue_stores_of(
@@ -297,15 +300,15 @@ class ClusterCache:
         self, old: ManagedPod | Unreadable | None, new: ManagedPod | Unreadable | None
     ) -> None:
         if old is not None:
-            self.pods.remove(old)
+            self.pods.drop(old)
         if new is not None:
-            self.pods.add(new)
+            self.pods.put(new)
         for pod in (old, new):
             if isinstance(pod, WorkerPod):
                 gone = new is None or (isinstance(new, WorkerPod) and new.view.terminating)
-                self._expectations.met(pod.job_uid, created(pod.view.uid))
+                self.expectations.met(pod.job_uid, created(pod.view.uid))
                 if gone:
-                    self._expectations.met(pod.job_uid, deleted(pod.view.uid))
+                    self.expectations.met(pod.job_uid, deleted(pod.view.uid))
         for key in {key_of(pod) for pod in (old, new) if pod is not None}:
             if key is not None:
                 self._enqueue(key)
@@ -313,16 +316,12 @@ class ClusterCache:
     def _ckpt(
         self, old: Checkpoint | Unreadable | None, new: Checkpoint | Unreadable | None
     ) -> None:
-        self.unreadable.note(old, new)
-        if isinstance(old, Checkpoint):
-            self.checkpoints.drop(old)
-        if isinstance(new, Checkpoint):
-            self.checkpoints.put(new)
+        self._take(self.checkpoints, old, new)
         subject = new or old
         if subject is None:
             return
         names = {item.job for item in (old, new) if item is not None and item.job is not None}
-        for job in self.jobs.naming(Checkpoint.KIND, subject.namespace, subject.name):
+        for job in self.jobs.of(Checkpoint.KIND, subject.namespace, subject.name):
             self._enqueue(gang_key(job))
         for name in names:
             found = map(gang_key, self.jobs.of_name(subject.namespace, name))
@@ -336,16 +335,11 @@ class ClusterCache:
         if store is None:
             return
         name = (store.namespace, store.name)
-        known = self.stores.get(name)
-        if known is not None and isinstance(old, CheckpointStore) and known.uid == old.uid:
-            del self.stores[name]
-        self.unreadable.note(old, new)
-        if isinstance(new, CheckpointStore):
-            self.stores[name] = new
+        self._take(self.stores, old, new)
         self._enqueue(store_key(*name))
         if _seen_by_jobs(old) == _seen_by_jobs(new):
             return  # a probe with the same result: thousands of jobs may use the store
-        for job in self.jobs.naming(CheckpointStore.KIND, *name):
+        for job in self.jobs.of(CheckpointStore.KIND, *name):
             self._enqueue(gang_key(job))
 
     def _node(self, old: NodeView | Unreadable | None, new: NodeView | Unreadable | None) -> None:

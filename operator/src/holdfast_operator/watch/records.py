@@ -294,6 +294,7 @@ class ManagedPod:
     """A pod with our label: a WorkerPod, a ProbePod, or a ForeignPod."""
 
     namespace: str
+    uid: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +305,6 @@ class ForeignPod(ManagedPod):
     """
 
     name: str
-    uid: str
     whose: str
 
 
@@ -323,7 +323,6 @@ class ProbePod(ManagedPod):
     """The pod of a store's probe, with its state and its result."""
 
     name: str
-    uid: str
     store: str
     """Name of the CheckpointStore that controls the pod."""
     store_uid: str
@@ -355,9 +354,8 @@ def read_pod(raw: Mapping[str, Any]) -> ManagedPod:
         return _probe_pod(raw, store)
     identity = worker_identity(raw)
     if identity is None:
-        return ForeignPod(namespace, str(meta["name"]), str(meta["uid"]), whose(raw))
-    key = job_key(namespace, identity.job)
-    return WorkerPod(namespace, key, identity.job_uid, pod_view(raw, identity))
+        return ForeignPod(namespace, str(meta["uid"]), str(meta["name"]), whose(raw))
+    return _worker_pod(raw, identity, job_key(namespace, identity.job))
 
 
 def read_adopted_pod(raw: Mapping[str, Any]) -> ManagedPod | None:
@@ -365,8 +363,12 @@ def read_adopted_pod(raw: Mapping[str, Any]) -> ManagedPod | None:
     identity, namespace = adopted_identity(raw), str(raw["metadata"].get("namespace"))
     if identity is None:
         return None
-    key = adoption_key(namespace, identity.job)
-    return WorkerPod(namespace, key, identity.job_uid, pod_view(raw, identity))
+    return _worker_pod(raw, identity, adoption_key(namespace, identity.job))
+
+
+def _worker_pod(raw: Mapping[str, Any], identity: WorkerIdentity, key: Key) -> WorkerPod:
+    view = pod_view(raw, identity)
+    return WorkerPod(key.namespace, view.uid, key, identity.job_uid, view)
 
 
 def _probe_pod(raw: Mapping[str, Any], store: Owner) -> ProbePod:
