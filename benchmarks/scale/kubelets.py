@@ -25,7 +25,7 @@ from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model import labels
 from holdfast_operator.model.ownership import PROBE_PREFIX
-from holdfast_operator.sidecars.certificates import LeafCertificate
+from holdfast_operator.sidecars.certificates import KeyPair
 from holdfast_operator.watch.cache import LEASES_PATH
 from holdfast_operator.watch.reflector import Collection, Reflector
 
@@ -247,7 +247,7 @@ class Kubelets:
         )
         gang.members[sidecar.worker] = sidecar
         name = peer_dns_name(pod.ranks_name, JobUid(pod.job))
-        leaf = LeafCertificate(files["tls.crt"], files["tls.key"])
+        leaf = KeyPair(files["tls.crt"], files["tls.key"])
         self.listener.add(address, name, sidecar, Credentials(files["ca.crt"], leaf))
         self._addresses[pod.uid] = (address, name)
 

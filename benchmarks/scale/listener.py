@@ -17,7 +17,7 @@ from tests.support.operator.played_sidecar import server_context
 
 from benchmarks.scale.gangs import GangSidecar
 from holdfast_core.contract import CONTROL_PORT
-from holdfast_operator.sidecars.certificates import LeafCertificate
+from holdfast_operator.sidecars.certificates import KeyPair
 
 _CONTEXTS = 4096
 """TLS contexts that are kept. One takes some 40 KiB."""
@@ -27,7 +27,7 @@ _CONTEXTS = 4096
 class Credentials:
     authority: str
     """PEM of ca.crt."""
-    leaf: LeafCertificate
+    leaf: KeyPair
 
 
 class Listener:

@@ -13,8 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.net.tls import load_leaf
 from holdfast_operator.sidecars.certificates import (
-    Authority,
-    LeafCertificate,
+    KeyPair,
     client_context,
     new_authority,
     new_leaf,
@@ -24,7 +23,7 @@ from holdfast_operator.sidecars.certificates import (
 UID = "6f1c2d3e-0000-4000-8000-000000000001"
 
 
-def server_context(authority: Authority, leaf: LeafCertificate) -> ssl.SSLContext:
+def server_context(authority: KeyPair, leaf: KeyPair) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority.certificate)

@@ -18,7 +18,7 @@ from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarVie
 from holdfast_operator.model.keys import Key, job_key
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import (
-    LeafCertificate,
+    KeyPair,
     client_context,
     new_authority,
     new_leaf,
@@ -83,7 +83,7 @@ class Bench:
     """Each is raised once when the bench is notified of a change, as a defect of the operator would be."""
     servers: dict[int, PlayedSidecar] = field(default_factory=dict)
 
-    async def serve(self, pod: PodView, leaf: LeafCertificate | None = None) -> PlayedSidecar:
+    async def serve(self, pod: PodView, leaf: KeyPair | None = None) -> PlayedSidecar:
         server = PlayedSidecar(pod.worker, pod.name, pod.birth_round)
         leaf = leaf or new_leaf(AUTHORITY, peer_dns_name(pod.name, UID))
         await server.start(pod.ip or "", self.port, AUTHORITY.certificate, leaf)

@@ -23,7 +23,7 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.model import labels
 from holdfast_operator.model.ownership import PROBE_PREFIX
-from holdfast_operator.sidecars.certificates import LeafCertificate
+from holdfast_operator.sidecars.certificates import KeyPair
 
 T = TypeVar("T")
 
@@ -187,7 +187,7 @@ class PlayedKubelet:
             pod=environment["HOLDFAST_POD_NAME"],
             round=RestartRound(int(environment["HOLDFAST_BIRTH_ROUND"])),
         )
-        leaf = LeafCertificate(files["tls.crt"], files["tls.key"])
+        leaf = KeyPair(files["tls.crt"], files["tls.key"])
         await sidecar.start(address, CONTROL_PORT, files["ca.crt"], leaf)
         return sidecar
 

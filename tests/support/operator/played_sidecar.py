@@ -35,12 +35,12 @@ from holdfast_core.messages.schema import (
     UncommittedShard,
 )
 from holdfast_core.net.tls import load_leaf
-from holdfast_operator.sidecars.certificates import LeafCertificate
+from holdfast_operator.sidecars.certificates import KeyPair
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
-def server_context(authority: str, leaf: LeafCertificate) -> ssl.SSLContext:
+def server_context(authority: str, leaf: KeyPair) -> ssl.SSLContext:
     """Return a server's TLS context. `authority` is the PEM text of ca.crt."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -90,7 +90,7 @@ class PlayedSidecar:
         self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
 
-    async def start(self, address: str, port: int, authority: str, leaf: LeafCertificate) -> None:
+    async def start(self, address: str, port: int, authority: str, leaf: KeyPair) -> None:
         """Listen with the leaf certificate. `authority` is the PEM text of ca.crt."""
         context = server_context(authority, leaf)
         context.sni_callback = self._count_handshake

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -20,146 +21,131 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._rounds = Counter(
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self._rounds = counter(
             "holdfast_restart_rounds",
             "Restart rounds that were begun, by the reason that began them.",
             ("reason",),
-            registry=self.registry,
         )
-        self._recovery = Histogram(
+        self._recovery = histogram(
             "holdfast_recovery_seconds",
             "Seconds that each phase of a recovery took; phase total is their sum.",
             ("phase",),
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self._lost_steps = Counter(
+        self._lost_steps = counter(
             "holdfast_lost_steps",
             "Steps that were trained before a failure and have to be trained again.",
             _JOB,
-            registry=self.registry,
         )
-        self._quarantined = Counter(
+        self._quarantined = counter(
             "holdfast_checkpoints_quarantined",
             "Checkpoints that were quarantined, because ranks that restored them failed repeatedly.",
             _JOB,
-            registry=self.registry,
         )
-        self._timeouts = Counter(
+        self._timeouts = counter(
             "holdfast_schedule_timeouts",
             "Times that the pods of a gang could not all be scheduled in time and were deleted.",
             _JOB,
-            registry=self.registry,
         )
-        self._goodput = Gauge(
+        self._goodput = gauge(
             "holdfast_goodput_ratio",
             "Share of a job's time that was spent on training that no failure undid.",
             _JOB,
-            registry=self.registry,
         )
-        self._silent = Gauge(
-            "holdfast_job_sidecars_unreachable",
-            "1 while condition SidecarsUnreachable of the job is true, else 0.",
-            _JOB,
-            registry=self.registry,
-        )
-        self._missing = Gauge(
-            "holdfast_job_checkpoint_missing",
-            "1 while condition CheckpointMissing of the job is true, else 0. A job that never missed a "
-            "checkpoint has no series.",
-            _JOB,
-            registry=self.registry,
-        )
-        self._queued = Gauge(
-            "holdfast_job_queued",
-            "1 while condition Queued of the job is true, else 0. A job that was in no queue has no series.",
-            _JOB,
-            registry=self.registry,
-        )
-        self._spares = Gauge(
+        self._conditions = {
+            JobCondition.SIDECARS_UNREACHABLE: gauge(
+                "holdfast_job_sidecars_unreachable",
+                "1 while condition SidecarsUnreachable of the job is true, else 0.",
+                _JOB,
+            ),
+            JobCondition.CHECKPOINT_MISSING: gauge(
+                "holdfast_job_checkpoint_missing",
+                "1 while condition CheckpointMissing of the job is true, else 0. A job that never missed a "
+                "checkpoint has no series.",
+                _JOB,
+            ),
+            JobCondition.QUEUED: gauge(
+                "holdfast_job_queued",
+                "1 while condition Queued of the job is true, else 0. A job that was in no queue has no "
+                "series.",
+                _JOB,
+            ),
+        }
+        self._spares = gauge(
             "holdfast_job_spares_ready",
             "Spare pods of the job that can take the place of a lost worker now.",
             _JOB,
-            registry=self.registry,
         )
-        self._promotions = Counter(
+        self._promotions = counter(
             "holdfast_job_spares_promoted",
             "Spare pods that have taken the place of lost workers of the job.",
             _JOB,
-            registry=self.registry,
         )
-        self._reconcile = Histogram(
+        self._reconcile = histogram(
             "holdfast_reconcile_seconds",
             "Seconds of one pass over one object.",
             ("kind",),
             buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30),
-            registry=self.registry,
         )
-        self._failures = Counter(
+        self._failures = counter(
             "holdfast_reconcile_errors",
             "Passes that ended with an error. The operator repeats them.",
             ("kind",),
-            registry=self.registry,
         )
-        self._unexpected = Counter(
+        self._unexpected = counter(
             "holdfast_unexpected_errors",
             (
                 "Errors that the operator does not expect. The affected part continues, and the log "
                 "has the traceback."
             ),
             ("part",),
-            registry=self.registry,
         )
-        self._dropped = Counter(
+        self._dropped = counter(
             "holdfast_connections_dropped",
             (
                 "Connections to a port of the operator that were closed early: too many connections "
                 "were open, or the connection could not be accepted."
             ),
             ("port", "reason"),
-            registry=self.registry,
         )
-        self._depth = Gauge(
+        self._depth = gauge(
             "holdfast_queue_depth",
             "Keys in the work queue that wait for a worker.",
-            registry=self.registry,
         )
-        self._leads = Gauge(
+        self._leads = gauge(
             "holdfast_operator_leads",
             "1 while this operator process holds the lease and works on jobs, 0 while it is a standby.",
-            registry=self.registry,
         )
-        self._watch_age = Gauge(
+        self._watch_age = gauge(
             "holdfast_watch_age_seconds",
             "Seconds since the watch last delivered an event.",
             ("watch",),
-            registry=self.registry,
         )
 
-        self._foreign_pods = Gauge(
+        self._foreign_pods = gauge(
             "holdfast_foreign_pods",
             (
                 "Pods with Holdfast's label that no TrainingJob or CheckpointStore controls. The "
                 "operator ignores them."
             ),
-            registry=self.registry,
         )
-        self._leases_in_doubt = Gauge(
+        self._leases_in_doubt = gauge(
             "holdfast_leases_in_doubt",
             (
                 "Late node leases while most are late at the same time. They show no lost node then: "
                 "the API server or the operator is slow."
             ),
-            registry=self.registry,
         )
-        self._unreadable = Gauge(
+        self._unreadable = gauge(
             "holdfast_unreadable_objects",
             (
                 "Objects with a value that this version cannot read. The operator does not change "
                 "them."
             ),
             ("kind",),
-            registry=self.registry,
         )
         self._unreadable_kinds: set[str] = set()
 
@@ -218,14 +204,10 @@ class Metrics:
         if promoted:
             self._promotions.labels(job.namespace, job.name).inc(promoted)
 
-        silent = new.is_true(JobCondition.SIDECARS_UNREACHABLE)
-        self._silent.labels(job.namespace, job.name).set(1 if silent else 0)
-        missing = new.condition(JobCondition.CHECKPOINT_MISSING)
-        if missing is not None:
-            self._missing.labels(job.namespace, job.name).set(1 if missing.is_true else 0)
-        queued = new.condition(JobCondition.QUEUED)
-        if queued is not None:
-            self._queued.labels(job.namespace, job.name).set(1 if queued.is_true else 0)
+        for kind, gauge in self._conditions.items():
+            known = new.condition(kind)
+            if known is not None or kind is JobCondition.SIDECARS_UNREACHABLE:
+                gauge.labels(job.namespace, job.name).set(new.is_true(kind))
 
     def foreign_pods(self, count: int) -> None:
         self._foreign_pods.set(count)
@@ -245,9 +227,7 @@ class Metrics:
             self._goodput,
             self._lost_steps,
             self._quarantined,
-            self._silent,
-            self._missing,
-            self._queued,
+            *self._conditions.values(),
             self._timeouts,
             self._spares,
             self._promotions,

@@ -30,8 +30,9 @@ from holdfast_operator.kube.cluster import Cluster, Events, Subject
 from holdfast_operator.model import kinds, labels
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import PROBE_PREFIX
-from holdfast_operator.model.store_view import store_config
-from holdfast_operator.render.pod import HOLDFAST_GROUP
+from holdfast_operator.model.store_view import store_config, store_view
+from holdfast_operator.render.objects import owner_reference
+from holdfast_operator.render.pod import HOLDFAST_GROUP, store_sources
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.records import ProbePod
 
@@ -110,11 +111,7 @@ def render_probe(
 
     The pod complies with the Pod Security profile `restricted`.
     """
-    s3 = store.spec.s3
-    sources: list[dict[str, Any]] = [{"secret": {"name": s3.credentials_secret_ref.name}}]
-    if s3.ca_secret_ref is not None:
-        items = [{"key": "ca.crt", "path": "ca.crt"}]
-        sources.append({"secret": {"name": s3.ca_secret_ref.name, "items": items}})
+    sources = store_sources(store_view(store))
     user = {"runAsNonRoot": True, "runAsUser": HOLDFAST_GROUP, "runAsGroup": HOLDFAST_GROUP}
     return {
         "apiVersion": "v1",
@@ -127,16 +124,7 @@ def render_probe(
                 labels.COMPONENT: labels.COMPONENT_STORE_PROBE,
                 labels.STORE_NAME: store.name,
             },
-            "ownerReferences": [
-                {
-                    "apiVersion": API_VERSION,
-                    "kind": CheckpointStore.KIND,
-                    "name": store.name,
-                    "uid": store.uid,
-                    "controller": True,
-                    "blockOwnerDeletion": True,
-                }
-            ],
+            "ownerReferences": [owner_reference(store)],
         },
         "spec": {
             "restartPolicy": "Never",
@@ -173,7 +161,15 @@ def render_probe(
                     },
                 }
             ],
-            "volumes": [{"name": "store", "projected": {"defaultMode": 0o440, "sources": sources}}],
+            "volumes": [
+                {
+                    "name": "store",
+                    "projected": {
+                        "defaultMode": 0o440,
+                        "sources": store_sources(store_view(store)),
+                    },
+                }
+            ],
         },
     }
 

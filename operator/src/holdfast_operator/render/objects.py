@@ -9,6 +9,7 @@ from holdfast_core.api import (
     API_VERSION,
     Checkpoint,
     CheckpointStatus,
+    CheckpointStore,
     DeletionPolicy,
     Gang,
     merge_patch,
@@ -63,15 +64,24 @@ def group_annotations(group: PodGroup | None) -> dict[str, str]:
     return {labels.POD_GROUP_COUNT: str(group.pods), labels.ROLE_HASH: labels.ROLE_WORKER}
 
 
-def owner_reference(job: Gang) -> dict[str, Any]:
-    """Return the controller reference by which the object is deleted with its job."""
+def owner_reference(owner: Gang | CheckpointStore) -> dict[str, Any]:
+    """Return the controller reference by which an object is deleted with its owner."""
     return {
         "apiVersion": API_VERSION,
-        "kind": job.KIND,
-        "name": job.name,
-        "uid": job.uid,
+        "kind": owner.KIND,
+        "name": owner.name,
+        "uid": owner.uid,
         "controller": True,
         "blockOwnerDeletion": True,
+    }
+
+
+def _metadata(job: Gang, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": job_labels(job),
+        "ownerReferences": [owner_reference(job)],
     }
 
 
@@ -79,12 +89,7 @@ def render_service(job: Gang) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": kinds.SERVICE,
-        "metadata": {
-            "name": service_name(job.name, job.uid),
-            "namespace": job.namespace,
-            "labels": job_labels(job),
-            "ownerReferences": [owner_reference(job)],
-        },
+        "metadata": _metadata(job, service_name(job.name, job.uid)),
         "spec": {
             "clusterIP": "None",
             # Ranks rendezvous before their pods are ready.
@@ -109,12 +114,7 @@ def render_network_policy(job: Gang, network: WorkerNetwork) -> dict[str, Any]:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": kinds.NETWORK_POLICY,
-        "metadata": {
-            "name": service_name(job.name, job.uid),
-            "namespace": job.namespace,
-            "labels": job_labels(job),
-            "ownerReferences": [owner_reference(job)],
-        },
+        "metadata": _metadata(job, service_name(job.name, job.uid)),
         "spec": {
             "podSelector": workers,
             "policyTypes": ["Ingress"],
@@ -131,12 +131,7 @@ def render_disruption_budget(job: Gang, workers: int) -> dict[str, Any]:
     return {
         "apiVersion": "policy/v1",
         "kind": kinds.DISRUPTION_BUDGET,
-        "metadata": {
-            "name": service_name(job.name, job.uid),
-            "namespace": job.namespace,
-            "labels": job_labels(job),
-            "ownerReferences": [owner_reference(job)],
-        },
+        "metadata": _metadata(job, service_name(job.name, job.uid)),
         "spec": {
             # For pods without a scale subresource, Kubernetes accepts a number of minAvailable only
             # (https://kubernetes.io/docs/tasks/run-application/configure-pdb).
@@ -155,17 +150,17 @@ def standing_objects(job: Gang, workers: int, sidecar: SidecarSettings) -> list[
 
 
 def render_certificates(job: Gang, name: str) -> dict[str, Any]:
-    metadata = {"labels": job_labels(job), "ownerReferences": [owner_reference(job)]}
-    return render_secret(job.namespace, name, metadata)
+    return render_secret(_metadata(job, name))
 
 
-def render_secret(namespace: str, name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def render_secret(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an immutable Secret without its data, which only the edge has."""
     return {
         "apiVersion": "v1",
         "kind": kinds.SECRET,
         "type": "Opaque",
         "immutable": True,
-        "metadata": {**metadata, "name": name, "namespace": namespace},
+        "metadata": dict(metadata),
     }
 
 

@@ -236,7 +236,7 @@ def _sidecar_container(
         {"name": NODE_VOLUME, "mountPath": NODE_DIR},
         {"name": CERTS_VOLUME, "mountPath": CERTS_DIR, "readOnly": True},
     ]
-    if _store_sources(store):
+    if store_sources(store):
         mounts.append({"name": STORE_VOLUME, "mountPath": STORE_DIR, "readOnly": True})
     return {
         "name": SIDECAR_CONTAINER,
@@ -323,7 +323,7 @@ def _volumes(
             },
         },
     ]
-    sources = _store_sources(store)
+    sources = store_sources(store)
     if sources:
         volumes.append(
             {"name": STORE_VOLUME, "projected": {"defaultMode": 0o440, "sources": sources}}
@@ -344,7 +344,7 @@ def _node_volume(job: Gang) -> dict[str, Any]:
     return {"name": NODE_VOLUME, "ephemeral": {"volumeClaimTemplate": {"spec": spec}}}
 
 
-def _store_sources(store: StoreView | None) -> list[dict[str, Any]]:
+def store_sources(store: StoreView | None) -> list[dict[str, Any]]:
     """Return the sources of one projected volume: the store's credentials, and the CA's ca.crt."""
     sources: list[dict[str, Any]] = []
     if store is not None and store.credentials_secret is not None:

@@ -44,76 +44,65 @@ _CA_LABEL = "holdfast.dev/certificate-authority"
 
 
 @dataclass(frozen=True, slots=True)
-class Authority:
-    """Certificate and private key of a job's authority, as PEM."""
+class KeyPair:
+    """Certificate and private key of a job's authority, a pod or the operator, as PEM."""
 
     certificate: str
     key: str = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class LeafCertificate:
-    """Certificate and private key of a pod or of the operator, as PEM."""
-
-    certificate: str
-    key: str = field(repr=False)
-
-
-def new_authority(job_uid: str) -> Authority:
+def new_authority(job_uid: str) -> KeyPair:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"holdfast {job_uid}"[:64])])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(NOT_BEFORE)
-        .not_valid_after(NOT_AFTER)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    return Authority(_pem(certificate), _key_pem(key))
+    certificate = _certificate(key, name, name, signs_certificates=True).sign(key, hashes.SHA256())
+    return KeyPair(_pem(certificate), _key_pem(key))
 
 
-def new_leaf(authority: Authority, dns_name: str) -> LeafCertificate:
+def new_leaf(authority: KeyPair, dns_name: str) -> KeyPair:
     """Return a leaf for one dNSName, usable as client and as server. Raises HoldfastError."""
     issuer = x509.load_pem_x509_certificate(authority.certificate.encode())
     issuer_key = serialization.load_pem_private_key(authority.key.encode(), None)
     if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
         raise HoldfastError("the key of the job's authority is not an elliptic-curve key")
     key = ec.generate_private_key(ec.SECP256R1())
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+    issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     certificate = (
+        _certificate(key, x509.Name([]), issuer.subject, signs_certificates=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        # Critical: the subject is empty (RFC 5280, 4.2.1.6).
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=True)
+        .add_extension(issued_by, critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    return KeyPair(_pem(certificate), _key_pem(key))
+
+
+def _certificate(
+    key: ec.EllipticCurvePrivateKey,
+    subject: x509.Name,
+    issuer: x509.Name,
+    *,
+    signs_certificates: bool,
+) -> x509.CertificateBuilder:
+    """Return what authorities and leaves have in common."""
+    constraints = x509.BasicConstraints(signs_certificates, 0 if signs_certificates else None)
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    return (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([]))
-        .issuer_name(issuer.subject)
+        .subject_name(subject)
+        .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(NOT_BEFORE)
         .not_valid_after(NOT_AFTER)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(
-            x509.ExtendedKeyUsage(
-                [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
-            ),
-            critical=False,
-        )
-        # Critical: the subject is empty (RFC 5280, 4.2.1.6).
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=True)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
-            critical=False,
-        )
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(issuer_key, hashes.SHA256())
+        .add_extension(constraints, critical=True)
+        .add_extension(_usage(signs_certificates=signs_certificates), critical=True)
+        .add_extension(own, critical=False)
     )
-    return LeafCertificate(_pem(certificate), _key_pem(key))
 
 
-def secret_data(authority: Authority, job_uid: str, pods: Iterable[str]) -> dict[str, str]:
+def secret_data(authority: KeyPair, job_uid: str, pods: Iterable[str]) -> dict[str, str]:
     """Return the data of a Secret with these pods' leaves. render.objects.certificate_items has its keys."""
     data: dict[str, str] = {}
     for pod in pods:
@@ -123,7 +112,7 @@ def secret_data(authority: Authority, job_uid: str, pods: Iterable[str]) -> dict
     return data
 
 
-def client_context(authority: Authority, leaf: LeafCertificate) -> ssl.SSLContext:
+def client_context(authority: KeyPair, leaf: KeyPair) -> ssl.SSLContext:
     """Return a TLS 1.3 context in which the job's authority alone authenticates both sides."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -146,7 +135,7 @@ class Certificates:
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self._cluster = cluster
         self._namespace = namespace
-        self._authorities: dict[str, Authority] = {}
+        self._authorities: dict[str, KeyPair] = {}
         self._clients: dict[str, ssl.SSLContext] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -212,7 +201,7 @@ class Certificates:
         if failed is not None:
             raise failed
 
-    async def _authority(self, job_uid: JobUid) -> Authority:
+    async def _authority(self, job_uid: JobUid) -> KeyPair:
         """Return the existing authority of a job. Raises HoldfastError if there is none."""
         async with self._lock(job_uid):
             known = await self._known(job_uid)
@@ -229,7 +218,7 @@ class Certificates:
     def _lock(self, job_uid: JobUid) -> asyncio.Lock:
         return self._locks.setdefault(job_uid, asyncio.Lock())
 
-    async def _known(self, job_uid: JobUid) -> Authority | None:
+    async def _known(self, job_uid: JobUid) -> KeyPair | None:
         known = self._authorities.get(job_uid)
         if known is None:
             known = await self._read(job_uid)
@@ -237,7 +226,7 @@ class Certificates:
                 self._authorities[job_uid] = known
         return known
 
-    async def _read(self, job_uid: JobUid) -> Authority | None:
+    async def _read(self, job_uid: JobUid) -> KeyPair | None:
         name = ca_secret_name(job_uid)
         data = await self._cluster.get_secret(self._namespace, name)
         if data is None:
@@ -247,9 +236,9 @@ class Certificates:
                 f"Secret {self._namespace}/{name} has keys {sorted(data)}, expected ca.crt and "
                 "ca.key: delete it together with the job"
             )
-        return Authority(data["ca.crt"], data["ca.key"])
+        return KeyPair(data["ca.crt"], data["ca.key"])
 
-    async def _create(self, job: Gang) -> Authority:
+    async def _create(self, job: Gang) -> KeyPair:
         """Create the job's authority, if the job exists both before and after the creation.
 
         The end of the job is what causes the deletion of its authority. A Secret that is created after the
@@ -270,22 +259,22 @@ class Certificates:
                 f"job {job.namespace}/{job.name} (uid {job.uid}) was deleted: no authority is created"
             )
 
-    async def _create_secret(self, job: Gang) -> Authority:
+    async def _create_secret(self, job: Gang) -> KeyPair:
         name = ca_secret_name(job.uid)
         fresh = await asyncio.to_thread(new_authority, job.uid)
         metadata = {
+            "name": name,
+            "namespace": self._namespace,
             "labels": {
                 labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
                 labels.JOB_NAMESPACE: job.namespace,
                 labels.JOB_NAME: job.name,
                 labels.JOB_UID: job.uid,
                 _CA_LABEL: "true",
-            }
+            },
         }
         data = {"ca.crt": fresh.certificate, "ca.key": fresh.key}
-        created = await self._cluster.create_secret(
-            render_secret(self._namespace, name, metadata), data
-        )
+        created = await self._cluster.create_secret(render_secret(metadata), data)
         if not created.existed:
             return fresh
         found = await self._read(job.uid)  # another operator created it first, so its key is used
