@@ -12,7 +12,7 @@ from tests.support.operator.fake_api import FakeApi
 from holdfast_core.api import TrainingJob
 from holdfast_core.errors import UnavailableError
 from holdfast_operator.apply.apply import ActionFailed, ActionsFailed
-from holdfast_operator.apply.reports import FailedPasses
+from holdfast_operator.apply.reports import Reports
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model.actions import Delete
@@ -26,7 +26,7 @@ class Bed:
         self.raw = self.api.put("trainingjobs", raw_job())
         self.raw["status"] = {"conditions": [OTHER], "step": 7}
         clock, cluster = ManualClock(), Cluster(self.api)
-        self.passes = FailedPasses(cluster, Events(cluster, clock), clock)
+        self.passes = Reports(cluster, Events(cluster, clock), clock)
 
     async def fail(self, error: Exception) -> None:
         with pytest.raises(type(error)):

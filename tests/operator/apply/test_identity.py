@@ -22,7 +22,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.names import checkpoint_name, job_prefix, pod_name
 from holdfast_operator.apply.effects import JobEffects, Present
-from holdfast_operator.apply.reports import UnreadableReports
+from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ApiError, NameTakenError
 from holdfast_operator.kube.cluster import Cluster, Events
@@ -429,7 +429,7 @@ async def test_an_unreadable_job_names_the_field_and_keeps_the_rest_of_its_statu
     edge = Edge()
     newer = {"type": "Paused", "status": "True", "reason": "New", "lastTransitionTime": "x"}
     edge.raw["status"] = {"phase": "Hibernating", "conditions": [newer], "naps": 3}
-    reports = UnreadableReports(edge.cluster, Events(edge.cluster, edge.clock), edge.clock)
+    reports = Reports(edge.cluster, Events(edge.cluster, edge.clock), edge.clock)
     for _ in range(3):
         await edge.look()
         (hidden,) = edge.cache.unreadable_objects()
@@ -451,7 +451,7 @@ async def test_an_unreadable_job_names_the_field_and_keeps_the_rest_of_its_statu
 async def test_conditions_that_are_no_list_of_conditions_are_left_alone(conditions: Any) -> None:
     edge = Edge()
     edge.raw["status"] = {"conditions": conditions}
-    reports = UnreadableReports(edge.cluster, Events(edge.cluster, edge.clock), edge.clock)
+    reports = Reports(edge.cluster, Events(edge.cluster, edge.clock), edge.clock)
     await edge.look()
     (hidden,) = edge.cache.unreadable_objects()
     await reports.report(hidden)

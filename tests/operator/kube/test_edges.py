@@ -34,7 +34,8 @@ from holdfast_operator.base.logs import Changed
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.api import ApiError, from_kubeconfig, from_service_account, load_access
-from holdfast_operator.kube.cluster import Cluster, Events, Subject
+from holdfast_operator.kube.cluster import Cluster, Events
+from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.objects import render_disruption_budget
 from holdfast_operator.watch.cache import Expectations
@@ -194,7 +195,7 @@ def test_resource_versions(seen: str, expected: str, result: bool) -> None:
 async def test_events_at_most_one_a_minute_a_reason() -> None:
     clock, api = ManualClock(), FakeApi()
     events = Events(Cluster(api), clock)
-    subject = Subject("v", "TrainingJob", "team", "gpt", "u")
+    subject = Unreadable("TrainingJob", "team", "gpt", "u", "a field")
     for _ in range(5):
         await events.emit(subject, "Warning", "PodLost", "the message")
     await events.emit(subject, "Normal", "Accepted", "the message")

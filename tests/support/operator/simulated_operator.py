@@ -22,7 +22,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, Worker
 from holdfast_operator.apply.apply import Applied, apply, memory_after
 from holdfast_operator.apply.effects import JobEffects, Present
-from holdfast_operator.apply.reports import UnreadableReports
+from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import ApiError
@@ -73,7 +73,7 @@ class SimulatedOperator:
         self._observer = Observer(
             self.cache, self.link, self._present, SIDECAR, clock, leaving_taints=LEAVING_TAINTS
         )
-        self._reports = UnreadableReports(kube, events, clock)
+        self._reports = Reports(kube, events, clock)
         self.stuck: set[str] = set()
         """Plurals whose watch delivers no further events."""
         self._gone: list[Gang | Unreadable] = []

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, assert_never
 
-from holdfast_core.api import API_VERSION, Checkpoint, Gang, JobCondition
+from holdfast_core.api import Checkpoint, Gang, JobCondition
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
@@ -20,7 +20,7 @@ from holdfast_operator.apply.apply import write_status
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ConflictError, NameTakenError
-from holdfast_operator.kube.cluster import Cluster, Events, Subject
+from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model import kinds, labels
 from holdfast_operator.model.actions import (
     Call,
@@ -320,10 +320,9 @@ class JobEffects:
         await self.emit(job, EmitEvent(EventKind.WARNING, reason, message))
 
     async def emit(self, job: Gang, event: EmitEvent) -> None:
-        subject = Subject(API_VERSION, job.KIND, job.namespace, job.name, job.uid)
         if event.reason in _LOGGED:  # Events are limited, and every recovery is logged
             logs.info(event.message, namespace=job.namespace, job=job.name)
-        await self._events.emit(subject, event.kind, event.reason, event.message)
+        await self._events.emit(job, event.kind, event.reason, event.message)
 
 
 def _is_record_of(raw: Mapping[str, Any], body: Mapping[str, Any]) -> bool:

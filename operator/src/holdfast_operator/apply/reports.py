@@ -11,72 +11,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from holdfast_core.api import API_VERSION, GANGS, ConditionStatus, Gang, JobCondition
+from holdfast_core.api import GANGS, ConditionStatus, Gang, JobCondition
 from holdfast_core.clock import Clock, stamp
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.apply.apply import ActionsFailed
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError, ConflictError
-from holdfast_operator.kube.cluster import Cluster, Events, Subject
+from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.reasons import Reason
-
-
-@dataclass(frozen=True, slots=True)
-class NewCondition:
-    type: JobCondition
-    status: ConditionStatus
-    reason: Reason
-    message: str
-
-
-async def write_condition(
-    cluster: Cluster,
-    kind: str,
-    namespace: str,
-    name: str,
-    uid: str,
-    condition: NewCondition,
-    now: datetime,
-) -> None:
-    """Write the condition with the resourceVersion of a direct read.
-
-    Nothing is written if the object is gone or the name has another uid now, or if status.conditions is not a
-    list of conditions. Raises ConflictError and ApiError.
-    """
-    raw = await cluster.get(kind, namespace, name)
-    if raw is None or raw["metadata"]["uid"] != uid:
-        return
-    conditions = _with(condition, raw, stamp(now))
-    if conditions is None:
-        return
-    version = str(raw["metadata"]["resourceVersion"])
-    await cluster.patch_status(kind, namespace, name, version, {"conditions": conditions})
-
-
-def _with(condition: NewCondition, raw: Mapping[str, Any], now: str) -> list[Any] | None:
-    """Return the conditions of `raw` with this one, or None if there is nothing to write."""
-    conditions = (raw.get("status") or {}).get("conditions") or []
-    if not isinstance(conditions, list) or not all(isinstance(c, Mapping) for c in conditions):
-        return None
-    kind, value = condition.type.value, condition.status.value
-    old: Mapping[str, Any] = next((c for c in conditions if c.get("type") == kind), {})
-    if (old.get("status"), old.get("message")) == (value, condition.message):
-        return None
-    same = old.get("status") == value
-    new = {
-        "type": kind,
-        "status": value,
-        "reason": condition.reason.value,
-        "message": condition.message,
-        "lastTransitionTime": old["lastTransitionTime"] if same else now,
-        "observedGeneration": raw["metadata"].get("generation") or 0,
-    }
-    return [*(c for c in conditions if c.get("type") != kind), new]
-
 
 _GANG_KINDS = frozenset(kind.KIND for kind in GANGS)
 _MAX_REMEMBERED = 10_000
@@ -84,20 +29,37 @@ REMEDY = (
     "Holdfast does not delete, write or start anything of it until it can be read. Correct the "
     "field, or run an operator of the release that wrote it"
 )
+FAULTS_IN_A_ROW = 3
+"""Passes in a row that end with the same HoldfastError before it is reported. Most are over by the next pass,
+such as a time-out of the API server. Any other exception is reported at once."""
+_MAX_CHARACTERS = 1024
+_NO_REFUSALS = (401, 408, 409, 429)
+"""Status codes between 400 and 499 that say nothing about the contents of a request."""
 
 
-class UnreadableReports:
-    """Reporter of objects that cannot be parsed. It reports each problem of each object once."""
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    type: JobCondition
+    status: ConditionStatus
+    reason: Reason
+    message: str
+
+
+class Reports:
+    """Reporter of objects that cannot be parsed, and of failed passes. It reports each text once."""
 
     def __init__(self, cluster: Cluster, events: Events, clock: Clock) -> None:
         self._cluster = cluster
         self._events = events
         self._clock = clock
-        self._reported: dict[str, str] = {}
+        self._unreadable: dict[str, str] = {}
         """The reported problem, by uid of the object."""
+        self._failed: dict[str, tuple[str, int]] = {}
+        """Cause of the newest failure and the number of passes in a row that ended with it, by uid."""
 
     def forget(self, uid: str) -> None:
-        self._reported.pop(uid, None)
+        self._unreadable.pop(uid, None)
+        self._failed.pop(uid, None)
 
     async def report(self, found: Unreadable) -> None:
         """Report a TrainingJob, CheckpointAdoption or CheckpointStore that cannot be parsed.
@@ -107,54 +69,23 @@ class UnreadableReports:
         Raises:
             ConflictError: The object changed since it was read, so the caller must read it again.
         """
-        if self._reported.get(found.uid) == found.problem:
+        if self._unreadable.get(found.uid) == found.problem:
             return
         text = f"{found.problem}; {REMEDY}"
-        subject = Subject(API_VERSION, found.kind, found.namespace, found.name, found.uid)
-        await self._events.emit(subject, "Warning", Reason.CANNOT_READ, text)
+        await self._events.emit(found, "Warning", Reason.CANNOT_READ, text)
         if found.kind in _GANG_KINDS:
+            kind = JobCondition.READABLE
             try:
-                await self._write_condition(found, text)
+                await self._write(
+                    found, _Condition(kind, ConditionStatus.FALSE, Reason.CANNOT_READ, text)
+                )
             except ConflictError:
                 raise
             except HoldfastError as error:
-                logs.warning(f"{found}: condition {JobCondition.READABLE} not written: {error}")
-        if len(self._reported) >= _MAX_REMEMBERED:
-            self._reported.clear()
-        self._reported[found.uid] = found.problem
-
-    async def _write_condition(self, job: Unreadable, text: str) -> None:
-        await write_condition(
-            self._cluster,
-            job.kind,
-            job.namespace,
-            job.name,
-            job.uid,
-            NewCondition(JobCondition.READABLE, ConditionStatus.FALSE, Reason.CANNOT_READ, text),
-            self._clock.utc_now(),
-        )
-
-
-FAULTS_IN_A_ROW = 3
-"""Passes in a row that end with the same HoldfastError before it is reported. Most are over by the next pass,
-such as a time-out of the API server. Any other exception is reported at once."""
-_MAX_CHARACTERS = 1024
-_NO_REFUSALS = (401, 408, 409, 429)
-"""Status codes between 400 and 499 that say nothing about the contents of a request."""
-
-
-class FailedPasses:
-    """Reporter of failed passes. It reports each text of each job once."""
-
-    def __init__(self, cluster: Cluster, events: Events, clock: Clock) -> None:
-        self._cluster = cluster
-        self._events = events
-        self._clock = clock
-        self._failed: dict[str, tuple[str, int]] = {}
-        """Cause of the newest failure and the number of passes in a row that ended with it, by uid."""
-
-    def forget(self, uid: str) -> None:
-        self._failed.pop(uid, None)
+                logs.warning(f"{found}: condition {kind} not written: {error}")
+        if len(self._unreadable) >= _MAX_REMEMBERED:
+            self._unreadable.clear()
+        self._unreadable[found.uid] = found.problem
 
     @asynccontextmanager
     async def reported(self, job: Gang) -> AsyncIterator[list[ActionsFailed]]:
@@ -176,7 +107,7 @@ class FailedPasses:
         known = job.status.condition(JobCondition.RECONCILED)
         if known is not None and known.is_false:
             text = "the last pass over this job succeeded"
-            await self._write(job, ConditionStatus.TRUE, Reason.PASS_SUCCEEDED, text)
+            await self._reconciled(job, ConditionStatus.TRUE, Reason.PASS_SUCCEEDED, text)
 
     async def _failure(self, job: Gang, error: Exception) -> None:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
@@ -193,25 +124,56 @@ class FailedPasses:
             f"{text}. The pass is repeated. Until it succeeds, the operator may do only a part of its work "
             f"for this job, or nothing. {_remedy(error)}"
         )
-        await self._write(job, ConditionStatus.FALSE, Reason.PASS_FAILED, message)
-        subject = Subject(API_VERSION, job.KIND, job.namespace, job.name, job.uid)
-        await self._events.emit(subject, "Warning", Reason.PASS_FAILED, message)
+        await self._reconciled(job, ConditionStatus.FALSE, Reason.PASS_FAILED, message)
+        await self._events.emit(job, "Warning", Reason.PASS_FAILED, message)
 
-    async def _write(self, job: Gang, value: ConditionStatus, reason: Reason, message: str) -> None:
-        condition = NewCondition(JobCondition.RECONCILED, value, reason, message)
+    async def _reconciled(
+        self, job: Gang, value: ConditionStatus, reason: Reason, message: str
+    ) -> None:
+        kind = JobCondition.RECONCILED
         try:
-            await write_condition(
-                self._cluster,
-                job.KIND,
-                job.namespace,
-                job.name,
-                job.uid,
-                condition,
-                self._clock.utc_now(),
-            )
+            await self._write(job, _Condition(kind, value, reason, message))
         except HoldfastError as error:
             self._failed.pop(job.uid, None)  # the next pass tries again
-            logs.warning(f"condition {JobCondition.RECONCILED} of {job.name} not written: {error}")
+            logs.warning(f"condition {kind} of {job.name} not written: {error}")
+
+    async def _write(self, job: Gang | Unreadable, condition: _Condition) -> None:
+        """Write the condition with the resourceVersion of a direct read.
+
+        Nothing is written if the object is gone or the name has another uid now, or if status.conditions is
+        not a list of conditions. Raises ConflictError and ApiError.
+        """
+        raw = await self._cluster.get(job.kind, job.namespace, job.name)
+        if raw is None or raw["metadata"]["uid"] != job.uid:
+            return
+        conditions = _with(condition, raw, stamp(self._clock.utc_now()))
+        if conditions is None:
+            return
+        version = str(raw["metadata"]["resourceVersion"])
+        await self._cluster.patch_status(
+            job.kind, job.namespace, job.name, version, {"conditions": conditions}
+        )
+
+
+def _with(condition: _Condition, raw: Mapping[str, Any], now: str) -> list[Any] | None:
+    """Return the conditions of `raw` with this one, or None if there is nothing to write."""
+    conditions = (raw.get("status") or {}).get("conditions") or []
+    if not isinstance(conditions, list) or not all(isinstance(c, Mapping) for c in conditions):
+        return None
+    kind, value = condition.type.value, condition.status.value
+    old: Mapping[str, Any] = next((c for c in conditions if c.get("type") == kind), {})
+    if (old.get("status"), old.get("message")) == (value, condition.message):
+        return None
+    same = old.get("status") == value
+    new = {
+        "type": kind,
+        "status": value,
+        "reason": condition.reason.value,
+        "message": condition.message,
+        "lastTransitionTime": old["lastTransitionTime"] if same else now,
+        "observedGeneration": raw["metadata"].get("generation") or 0,
+    }
+    return [*(c for c in conditions if c.get("type") != kind), new]
 
 
 def _remedy(error: Exception) -> str:

@@ -23,12 +23,14 @@ from holdfast_core.api import (
     VERSION,
     Checkpoint,
     CheckpointStore,
+    Gang,
 )
 from holdfast_core.clock import Clock, stamp
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError, ConflictError, KubeApi, NameTakenError
 from holdfast_operator.model import kinds, labels
+from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.ownership import controller_of, whose
 
 NOT_FOUND, CONFLICT, INVALID, BAD_REQUEST, FORBIDDEN = 404, 409, 422, 400, 403
@@ -299,15 +301,8 @@ MAX_MESSAGE_CHARACTERS = 1000
 _MAX_REMEMBERED = 20_000
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The object that an Event is about."""
-
-    api_version: str
-    kind: str
-    namespace: str
-    name: str
-    uid: str
+Subject = Gang | Checkpoint | CheckpointStore | Unreadable
+"""The object that an Event is about."""
 
 
 @dataclass(slots=True)
@@ -341,7 +336,7 @@ class Events:
             "kind": EVENT,
             "metadata": {"generateName": f"{subject.name}-", "namespace": subject.namespace},
             "involvedObject": {
-                "apiVersion": subject.api_version,
+                "apiVersion": API_VERSION,
                 "kind": subject.kind,
                 "namespace": subject.namespace,
                 "name": subject.name,

@@ -15,8 +15,6 @@ from functools import partial
 from typing import Any, assert_never
 
 from holdfast_core.api import (
-    API_VERSION,
-    Checkpoint,
     CheckpointAdoption,
     CheckpointStore,
     Gang,
@@ -27,7 +25,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
 from holdfast_operator.apply.apply import Applied, apply, memory_after
 from holdfast_operator.apply.effects import JobEffects, Present
-from holdfast_operator.apply.reports import FailedPasses, UnreadableReports
+from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
@@ -35,7 +33,7 @@ from holdfast_operator.decide import releases
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.features.queue import leaving
 from holdfast_operator.kube.api import KubeApi
-from holdfast_operator.kube.cluster import Cluster, Events, Subject
+from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
 from holdfast_operator.loop.checks import Owners, SilenceChecks, TemplateChecks
 from holdfast_operator.loop.observe import Observer
@@ -131,8 +129,7 @@ class Controller:
             self._present,
         )
         self._owners = Owners(self._cluster)
-        self._reports = UnreadableReports(self._cluster, events, clock)
-        self._failed_passes = FailedPasses(self._cluster, events, clock)
+        self._reports = Reports(self._cluster, events, clock)
         self._observer = Observer(
             self._cache,
             self._sidecars,
@@ -261,7 +258,7 @@ class Controller:
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
-        async with self._failed_passes.reported(job) as errors:
+        async with self._reports.reported(job) as errors:
             applied = await self._pass(key, job)
             if applied.error is not None:
                 errors.append(applied.error)
@@ -312,10 +309,7 @@ class Controller:
             await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
             text = releases.kept_data(checkpoint, "the job that saved it no longer exists")
             if text is not None:
-                subject = Subject(
-                    API_VERSION, Checkpoint.KIND, key.namespace, checkpoint.name, checkpoint.uid
-                )
-                await self._events.emit(subject, EventKind.WARNING, Reason.DATA_KEPT, text)
+                await self._events.emit(checkpoint, EventKind.WARNING, Reason.DATA_KEPT, text)
                 logs.warning(text, namespace=key.namespace)
 
     def _incomplete(self, key: Key, job: Gang, applied: Applied) -> IncompletePass:
@@ -402,7 +396,6 @@ class Controller:
         self._present.forget(uid)
         self._sidecars.forget(uid)
         self._reports.forget(uid)
-        self._failed_passes.forget(uid)
         self._owners.forget(uid)
         self._long_passes.forget(gang_key(job))
         self._metrics.forget(job.namespace, job.name)

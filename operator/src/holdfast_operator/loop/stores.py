@@ -14,7 +14,6 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from holdfast_core.api import (
-    API_VERSION,
     CheckpointStore,
     CheckpointStoreStatus,
     StoreCondition,
@@ -26,7 +25,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.contract import STORE_DIR, StoreConfig
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import NameTakenError
-from holdfast_operator.kube.cluster import Cluster, Events, Subject
+from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model import kinds, labels
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import PROBE_PREFIX
@@ -166,7 +165,7 @@ def render_probe(
                     "name": "store",
                     "projected": {
                         "defaultMode": 0o440,
-                        "sources": store_sources(store_view(store)),
+                        "sources": sources,
                     },
                 }
             ],
@@ -355,6 +354,5 @@ class Stores:
         logs.info(
             f"store {result.reason}: {result.message}", namespace=store.namespace, store=store.name
         )
-        subject = Subject(API_VERSION, CheckpointStore.KIND, store.namespace, store.name, store.uid)
         kind = "Normal" if result.available else "Warning"
-        await self._events.emit(subject, kind, result.reason, result.message)
+        await self._events.emit(store, kind, result.reason, result.message)
