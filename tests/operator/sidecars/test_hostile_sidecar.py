@@ -89,7 +89,7 @@ async def test_a_call_that_ends_with_an_unexpected_error_is_made_again() -> None
         await b.until(lambda: b.errors == ["sidecars"])
 
         def sealed() -> bool:
-            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            b.seal(pod, 1)
             return b.view(pod).sealed_round == 1
 
         await b.until(sealed)
@@ -134,7 +134,7 @@ async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
                 b.sidecars.follow(
                     KEY, uid, RestartRound(0), pods, None, frozenset(), ranks=5, gang=frozenset()
                 )
-            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            b.seal(pod, 1)
             await b.until(lambda: b.view(pod).sealed_round == 1)
             found = [v for uid in jobs for v in b.sidecars.views(uid)]
             silent = [v for v in found if v.reachable is Reachable.NO]

@@ -12,6 +12,7 @@ from tests.support.operator.played_sidecar import PlayedSidecar
 
 from holdfast_core.ids import JobUid, RestartRound, Step
 from holdfast_core.messages.schema import FinishCommit
+from holdfast_operator.model.actions import CallPath
 from holdfast_operator.model.job import InventoryView, PodView, Reachable
 from holdfast_operator.sidecars import state as manifests
 
@@ -35,7 +36,7 @@ def stored(bench: Bench, pod: PodView) -> InventoryView:
 
 async def seal(bench: Bench, round_: int, *pods: PodView) -> None:
     for pod in pods:
-        bench.sidecars.seal(UID, pod.uid, RestartRound(round_))
+        bench.seal(pod, round_)
     await bench.until(lambda: all(bench.view(p).sealed_round == round_ for p in pods))
 
 
@@ -82,7 +83,7 @@ async def test_a_finished_commit_is_known_by_its_reply() -> None:
         assert [u.step for u in stored(b, PODS[0]).uncommitted] == [20]
         text = stored_manifest(UID, 20).to_bytes().decode()
         message = FinishCommit(RestartRound(1), Step(20), RestartRound(0), text)
-        b.sidecars.finish_commit(UID, PODS[0].uid, message)
+        b.call(PODS[0], CallPath.FINISH_COMMIT, message)
         await b.until(lambda: listed(b, PODS[0]) == [20])
         assert stored(b, PODS[0]).uncommitted == ()
         assert [m for kind, m in server.calls if kind == "finish-commit"] == [message]
@@ -97,7 +98,7 @@ async def test_a_refused_commit_is_requested_again_by_a_later_pass() -> None:
         message = FinishCommit(RestartRound(1), Step(20), RestartRound(0), text)
 
         def is_asked_again() -> bool:
-            b.sidecars.finish_commit(UID, PODS[0].uid, message)
+            b.call(PODS[0], CallPath.FINISH_COMMIT, message)
             return [kind for kind, _ in server.calls].count("finish-commit") >= 2
 
         await b.until(is_asked_again)

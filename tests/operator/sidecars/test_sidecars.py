@@ -27,8 +27,8 @@ from holdfast_core.messages.schema import (
     RestorePoint,
     Round,
 )
+from holdfast_operator.model.actions import CallPath
 from holdfast_operator.model.job import Reachable
-from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.sidecars.certificates import (
     new_authority,
     new_leaf,
@@ -97,7 +97,7 @@ async def test_two_failures_make_it_unreachable_and_an_answer_reachable_again() 
         await b.until(lambda: bool(b.sidecars.views(UID)))
 
         def retry() -> bool:
-            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            b.seal(pod, 1)
             return b.view(pod).reachable is Reachable.NO
 
         await b.until(retry)
@@ -105,7 +105,7 @@ async def test_two_failures_make_it_unreachable_and_an_answer_reachable_again() 
         server = await b.serve(pod)
 
         def sealed() -> bool:
-            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            b.seal(pod, 1)
             return b.view(pod).sealed_round == 1
 
         await b.until(sealed)
@@ -138,7 +138,7 @@ async def test_a_pass_never_waits_and_never_sends_the_same_call_twice_at_once() 
         pod = pod_view(0)
         server = await b.answering(pod)
         for _ in range(50):
-            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            b.seal(pod, 1)
         await b.until(lambda: b.view(pod).sealed_round == 1)
         assert [kind for kind, _ in server.calls].count("seal") == 1
 
@@ -147,13 +147,13 @@ async def test_a_refused_round_brings_the_newest_version_of_the_sidecar() -> Non
     async with bench() as b:
         pod = pod_view(0)
         server = await b.answering(pod)
-        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 1)))
+        b.send_round(pod, round_message(0, 1))
         await b.until(lambda: b.view(pod).acked is not None)
         acked = b.view(pod).acked
         assert acked is not None
         assert (acked.round, acked.version, acked.sidecar_restarts) == (0, 1, 0)
         server.version = 7
-        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 2)))
+        b.send_round(pod, round_message(0, 2))
         await b.until(lambda: (i := b.view(pod).inventory) is not None and i.version == 7)
         assert b.view(pod).reachable is Reachable.YES
 
@@ -165,7 +165,7 @@ async def test_a_stale_seal_returns_the_higher_round() -> None:
         server.round = RestartRound(9)
         b.follow(pod)
         await b.until(lambda: b.view(pod).reachable is Reachable.YES)
-        b.sidecars.seal(UID, pod.uid, RestartRound(3))
+        b.seal(pod, 3)
         await b.until(lambda: b.view(pod).sealed_round == 9)
 
 
@@ -193,7 +193,7 @@ async def test_save_now_is_sent_until_a_sidecar_accepts_it_and_prune_returns_lat
     async with bench() as b:
         pod = pod_view(0)
         b.follow(pod)
-        b.sidecars.request(UID, pod.name, "/v1/save-now", GangRequest(RestartRound(0), "t"))
+        b.call(pod, CallPath.SAVE, GangRequest(RestartRound(0), "t"))
         await asyncio.sleep(0.1)
         server = await b.serve(pod)
         await b.until(lambda: "save-now" in [kind for kind, _ in server.calls])
@@ -202,7 +202,7 @@ async def test_save_now_is_sent_until_a_sidecar_accepts_it_and_prune_returns_lat
         replies = []
 
         def pruned() -> bool:
-            replies.append(b.sidecars.prune(UID, pod.name, message))
+            replies.append(b.call(pod, CallPath.PRUNE, message))
             return replies[-1] is not None
 
         await b.until(pruned)
@@ -220,7 +220,7 @@ async def test_a_sidecar_with_a_certificate_of_another_pod_is_sent_nothing(case:
 
         def unreachable() -> bool:
             b.follow(pod)
-            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            b.seal(pod, 1)
             return b.view(pod).reachable is Reachable.NO
 
         await b.until(unreachable)
@@ -260,7 +260,7 @@ async def test_an_answer_of_another_pod_at_the_address_does_not_count() -> None:
 
         def unreachable() -> bool:
             b.follow(pod)
-            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            b.seal(pod, 1)
             return b.view(pod).reachable is Reachable.NO
 
         await b.until(unreachable)
@@ -294,9 +294,9 @@ async def test_round_uses_the_connection_of_seal_and_closes_it() -> None:
         server = await b.answering(pod)
         for number in (1, 2):
             before = server.handshakes
-            b.sidecars.seal(UID, pod.uid, RestartRound(number))
+            b.seal(pod, number)
             await b.until(lambda number=number: b.view(pod).sealed_round == number)
-            b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(number, 1)))
+            b.send_round(pod, round_message(number, 1))
             await b.until(lambda number=number: len(server.rounds) == number)
             assert server.handshakes == before + 1
 
@@ -306,10 +306,10 @@ async def test_a_round_whose_kept_connection_breaks_is_sent_again_on_a_new_one()
     async with bench() as b:
         pod = pod_view(0)
         server = await b.answering(pod)
-        b.sidecars.seal(UID, pod.uid, RestartRound(1))
+        b.seal(pod, 1)
         await b.until(lambda: b.view(pod).sealed_round == 1)
         server.cuts, before = 1, server.handshakes
-        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(1, 1)))
+        b.send_round(pod, round_message(1, 1))
         await b.until(lambda: [kind for kind, _ in server.calls].count("round") == 2)
         assert server.handshakes == before + 1
         await b.until(lambda: b.view(pod).acked is not None)
@@ -328,7 +328,7 @@ async def test_a_sidecar_that_does_not_coordinate_yet_is_polled_when_it_has_rece
         await b.until(lambda: server.calls.count(("state", 0)) >= 5)
         assert asyncio.get_running_loop().time() - begun > FIRST_REFUSED_SECONDS * 2**3 - 0.1
         server.state = CoordinatorState(1, RestartRound(0), running=True)
-        b.sidecars.send_round(UID, pod.uid, OutgoingRound.of(round_message(0, 1)))
+        b.send_round(pod, round_message(0, 1))
         await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
 
 

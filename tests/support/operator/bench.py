@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tests.support.operator.played_sidecar import PlayedSidecar
 from tests.support.servers.ports import free_port
@@ -14,8 +15,11 @@ from tests.support.servers.ports import free_port
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import JobUid, RestartRound, Worker, is_spare
+from holdfast_core.messages.schema import PruneReply, Round, Seal
+from holdfast_operator.model.actions import Call, CallPath
 from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key, job_key
+from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import (
     KeyPair,
@@ -115,6 +119,16 @@ class Bench:
             ranks=8,
             gang=frozenset(p.uid for p in pods if trains and not is_spare(p.worker)),
         )
+
+    def call(self, pod: PodView, path: CallPath, message: Any) -> PruneReply | None:
+        """Request a call as a decision does."""
+        return self.sidecars.call(UID, Call(path, pod.worker, pod.name, pod.uid, message))
+
+    def seal(self, pod: PodView, round_: int) -> None:
+        self.call(pod, CallPath.SEAL, Seal(RestartRound(round_)))
+
+    def send_round(self, pod: PodView, message: Round) -> None:
+        self.call(pod, CallPath.ROUND, OutgoingRound.of(message))
 
     def view(self, pod: PodView) -> SidecarView:
         return next(v for v in self.sidecars.views(UID) if v.pod_uid == pod.uid)

@@ -21,7 +21,9 @@ from holdfast_core.messages.schema import (
     GangRequest,
     Prune,
     PruneReply,
+    Seal,
 )
+from holdfast_operator.model.actions import Call, CallPath
 from holdfast_operator.model.job import AckedRound, InventoryView, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.model.outgoing_round import OutgoingRound
@@ -154,61 +156,56 @@ class ToyLink(Sidecars):
 
     # ------------------------------------------------------------------ what a pass asks for
 
-    def seal(self, uid: JobUid, pod_uid: str, round_: RestartRound) -> None:
-        known = self._of(uid).pods.get(pod_uid)
-        sidecar = None if known is None else self._cluster.reachable(known.pod)
-        if known is None or sidecar is None:
-            return
+    def call(self, uid: JobUid, call: Call) -> PruneReply | None:
+        match call.message:
+            case GangRequest() as message:
+                self._request(uid, call, message)
+            case Prune() as message:
+                return self._prune(uid, call, message)
+            case Seal() | FinishCommit() | OutgoingRound() as message:
+                known = self._of(uid).pods.get(call.pod_uid)
+                sidecar = None if known is None else self._cluster.reachable(known.pod)
+                if known is not None and sidecar is not None:
+                    self._deliver(known, sidecar, message)
+        return None
+
+    def _deliver(
+        self, known: _Known, sidecar: ToySidecar, message: Seal | FinishCommit | OutgoingRound
+    ) -> None:
+        acked = None
         try:
-            inventory = sidecar.seal(round_)
+            match message:
+                case Seal(round=round_):
+                    inventory = sidecar.seal(round_)
+                case FinishCommit():
+                    inventory = sidecar.finish_commit(message)
+                    made = CheckpointId(message.step, message.saved_in)
+                    self._cluster.gang.manifests_made.add(made)
+                case OutgoingRound(message=of):
+                    inventory = sidecar.take_round(of)
+                    restarts = known.pod.sidecar_restarts
+                    acked = AckedRound(of.round, of.version, message.digest, restarts)
         except StaleRoundError:
             inventory = sidecar.inventory()
-        if not self.trouble.strikes(self.trouble.lost_reply):
-            self._update_sidecar(known, inventory)
-
-    def finish_commit(self, uid: JobUid, pod_uid: str, message: FinishCommit) -> None:
-        known = self._of(uid).pods.get(pod_uid)
-        sidecar = None if known is None else self._cluster.reachable(known.pod)
-        if known is None or sidecar is None:
-            return
-        try:
-            inventory = sidecar.finish_commit(message)
-        except StaleRoundError:
-            inventory = sidecar.inventory()
-        else:
-            made = CheckpointId(message.step, message.saved_in)
-            self._cluster.gang.manifests_made.add(made)
-        if not self.trouble.strikes(self.trouble.lost_reply):
-            self._update_sidecar(known, inventory)
-
-    def send_round(self, uid: JobUid, pod_uid: str, outgoing: OutgoingRound) -> None:
-        message = outgoing.message
-        known = self._of(uid).pods.get(pod_uid)
-        sidecar = None if known is None else self._cluster.reachable(known.pod)
-        if known is None or sidecar is None:
-            return
-        try:
-            inventory = sidecar.take_round(message)
-        except StaleRoundError:
-            self._update_sidecar(known, sidecar.inventory())
-            return
+            if isinstance(message, OutgoingRound):
+                self._update_sidecar(known, inventory)
+                return
         if self.trouble.strikes(self.trouble.lost_reply):
             return
         self._update_sidecar(known, inventory)
-        restarts = known.pod.sidecar_restarts
-        known.acked = AckedRound(message.round, message.version, outgoing.digest, restarts)
+        known.acked = acked or known.acked
 
-    def request(self, uid: JobUid, pod: str, path: str, message: GangRequest) -> None:
+    def _request(self, uid: JobUid, call: Call, message: GangRequest) -> None:
         run = self._cluster.gang.run
-        if self._named(uid, pod) is None or run is None or run.round != message.round:
+        if self._named(uid, call.pod) is None or run is None or run.round != message.round:
             return
-        if path in ("/v1/stop", "/v1/end"):
+        if call.path in (CallPath.STOP, CallPath.END):
             run.stop_asked = True
-        if path == "/v1/end":
+        if call.path is CallPath.END:
             run.is_over = True
 
-    def prune(self, uid: JobUid, pod: str, message: Prune) -> PruneReply | None:
-        if self._named(uid, pod) is None:
+    def _prune(self, uid: JobUid, call: Call, message: Prune) -> PruneReply | None:
+        if self._named(uid, call.pod) is None:
             return None
         wanted = {(c.step, c.round) for c in message.checkpoints}
         stored = self._cluster.store.checkpoints

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any, assert_never
+from typing import Any
 
 from holdfast_core.api import Checkpoint, Gang, JobCondition
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
-from holdfast_core.messages.schema import FinishCommit, GangRequest, Prune, PruneReply, Seal
+from holdfast_core.messages.schema import PruneReply
 from holdfast_operator.apply.apply import write_status
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
@@ -32,7 +32,6 @@ from holdfast_operator.model.actions import (
     StatusWrite,
 )
 from holdfast_operator.model.installation import SidecarSettings
-from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.objects import standing_objects
 from holdfast_operator.sidecars.calls import Sidecars
@@ -301,20 +300,7 @@ class JobEffects:
     # ------------------------------------------------------------------ sidecars, Events
 
     def call(self, job: Gang, call: Call) -> PruneReply | None:
-        match call.message:
-            case Seal(round=round_):
-                self._sidecars.seal(job.uid, call.pod_uid, round_)
-            case FinishCommit() as message:
-                self._sidecars.finish_commit(job.uid, call.pod_uid, message)
-            case OutgoingRound() as outgoing:
-                self._sidecars.send_round(job.uid, call.pod_uid, outgoing)
-            case GangRequest() as message:
-                self._sidecars.request(job.uid, call.pod, call.path, message)
-            case Prune() as message:
-                return self._sidecars.prune(job.uid, call.pod, message)
-            case _:
-                assert_never(call.message)
-        return None
+        return self._sidecars.call(job.uid, call)
 
     async def _warn(self, job: Gang, reason: Reason, message: str) -> None:
         await self.emit(job, EmitEvent(EventKind.WARNING, reason, message))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from ssl import SSLContext
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
@@ -28,6 +28,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     Seal,
 )
+from holdfast_operator.model.actions import Call, CallPath
 from holdfast_operator.model.job import AckedRound, PodView, Reachable, SidecarView
 from holdfast_operator.model.keys import Key
 from holdfast_operator.model.outgoing_round import OutgoingRound
@@ -56,8 +57,14 @@ FIRST_CALLS_PER_SECOND = 25
 """Sidecars that a new process calls for the first time in a second while their coordinators answer for them.
 The call reads the inventory."""
 REQUEST_AGAIN_SECONDS = 1.0
-FINISH_COMMIT = "finish-commit"
-URGENT = frozenset({"seal", FINISH_COMMIT, "round"})
+
+
+def _name(path: CallPath) -> str:
+    """Return the name of a call, which keeps the same call from being under way twice."""
+    return path.rpartition("/")[2]
+
+
+URGENT = frozenset(map(_name, (CallPath.SEAL, CallPath.FINISH_COMMIT, CallPath.ROUND)))
 """Names of calls that a recovery waits for. They go before all other calls (limits)."""
 
 
@@ -194,63 +201,55 @@ class Sidecars:
 
     # ------------------------------------------------------------------ what a pass asks for
 
-    def seal(self, uid: JobUid, pod_uid: str, round_: RestartRound) -> None:
-        """Start a SEAL of the pod's sidecar, unless one is under way or its back-off has not ended."""
+    def call(self, uid: JobUid, call: Call) -> PruneReply | None:
+        """Start a call of a decision, unless it is under way or the back-off of its pod has not ended.
 
-        async def call(context: SSLContext, pod: PodCalls) -> None:
-            reply = await self._client.seal(context, pod.target, Seal(round_))
-            await self._take(context, pod, reply)
-            pod.view = replace(pod.view, sealed_round=reply.round)
+        Returns:
+            The reply to an earlier prune of the same checkpoints, once.
+        """
+        match call.message:
+            case GangRequest() as message:
+                self._request(uid, call, message)
+            case Prune() as message:
+                return self._prune(uid, call, message)
+            case Seal() | FinishCommit() | OutgoingRound():
+                self._start(uid, call.pod_uid, _name(call.path), partial(self._change, call))
+            case _:
+                assert_never(call.message)
+        return None
 
-        self._start(uid, pod_uid, "seal", call)
+    async def _change(self, call: Call, context: SSLContext, pod: PodCalls) -> None:
+        """Send SEAL, FinishCommit or ROUND.
 
-    def finish_commit(self, uid: JobUid, pod_uid: str, message: FinishCommit) -> None:
-        """Start a FinishCommit to the pod's sidecar, unless one is under way or it backs off."""
-
-        async def call(context: SSLContext, pod: PodCalls) -> None:
-            reply = await self._client.finish_commit(context, pod.target, message)
-            await self._take(context, pod, reply)
-
-        self._start(uid, pod_uid, FINISH_COMMIT, call)
-
-    def send_round(self, uid: JobUid, pod_uid: str, outgoing: OutgoingRound) -> None:
-        """Start a ROUND to the pod's sidecar, unless one is under way or its back-off has not ended.
-
-        The restart count of the container at the start of the call is recorded with the acknowledgement. A
+        The restart count of the container at the start of ROUND is recorded with the acknowledgement. A
         restarted sidecar needs ROUND again.
         """
-
-        async def call(context: SSLContext, pod: PodCalls) -> None:
-            _, restarts = pod.starts
-            reply = await self._client.round(context, pod.target, outgoing)
-            await self._take(context, pod, reply)
+        message, (_, restarts) = call.message, pod.starts
+        sent = message.body if isinstance(message, OutgoingRound) else message
+        reply = await self._client.change(context, pod.target, call.path, sent)
+        await self._take(context, pod, reply)
+        if isinstance(message, Seal):
+            pod.view = replace(pod.view, sealed_round=reply.round)
+        if isinstance(message, OutgoingRound):
             pod.round_received.set()
-            pod.view = replace(
-                pod.view,
-                acked=AckedRound(
-                    outgoing.message.round,
-                    outgoing.message.version,
-                    outgoing.digest,
-                    restarts,
-                ),
-            )
+            of = message.message
+            acked = AckedRound(of.round, of.version, message.digest, restarts)
+            pod.view = replace(pod.view, acked=acked)
 
-        self._start(uid, pod_uid, "round", call)
-
-    def request(self, uid: JobUid, pod: str, path: str, message: GangRequest) -> None:
+    def _request(self, uid: JobUid, call: Call, message: GangRequest) -> None:
         """Send a request to a pod's sidecar in the background.
 
         It is repeated until the sidecar accepts it or refuses it with another code than BUSY, until the
         pod is gone, or until another round begins.
         """
         job = self._jobs.get(uid)
-        name = f"{path} {message.token} {message.round}"
+        name = f"{call.path} {message.token} {message.round}"
         if job is None or name in job.requests:
             return
         job.requests.add(name)
-        self._spawn(self._ask(job, pod, path, message, name))
+        self._spawn(self._ask(job, call.pod, call.path, message, name))
 
-    def prune(self, uid: JobUid, pod: str, message: Prune) -> PruneReply | None:
+    def _prune(self, uid: JobUid, call: Call, message: Prune) -> PruneReply | None:
         """Return the reply of an earlier call for the same checkpoints once, or start a call."""
         job = self._jobs.get(uid)
         if job is None:
@@ -258,17 +257,17 @@ class Sidecars:
         landed = job.pruned.pop(message.checkpoints, None)
         if landed is not None:
             return landed
-        known = job.pod(pod)
+        known = job.pod(call.pod)
         if known is not None:
 
-            async def call(context: SSLContext, asked: PodCalls) -> None:
+            async def prune(context: SSLContext, asked: PodCalls) -> None:
                 job.pruned[message.checkpoints] = await self._client.prune(
                     context, asked.target, message
                 )
                 self._answers.answered(asked)
 
             steps = ", ".join(f"step {c.step} of round {c.round}" for c in message.checkpoints)
-            self._start(uid, known.view.pod_uid, f"prune {steps}", call)
+            self._start(uid, known.view.pod_uid, f"prune {steps}", prune)
         return None
 
     # ------------------------------------------------------------------ calls
@@ -380,7 +379,7 @@ class Sidecars:
             known = pod.view.sealed_round
             newest = refused.round if known is None else max(known, refused.round)
             pod.view = replace(pod.view, sealed_round=RestartRound(newest))
-        if name == "round":
+        if name == _name(CallPath.ROUND):
             pod.round_received.set()
             self._answers.back_off(pod)
             pod.called_at = None  # before the next ROUND its round and version must be read

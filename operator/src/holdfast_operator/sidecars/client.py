@@ -21,7 +21,6 @@ from holdfast_core.messages.bounds import reply_limit_bytes
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     CoordinatorState,
-    FinishCommit,
     GangRequest,
     Inventory,
     ListedManifest,
@@ -31,9 +30,8 @@ from holdfast_core.messages.schema import (
     PruneReply,
     Refusal,
     Refused,
-    Seal,
 )
-from holdfast_operator.model.outgoing_round import OutgoingRound
+from holdfast_operator.model.actions import CallPath
 
 R = TypeVar("R")
 
@@ -113,42 +111,26 @@ class SidecarClient:
             if session is not None:
                 await session.close()
 
-    async def seal(self, context: ssl.SSLContext, target: Target, message: Seal) -> Inventory:
-        return await self._post(
-            context, target, "/v1/seal", message, Inventory, SEAL_SECONDS, keep=True
-        )
-
-    async def finish_commit(
-        self, context: ssl.SSLContext, target: Target, message: FinishCommit
+    async def change(
+        self, context: ssl.SSLContext, target: Target, path: CallPath, message: Any
     ) -> Inventory:
-        return await self._post(
-            context, target, "/v1/finish-commit", message, Inventory, CALL_SECONDS, keep=True
-        )
-
-    async def round(
-        self, context: ssl.SSLContext, target: Target, outgoing: OutgoingRound
-    ) -> Inventory:
-        return await self._post(
-            context,
-            target,
-            "/v1/round",
-            outgoing.body,
-            Inventory,
-            CALL_SECONDS,
-            keep=True,
-            close=True,
+        """Send SEAL, FinishCommit or ROUND, to which the sidecar answers with its new inventory."""
+        seconds = SEAL_SECONDS if path is CallPath.SEAL else CALL_SECONDS
+        close = path is CallPath.ROUND
+        return await self._call(
+            context, target, path, Inventory, message, seconds, keep=True, close=close
         )
 
     async def request(
         self, context: ssl.SSLContext, target: Target, path: str, message: GangRequest
     ) -> Ok:
-        return await self._post(context, target, path, message, Ok, CALL_SECONDS)
+        return await self._call(context, target, path, Ok, message)
 
     async def prune(self, context: ssl.SSLContext, target: Target, message: Prune) -> PruneReply:
-        return await self._post(context, target, "/v1/prune", message, PruneReply, PRUNE_SECONDS)
+        return await self._call(context, target, CallPath.PRUNE, PruneReply, message, PRUNE_SECONDS)
 
     async def inventory(self, context: ssl.SSLContext, target: Target) -> Inventory:
-        return await self._call(context, target, "GET", "/v1/inventory", None, Inventory)
+        return await self._call(context, target, "/v1/inventory", Inventory)
 
     async def manifest(
         self, context: ssl.SSLContext, target: Target, listed: ListedManifest
@@ -156,7 +138,7 @@ class SidecarClient:
         """Return the document of a manifest, or None if the sidecar does not have it any longer."""
         path = f"/v1/manifest?step={listed.step}&round={listed.round}"
         try:
-            reply = await self._call(context, target, "GET", path, None, ManifestDocument)
+            reply = await self._call(context, target, path, ManifestDocument)
         except SidecarRefused as refusal:
             if refusal.code is Refusal.NOT_FOUND:
                 return None
@@ -178,40 +160,16 @@ class SidecarClient:
         wait = POLL_SECONDS if since else 0
         path = f"/v1/state?since={since}&timeout={wait}&quiet={round(quiet_seconds)}"
         return await self._call(
-            context,
-            target,
-            "GET",
-            path,
-            None,
-            CoordinatorState,
-            wait + CALL_SECONDS,
-            keep=True,
-        )
-
-    async def _post(
-        self,
-        context: ssl.SSLContext,
-        target: Target,
-        path: str,
-        message: Any,
-        reply: type[R],
-        seconds: float,
-        *,
-        keep: bool = False,
-        close: bool = False,
-    ) -> R:
-        return await self._call(
-            context, target, "POST", path, message, reply, seconds, keep=keep, close=close
+            context, target, path, CoordinatorState, seconds=wait + CALL_SECONDS, keep=True
         )
 
     async def _call(
         self,
         context: ssl.SSLContext,
         target: Target,
-        method: str,
         path: str,
-        message: Any | None,
         reply: type[R],
+        message: Any | None = None,
         seconds: float = CALL_SECONDS,
         *,
         keep: bool = False,
@@ -220,9 +178,11 @@ class SidecarClient:
         """Send a request and parse its reply.
 
         Args:
+            message: What is sent by POST: a message, or its encoding. None sends a GET.
             keep: Use a kept connection if there is one, and keep it.
             close: Close the connection afterwards.
         """
+        method = "GET" if message is None else "POST"
         session, connection = self._kept if keep else self._session, _Connection()
         if session is None:
             raise UnavailableError(f"{method} {path} to {target.pod}: the session is not open")
@@ -252,7 +212,7 @@ class SidecarClient:
                 # The sidecar has closed the kept connection meanwhile. SEAL and ROUND may arrive twice, but
                 # aiohttp itself repeats only a GET.
                 return await self._call(
-                    context, target, method, path, message, reply, seconds, keep=keep, close=close
+                    context, target, path, reply, message, seconds, keep=keep, close=close
                 )
             # aiohttp's message for a failed connect contains the TLS context's address in memory.
             cause = getattr(error, "os_error", None) or error
