@@ -18,17 +18,17 @@ which that loop answers, fails.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.base import logs
 from holdfast_operator.base.settings import DEFAULT_LEASE_SECONDS
+from holdfast_operator.base.threads import LoopThread
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.kube.cluster import CONFLICT, NOT_FOUND
 
@@ -287,9 +287,7 @@ class LeaseThread:
     def __init__(self, leadership: Leadership, api: KubeApi) -> None:
         self._leadership = leadership
         self._api = api
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop = asyncio.Event()
-        self._ended: asyncio.Future[BaseException | None] | None = None
+        self._thread: LoopThread | None = None
         self.gained = asyncio.Event()
         """Set in the caller's event loop when this process has taken the lease. It stays set."""
 
@@ -303,44 +301,24 @@ class LeaseThread:
 
         A cancelled call leaves the thread running: `release` ends it.
         """
-        here = asyncio.get_running_loop()
-        self._ended = here.create_future()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(
-            target=self._run, args=(self._loop, here), name="lease", daemon=True
-        ).start()
-        error = await asyncio.shield(self._ended)
+        self._thread = LoopThread("lease", partial(self._take_part, asyncio.get_running_loop()))
+        self._thread.start()
+        error = await self._thread.ended()
         if error is not None:
             raise error
 
     async def release(self) -> None:
         """Stop writing, give the lease back, and end the thread. Without a call of `run`, do nothing."""
-        if self._loop is None or self._ended is None:
-            return
-        with contextlib.suppress(RuntimeError):  # the thread has ended and has closed its loop
-            self._loop.call_soon_threadsafe(self._stop.set)
-        await asyncio.shield(self._ended)
+        if self._thread is not None:
+            self._thread.stop()
+            await self._thread.ended()
 
-    def _run(self, loop: asyncio.AbstractEventLoop, caller: asyncio.AbstractEventLoop) -> None:
-        error: BaseException | None = None
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(self._take_part(caller))
-        except BaseException as failure:  # noqa: BLE001 - `run` raises it in the caller's loop
-            error = failure
-        with contextlib.suppress(RuntimeError):  # the process ends, and its loop is closed
-            caller.call_soon_threadsafe(self._report, error)
-
-    def _report(self, error: BaseException | None) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(error)
-
-    async def _take_part(self, caller: asyncio.AbstractEventLoop) -> None:
+    async def _take_part(self, caller: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         await self._api.start()
         election = asyncio.create_task(self._leadership.run())
         others = [
             asyncio.create_task(self._announce(caller)),
-            asyncio.create_task(self._stop.wait()),
+            asyncio.create_task(stop.wait()),
         ]
         try:
             await asyncio.wait((election, others[1]), return_when=asyncio.FIRST_COMPLETED)

@@ -9,10 +9,8 @@ and starts again when it has ended (ADR 0004).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +27,7 @@ from holdfast_core.api import (
 from holdfast_core.clock import Clock
 from holdfast_operator.base import logs
 from holdfast_operator.base.settings import Settings
+from holdfast_operator.base.threads import LoopThread
 from holdfast_operator.kube.api import KubeAccess
 from holdfast_operator.model.keys import Key, adoption_key, job_key, store_key
 
@@ -99,66 +98,29 @@ async def run_kopf(inputs: HandlerInputs, clock: Clock) -> None:
 
 async def _run_once(inputs: HandlerInputs) -> BaseException | None:
     """Run kopf in a thread until it ends, and return its error. If cancelled, end kopf and wait for it."""
-    here = asyncio.get_running_loop()
-    ended: asyncio.Future[BaseException | None] = here.create_future()
-    thread = _KopfThread(_registry(inputs, here), inputs.settings.watch_namespaces, here, ended)
-    thread.start()
-    try:
-        return await asyncio.shield(ended)
-    finally:
-        thread.stop()
-        async with asyncio.timeout(END_SECONDS):
-            await asyncio.shield(ended)
+    registry = _registry(inputs, asyncio.get_running_loop())
+    namespaces = inputs.settings.watch_namespaces
 
-
-class _KopfThread(threading.Thread):
-    """One run of kopf. A daemon: it does not keep the process alive."""
-
-    def __init__(
-        self,
-        registry: kopf.OperatorRegistry,
-        namespaces: Collection[str],
-        caller: asyncio.AbstractEventLoop,
-        ended: asyncio.Future[BaseException | None],
-    ) -> None:
-        super().__init__(name="kopf", daemon=True)
-        self._registry = registry
-        self._namespaces = namespaces
-        self._caller = caller
-        self._ended = ended
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-
-    def stop(self) -> None:
-        """End kopf. It may have ended already."""
-        with contextlib.suppress(RuntimeError):  # its event loop is closed
-            self._loop.call_soon_threadsafe(self._stop.set)
-
-    def run(self) -> None:
-        error: BaseException | None = None
-        try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._operate())
-        except Exception as failure:  # noqa: BLE001 - whatever ends kopf, it starts again
-            error = failure
-        with contextlib.suppress(RuntimeError):  # the process does not wait for kopf any more
-            self._caller.call_soon_threadsafe(self._report, error)
-
-    def _report(self, error: BaseException | None) -> None:
-        if not self._ended.done():
-            self._ended.set_result(error)
-
-    async def _operate(self) -> None:
+    async def operate(stop: asyncio.Event) -> None:
         await kopf.operator(
-            registry=self._registry,
+            registry=registry,
             settings=_settings(),
-            clusterwide=not self._namespaces,
-            namespaces=self._namespaces,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
             standalone=True,
             # By default kopf uses the name of the Unix user, and uid 65532 of the image has none.
             identity="holdfast",  # type: ignore[arg-type]  # its NewType is private to kopf
-            stop_flag=self._stop,
+            stop_flag=stop,
         )
+
+    thread = LoopThread("kopf", operate)
+    thread.start()
+    try:
+        return await thread.ended()
+    finally:
+        thread.stop()
+        async with asyncio.timeout(END_SECONDS):
+            await thread.ended()
 
 
 def _settings() -> kopf.OperatorSettings:
@@ -183,23 +145,18 @@ def _registry(inputs: HandlerInputs, caller: asyncio.AbstractEventLoop) -> kopf.
     """Return handlers that pass keys on to the event loop of the caller."""
     registry = kopf.OperatorRegistry()
 
-    def enqueue(key: Key, meta: kopf.Meta) -> None:
-        version = str(meta.get("resourceVersion", ""))
-        caller.call_soon_threadsafe(inputs.enqueue, key, str(meta.get("uid", "")), version)
+    def watch(plural: str, key_of: Callable[[str, str, kopf.Spec], Key | None]) -> None:
+        async def on_event(meta: kopf.Meta, spec: kopf.Spec, **_: Any) -> None:
+            key = key_of(meta.namespace or "", meta.name or "", spec)
+            if key is not None:
+                uid, version = str(meta.get("uid", "")), str(meta.get("resourceVersion", ""))
+                caller.call_soon_threadsafe(inputs.enqueue, key, uid, version)
 
-    async def on_job(meta: kopf.Meta, **_: Any) -> None:
-        enqueue(job_key(meta.namespace or "", meta.name or ""), meta)
+        kopf.on.event(GROUP, VERSION, plural, registry=registry)(on_event)
 
-    async def on_adoption(meta: kopf.Meta, **_: Any) -> None:
-        enqueue(adoption_key(meta.namespace or "", meta.name or ""), meta)
-
-    async def on_checkpoint(meta: kopf.Meta, spec: kopf.Spec, **_: Any) -> None:
+    def of_checkpoint(namespace: str, _: str, spec: kopf.Spec) -> Key | None:
         job = (spec.get("jobRef") or {}).get("name")
-        if job:
-            enqueue(job_key(meta.namespace or "", str(job)), meta)
-
-    async def on_store(meta: kopf.Meta, **_: Any) -> None:
-        enqueue(store_key(meta.namespace or "", meta.name or ""), meta)
+        return job_key(namespace, str(job)) if job else None
 
     def login(**_: Any) -> kopf.ConnectionInfo:
         access = inputs.access
@@ -211,9 +168,9 @@ def _registry(inputs: HandlerInputs, caller: asyncio.AbstractEventLoop) -> kopf.
             private_key_data=access.key_pem,
         )
 
-    kopf.on.event(GROUP, VERSION, TrainingJob.PLURAL, registry=registry)(on_job)
-    kopf.on.event(GROUP, VERSION, CheckpointAdoption.PLURAL, registry=registry)(on_adoption)
-    kopf.on.event(GROUP, VERSION, Checkpoint.PLURAL, registry=registry)(on_checkpoint)
-    kopf.on.event(GROUP, VERSION, CheckpointStore.PLURAL, registry=registry)(on_store)
+    watch(TrainingJob.PLURAL, lambda namespace, name, _: job_key(namespace, name))
+    watch(CheckpointAdoption.PLURAL, lambda namespace, name, _: adoption_key(namespace, name))
+    watch(Checkpoint.PLURAL, of_checkpoint)
+    watch(CheckpointStore.PLURAL, lambda namespace, name, _: store_key(namespace, name))
     kopf.on.login(registry=registry)(login)
     return registry
