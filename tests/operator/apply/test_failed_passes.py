@@ -29,18 +29,14 @@ class Bed:
         self.passes = Reports(cluster, Events(cluster, clock), clock)
 
     async def fail(self, error: Exception) -> None:
-        with pytest.raises(type(error)):
-            async with self.passes.reported(self.job):
-                raise error
+        await self.passes.failed(self.job, error)
 
     async def fail_actions(self, error: ActionsFailed) -> None:
         """Run a pass in which actions fail."""
-        async with self.passes.reported(self.job) as failed:
-            failed.append(error)
+        await self.passes.ended(self.job, error)
 
     async def succeed(self) -> None:
-        async with self.passes.reported(self.job):
-            pass
+        await self.passes.ended(self.job, None)
 
     @property
     def job(self) -> TrainingJob:

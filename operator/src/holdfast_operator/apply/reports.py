@@ -8,8 +8,7 @@ with the resourceVersion of that read.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,21 +86,10 @@ class Reports:
             self._unreadable.clear()
         self._unreadable[found.uid] = found.problem
 
-    @asynccontextmanager
-    async def reported(self, job: Gang) -> AsyncIterator[list[ActionsFailed]]:
-        """Report what the body raises, and raise it again. Report a success after a failure.
-
-        Yields:
-            A list for the error of failed actions. It is reported in the same way.
-        """
-        failed: list[ActionsFailed] = []
-        try:
-            yield failed
-        except Exception as error:
-            await self._failure(job, error)
-            raise
-        if failed:
-            await self._failure(job, failed[0])
+    async def ended(self, job: Gang, error: ActionsFailed | None) -> None:
+        """Report the end of a pass: the error of failed actions, or a success after a failure."""
+        if error is not None:
+            await self.failed(job, error)
             return
         self._failed.pop(job.uid, None)
         known = job.status.condition(JobCondition.RECONCILED)
@@ -109,7 +97,8 @@ class Reports:
             text = "the last pass over this job succeeded"
             await self._reconciled(job, ConditionStatus.TRUE, Reason.PASS_SUCCEEDED, text)
 
-    async def _failure(self, job: Gang, error: Exception) -> None:
+    async def failed(self, job: Gang, error: Exception) -> None:
+        """Report what a pass has raised, once for each text and job."""
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         text = f"{type(error).__name__}: {error}{notes}"[:_MAX_CHARACTERS]
         cause = text

@@ -258,10 +258,12 @@ class Controller:
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
-        async with self._reports.reported(job) as errors:
+        try:
             applied = await self._pass(key, job)
-            if applied.error is not None:
-                errors.append(applied.error)
+        except Exception as error:
+            await self._reports.failed(job, error)
+            raise
+        await self._reports.ended(job, applied.error)
         if not applied.complete:
             raise self._incomplete(key, job, applied)
 

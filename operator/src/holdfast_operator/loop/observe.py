@@ -6,7 +6,7 @@ request before it has decided. `Observer.follow_sidecars` may start background c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from holdfast_core.api import Checkpoint, CheckpointStore, Gang, JobCondition
@@ -178,21 +178,21 @@ class Observer:
 
     def silent_nodes(self, job: Gang, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Return the nodes of the job's pods that are proven to be silent for suspect_after."""
-        now = self._clock.monotonic()
-        threshold = job.spec.node_loss.suspect_after_seconds
-        nodes = {p.node for p in pods if p.node is not None}
-        leases = self._cache.leases
-        return frozenset(n for n in nodes if leases.is_silent(n, threshold, now, self._contact(n)))
+        return self._nodes_where(self._cache.leases.is_silent, job, pods)
 
     def unproven_nodes(self, job: Gang, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Return the nodes whose leases are stale but where the watch of leases may be late itself."""
-        now = self._clock.monotonic()
-        threshold = job.spec.node_loss.suspect_after_seconds
+        return self._nodes_where(self._cache.leases.needs_confirmation, job, pods)
+
+    def _nodes_where(
+        self,
+        holds: Callable[[str, float, float, float | None], bool],
+        job: Gang,
+        pods: tuple[PodView, ...],
+    ) -> frozenset[str]:
+        now, threshold = self._clock.monotonic(), job.spec.node_loss.suspect_after_seconds
         nodes = {p.node for p in pods if p.node is not None}
-        leases = self._cache.leases
-        return frozenset(
-            n for n in nodes if leases.needs_confirmation(n, threshold, now, self._contact(n))
-        )
+        return frozenset(n for n in nodes if holds(n, threshold, now, self._contact(n)))
 
     def _nodes(self, job: Gang, pods: tuple[PodView, ...]) -> dict[str, NodeView]:
         silent = self.silent_nodes(job, pods)
