@@ -28,17 +28,19 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
 from holdfast_core.names import service_name
 from holdfast_operator.base.logs import Changed
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.api import ApiError, from_kubeconfig, from_service_account, load_access
 from holdfast_operator.kube.cluster import Cluster, Events
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.objects import render_disruption_budget
-from holdfast_operator.watch.cache import Expectations
+from holdfast_operator.render.pod import render_pod
+from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.reflector import is_at_least
 
 NEEDED = {
@@ -166,19 +168,42 @@ def test_service_account_and_nothing(tmp_path: Path) -> None:
         load_access(Settings.from_env(NEEDED))
 
 
-# --------------------------------------------------------------------------- expectations
+# --------------------------------------------------------------------------- our own writes
 
 
-def test_expectations_hold_a_pass_until_met_or_expired() -> None:
-    found = Expectations()
-    assert found.wait_seconds("job", 0.0) is None
-    found.expect("job", "created a", 0.0)
-    found.expect("job", "deleted b", 1.0)
-    assert found.wait_seconds("job", 2.0) == 4.0
-    assert found.wait_seconds("other", 2.0) is None
-    found.met("job", "deleted b")
-    assert found.wait_seconds("job", 2.0) == 3.0
-    assert found.wait_seconds("job", 5.0) is None
+async def test_writes_hold_a_pass_until_they_are_seen_or_expire() -> None:
+    clock, api, gang = ManualClock(), FakeApi(), job()
+    cache = ClusterCache(api, clock, (), lambda key: None, lambda job: None)
+    pods = [
+        api.put("pods", render_pod(gang, Worker(n), RestartRound(0), None, SidecarSettings("i:1")))
+        for n in range(2)
+    ]
+    seen, late = (p["metadata"] for p in pods)
+
+    async def look() -> None:
+        for reflector in cache.reflectors:
+            await reflector.relist()
+
+    api.remove("pods", late["namespace"], late["name"])
+    await look()
+    assert cache.wait_seconds(gang.uid) is None
+    cache.expect(gang, seen["uid"], created=True)
+    assert cache.wait_seconds(gang.uid) is None, "the watch was faster than the reply"
+    cache.expect(gang, seen["uid"], created=False)
+    clock.advance(1)
+    cache.expect(gang, late["uid"], created=True)
+    clock.advance(1)
+    assert cache.wait_seconds(gang.uid) == 4.0
+    assert cache.wait_seconds(JobUid("other")) is None
+    api.put("pods", pods[1])
+    await look()
+    assert cache.wait_seconds(gang.uid) == 3.0
+    api.remove("pods", seen["namespace"], seen["name"])
+    await look()
+    assert cache.wait_seconds(gang.uid) is None
+    cache.expect(gang, "lost", created=True)
+    clock.advance(5)
+    assert cache.wait_seconds(gang.uid) is None
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class SimulatedOperator:
         if observed is None:
             return Applied()
         job = observed.job
-        if self.cache.expectations.wait_seconds(job.uid, self._clock.monotonic()) is not None:
+        if self.cache.wait_seconds(job.uid) is not None:
             return Applied()  # the watch has not delivered this operator's writes yet
         decision = decide(observed, now(self.cluster.seconds))
         self.decisions.append(decision)
@@ -205,7 +205,6 @@ class SimulatedOperator:
         while self._gone:
             uid = JobUid(self._gone.pop().uid)
             self.memory = JobMemory()
-            self.cache.expectations.forget(uid)
             self._present.forget(uid)
             self.link.forget(uid)
             self._reports.forget(uid)

@@ -199,7 +199,7 @@ class JobEffects:
             case _:
                 created = await cluster.create_owned(body)
                 if wanted.kind == kinds.POD and not created.existed:
-                    self._cache.expect_created(job, created.uid)
+                    self._cache.expect(job, created.uid, created=True)
 
     async def _put_certificates(self, job: Gang, wanted: DesiredObject) -> None:
         """Create the Secret. If one exists that no pod of the job mounts, its name is taken.
@@ -278,7 +278,7 @@ class JobEffects:
             options["propagationPolicy"] = "Background"
         await self._cluster.delete(delete.kind, namespace, delete.name, delete.uid, options)
         if delete.kind == kinds.POD:
-            self._cache.expect_deleted(job, delete.uid)
+            self._cache.expect(job, delete.uid, created=False)
         self._present.deleted(job, delete.kind, delete.name)
 
     async def release_checkpoint(self, namespace: str, name: str, uid: str) -> None:

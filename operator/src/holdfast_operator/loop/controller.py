@@ -254,7 +254,7 @@ class Controller:
                 await self._release_checkpoints(key)
             self._queue.forget(key)
             return
-        wait = self._cache.expectations.wait_seconds(job.uid, self._clock.monotonic())
+        wait = self._cache.wait_seconds(job.uid)
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
@@ -394,7 +394,6 @@ class Controller:
         uid = JobUid(job.uid)
         self._memory.pop(uid, None)
         self._templates.forget(uid)
-        self._cache.expectations.forget(uid)
         self._present.forget(uid)
         self._sidecars.forget(uid)
         self._reports.forget(uid)

@@ -3,10 +3,10 @@
 The cache only reads from the API and is as new as the newest event. Each change adds the keys of the
 affected jobs and stores to the work queue.
 
-The cache also knows which pods the operator created or deleted that the reflectors have not delivered yet
-(`Expectations`). A pass on older reads would repeat these writes. Repeating is harmless, because
-names are deterministic, but waiting saves the calls. An expectation that is never met expires, and the next
-pass acts on what the reflectors show.
+The cache also knows which pods the operator created or deleted that the reflectors have not delivered yet. A
+pass on older reads would repeat these writes. Repeating is harmless, because names are deterministic, but
+waiting saves the calls. An expectation that is never met expires, and the next pass acts on what the
+reflectors show.
 """
 
 from __future__ import annotations
@@ -46,53 +46,7 @@ from holdfast_operator.watch.records import (
 from holdfast_operator.watch.reflector import Collection, Reflector, Timings, is_at_least
 
 EXPIRE_SECONDS = 5.0
-
-
-class Expectations:
-    """Open expectations by owner. Times are monotonic seconds."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, dict[str, float]] = {}
-
-    def expect(self, owner: str, token: str, now: float) -> None:
-        """Record a write of ours.
-
-        Args:
-            owner: Uid of the job.
-            token: Result of `created` or `deleted`; the cache passes the same one to `met`.
-        """
-        self._open.setdefault(owner, {})[token] = now + EXPIRE_SECONDS
-
-    def met(self, owner: str, token: str) -> None:
-        tokens = self._open.get(owner)
-        if tokens is not None:
-            tokens.pop(token, None)
-            if not tokens:
-                del self._open[owner]
-
-    def wait_seconds(self, owner: str, now: float) -> float | None:
-        """Return the seconds until the last open expectation expires, or None if there is none."""
-        tokens = self._open.get(owner)
-        if tokens is None:
-            return None
-        for token in [t for t, until in tokens.items() if until <= now]:
-            del tokens[token]
-        if not tokens:
-            del self._open[owner]
-            return None
-        return max(tokens.values()) - now
-
-    def forget(self, owner: str) -> None:
-        self._open.pop(owner, None)
-
-
-def created(uid: str) -> str:
-    return f"created {uid}"
-
-
-def deleted(uid: str) -> str:
-    return f"deleted {uid}"
-
+"""Time after which a pass no longer waits for the watch to deliver a write of the operator."""
 
 T = TypeVar("T")
 
@@ -119,7 +73,8 @@ class ClusterCache:
         timings: Timings | None = None,
     ) -> None:
         self._clock = clock
-        self.expectations = Expectations()
+        self._expected: dict[JobUid, dict[str, tuple[bool, float]]] = {}
+        """Pods that were created (True) or deleted and when that expires, by uids of job and pod."""
         self._enqueue = enqueue
         self._on_job_gone = on_job_gone
         self.jobs = JobIndex()
@@ -246,14 +201,24 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ our own writes
 
-    def expect_created(self, job: Gang, uid: str) -> None:
-        if self.pods.get(uid) is None:
-            self.expectations.expect(job.uid, created(uid), self._clock.monotonic())
+    def expect(self, job: Gang, pod_uid: str, *, created: bool) -> None:
+        """Record that the operator has created the pod, or has deleted it."""
+        expected = self._expected.setdefault(job.uid, {})
+        expected[pod_uid] = created, self._clock.monotonic() + EXPIRE_SECONDS
+        self.wait_seconds(job.uid)
 
-    def expect_deleted(self, job: Gang, uid: str) -> None:
-        pod = self.pods.get(uid)
-        if isinstance(pod, WorkerPod) and not pod.view.terminating:
-            self.expectations.expect(job.uid, deleted(uid), self._clock.monotonic())
+    def wait_seconds(self, job_uid: JobUid) -> float | None:
+        """Return the seconds until the last write that the copies do not show yet expires, or None."""
+        expected, now = self._expected.get(job_uid, {}), self._clock.monotonic()
+        for uid, (created, until) in list(expected.items()):
+            pod = self.pods.get(uid)
+            ends = pod is None or (isinstance(pod, WorkerPod) and pod.view.terminating)
+            if until <= now or (pod is not None if created else ends):
+                del expected[uid]
+        if not expected:
+            self._expected.pop(job_uid, None)
+            return None
+        return max(until for _, until in expected.values()) - now
 
     def take_job(self, job: Gang, reply: Mapping[str, Any]) -> None:
         """Take a job from the reply to a write of its status, which the watch delivers later."""
@@ -284,6 +249,7 @@ class ClusterCache:
             return
         self._take(self.jobs, old, new)
         if new is None:
+            self._expected.pop(JobUid(job.uid), None)
             self._on_job_gone(job)
         self._enqueue(gang_key(job))
         self._enqueue_stores_of(old, new)
@@ -305,10 +271,7 @@ class ClusterCache:
             self.pods.put(new)
         for pod in (old, new):
             if isinstance(pod, WorkerPod):
-                gone = new is None or (isinstance(new, WorkerPod) and new.view.terminating)
-                self.expectations.met(pod.job_uid, created(pod.view.uid))
-                if gone:
-                    self.expectations.met(pod.job_uid, deleted(pod.view.uid))
+                self.wait_seconds(pod.job_uid)  # a pod may come and go between two passes
         for key in {key_of(pod) for pod in (old, new) if pod is not None}:
             if key is not None:
                 self._enqueue(key)
