@@ -1,7 +1,7 @@
 """L1 and L3: what layouts cost at a commit and at a restore, for played states.
 
 `python -m benchmarks.ranks.layouts` prints one line of JSON for each state. The layouts are generated. The
-coordinator's part is its real code, from the body of each PREPARED to the bytes of the manifest.
+coordinator's part is its real code, from the body of each report to the bytes of the manifest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests, parse_rank_layout
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages import codec
-from holdfast_core.messages.schema import Prepared, ShardInfo
+from holdfast_core.messages.schema import ReportedShard, ShardInfo, WorkerReport
 from holdfast_core.reshard.plan import SliceSearch
 from holdfast_sidecar.coordinator.documents import build_manifest
 from holdfast_sidecar.coordinator.ledger import Ledger
@@ -42,7 +42,7 @@ class LayoutCost:
     node_digests: float
     """A sidecar parses and digests a layout, once for each layout."""
     first_commit: float
-    """The coordinator: the PREPARED of all ranks, and the manifest."""
+    """The coordinator: the reports of all ranks, and the manifest."""
     steady_commit: float
     manifest_bytes: int
     peak_mib: float
@@ -66,7 +66,8 @@ def cost_of(state: PlayedState) -> LayoutCost:
         shard = ShardInfo(Rank(rank), own.payload_bytes, some, some)
         digests = layout_digests(own.to_bytes())
         for step, found in bodies.items():
-            message = Prepared(RestartRound(0), Step(step), Worker(rank), shard, digests)
+            listed = ReportedShard(Step(step), RestartRound(0), shard, digests)
+            message = WorkerReport(RestartRound(0), Worker(rank), shards=(listed,))
             found.append(codec.dumps(message))
     workers = tuple(Worker(worker) for worker in range(state.world_size))
     ledger = Ledger(RestartRound(0), state.world_size, workers, expects_copies=False)
@@ -99,9 +100,10 @@ def cpu_seconds(call: Callable[[], T]) -> tuple[float, T]:
 
 def _commit(ledger: Ledger, bodies: list[bytes]) -> bytes:
     for body in bodies:
-        message = codec.loads(Prepared, body)
-        entry = ledger.prepared(message.step, message.shard, message.layout)
-    return build_manifest(CONTRACT, None, entry).manifest
+        message = codec.loads(WorkerReport, body)
+        for found in message.shards:
+            ledger.take(found)
+    return build_manifest(CONTRACT, None, ledger.steps[found.step]).manifest
 
 
 def _reshard(state: PlayedState, manifest: bytes) -> tuple[int, float]:

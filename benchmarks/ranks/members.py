@@ -21,7 +21,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,11 +40,9 @@ from holdfast_core.messages.schema import (
     ListedShard,
     ManifestDocument,
     Ok,
-    Prepared,
-    PreparedReply,
     RankProgress,
     RankSaves,
-    Replicated,
+    ReportedShard,
     ShardInfo,
     WorkerReport,
     WriteNext,
@@ -132,7 +130,10 @@ class PlayedMember:
         self.server = server_context(files)
         self._client = Client(client_context(files), address_of(worker))
         self._instance = f"{self.pod}-instance"
-        self._coordinator = ""
+        self._order = 0
+        self._table: dict[Step, ReportedShard] = {}
+        self._known: set[ReportedShard] = set()
+        """The shards that the coordinator has received."""
         self._held: dict[Step, Digest] = {}
         self._replicating: dict[Step, asyncio.Task[None]] = {}
         self._levels: dict[Step, set[Level]] = {}
@@ -183,6 +184,7 @@ class PlayedMember:
 
     async def report(self, step: Step | None) -> None:
         saved = None if step is None else RankSaves(self.rank, step)
+        self._order += 1
         report = WorkerReport(
             round=self._now.round,
             worker=self.worker,
@@ -190,17 +192,24 @@ class PlayedMember:
             rehydrate_seconds=1.0,
             barrier_open=True,
             saves=() if saved is None else (saved,),
-            reported_to=self._coordinator,
+            shards=tuple(s for s in self._table.values() if s not in self._known),
+            has_all_shards=not self._known,
+            order=self._order,
             instance=self._instance,
         )
-        self._coordinator = (await self.send(report, Ok)).instance
+        sent = set(self._table.values())
+        if (await self.send(report, Ok)).wants_shards:
+            self._known = set()
+            await self.report(step)
+        else:
+            self._known = sent
 
     async def commit(self, step: Step) -> None:
         """Prepare a step, and wait until the coordinator has sent its level REPLICATED."""
         shard = self.shard(step)
         self._held[step] = shard.blake3
-        message = Prepared(self._now.round, step, self.worker, shard, self._digests)
-        await self.send(message, PreparedReply)
+        self._table[step] = ReportedShard(step, self._now.round, shard, self._digests)
+        await self.report(step)
         await self.level(step, Level.REPLICATED)
 
     async def level(self, step: Step, level: Level) -> None:
@@ -208,9 +217,8 @@ class PlayedMember:
             await self._reached.setdefault((step, level), asyncio.Event()).wait()
 
     async def _replicate(self, step: Step) -> None:
-        shard = self.shard(step)
-        message = Replicated(self._now.round, step, self.worker, self.rank, shard.blake3)
-        await self.send(message, Ok)
+        self._table[step] = replace(self._table[step], replicated=True)
+        await self.report(step)
 
     def close(self) -> None:
         self._client.close()
@@ -247,6 +255,7 @@ class PlayedMember:
     def _prune(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
             self._held.pop(step, None)
+            self._table.pop(step, None)
             self._levels.pop(step, None)
             self._replicating.pop(step, None)
 

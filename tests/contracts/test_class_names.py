@@ -13,7 +13,6 @@ ALLOWED = {
     "Choice": "The coordinator and the folder engine each choose a checkpoint.",
     "Failure": "The operator observes failures, and a sidecar's message reports some.",
     "Metrics": "Operator and sidecar each have the metrics of their process.",
-    "Prepared": "A message of the gang, and the folder engine's word for the same state of a save.",
     "RestorePoint": "A public name of the SDK, and the messages' word for the checkpoint.",
     "Settings": "Operator and sidecar each have the settings of their process.",
     "Uploads": "The coordinator and the folder engine each have an upload machine.",

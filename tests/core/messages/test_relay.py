@@ -29,9 +29,10 @@ def test_answers_survive(sent: tuple[Answer, ...]) -> None:
 
 
 def test_other_messages_are_json() -> None:
-    assert decode(Ok, encode(Ok(RestartRound(3), "a"))) == Ok(RestartRound(3), "a")
-    assert encode(Ok(RestartRound(3))) == (
-        b'{"round":3,"instance":"","stacks_token":"","waits_for_store":false}'
+    assert decode(Ok, encode(Ok(RestartRound(3), 4))) == Ok(RestartRound(3), 4)
+    assert encode(Ok(RestartRound(3), 4, stacks_token="a")) == (
+        b'{"round":3,"order":4,"wants_shards":false,"pruned":[],"refused":null,"stacks_token":"a",'
+        b'"waits_for_store":false}'
     )
 
 

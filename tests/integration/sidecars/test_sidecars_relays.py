@@ -87,7 +87,7 @@ async def test_a_relay_that_was_killed_costs_no_committed_step(gangs: Gangs) -> 
         state = await gang.operator.state_until(
             0,
             lambda s: any(x.step == 2 and x.prepared == WORKERS - 1 for x in s.steps),
-            "PREPARED of worker 3 without its relay",
+            "the report of worker 3 without its relay",
         )
         assert state.last_local is not None and state.last_local.step == 1
         await resume(gang, 2, 2)

@@ -21,11 +21,12 @@ from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,
     Inventory,
-    Prepared,
-    PreparedReply,
+    Ok,
     Refusal,
+    ReportedShard,
     Seal,
     ShardInfo,
+    WorkerReport,
 )
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.node.tier import DiskNodeTier
@@ -45,11 +46,15 @@ def caller(gang: Any, dns_name: str, authority: Authority | None = None) -> Fake
     return FakeOperator(gang.operator.job_uid, context, gang.operator.members)
 
 
-def prepared(worker: int) -> Prepared:
+def report(worker: int) -> WorkerReport:
     digest = digest_of(b"")
     shard = ShardInfo(Rank(worker), 1, digest, digest)
     layout = LayoutDigests(digest, digest, digest)
-    return Prepared(RestartRound(0), Step(9), Worker(worker), shard, layout)
+    return WorkerReport(
+        RestartRound(0),
+        Worker(worker),
+        shards=(ReportedShard(Step(9), RestartRound(0), shard, layout),),
+    )
 
 
 @pytest.mark.fault("A pod of another tenant connects to a sidecar")
@@ -74,10 +79,10 @@ async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_re
         with pytest.raises(RefusedError) as refused:
             await member.seal(0, 7)
         assert refused.value.code == Refusal.NOT_MEMBER
-        reply = await member.call(0, "/v1/prepared", prepared(1), PreparedReply)
-        assert reply == PreparedReply()
+        reply = await member.call(0, "/v1/report", report(1), Ok)
+        assert reply.refused is None
         with pytest.raises(RefusedError) as refused:
-            await member.call(0, "/v1/prepared", prepared(0), PreparedReply)
+            await member.call(0, "/v1/report", report(0), Ok)
         assert refused.value.code == Refusal.NOT_MEMBER
 
         former = caller(gang, peer_dns_name("gpt-1-r9", uid))
@@ -85,7 +90,7 @@ async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_re
             await former.inventory(0)
         assert refused.value.code == Refusal.NOT_MEMBER
         with pytest.raises(RefusedError) as refused:
-            await former.call(0, "/v1/prepared", prepared(1), PreparedReply)
+            await former.call(0, "/v1/report", report(1), Ok)
         assert refused.value.code == Refusal.NOT_MEMBER
         assert (await gang.operator.inventory(0)).round == 0
 

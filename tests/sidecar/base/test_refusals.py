@@ -32,17 +32,15 @@ from holdfast_core.messages.schema import (
     LevelNotice,
     ManifestPut,
     PersistRequest,
-    Prepared,
     Prune,
     RankProgress,
     RankSaves,
     Refusal,
-    Replicated,
+    ReportedShard,
     Round,
     Seal,
     ShardInfo,
     Suspect,
-    Uploaded,
     WorkerReport,
     WriteNext,
 )
@@ -99,22 +97,8 @@ MEMBER = [Caller(f"gpt-{w}-r0") for w in range(3)]
 STRANGER = Caller("gpt-0-r9")
 
 
-def prepared(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Prepared:
-    shard = ShardInfo(Rank(rank), 10, DIGEST, DIGEST)
-    layout = LayoutDigests(DIGEST, DIGEST, DIGEST)
-    return Prepared(round_, Step(7), Worker(worker), shard, layout)
-
-
-def replicated(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Replicated:
-    return Replicated(round_, Step(7), Worker(worker), Rank(rank), DIGEST)
-
-
 def copy(round_: RestartRound = NOW, rank: int = 0) -> CopyRequest:
     return CopyRequest(round_, ShardRef(JobUid("job"), Step(7), OLD, Rank(rank), DIGEST))
-
-
-def uploaded(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Uploaded:
-    return Uploaded(round_, Step(7), Worker(worker), Rank(rank), DIGEST)
 
 
 def report(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> WorkerReport:
@@ -129,6 +113,18 @@ def report(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Worker
 FOREIGN = {
     "progress": WorkerReport(NOW, Worker(0), progress=(RankProgress(Rank(9), Step(1)),)),
     "death": WorkerReport(NOW, Worker(0), dead=(DeadRank(Rank(9), Worker(0), 1),)),
+    "shards": WorkerReport(
+        NOW,
+        Worker(0),
+        shards=(
+            ReportedShard(
+                Step(7),
+                NOW,
+                ShardInfo(Rank(9), 10, DIGEST, DIGEST),
+                LayoutDigests(DIGEST, DIGEST, DIGEST),
+            ),
+        ),
+    ),
     "saves": WorkerReport(NOW, Worker(0), saves=(RankSaves(Rank(9), Step(1)),)),
 }
 
@@ -166,7 +162,7 @@ def prune(round_: RestartRound = NOW) -> Prune:
 
 
 def relayed(round_: RestartRound = NOW, *workers: int) -> Relay:
-    letters = tuple(Letter("/v1/prepared", (Worker(w),), b"{}") for w in workers)
+    letters = tuple(Letter("/v1/report", (Worker(w),), b"{}") for w in workers)
     return Relay(round_, letters)
 
 
@@ -254,18 +250,10 @@ CASES = [
     Case("copy: to a spare", spare("gpt-2-r0"), MEMBER[1], copy(rank=2), Refusal.SEALED),
     Case("round: from a member", sealed(0), MEMBER[1], round_of_three(), Refusal.NOT_MEMBER),
     # messages to the coordinator
-    *fenced("prepared", prepared, 1, MEMBER[0]),
-    *fenced("replicated", replicated, 1, MEMBER[0]),
-    *fenced("uploaded", uploaded, 1, MEMBER[0]),
     *fenced("report", report, 1, MEMBER[0]),
     *[
         case
-        for name, make in (
-            ("prepared", prepared),
-            ("replicated", replicated),
-            ("uploaded", uploaded),
-            ("report", report),
-        )
+        for name, make in (("report", report),)
         for case in (
             Case(f"{name}: from a stranger", COORDINATOR, STRANGER, make(), Refusal.NOT_MEMBER),
             Case(f"{name}: elsewhere", PLAIN, MEMBER[0], make(), Refusal.NOT_COORDINATOR),
@@ -364,18 +352,18 @@ CASES = [
         "relay: a letter without a sender",
         in_groups(1),
         GROUPED[2],
-        Relay(NOW, (Letter("/v1/prepared", (), b"{}"),)),
+        Relay(NOW, (Letter("/v1/report", (), b"{}"),)),
         Refusal.BAD_REQUEST,
     ),
-    Case("prepared: to its relay", in_groups(2), GROUPED[3], prepared(worker=3, rank=6), None),
+    Case("report: to its relay", in_groups(2), GROUPED[3], report(worker=3, rank=6), None),
     Case(
-        "prepared: to another relay",
+        "report: to another relay",
         in_groups(4),
         GROUPED[3],
-        prepared(worker=3, rank=6),
+        report(worker=3, rank=6),
         Refusal.NOT_COORDINATOR,
     ),
-    Case("prepared: past its relay", in_groups(1), GROUPED[3], prepared(worker=3, rank=6), None),
+    Case("report: past its relay", in_groups(1), GROUPED[3], report(worker=3, rank=6), None),
     Case("manifest: from its relay", in_groups(3), GROUPED[2], manifest(), None),
     Case("manifest: from another relay", in_groups(3), GROUPED[4], manifest(), Refusal.NOT_MEMBER),
     Case("suspect: sealed", sealed(0), MEMBER[1], SUSPECT, Refusal.SEALED),
@@ -460,7 +448,7 @@ def test_readers(state: RoundState, caller: Caller, expected: Refusal | None) ->
         "relay: up, empty, from no relay",
         "relay: up, elsewhere",
         "relay: down, to no relay",
-        "prepared: to another relay",
+        "report: to another relay",
     ],
 )
 def test_a_member_that_sends_it_elsewhere_is_refused_before_its_body_is_read(name: str) -> None:

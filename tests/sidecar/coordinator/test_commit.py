@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 from tests.support.sidecar.coordinators import CoordinatorWorld
-from tests.support.sidecar.ledgers import shard_info
-from tests.support.sidecar.ranks import rank_document
 from tests.support.sidecar.waiting import until
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     LevelNotice,
@@ -25,13 +22,10 @@ from holdfast_core.messages.schema import (
     Ok,
     PersistRequest,
     Policy,
-    Prepared,
     Prune,
     RankSaves,
     Refusal,
-    Replicated,
     RestorePoint,
-    WorkerReport,
     WriteNext,
 )
 from holdfast_core.store.tier import ObjectTier
@@ -52,7 +46,7 @@ class Members:
     async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
         await asyncio.sleep(0)
         self.received.append(message)
-        return Ok(ROUND, "a")
+        return Ok(ROUND)
 
     async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> ManifestList:
         self.asked.append(worker)
@@ -69,26 +63,15 @@ class Members:
 class World(CoordinatorWorld):
     """The coordinator of round 1, whose ranks the test plays."""
 
-    def prepare(self, step: int) -> None:
-        for rank in RANKS:
-            layout = layout_digests(rank_document(rank, shard_info(rank).payload_bytes))
-            self.coordinator.prepared(
-                Prepared(ROUND, Step(step), Worker(rank), shard_info(rank), layout)
-            )
+    def prepare(self, step: int) -> list[Ok]:
+        return self.hold(step)
 
     def report(self, *waiting: int, done: bool = False, ranks: Iterable[int] = RANKS) -> None:
         """Let every rank, or some, report the steps that wait in its slots."""
         steps = tuple(map(Step, waiting))
         for rank in ranks:
             saves = (RankSaves(Rank(rank), steps[-1], steps, steps),) if steps else ()
-            message = WorkerReport(
-                ROUND,
-                Worker(rank),
-                saves=saves,
-                reported_to=self.coordinator.instance,
-                done=done,
-            )
-            self.coordinator.report(message)
+            self.tell(rank, saves=saves, done=done)
 
     async def reaches(self, level: Level, step: int) -> None:
         await until(lambda: self.coordinator.levels()[level] == step, f"step {step} is {level}")
@@ -96,10 +79,7 @@ class World(CoordinatorWorld):
     async def replicate(self, step: int) -> None:
         self.prepare(step)
         await self.reaches(Level.LOCAL, step)
-        for rank in RANKS:
-            self.coordinator.replicated(
-                Replicated(ROUND, Step(step), Worker(rank), Rank(rank), shard_info(rank).blake3)
-            )
+        self.hold(step, replicated=True)
 
 
 def point(step: int) -> RestorePoint:
@@ -113,11 +93,12 @@ async def test_a_shard_of_the_restore_point_or_below_is_refused(
     """Such a step would be a second checkpoint of the step that the round was restored from."""
     async with World(tmp_path, Members(), round=ROUND, restore_point=point(30)) as world:
         if not refused:
-            world.prepare(step)
+            assert [reply.refused for reply in world.prepare(step)] == [None, None]
             return
-        with pytest.raises(RefusedError, match="not above the restore point") as found:
-            world.prepare(step)
-        assert found.value.code is Refusal.BAD_REQUEST
+        for reply in world.prepare(step):
+            assert reply.refused is not None
+            assert reply.refused.code is Refusal.BAD_REQUEST
+            assert "not above the restore point" in reply.refused.message
 
 
 async def test_a_quarantined_checkpoint_takes_no_place_of_one_that_can_be_restored(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.sidecar.contracts import contract_with
-from tests.support.sidecar.ledgers import LAYOUT, commit, new_ledger, shard_info
+from tests.support.sidecar.ledgers import LAYOUT, commit, new_ledger, replicate, shard_info
 from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.clock import SystemClock
@@ -61,8 +61,7 @@ def test_a_step_that_a_rank_no_longer_saves_is_given_up(
 def test_an_incomplete_step_below_a_replicated_one_is_pruned() -> None:
     ledger = written_by_rank_0(10, 30)
     commit(ledger, 20)
-    for rank in (0, 1):
-        ledger.replicated(Step(20), Rank(rank), shard_info(rank).blake3)
+    replicate(ledger, 20, 0, 1)
     assert ledger.newest(Level.REPLICATED) is not None
     assert steps_to_prune(ledger, round_message(), (), None) == (10,)
 
@@ -85,8 +84,7 @@ def test_an_incomplete_step_is_not_pruned_with_a_checkpoint_that_must_stay(
     """Members delete a step, and with it the checkpoints of all rounds."""
     ledger = written_by_rank_0(10)
     commit(ledger, 20)
-    for rank in (0, 1):
-        ledger.replicated(Step(20), Rank(rank), shard_info(rank).blake3)
+    replicate(ledger, 20, 0, 1)
     assert steps_to_prune(ledger, round_message(1, **fields), (), None) == gone
 
 
@@ -95,15 +93,12 @@ def test_a_replicated_step_stays_while_newer_ones_wait_for_their_copies() -> Non
     ledger = new_ledger()
     for step in (10, 20, 30, 40):
         commit(ledger, step)
-    for rank in (0, 1):
-        ledger.replicated(Step(10), Rank(rank), shard_info(rank).blake3)
+    replicate(ledger, 10, 0, 1)
     policy = Policy(interval_steps=1, keep_last=2)
     assert steps_to_prune(ledger, round_message(1, policy=policy), (), None) == ()
-    for rank in (0, 1):
-        ledger.replicated(Step(40), Rank(rank), shard_info(rank).blake3)
+    replicate(ledger, 40, 0, 1)
     assert steps_to_prune(ledger, round_message(1, policy=policy), (), None) == ()
-    for rank in (0, 1):
-        ledger.replicated(Step(30), Rank(rank), shard_info(rank).blake3)
+    replicate(ledger, 30, 0, 1)
     assert steps_to_prune(ledger, round_message(1, policy=policy), (), None) == (10, 20)
 
 
@@ -122,28 +117,16 @@ def test_without_room_only_the_newest_steps_of_a_silent_rank_are_kept() -> None:
     )
 
 
-def report(reported_to: str, *failures: Failure) -> WorkerReport:
+def report(*failures: Failure) -> WorkerReport:
     rank = RankSaves(Rank(1), Step(40))
-    return WorkerReport(
-        RestartRound(1), Worker(1), saves=(rank,), reported_to=reported_to, failures=failures
-    )
-
-
-@pytest.mark.fault("A restarted coordinator receives old reports")
-def test_only_reports_to_this_process_of_the_coordinator_count() -> None:
-    """Right after a restart of the coordinator, a report still names what the earlier process received."""
-    members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
-    members.receive(report("an earlier process"), 1.0)
-    assert members.saves("this process") == {}
-    members.receive(report("this process"), 2.0)
-    assert members.saves("this process").keys() == {1}
+    return WorkerReport(RestartRound(1), Worker(1), saves=(rank,), failures=failures)
 
 
 def test_failures_name_their_worker_and_a_full_node_sets_pressed() -> None:
     members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
     assert not members.pressed
     full = Failure(Step(3), TierName.NODE, "NodeVolumeFull", "no room")
-    members.receive(report("", full), 1.0)
+    members.receive(report(full), 1.0)
     assert members.failures == (replace(full, worker=Worker(1)),)
     assert members.pressed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +14,13 @@ from tests.support.sidecar.ledgers import (
     SHARD_DIGEST,
     commit,
     new_ledger,
+    replicate,
+    reported,
     shard_info,
 )
 
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import Reference
+from holdfast_core.messages.schema import Reference, ReportedShard
 from holdfast_core.store.rules import StoredAs
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger
 
@@ -44,13 +48,15 @@ def test_replicated_needs_both_the_copies_and_the_manifest(copies_first: bool) -
     if copies_first:
         for rank in (0, 1):
             ledger.prepared(Step(5), shard_info(rank), LAYOUT)
-            assert not ledger.replicated(Step(5), Rank(rank), SHARD_DIGEST)
+            assert not replicate(ledger, 5, rank)
         commit(ledger, 5)
         assert ledger.settle_replicated(Step(5))
     else:
         commit(ledger, 5)
-        assert not ledger.replicated(Step(5), Rank(0), SHARD_DIGEST)
-        assert ledger.replicated(Step(5), Rank(1), SHARD_DIGEST)
+        for rank in (0, 1):
+            ledger.take(reported(rank, Step(5)))
+        assert not replicate(ledger, 5, 0)
+        assert replicate(ledger, 5, 1)
     assert level(ledger, 5) is Level.REPLICATED
 
 
@@ -66,7 +72,11 @@ def test_another_digest_is_an_alarm_and_changes_nothing() -> None:
     with pytest.raises(Conflict):
         ledger.prepared(Step(5), shard_info(0, OTHER_DIGEST), LAYOUT)
     with pytest.raises(Conflict):
-        ledger.replicated(Step(5), Rank(0), OTHER_DIGEST)
+        ledger.take(
+            ReportedShard(
+                Step(5), RestartRound(1), shard_info(0, OTHER_DIGEST), LAYOUT, replicated=True
+            )
+        )
     with pytest.raises(Conflict):
         ledger.uploaded(Step(5), Rank(0), OTHER_DIGEST)
     assert ledger.steps[Step(5)].shards[Rank(0)].blake3 == SHARD_DIGEST
@@ -135,17 +145,25 @@ def test_what_is_on_its_way_to_the_store_is_not_forgotten() -> None:
     assert Step(1) in ledger.steps
 
 
-@given(st.permutations([("p", 0), ("p", 1), ("r", 0), ("r", 1), ("u", 0), ("u", 1)]))
-def test_the_order_of_messages_does_not_matter(text: list[tuple[str, int]]) -> None:
+REPORTS = [
+    reported(0, Step(3)),
+    reported(1, Step(3)),
+    reported(0, Step(3), replicated=True),
+    reported(1, Step(3), replicated=True),
+    replace(reported(0, Step(3)), uploaded=True),
+    replace(reported(1, Step(3)), uploaded=True),
+]
+
+
+@given(st.permutations([*REPORTS, *REPORTS]))
+def test_the_order_of_reports_does_not_matter_nor_their_number(
+    reports: list[ReportedShard],
+) -> None:
+    """A late report, also of a sidecar that has ended, takes nothing back that a newer one has said."""
     ledger = new_ledger()
-    for kind, rank in text:
-        match kind:
-            case "p":
-                ledger.prepared(Step(3), shard_info(rank), LAYOUT)
-            case "r":
-                ledger.replicated(Step(3), Rank(rank), SHARD_DIGEST)
-            case _:
-                ledger.uploaded(Step(3), Rank(rank), SHARD_DIGEST)
+    news = [ledger.take(found) for found in reports]
+    assert sum(news) <= len(REPORTS)
+    assert not any(ledger.take(found) for found in reports), "nothing is new the second time"
     commit(ledger, 3)
     ledger.settle_replicated(Step(3))
     assert level(ledger, 3) is Level.REPLICATED
@@ -167,3 +185,22 @@ def test_an_upload_that_refers_to_a_deleted_checkpoint_is_waited_for_again() -> 
     assert set(ledger.steps[Step(5)].uploaded) == {1}
     assert not ledger.uploaded(Step(5), Rank(0), SHARD_DIGEST, referring)
     assert ledger.uploaded(Step(5), Rank(0), SHARD_DIGEST)
+
+
+@pytest.mark.fault("A job fails while only its pods have its newest committed step")
+def test_of_an_older_round_only_the_upload_of_an_adopted_step_counts() -> None:
+    ledger = new_ledger()
+    older = CheckpointId(Step(5), RestartRound(0))
+    durable = replace(reported(0, older.step), round=older.round, layout=None)
+    uploaded = replace(durable, uploaded=True)
+    assert not ledger.take(uploaded), "the step is not adopted"
+    assert not ledger.steps
+    ledger.adopt(older, b"{}", MANIFEST_DIGEST, (shard_info(0), shard_info(1)))
+    assert not ledger.take(durable)
+    assert ledger.take(uploaded)
+    assert not ledger.take(uploaded)
+    assert ledger.steps[older.step].uploaded.keys() == {0}
+    with pytest.raises(Conflict):
+        ledger.take(replace(uploaded, shard=shard_info(1, OTHER_DIGEST)))
+    with pytest.raises(Conflict, match="no layout"):
+        ledger.take(replace(reported(0, Step(6)), layout=None))

@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.sidecar.coordinators import CoordinatorWorld
-from tests.support.sidecar.ledgers import shard_info
-from tests.support.sidecar.ranks import rank_document
 from tests.support.sidecar.waiting import until
 
 from holdfast_core.errors import UnavailableError
-from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import Level, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     ManifestPut,
     Ok,
     Policy,
-    Prepared,
 )
 
 ROUND = RestartRound(0)
@@ -37,7 +33,7 @@ class Members:
     async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
         if isinstance(message, ManifestPut):
             self.manifests.append((worker, message.step))
-        return Ok(ROUND, "a")
+        return Ok(ROUND)
 
     async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> Any:
         raise UnavailableError(f"GET {path} to worker {worker}: it is away")
@@ -57,12 +53,7 @@ class World(CoordinatorWorld):
 
     def prepare(self, step: int) -> None:
         """Let both ranks prepare the step."""
-        for rank in (0, 1):
-            document = rank_document(rank, shard_info(rank).payload_bytes)
-            layout = layout_digests(document)
-            self.coordinator.prepared(
-                Prepared(ROUND, Step(step), Worker(rank), shard_info(rank), layout)
-            )
+        self.hold(step)
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from tests.support.sidecar.coordinators import CoordinatorWorld
-from tests.support.sidecar.ledgers import LAYOUT, shard_info
 
 from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
@@ -14,7 +13,6 @@ from holdfast_core.messages.schema import (
     Failure,
     Interval,
     Policy,
-    Prepared,
     RankProgress,
     Timing,
     WorkerReport,
@@ -146,15 +144,7 @@ async def test_a_report_without_anything_new_raises_no_version(tmp_path: Path) -
 async def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         world.step(1)
-        world.coordinator.prepared(
-            Prepared(
-                RestartRound(0),
-                Step(2),
-                Worker(0),
-                shard_info(0),
-                LAYOUT,
-            )
-        )
+        world.hold(2, ranks=(0,))
         world.clock.advance(61)
         world.step(4)
         (failure,) = (await world.state()).failures

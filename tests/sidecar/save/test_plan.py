@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step, Worker
 from holdfast_core.messages.schema import ShardInfo
 from holdfast_sidecar.save.plan import (
@@ -18,6 +19,7 @@ from holdfast_sidecar.save.plan import (
     idle,
     next_actions,
     startable,
+    table,
 )
 
 DIGEST = Digest("b3:" + "0" * 64)
@@ -26,17 +28,22 @@ ONE, TWO = Worker(1), Worker(2)
 
 def shard(step: int = 7, rank: int = 0, **fields: object) -> OwnShard:
     ref = ShardRef(JobUid("job"), Step(step), RestartRound(0), Rank(rank), DIGEST)
-    made = OwnShard(ref, ShardInfo(Rank(rank), 10, DIGEST, DIGEST), DIGEST)
+    made = OwnShard(
+        ref,
+        ShardInfo(Rank(rank), 10, DIGEST, DIGEST),
+        DIGEST,
+        digests=LayoutDigests(DIGEST, DIGEST, DIGEST),
+    )
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
 KEY = ShardKey(Step(7), RestartRound(0), Rank(0))
 
 
-def test_a_new_shard_is_reported_and_copied_once_it_is_committed() -> None:
-    assert next_actions([shard()], (ONE, TWO)) == (Action(Verb.PREPARED, KEY),)
-    assert next_actions([shard(committed=True)], (ONE, TWO)) == (
-        Action(Verb.PREPARED, KEY),
+def test_a_new_shard_is_described_and_copied_once_it_is_committed() -> None:
+    assert next_actions([shard(digests=None)], (ONE, TWO)) == (Action(Verb.DESCRIBE, KEY),)
+    assert next_actions([shard(digests=None, committed=True)], (ONE, TWO)) == (
+        Action(Verb.DESCRIBE, KEY),
         Action(Verb.COPY, KEY, ONE),
         Action(Verb.COPY, KEY, TWO),
     )
@@ -49,15 +56,44 @@ def test_a_manifest_is_expected_for_the_newest_step_alone() -> None:
     assert not expects_commit([shard(reported=False)])
 
 
-def test_replicated_is_reported_when_every_target_has_the_shard() -> None:
-    half = shard(prepared_acknowledged=True, committed=True, copied=frozenset({ONE}))
+def listed(
+    *shards: OwnShard, targets: tuple[Worker, ...] = (ONE, TWO)
+) -> list[tuple[int, bool, bool]]:
+    return [(s.step, s.replicated, s.uploaded) for s in table(shards, targets, 2)]
+
+
+def test_the_table_says_replicated_when_every_target_has_the_shard() -> None:
+    half = shard(committed=True, copied=frozenset({ONE}))
     assert next_actions([half], (ONE, TWO)) == (Action(Verb.COPY, KEY, TWO),)
-    whole = shard(prepared_acknowledged=True, copied=frozenset({ONE, TWO}))
-    assert next_actions([whole], (ONE, TWO)) == (Action(Verb.REPLICATED, KEY),)
+    assert listed(half) == [(7, False, False)]
+    assert listed(shard(copied=frozenset({ONE, TWO}))) == [(7, True, False)]
 
 
 def test_without_targets_nothing_is_reported_as_replicated() -> None:
-    assert next_actions([shard(prepared_acknowledged=True)], ()) == ()
+    assert next_actions([shard(committed=True)], ()) == ()
+    assert listed(shard(committed=True), targets=()) == [(7, False, False)]
+
+
+def test_the_table_lists_the_newest_shards_that_the_coordinator_is_to_know() -> None:
+    assert listed(shard(step=9), shard(step=7), shard(step=8)) == [
+        (8, False, False),
+        (9, False, False),
+    ]
+    assert (
+        listed(shard(reported=False), shard(step=8, digests=None), shard(step=9, pruned=True)) == []
+    )
+
+
+def test_an_uploaded_shard_of_the_restore_point_is_listed_too() -> None:
+    """The end of a job uploads the restore point of a round that never trained."""
+    again = shard(reported=False, digests=None, committed=True, upload_requested=True)
+    assert listed(again, targets=()) == []
+    assert listed(replace(again, uploaded=True), targets=()) == [(7, False, True)]
+
+
+def test_a_pruned_shard_is_deleted_and_nothing_else_is_done_with_it() -> None:
+    gone = shard(pruned=True, committed=True, digests=None, upload_requested=True)
+    assert next_actions([gone], (ONE,)) == (Action(Verb.DELETE, KEY),)
 
 
 def test_a_shard_of_the_restore_point_is_copied_and_never_reported() -> None:
@@ -68,33 +104,17 @@ def test_a_shard_of_the_restore_point_is_copied_and_never_reported() -> None:
 
 
 def test_an_upload_waits_to_be_asked_for() -> None:
-    done = shard(prepared_acknowledged=True)
-    assert next_actions([done], ()) == ()
-    assert next_actions([replace(done, upload_requested=True)], ()) == (Action(Verb.UPLOAD, KEY),)
-    uploaded = replace(done, upload_requested=True, uploaded=True)
-    assert next_actions([uploaded], ()) == (Action(Verb.UPLOADED, KEY),)
-
-
-def test_a_new_coordinator_receives_everything_again() -> None:
-    acknowledged = shard(
-        prepared_acknowledged=True,
-        copied=frozenset({ONE}),
-        replicated_acknowledged=True,
-        upload_requested=True,
-        uploaded=True,
-        uploaded_acknowledged=True,
-    )
-    assert next_actions([acknowledged], (ONE,)) == ()
-    assert [a.verb for a in next_actions([acknowledged.unacknowledged()], (ONE,))] == [
-        Verb.PREPARED,
-        Verb.UPLOADED,
-    ]
+    assert next_actions([shard()], ()) == ()
+    assert next_actions([shard(upload_requested=True)], ()) == (Action(Verb.UPLOAD, KEY),)
+    uploaded = shard(upload_requested=True, uploaded=True)
+    assert next_actions([uploaded], ()) == ()
+    assert listed(uploaded) == [(7, False, True)]
 
 
 def test_one_copy_a_target_and_one_upload_at_a_time_oldest_first() -> None:
     upload_requested = [
-        shard(step=9, prepared_acknowledged=True, committed=True, upload_requested=True),
-        shard(step=8, prepared_acknowledged=True, committed=True, upload_requested=True),
+        shard(step=9, committed=True, upload_requested=True),
+        shard(step=8, committed=True, upload_requested=True),
     ]
     actions = next_actions(upload_requested, (ONE, TWO))
     chosen = startable(actions, frozenset())
@@ -117,31 +137,27 @@ def test_doing_what_is_planned_comes_to_rest(
     steps: list[int], targets: set[Worker], upload_requested: set[int], order: object
 ) -> None:
     """In every order in which actions end, the plan becomes empty and idle."""
-    table = {
-        s: shard(step=s, committed=True, upload_requested=s in upload_requested) for s in steps
+    shards = {
+        s: shard(step=s, digests=None, committed=True, upload_requested=s in upload_requested)
+        for s in steps
     }
     goal = tuple(sorted(targets))
     for _ in range(len(steps) * 6 + 1):
-        actions = startable(next_actions(table.values(), goal), frozenset())
+        actions = startable(next_actions(shards.values(), goal), frozenset())
         if not actions:
             break
         action = order.choice(actions)  # type: ignore[attr-defined]
-        before = table[action.key.step]
+        before = shards[action.key.step]
         match action.verb:
-            case Verb.PREPARED:
-                after = replace(before, prepared_acknowledged=True)
+            case Verb.DESCRIBE:
+                after = replace(before, digests=LayoutDigests(DIGEST, DIGEST, DIGEST))
             case Verb.COPY:
                 after = replace(before, copied=before.copied | {action.target})
-            case Verb.REPLICATED:
-                after = replace(before, replicated_acknowledged=True)
             case Verb.UPLOAD:
                 after = replace(before, uploaded=True)
-            case Verb.UPLOADED:
-                after = replace(before, uploaded_acknowledged=True)
-        table[action.key.step] = after
-    assert idle(table.values(), goal)
-    for step, done in table.items():
-        assert done.prepared_acknowledged
+        shards[action.key.step] = after
+    assert idle(shards.values(), goal)
+    for step, done in shards.items():
+        assert done.digests is not None
         assert done.copied == targets
-        assert done.replicated_acknowledged == bool(targets)
-        assert done.uploaded_acknowledged == (step in upload_requested)
+        assert done.uploaded == (step in upload_requested)

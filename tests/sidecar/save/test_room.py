@@ -8,26 +8,21 @@ from typing import Any
 
 import pytest
 from tests.support.shards.builders import JOB_UID
-from tests.support.sidecar import FakeRank, rank_document, until
+from tests.support.sidecar import FakeRank, until
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.coordinators import CoordinatorWorld
-from tests.support.sidecar.ledgers import shard_info
 from tests.support.sidecar.rounds import first_round
 from tests.support.sidecar.stagers import stager_of
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import CapacityError, UnavailableError
-from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     Failure,
     LevelNotice,
     Ok,
     Policy,
-    Prepared,
     RankProgress,
-    Replicated,
-    WorkerReport,
 )
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import NODE_FULL, Failures
@@ -48,7 +43,7 @@ class Members:
     async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
         if isinstance(message, LevelNotice):
             self.pruned.update(message.prune)
-        return Ok(ROUND, "a")
+        return Ok(ROUND)
 
     async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> Any:
         raise UnavailableError(f"GET {path} to worker {worker}: it is away")
@@ -64,29 +59,14 @@ class World(CoordinatorWorld):
 
     async def commit(self, step: int) -> None:
         """Make the step replicated, without a report of a member."""
-        for rank in (0, 1):
-            document = rank_document(rank, shard_info(rank).payload_bytes)
-            self.coordinator.prepared(
-                Prepared(
-                    ROUND,
-                    Step(step),
-                    Worker(rank),
-                    shard_info(rank),
-                    layout_digests(document),
-                )
-            )
+        self.hold(step)
         await until(lambda: self.coordinator.levels()[Level.LOCAL] == step, f"{step} is local")
-        for rank in (0, 1):
-            self.coordinator.replicated(
-                Replicated(ROUND, Step(step), Worker(rank), Rank(rank), shard_info(rank).blake3)
-            )
+        self.hold(step, replicated=True)
 
     def report(self, step: int, *failures: Failure) -> None:
         """Report that worker 1 has finished this step."""
         progress = (RankProgress(Rank(1), Step(step)),)
-        self.coordinator.report(
-            WorkerReport(ROUND, Worker(1), progress=progress, failures=failures)
-        )
+        self.tell(1, progress=progress, failures=failures)
 
     async def pruned(self, *steps: int) -> None:
         await until(lambda: self.members.pruned == set(steps), f"exactly {steps} are pruned")

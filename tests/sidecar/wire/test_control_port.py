@@ -211,7 +211,7 @@ async def test_connections_of_one_pod_are_bounded(certificates: Files) -> None:
 
 
 @pytest.mark.fault("A former member sends a body of 63 MiB")
-@pytest.mark.parametrize("path", ["/v1/manifest", "/v1/prepared", "/v1/report", "/v1/suspect"])
+@pytest.mark.parametrize("path", ["/v1/manifest", "/v1/copy", "/v1/report", "/v1/suspect"])
 async def test_a_former_member_is_refused_before_its_body_is_sent(
     certificates: Files, path: str
 ) -> None:
@@ -271,7 +271,7 @@ async def half_sent(
 
 
 @pytest.mark.fault("A member sends half of many bodies")
-@pytest.mark.parametrize("path", ["/v1/prepared", "/v1/relay"])
+@pytest.mark.parametrize("path", ["/v1/report", "/v1/relay"])
 async def test_half_sent_bodies_of_a_member_stop_neither_the_operator_nor_other_members(
     certificates: Files, path: str
 ) -> None:
@@ -307,7 +307,7 @@ async def test_a_body_that_stops_is_given_up(certificates: Files) -> None:
         contextlib.AsyncExitStack() as stack,
     ):
         member = client_context(certificates(peer_dns_name("gpt-1-r0", JOB)))
-        reader = await half_sent(stack, port, member, "/v1/prepared")
+        reader = await half_sent(stack, port, member, "/v1/report")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 503")
 
 

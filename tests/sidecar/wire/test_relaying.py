@@ -9,10 +9,10 @@ import pytest
 from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.errors import NotFoundError, RefusedError, UnavailableError
-from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.codec import loads
 from holdfast_core.messages.relay import Answer, Letter, Relay, encode
-from holdfast_core.messages.schema import Ok, Refusal, Refused, Replicated
+from holdfast_core.messages.schema import Ok, Refusal, Refused, WorkerReport
 from holdfast_sidecar.base.pod import CurrentRound
 from holdfast_sidecar.base.rounds import Caller
 from holdfast_sidecar.wire.relaying import Relaying
@@ -22,12 +22,12 @@ GANG = round_message(workers=6, coordinator=Worker(0), fan_in=2)
 LEVEL = b'{"round":0}'
 
 
-def replicated(worker: int) -> Replicated:
-    return Replicated(ROUND, Step(1), Worker(worker), Rank(worker), Digest("b3:" + "0" * 64))
+def report(worker: int) -> WorkerReport:
+    return WorkerReport(ROUND, Worker(worker), done=True)
 
 
 def letter_of(worker: int) -> Letter:
-    return Letter("/v1/replicated", (Worker(worker),), encode(replicated(worker)))
+    return Letter("/v1/report", (Worker(worker),), encode(report(worker)))
 
 
 class Group:
@@ -53,7 +53,7 @@ class Group:
         if 0 in self.away:
             raise UnavailableError("worker 0 is away")
         self.received.append((worker, path, body))
-        return Answer(200, encode(Ok(ROUND, "coordinator")))
+        return Answer(200, encode(Ok(ROUND, 7)))
 
 
 def relaying(worker: int, group: Group) -> Relaying:
@@ -97,7 +97,7 @@ async def test_the_coordinator_handles_each_letter_as_from_its_sender() -> None:
             raise RefusedError(Refusal.CONFLICT, "another digest")
         if message.worker == 5:
             raise NotFoundError("no such step")
-        return Ok(ROUND, "me")
+        return Ok(ROUND)
 
     letters = tuple(letter_of(w) for w in (2, 3, 5))
     reply = await relaying(0, Group()).serve(Relay(ROUND, letters), dispatch)
@@ -109,10 +109,10 @@ async def test_the_coordinator_handles_each_letter_as_from_its_sender() -> None:
 
 async def test_a_letter_that_is_no_message_is_refused_alone() -> None:
     async def dispatch(caller: Caller, path: str, message: Any) -> Any:
-        return Ok(ROUND, "me")
+        return Ok(ROUND)
 
     letters = (
-        Letter("/v1/replicated", (Worker(2),), b"[]"),
+        Letter("/v1/report", (Worker(2),), b"[]"),
         Letter("/v1/nothing", (Worker(2),), b"{}"),
         Letter("/v1/relay", (Worker(2),), encode(Relay(ROUND, (letter_of(2),)))),
         Letter("/v1/prune", (Worker(2),), b'{"round":0,"checkpoints":[]}'),
@@ -124,14 +124,14 @@ async def test_a_letter_that_is_no_message_is_refused_alone() -> None:
 
 async def test_a_relay_passes_the_coordinators_reply_on() -> None:
     group = Group()
-    reply = await relaying(2, group).to_coordinator("/v1/replicated", replicated(3))
-    assert reply == Ok(ROUND, "coordinator")
-    assert group.received == [(3, "/v1/replicated", encode(replicated(3)))]
+    reply = await relaying(2, group).to_coordinator("/v1/report", report(3))
+    assert reply == Ok(ROUND, 7)
+    assert group.received == [(3, "/v1/report", encode(report(3)))]
 
 
 async def test_a_relay_without_its_coordinator_asks_for_patience() -> None:
     group = Group()
     group.away = {0}
     with pytest.raises(RefusedError) as refused:
-        await relaying(2, group).to_coordinator("/v1/replicated", replicated(3))
+        await relaying(2, group).to_coordinator("/v1/report", report(3))
     assert refused.value.code is Refusal.BUSY

@@ -8,10 +8,12 @@ from typing import Any, Self
 
 from tests.support.clock import ManualClock
 from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.ledgers import reported
 from tests.support.sidecar.rounds import first_round
 from tests.support.tiers.memory import MemoryTier
 
-from holdfast_core.messages.schema import Policy
+from holdfast_core.ids import Step, Worker
+from holdfast_core.messages.schema import Ok, Policy, ReportedShard, WorkerReport
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
@@ -39,6 +41,8 @@ class CoordinatorWorld:
         message = first_round().accepted
         assert message is not None
         message = replace(message, **fields)
+        self._round = message.round
+        self._reports: dict[int, WorkerReport] = {}
         self.clock = ManualClock()
         self.pools = Pools(disk=1, fetch=1, store=1)
         self.coordinator = Coordinator(
@@ -52,6 +56,28 @@ class CoordinatorWorld:
             members,
             Failures(lambda: None),
         )
+
+    def shard(self, rank: int, step: int, *, replicated: bool = False) -> ReportedShard:
+        """Return what a worker reports of its rank's shard of this round."""
+        return reported(rank, Step(step), replicated=replicated, round_=self._round)
+
+    def hold(
+        self, step: int, *, ranks: tuple[int, ...] = (0, 1), replicated: bool = False
+    ) -> list[Ok]:
+        """Report that the shards of these ranks are durable. Each rank is a worker. Return the replies.
+
+        Everything else in the reports of these workers stays as it was.
+        """
+        return [
+            self.tell(rank, shards=(self.shard(rank, step, replicated=replicated),))
+            for rank in ranks
+        ]
+
+    def tell(self, worker: int, **fields: Any) -> Ok:
+        """Send a report of a worker, which replaces these fields of its last one. Return the reply."""
+        before = self._reports.get(worker, WorkerReport(self._round, Worker(worker)))
+        self._reports[worker] = replace(before, **fields)
+        return self.coordinator.report(self._reports[worker])
 
     async def __aenter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from tests.support.sidecar.rounds import first_round
 from holdfast_core.clock import SystemClock
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, RestartRound, ShardRef, Worker
-from holdfast_core.messages.schema import CopyReply, CopyRequest, Ok, PreparedReply
+from holdfast_core.messages.schema import CopyReply, CopyRequest, Ok
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.failures import Failures
@@ -41,7 +41,7 @@ class AcceptingMember:
         if isinstance(message, CopyRequest):
             return self.copy(message)
         self.received.append(message)
-        return PreparedReply() if kind is PreparedReply else Ok(RestartRound(0), "a")
+        return Ok(RestartRound(0))
 
     def copy(self, message: CopyRequest) -> CopyReply:
         self.copied.append(message.shard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import ShardInfo
+from holdfast_core.messages.schema import ReportedShard, ShardInfo
 from holdfast_sidecar.coordinator.ledger import Ledger
 
 SHARD_DIGEST = Digest("b3:" + "a" * 64)
@@ -18,6 +18,13 @@ LAYOUT = LayoutDigests(SHARD_DIGEST, SHARD_DIGEST, SHARD_DIGEST)
 def shard_info(rank: int, digest: Digest = SHARD_DIGEST) -> ShardInfo:
     """Return a shard of 100 bytes."""
     return ShardInfo(Rank(rank), 100, digest, digest)
+
+
+def reported(rank: int, step: Step, *, replicated: bool = False, round_: int = 1) -> ReportedShard:
+    """Return what a worker reports of the shard of a rank."""
+    return ReportedShard(
+        step, RestartRound(round_), shard_info(rank), LAYOUT, replicated=replicated
+    )
 
 
 def new_ledger(*, workers: int = 2, expects_copies: bool = True) -> Ledger:
@@ -37,6 +44,13 @@ def acknowledge(ledger: Ledger, *steps: int) -> list[bool]:
         ledger.committed(step, b"{}", MANIFEST_DIGEST, shards)
         risen.append([ledger.acknowledged(step, worker) for worker in ledger.workers][-1])
     return risen
+
+
+def replicate(ledger: Ledger, step: int, *ranks: int) -> bool:
+    """Report that all copies of these ranks' shards exist. Return whether the step is replicated by this."""
+    for rank in ranks:
+        ledger.take(reported(rank, Step(step), replicated=True))
+    return ledger.settle_replicated(Step(step))
 
 
 def commit(ledger: Ledger, step: int) -> None:

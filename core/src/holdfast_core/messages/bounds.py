@@ -29,6 +29,11 @@ MAX_METRICS = 64
 """Largest number of metrics of one rank."""
 MAX_METRIC_NAME = 128
 
+MAX_REPORTED = 2048
+"""Largest number of shards that the report of a worker lists. At most a kilobyte each, they fit into it."""
+MAX_PRUNED = 1024
+"""Largest number of pruned steps that the reply to a report names. The next replies name the others."""
+
 Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ExitCode = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 Seconds = Annotated[float, Meta(ge=0, le=10**12)]
@@ -64,10 +69,9 @@ _MAX_BYTES = MappingProxyType(
         "Seal": 4 * KIB,
         "GangRequest": 4 * KIB,
         "Refused": 64 * KIB,
-        "Ok": 16 * KIB,
+        "Ok": 64 * KIB,
         "Round": 4 * MIB,
         "WorkerReport": 4 * MIB,
-        "Prepared": 16 * MIB,
         "ManifestPut": 64 * MIB,
         "FinishCommit": 64 * MIB,
         "Relay": 64 * MIB,

@@ -10,7 +10,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     Digest,
     JobUid,
@@ -25,28 +24,10 @@ from holdfast_core.messages.bounds import Document, Many, Natural, Text
 from holdfast_core.messages.common import (
     Refused,
     RestorePoint,
-    ShardInfo,
 )
 
 MAX_SPANS = 2048
 """Largest number of spans in one ReadShard."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """POST /v1/prepared, sidecar -> coordinator: the shard is durable on the sender's node tier."""
-
-    round: RestartRound
-    step: Step
-    worker: Worker
-    shard: ShardInfo
-    layout: LayoutDigests
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedReply:
-    pruned: bool = False
-    """The coordinator has given the step up or pruned it. The receiver deletes the shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +83,6 @@ class ReadReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
-    """POST /v1/replicated, sidecar -> coordinator: all assigned peers have a durable copy of the shard."""
-
-    round: RestartRound
-    step: Step
-    worker: Worker
-    rank: Rank
-    blake3: Digest
-
-
-@dataclass(frozen=True, slots=True)
 class Reference:
     """An earlier checkpoint whose objects a later checkpoint needs."""
 
@@ -120,22 +90,6 @@ class Reference:
     round: RestartRound
     payload_bytes: Natural = 0
     """Payload bytes of the later checkpoint that are stored in this one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Uploaded:
-    """POST /v1/uploaded, sidecar -> coordinator: the shard is in the object store and verified."""
-
-    round: RestartRound
-    step: Step
-    worker: Worker
-    rank: Rank
-    blake3: Digest
-    base: Reference | None = None
-    """The checkpoint that `references` depend on: while its manifest exists, their objects exist. None where
-    there are no references."""
-    references: Many[Reference] = ()
-    """Earlier checkpoints that store chunks of this shard."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
+from msgspec import Meta
+
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     Digest,
     Rank,
@@ -14,6 +17,8 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.bounds import (
+    MAX_PRUNED,
+    MAX_REPORTED,
     Clipped,
     ClippedText,
     ExitCode,
@@ -30,7 +35,10 @@ from holdfast_core.messages.common import (
     MemoryUse,
     RankStack,
     RankWork,
+    Refusal,
+    ShardInfo,
 )
+from holdfast_core.messages.gang import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +55,54 @@ class DeadRank(Clipped):
 class RankSaves:
     """Outcome of one rank's saves in this round.
 
-    A step up to `newest` that is not in `under_way` was skipped or could not be written, unless the
-    coordinator has received PREPARED for it.
+    A step up to `newest` that is not in `under_way` was skipped or could not be written, unless the shard is
+    among `WorkerReport.shards`, or was when an earlier report was sent.
     """
 
     rank: Rank
     newest: Step
     """The newest step that the rank has staged."""
     under_way: Many[Step] = ()
-    """Staged steps that have not failed and that the coordinator has no PREPARED for yet."""
+    """Staged steps that have not failed and whose shards the report does not list yet."""
     waiting: Many[Step] = ()
     """Those of them that wait in slots. Only the coordinator's choice, or a seal, has them written."""
     writes: bool = False
     """Whether a slot of the rank is being written now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedShard:
+    """A shard that is durable on its rank's node tier, and what was done with it since.
+
+    Of older rounds, a report lists only uploaded shards, which are of the restore point.
+    """
+
+    step: Step
+    round: RestartRound
+    shard: ShardInfo
+    layout: LayoutDigests | None
+    """None only for a shard of an older round: the manifest of its step exists."""
+    replicated: bool = False
+    """All assigned peers have a durable copy. Always false without copies."""
+    uploaded: bool = False
+    """The shard is in the object store and verified."""
+    base: Reference | None = None
+    """The checkpoint that `references` depend on: while its manifest exists, their objects exist. None where
+    there are no references."""
+    references: Many[Reference] = ()
+    """Earlier checkpoints that store chunks of this shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedShard(Clipped):
+    """A reported shard that the coordinator does not accept, and why."""
+
+    step: Step
+    rank: Rank
+    code: Refusal
+    """CONFLICT: the rank reported another digest for the step. BAD_REQUEST: the step is not above the
+    restore point."""
+    message: ClippedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +136,10 @@ class AcceptedRound:
 class WorkerReport(Clipped):
     """POST /v1/report, sidecar -> coordinator; reply Ok. This worker's part of CoordinatorState.
 
-    The sidecar sends it immediately when its urgent part or what waits in its slots changes. Otherwise it
-    sends it at most twice a second, less often in a large gang, and every few seconds without a change.
+    It always has all that the coordinator lacks, so a lost report needs no repetition, and a coordinator that
+    has just started needs one report of each worker. The sidecar sends it immediately when its urgent part,
+    its shards or what waits in its slots changes. Otherwise it sends it at most twice a second, less often in
+    a large gang, and every few seconds without a change.
     """
 
     round: RestartRound
@@ -118,9 +163,13 @@ class WorkerReport(Clipped):
     gang's newest step is lost with it, or is persisted before."""
     saves_skipped: Natural = 0
     saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
-    reported_to: Text = ""
-    """`Ok.instance` of the coordinator that has received all of this worker's messages, except those about
-    the steps that `saves` lists as under way."""
+    shards: Annotated[tuple[ReportedShard, ...], Meta(max_length=MAX_REPORTED)] = ()
+    """The shards of the worker's ranks. If there are too many, the oldest are missing."""
+    has_all_shards: bool = True
+    """If not, `shards` lacks those that this coordinator has received as they are. See `Ok.wants_shards`."""
+    order: Natural = field(default=0, compare=False)
+    """It grows with each report. The coordinator ignores a report whose number is lower than that of one that
+    it has, because that report has been on its way for long. See `Ok.order`."""
     instance: Text = ""
     """Identifies the sender's process. When it changes, the coordinator sends all of its messages again."""
     interval: Interval | None = None
@@ -159,9 +208,19 @@ class WorkerReport(Clipped):
 @dataclass(frozen=True, slots=True)
 class Ok:
     round: RestartRound
-    instance: Text = ""
-    """Identifies the coordinator's instance, in the reply to WorkerReport. When it changes, the member sends
-    its PREPARED, REPLICATED and UPLOADED messages again, because the new instance has not received them."""
+    order: Natural = 0
+    """In the reply to WorkerReport: the highest `order` of a report of this worker that the coordinator has.
+    If it is higher than that of the report, as after a restart of the sidecar, the report was ignored. The
+    sidecar then sends the next one with a higher number."""
+    wants_shards: bool = False
+    """In the reply to WorkerReport: the report lacks shards, and the coordinator has never received all of
+    them from this process. The next report has all."""
+    pruned: Annotated[tuple[Step, ...], Meta(max_length=MAX_PRUNED)] = ()
+    """In the reply to WorkerReport: steps that it lists, but that the coordinator has given up or pruned. The
+    receiver deletes their shards."""
+    refused: RefusedShard | None = None
+    """In the reply to WorkerReport: the first of its shards that the coordinator does not accept. It accepts
+    the others."""
     stacks_token: Text = ""
     """In the reply to WorkerReport: the coordinator requests the stacks of all ranks, because the gang
     finishes no step. It identifies the request. "": there is none."""

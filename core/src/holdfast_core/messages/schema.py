@@ -32,15 +32,11 @@ from holdfast_core.messages.gang import (
     ManifestPut,
     PayloadSpan,
     PersistRequest,
-    Prepared,
-    PreparedReply,
     ReadReply,
     ReadShard,
     Reference,
     Rendezvous,
-    Replicated,
     Suspect,
-    Uploaded,
     WriteNext,
 )
 from holdfast_core.messages.operator import (
@@ -105,5 +101,7 @@ from holdfast_core.messages.report import (
     Ok,
     RankProgress,
     RankSaves,
+    RefusedShard,
+    ReportedShard,
     WorkerReport,
 )

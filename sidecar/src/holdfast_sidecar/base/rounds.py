@@ -27,15 +27,12 @@ from holdfast_core.messages.schema import (
     ManifestPut,
     Member,
     PersistRequest,
-    Prepared,
     Prune,
     Refusal,
     Refused,
-    Replicated,
     Round,
     Seal,
     Suspect,
-    Uploaded,
     WorkerReport,
     WriteNext,
 )
@@ -169,10 +166,7 @@ RULES: dict[type[Any], Rule] = {
     FinishCommit: Rule(From.OPERATOR, To.ANY, fenced=False),
     GangRequest: Rule(From.OPERATOR_OR_COORDINATOR, To.REQUESTED, fenced=True),
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
-    Prepared: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     CopyRequest: Rule(From.MEMBER, To.ANY, fenced=True),
-    Replicated: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
-    Uploaded: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     WorkerReport: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     KeepLayout: Rule(From.MEMBER, To.ANY, fenced=True),
     ManifestPut: Rule(From.COORDINATOR, To.ANY, fenced=True),
@@ -482,22 +476,17 @@ def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None
 
 
 def _check_sender(state: RoundState, caller: Caller, message: Any) -> Refused | None:
-    """Return why a message is refused that a member sends for another worker or for ranks it does not run."""
-    if not isinstance(message, Prepared | Replicated | Uploaded | WorkerReport):
+    """Return why a report is refused that a member sends for another worker or for ranks it does not run."""
+    if not isinstance(message, WorkerReport):
         return None
     member = state.member_of_pod(caller.pod)
     if member is None or member.worker != message.worker:
         return state.refused(
             Refusal.NOT_MEMBER, f"{caller.pod} is not worker {message.worker} of this round"
         )
-    match message:
-        case Prepared():
-            ranks = [message.shard.rank]
-        case Replicated() | Uploaded():
-            ranks = [message.rank]
-        case WorkerReport():
-            ranks = [d.rank for d in message.dead] + [p.rank for p in message.progress]
-            ranks += [s.rank for s in message.stacks] + [s.rank for s in message.saves]
+    ranks = [d.rank for d in message.dead] + [p.rank for p in message.progress]
+    ranks += [s.rank for s in message.stacks] + [s.rank for s in message.saves]
+    ranks += [s.shard.rank for s in message.shards]
     own = ranks_of(message.worker, state.procs_per_worker)
     if all(rank in own for rank in ranks):
         return None

@@ -1,23 +1,24 @@
 """The coordinator of a round, which decides that a step is committed and at which level.
 
-1. Every rank has sent PREPARED: the coordinator builds the manifest. It is deterministic, so any
-   coordinator of the round builds the same bytes.
+1. The workers report that the shard of every rank is durable: the coordinator builds the manifest. It is
+   deterministic, so any coordinator of the round builds the same bytes.
 2. The manifest is durable on the coordinator's own node tier, then on every member's: the step is at level
    local.
-3. Every rank has sent REPLICATED: the step is at level replicated, and older steps may be pruned.
-4. Every rank has sent UPLOADED: the manifest is put into the store if absent, and the step is at level
+3. Every rank has all its copies: the step is at level replicated, and older steps may be pruned.
+4. Every rank is uploaded: the manifest is put into the store if absent, and the step is at level
    persisted.
 
 Where ranks save faster than a node writes, steps wait in slots. `choice.py` chooses which of them all ranks
 write next, and which are dropped.
 
-The operator decides about rounds. A new coordinator can rebuild this state: members repeat their messages
-when they see a new `instance`, and inventories list the manifests that exist.
+The operator decides about rounds. A new coordinator rebuilds this state from one report of each worker, which
+lists all of its shards, and from the inventories, which list the manifests that exist.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Iterable
 from dataclasses import replace
@@ -34,6 +35,7 @@ from holdfast_core.ids import (
     Worker,
     ranks_of,
 )
+from holdfast_core.messages.bounds import MAX_PRUNED
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Failure,
@@ -42,19 +44,15 @@ from holdfast_core.messages.schema import (
     ManifestDocument,
     ManifestList,
     Ok,
-    Prepared,
-    PreparedReply,
     Prune,
     PruneReply,
     Refusal,
-    Replicated,
+    RefusedShard,
     RestorePoint,
     Round,
     Straggler,
-    Uploaded,
     WorkerReport,
 )
-from holdfast_core.store.rules import StoredAs
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
@@ -141,10 +139,14 @@ class Coordinator:
         self._versioned = Versioned()
         self._building = set[Step]()
         """Steps whose manifest is being built in a thread."""
+        self._has_all: dict[Worker, str] = {}
+        """The process of each worker that has sent all of its shards."""
+        self._reads_own = False
+        """Whether the manifests of this round on this node are being read. No step is given up before: a
+        committed one of which a node has lost its shard looks like one that was never complete."""
         self._weighing: asyncio.TimerHandle | None = None
         """Set while `_weigh_soon` has a call of `_weigh` scheduled."""
-        self.instance = secrets.token_hex(8)
-        self._hangs = HangWatch(self._gathered, self.instance)
+        self._hangs = HangWatch(self._gathered, secrets.token_hex(8))
         self._stragglers = StragglerWatch(self._gathered)
         self.dropped = 0
         """Steps that newer ones replaced before they were written or copied."""
@@ -181,15 +183,10 @@ class Coordinator:
 
     def start(self) -> None:
         self._outbox.start(self._message)
-        round_, target = (
-            self._message.round,
-            RebuildTarget(self._found, self._has_manifest, self._adopt),
-        )
+        target = RebuildTarget(self._found, self._has_manifest, self._adopt)
+        self._reads_own = True
         rebuilds = (
-            (
-                rebuild_from(worker, round_, self._peers, self._clock, target),
-                f"rebuild from worker {worker}",
-            )
+            (self._rebuild_from(worker, target), f"rebuild from worker {worker}")
             for worker in self._ledger.workers
         )
         self._tasks.spawn(self._tasks.spawn_all(rebuilds), "rebuild from all workers")
@@ -239,65 +236,77 @@ class Coordinator:
 
     # ------------------------------------------------------------------ messages of members
 
-    def prepared(self, message: Prepared) -> PreparedReply:
-        """Record that a rank's shard is durable on its node tier.
-
-        Raises:
-            RefusedError: CONFLICT if this rank reported another digest for the step; BAD_REQUEST if the
-                step is not above the restore point.
-        """
-        base = self._message.restore_point.step
-        if base is not None and message.step <= base:
-            raise RefusedError(
-                Refusal.BAD_REQUEST,
-                f"step {message.step} is not above the restore point (step {base})",
-            )
-        if self._ledger.is_forgotten(message.step):
-            return PreparedReply(pruned=self._ledger.is_pruned(message.step))
-        with _Conflicts():
-            entry = self._ledger.prepared(message.step, message.shard, message.layout)
-        self._is_known(entry)
-        return PreparedReply()
-
-    def replicated(self, message: Replicated) -> Ok:
-        if not self._ledger.is_forgotten(message.step):
-            with _Conflicts():
-                risen = self._ledger.replicated(message.step, message.rank, message.blake3)
-            if risen:
-                self._retain()
-                self._changed()
-            else:
-                self._versioned.bump(urgent=False)
-        return Ok(message.round, self.instance)
-
-    def uploaded(self, message: Uploaded) -> Ok:
-        if not self._ledger.is_forgotten(message.step):
-            with _Conflicts():
-                stored_as = StoredAs(message.base, message.references)
-                self._ledger.uploaded(message.step, message.rank, message.blake3, stored_as)
-            self._versioned.bump(urgent=False)
-        return Ok(message.round, self.instance)
-
     def report(self, message: WorkerReport) -> Ok:
+        """Take over a worker's state. Return which of its shards are to be deleted or are not accepted."""
         before = self._gathered.reports.get(message.worker)
-        if before is not None and before.instance != message.instance:
-            self._outbox.repeat(message.worker)
+        if before is not None:
+            if message.order < before.order:
+                return Ok(message.round, before.order)
+            if before.instance != message.instance:
+                self._outbox.repeat(message.worker)
+        if message.has_all_shards:
+            self._has_all[message.worker] = message.instance
+        wants_shards = self._has_all.get(message.worker) != message.instance
+        if wants_shards:
+            message = replace(
+                message, saves=()
+            )  # they mean something together with all shards only
         urgent = self._gathered.receive(message, self._clock.monotonic())
-        known = None if before is None else (before.saves, before.reported_to)
-        if known != (message.saves, message.reported_to):
+        pruned, refused = self._take_shards(message)
+        if before is None or before.saves != message.saves:
             self._slots_changed(message)
         self._alarm.look(self._message.policy)
         pressed = self._gathered.pressed
         if pressed:
             self._pressed.set()
-        saves = self._gathered.saves(self.instance, message.worker)
-        ranks = map(Rank, ranks_of(message.worker, self._contract.procs_per_worker))
-        self._give_up(abandoned_steps(self._ledger, saves, ranks, pressed=pressed))
+        if not self._reads_own:
+            saves = self._gathered.saves(message.worker)
+            ranks = map(Rank, ranks_of(message.worker, self._contract.procs_per_worker))
+            self._give_up(abandoned_steps(self._ledger, saves, ranks, pressed=pressed))
         if urgent or message != before:
             self._versioned.bump(urgent=urgent)
         else:
             self._versioned.tick()
-        return Ok(message.round, self.instance, self._hangs.token, self._waits_for_store)
+        return Ok(
+            message.round,
+            message.order,
+            wants_shards,
+            pruned,
+            refused,
+            self._hangs.token,
+            self._waits_for_store,
+        )
+
+    def _take_shards(self, message: WorkerReport) -> tuple[tuple[Step, ...], RefusedShard | None]:
+        """Record the shards of a report, then act on the steps of which something is new.
+
+        Returns:
+            The steps whose shards are to be deleted, and the first shard that is not accepted.
+        """
+        base = self._message.restore_point.step
+        new, pruned = set[Step](), set[Step]()
+        refused: list[RefusedShard] = []
+        for found in message.shards:
+            step, rank = found.step, found.shard.rank
+            if found.round != message.round:
+                with contextlib.suppress(Conflict):
+                    self._ledger.take(found)
+            elif base is not None and step <= base:
+                why = f"step {step} is not above the restore point (step {base})"
+                refused.append(RefusedShard(step, rank, Refusal.BAD_REQUEST, why))
+            elif self._ledger.is_forgotten(step):
+                if self._ledger.is_pruned(step):
+                    pruned.add(step)
+            else:
+                try:
+                    if self._ledger.take(found):
+                        new.add(step)
+                except Conflict as error:
+                    refused.append(RefusedShard(step, rank, Refusal.CONFLICT, str(error)))
+        # All shards are recorded first: a choice about slots must not take a later one of them for skipped.
+        for step in sorted(new):
+            self._advance(step)
+        return tuple(sorted(pruned))[:MAX_PRUNED], refused[0] if refused else None
 
     def request(self, path: str, message: GangRequest) -> Ok:
         """Queue a save-now or stop request for worker 0, which runs rank 0, or end the job: stop and persist.
@@ -313,7 +322,7 @@ class Coordinator:
             progress, base = self._gathered.progress, self._message.restore_point.step
             known = (base, None if progress is None else progress.last)
             self._uploads.ask_after(max((s for s in known if s is not None), default=Step(-1)))
-        return Ok(message.round, self.instance)
+        return Ok(message.round)
 
     async def prune(self, message: Prune) -> PruneReply:
         """Delete checkpoints from the object store, each manifest before its other objects.
@@ -441,15 +450,20 @@ class Coordinator:
 
     # ------------------------------------------------------------------ commit
 
-    def _is_known(self, entry: StepEntry) -> None:
-        """Act on a shard of the step that has become known, or that has become durable."""
+    def _advance(self, step: Step) -> None:
+        """Act on what has become known of the shards of a step."""
+        entry = self._ledger.steps.get(step)
+        if entry is None:
+            return  # given up because of another step of the same report
         if entry.complete and entry.manifest is None:
             self._build(entry)
-        if self._ledger.settle_local(entry.step):
-            self._is_local(entry.step)
-        else:
-            self._weigh_soon()
-        self._versioned.bump(urgent=False)
+        if self._ledger.settle_local(step):
+            self._is_local(step)
+            return
+        self._weigh_soon()
+        if self._ledger.settle_replicated(step):
+            self._retain()
+            self._changed()
 
     def _build(self, entry: StepEntry) -> None:
         """Build the manifest of a step whose shards are all known, unless that is under way."""
@@ -521,7 +535,7 @@ class Coordinator:
         if not self._gathered.waits and self._ledger.chosen is None:
             return Choice()
         base = self._message.restore_point.step
-        return choose(self._ledger, self._gathered.saves(self.instance), base)
+        return choose(self._ledger, self._gathered.saves(), base)
 
     def _weigh(self) -> None:
         """Choose again which waiting step is written next, and drop those that are no longer needed."""
@@ -561,7 +575,7 @@ class Coordinator:
                 pressed=True,
                 restored=self._gathered.running,
             )
-            saves = self._gathered.saves(self.instance)
+            saves = self._gathered.saves()
             ranks = map(Rank, range(self._ledger.world_size))
             abandoned = abandoned_steps(self._ledger, saves, ranks, pressed=True)
             self._give_up({*gone, *abandoned, *self._ledger.overtaken(pressed=True)})
@@ -591,6 +605,11 @@ class Coordinator:
             self._ledger.forget((step,), pruned=False)
             self._older.add(CheckpointId(step, self._message.round))
             self._changed()
+
+    async def _rebuild_from(self, worker: Worker, target: RebuildTarget) -> None:
+        await rebuild_from(worker, self._message.round, self._peers, self._clock, target)
+        if worker == self._message.coordinator:
+            self._reads_own = False
 
     def _found(self, inventory: ManifestList) -> None:
         """Record the checkpoints of older rounds that a member's inventory lists.

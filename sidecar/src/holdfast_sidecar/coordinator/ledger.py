@@ -2,9 +2,9 @@
 
 It decides what may be committed, uploaded and pruned.
 
-A step advances in this order: all ranks have prepared their shards; the manifest exists; every member has
+A step advances in this order: the shards of all ranks are durable; the manifest exists; every member has
 acknowledged it (local); all ranks have replicated it; all ranks have uploaded it and its manifest is in the
-store (persisted). Each method is idempotent, because senders repeat their messages after every reconnect.
+store (persisted). Each method is idempotent, because each report of a worker lists all of its shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import RestorePoint, ShardInfo, StepState
+from holdfast_core.messages.schema import ReportedShard, RestorePoint, ShardInfo, StepState
 from holdfast_core.store.rules import StoredAs, UploadQueue
 from holdfast_sidecar.coordinator.forgotten import Forgotten
 
@@ -117,6 +117,40 @@ class Ledger:
             self.steps[step] = StepEntry(step, self.round, self.world_size)
         return self.steps[step]
 
+    def take(self, found: ReportedShard) -> bool:
+        """Record what a worker reports of a shard. Return whether any of it is new.
+
+        Nothing is taken back: the order of reports does not matter.
+
+        Of an older round, only the upload of a step that was adopted is of interest.
+
+        Raises:
+            Conflict: The rank reported another digest for this step before, or a shard of this round without
+                its layout.
+        """
+        step, rank, blake3 = found.step, found.shard.rank, found.shard.blake3
+        if found.round != self.round:
+            known = self.steps.get(step)
+            if known is None or known.round != found.round or not found.uploaded:
+                return False
+            stored = known.uploaded.get(rank)
+            self.uploaded(step, rank, blake3, StoredAs(found.base, found.references))
+            return known.uploaded.get(rank) != stored
+        if found.layout is None:
+            raise Conflict(f"rank {rank} step {step} round {self.round}: it has no layout")
+        entry = self.entry(step)
+        before = rank in entry.durable, rank in entry.replicated, entry.uploaded.get(rank)
+        self.prepared(step, found.shard, found.layout)
+        if found.replicated:
+            entry.replicated.add(rank)
+        if found.uploaded:
+            self.uploaded(step, rank, blake3, StoredAs(found.base, found.references))
+        return before != (
+            rank in entry.durable,
+            rank in entry.replicated,
+            entry.uploaded.get(rank),
+        )
+
     def prepared(self, step: Step, shard: ShardInfo, layout: LayoutDigests) -> StepEntry:
         """Record that a shard is durable on its rank's node tier.
 
@@ -127,8 +161,8 @@ class Ledger:
         known = entry.shards.get(shard.rank)
         if known is not None and known.blake3 != shard.blake3:
             raise Conflict(
-                f"rank {shard.rank} step {step} round {self.round}: PREPARED {shard.blake3}, "
-                f"but {known.blake3} was prepared before"
+                f"rank {shard.rank} step {step} round {self.round}: {shard.blake3} is reported, "
+                f"but {known.blake3} was reported before"
             )
         entry.shards[shard.rank] = shard
         entry.layouts[shard.rank] = layout
@@ -180,17 +214,6 @@ class Ledger:
         if not self.expects_copies:
             entry.copied = True
         return True
-
-    def replicated(self, step: Step, rank: Rank, blake3: Digest) -> bool:
-        """Record that all copies of a rank's shard exist. Return whether the step is replicated by this.
-
-        Raises:
-            Conflict: The rank prepared another digest.
-        """
-        entry = self.entry(step)
-        self._same(entry, rank, blake3)
-        entry.replicated.add(rank)
-        return self.settle_replicated(step)
 
     def settle_replicated(self, step: Step) -> bool:
         """Raise a local step to level replicated if all ranks have their copies. Return whether it rose."""

@@ -1,7 +1,7 @@
 """How a new coordinator finds out which manifests exist: it reads every member's inventory.
 
-This saves work but is not required: members repeat PREPARED, and the coordinator builds the same manifests
-from it.
+Where all shards of a step still exist, this only saves work: the reports list them, and the coordinator
+builds the same manifest. Where a node has lost its shard, nothing else says that the step is committed.
 """
 
 from __future__ import annotations

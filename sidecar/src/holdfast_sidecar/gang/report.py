@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import Rank, RestartRound, TierName, Worker
+from holdfast_core.ids import Rank, TierName, Worker
 from holdfast_core.messages.schema import Ok, RankSaves, WorkerReport
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
@@ -43,16 +43,13 @@ class Sources:
     failures: Failures
 
 
-def compose(
-    state: RoundState, sources: Sources, instance: str, reported_to: str = ""
-) -> WorkerReport:
+def compose(state: RoundState, sources: Sources, instance: str) -> WorkerReport:
     """Return the present report of this worker.
 
     Args:
         state: The round that the report is of.
         sources: The components to read.
         instance: Random id of this sidecar process.
-        reported_to: Id of the coordinator process that was sent everything. "": there is none.
     """
     gang, rehydrator = sources.gang, sources.rehydrator
     restored = rehydrator.restored
@@ -74,7 +71,7 @@ def compose(
         saves=tuple(_saves(state, sources)),
         stacks_token=gang.stacks_token,
         stacks=gang.stacks,
-        reported_to=reported_to,
+        shards=sources.flow.table,
         instance=instance,
         interval=gang.intervals.get(Rank(0)),
         accepted=state.acceptance,
@@ -87,7 +84,7 @@ def _saves(state: RoundState, sources: Sources) -> Iterator[RankSaves]:
     for rank in map(Rank, state.own_ranks):
         newest = sources.stager.newest(rank)
         if newest is not None:
-            under_way = {*sources.stager.under_way(rank), *sources.flow.unacknowledged(rank)}
+            under_way = {*sources.stager.under_way(rank), *sources.flow.unlisted(rank)}
             stager = sources.stager
             yield RankSaves(
                 rank,
@@ -150,13 +147,13 @@ class Reporter:
         self._tasks = Tasks()
         self._changed = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._answered_by: tuple[RestartRound, Worker, str] | None = None
-        """The coordinator that replied last: round, worker, and id of its process."""
         self._instance = secrets.token_hex(8)
-        self._last: WorkerReport | None = None
-        """The last report that a coordinator has acknowledged."""
-        self._sent: WorkerReport | None = None
-        """The last report that was sent, acknowledged or not."""
+        self._order = 0
+        """The number of the last report."""
+        self._last: tuple[Worker, WorkerReport] | None = None
+        """The last report that a coordinator has acknowledged, and the coordinator."""
+        self._sent: tuple[Worker, WorkerReport] | None = None
+        """The last report that was sent, acknowledged or not, and the coordinator."""
 
     def start(self) -> None:
         self._tasks.spawn(self._run(), "report")
@@ -164,28 +161,14 @@ class Reporter:
     async def close(self) -> None:
         await self._tasks.cancel()
 
-    def _reported_to(self) -> str:
-        """Return the id of the coordinator process of this round that has replied, or "" without one.
-
-        It has been sent everything except the steps that the report names as under way
-        (`Flow.unacknowledged`).
-        """
-        state, answered_by = self._current(), self._answered_by
-        if state.accepted is None or answered_by is None:
-            return ""
-        return (
-            answered_by[2] if answered_by[:2] == (state.round, state.accepted.coordinator) else ""
-        )
-
     def changed(self) -> None:
-        """Send a report soon, and at once if its urgent part or what waits in slots has changed."""
+        """Send a report soon, and at once if others may wait for what has changed."""
         self._changed.set()
-        now, sent = self._compose(self._current()), self._sent
-        if sent is None or (now.urgent, now.waiting) != (sent.urgent, sent.waiting):
+        state, sent = self._current(), self._sent
+        now = compose(state, self._sources, self._instance)
+        coordinator = None if state.accepted is None else state.accepted.coordinator
+        if sent is None or sent[0] != coordinator or _awaited(now) != _awaited(sent[1]):
             self._urgent.set()
-
-    def _compose(self, state: RoundState) -> WorkerReport:
-        return compose(state, self._sources, self._instance, self._reported_to())
 
     def _interval_seconds(self) -> float:
         """Return the minimum time between two reports.
@@ -208,46 +191,56 @@ class Reporter:
             state = self._current()
             if state.accepted is None:
                 continue
-            report = self._compose(state)
-            if report == self._last and not beat:
+            coordinator = state.accepted.coordinator
+            report = compose(state, self._sources, self._instance)
+            if (coordinator, report) == self._last and not beat:
                 continue
             self._urgent.clear()
-            self._sent = report
+            self._sent = coordinator, report
+            self._order += 1
+            # Shards that the coordinator has would cost it more than the rest of the report.
+            known = self._sources.flow.known
+            message = replace(
+                report,
+                order=self._order,
+                shards=tuple(s for s in report.shards if known is None or s not in known),
+                has_all_shards=known is None,
+            )
             try:
-                reply = await self._peers.call(state.accepted.coordinator, report, Ok)
+                reply = await self._peers.call(coordinator, message, Ok)
             except HoldfastError as error:
                 changes.log("report", str(error), round=state.round)
                 self._sources.gang.waits_for_store = None
+                self._sources.flow.report_failed()
                 self._changed.set()
                 await _wait(self._urgent, min(backoff.next_seconds(), 2.0))
                 continue
             backoff.reset()
             changes.healthy("report")
-            self._last = report
-            self._note_coordinator(state.accepted.coordinator, reply)
+            if reply.order > self._order:
+                # An earlier process of this sidecar has reported here, and lower numbers are ignored.
+                self._order = reply.order
+                self._changed.set()
+                continue
+            now = self._current()
+            if now.accepted is not None and (now.round, now.accepted.coordinator) == (
+                state.round,
+                coordinator,
+            ):
+                if reply.wants_shards:
+                    self._sources.flow.coordinator_changed()
+                    self._changed.set()
+                    continue
+                self._sources.flow.reported(report.shards, reply.pruned, reply.refused)
+            self._last = coordinator, report
             self._sources.starter.take_stacks(reply.round, reply.stacks_token)
             self._sources.gang.replied(report, reply)
             await _wait(self._urgent, self._interval_seconds())
 
-    def _note_coordinator(self, coordinator: Worker, reply: Ok) -> None:
-        """Record the coordinator that replied. If it is a new one or has restarted, send it everything."""
-        state = self._current()
-        if state.accepted is None or (state.round, state.accepted.coordinator) != (
-            reply.round,
-            coordinator,
-        ):
-            return  # the round or its coordinator has changed: the next report's reply counts
-        found = (state.round, coordinator, reply.instance)
-        if (
-            self._answered_by is not None
-            and self._answered_by[0] == found[0]
-            and self._answered_by != found
-        ):
-            logs.info("the coordinator has changed: reporting everything again")
-            self._sources.flow.report_again()
-        if self._answered_by != found:
-            self._answered_by = found
-            self._changed.set()  # the coordinator decides nothing about slots until a report names it
+
+def _awaited(report: WorkerReport) -> tuple[object, ...]:
+    """Return the part of a report whose changes are sent at once, because other workers may wait for it."""
+    return report.urgent, report.waiting, report.shards
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

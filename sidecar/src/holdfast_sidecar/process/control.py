@@ -20,15 +20,12 @@ from holdfast_core.messages.schema import (
     ManifestPut,
     Ok,
     PersistRequest,
-    Prepared,
     Prune,
     Refusal,
     Rendezvous,
-    Replicated,
     Round,
     Seal,
     Suspect,
-    Uploaded,
     WorkerReport,
     WriteNext,
 )
@@ -137,16 +134,8 @@ class Control:
         match message:
             case Relay():
                 return await receivers.relaying.serve(message, self.dispatch)
-            case Prepared() | Replicated() | Uploaded() | WorkerReport() if (
-                not self.state.is_coordinator
-            ):
+            case WorkerReport() if not self.state.is_coordinator:
                 return await receivers.relaying.to_coordinator(path, message)
-            case Prepared():
-                return self._components.role.require().prepared(message)
-            case Replicated():
-                return self._components.role.require().replicated(message)
-            case Uploaded():
-                return self._components.role.require().uploaded(message)
             case WorkerReport():
                 return self._components.role.require().report(message)
             case Prune():

@@ -282,7 +282,7 @@ class Lifecycle:
         if before.coordinator != message.coordinator:
             await self._components.role.end()
             self._components.role.begin(message)
-            self._saves.flow.report_again()
+            self._saves.flow.coordinator_changed()
         elif self._components.role.coordinator is not None:
             self._components.role.coordinator.update(message)
         self._restores.rehydrator.retry_now()

@@ -39,7 +39,7 @@ class SaveComponents:
     @property
     def idle(self) -> bool:
         """Whether everything that was handed over is durable, copied and uploaded by this pod as required."""
-        waiting = not self.flow.idle or self.flow.expects_commit
+        waiting = not (self.flow.idle and self.flow.is_known) or self.flow.expects_commit
         return self.stager.idle and not self.stager.waits and not waiting
 
     def only_here(self, waits_for_store: bool | None) -> bool:

@@ -1,8 +1,8 @@
-"""Report, copy and upload the shards of this pod's own ranks once they are durable on the node tier.
+"""Copy and upload the shards of this pod's own ranks once they are durable on the node tier.
 
 `plan.next_actions` computes the actions that are still missing. This module runs them, with a bounded
-number in parallel, and retries each failed action with exponential back-off. A dead peer, object store
-or coordinator delays only the actions that need it.
+number in parallel, and retries each failed action with exponential back-off. A dead peer or object
+store delays only the actions that need it. The reports of this worker list the table.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.bounds import MAX_REPORTED
 from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,
     KeepLayout,
     Ok,
     PersistRequest,
-    Prepared,
-    PreparedReply,
     Refusal,
-    Replicated,
-    Uploaded,
+    RefusedShard,
+    ReportedShard,
 )
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.store.rules import StoredAs
@@ -51,16 +51,18 @@ from holdfast_sidecar.save.plan import (
     idle,
     next_actions,
     startable,
+    table,
 )
 from holdfast_sidecar.wire.members import Members
 
 _KEEP_LAYOUT_SECONDS = 900.0
 """Less than the time after which a node tier deletes a layout that nothing names."""
+_REPORTS = "reporting shards to the coordinator"
+"""Subject of the failure that the coordinator does not accept a shard."""
 _PASSING = frozenset(
     {
         Refusal.SEALED,
         Refusal.FUTURE_ROUND,
-        Refusal.NOT_COORDINATOR,
         Refusal.NOT_MEMBER,
         Refusal.BUSY,
     }
@@ -123,9 +125,11 @@ class Flow:
         self._upload_requests: dict[tuple[Step, RestartRound], PersistRequest] = {}
         self._layouts_at: dict[tuple[Worker, Digest], float] = {}
         """When a worker was last asked in this round to keep a layout."""
-        self._coordinator_epoch = 0
-        """Number of coordinator changes. A message that was sent before a change is not recorded as
-        acknowledged after it."""
+        self.known: frozenset[ReportedShard] | None = None
+        """What the current coordinator has received of the table and accepts. None: it has not received
+        a whole table yet."""
+        self._report_failed = False
+        """Whether the last report did not reach the coordinator."""
 
     # ------------------------------------------------------------------ events
 
@@ -152,8 +156,7 @@ class Flow:
         """Upload the own shards of this committed step.
 
         A shard that is already stored is uploaded again only where `request.whole` is set and the stored
-        shard refers to earlier checkpoints. UPLOADED is sent again in any case. Without an object store
-        the request is ignored.
+        shard refers to earlier checkpoints. Without an object store the request is ignored.
         """
         if self._uploader is None:
             return
@@ -161,22 +164,47 @@ class Flow:
         for key, shard in tuple(self._shards.items()):
             if (key.step, key.round) == (request.step, request.step_round):
                 good = shard.uploaded and not (request.whole and shard.stored_as.references)
-                self._shards[key] = replace(
-                    shard, upload_requested=True, uploaded=good, uploaded_acknowledged=False
-                )
+                self._shards[key] = replace(shard, upload_requested=True, uploaded=good)
         self.wake()
 
-    def report_again(self) -> None:
-        """Send PREPARED, REPLICATED and UPLOADED of every shard again, without waiting for back-offs.
+    def coordinator_changed(self) -> None:
+        """Record that another worker coordinates the round, which has received no report yet."""
+        self.known, self._report_failed = None, False
 
-        Call this when the coordinator moved to another worker or its process restarted: the new one has
-        received none of these messages.
+    def reported(
+        self,
+        sent: tuple[ReportedShard, ...],
+        pruned: tuple[Step, ...],
+        refused: RefusedShard | None,
+    ) -> None:
+        """Record that the coordinator of this round has received a report, and what it replied.
+
+        Args:
+            sent: `table` when the report was sent.
+            pruned: The steps of which the shards in `sent` are deleted.
+            refused: A shard that the coordinator does not accept.
         """
-        self._coordinator_epoch += 1
-        self._shards = {k: s.unacknowledged() for k, s in self._shards.items()}
-        self._backoffs.clear()
-        self._paused.clear()
-        self.wake()
+        self._report_failed = False
+        self.known = frozenset(
+            s
+            for s in sent
+            if refused is None or (s.step, s.shard.rank) != (refused.step, refused.rank)
+        )
+        gone = {(s.step, s.shard) for s in sent if s.step in pruned}
+        for key, shard in tuple(self._shards.items()):
+            if shard.reported and (key.step, shard.info) in gone:
+                self._shards[key] = replace(shard, pruned=True)
+        if refused is None:
+            self._failures.healthy(_REPORTS)
+        else:
+            error = RefusedError(refused.code, refused.message)
+            self._failures.note(_REPORTS, TierName.PEER, error, step=refused.step)
+        if gone:
+            self.wake()
+
+    def report_failed(self) -> None:
+        """Record that a report did not reach the coordinator."""
+        self._report_failed = True
 
     def forget(self, steps: tuple[Step, ...]) -> None:
         """Drop the shards of pruned steps and the requests to upload them."""
@@ -196,6 +224,7 @@ class Flow:
         self._backoffs.clear()
         self._upload_requests.clear()
         self._layouts_at.clear()
+        self.known, self._report_failed = None, False
 
     @property
     def idle(self) -> bool:
@@ -203,9 +232,20 @@ class Flow:
 
     @property
     def stuck(self) -> bool:
-        """Whether each action that is missing has failed at least once, as when a peer is gone."""
+        """Whether everything that is missing has failed at least once, as when a peer is gone."""
         actions = next_actions(self._shards.values(), self._current().copy_targets())
-        return all(a in self._backoffs for a in actions)
+        reports = self.is_known or self._report_failed
+        return reports and all(a in self._backoffs for a in actions)
+
+    @property
+    def table(self) -> tuple[ReportedShard, ...]:
+        """What a report lists of the own shards: see `plan.table`."""
+        return table(self._shards.values(), self._current().copy_targets(), MAX_REPORTED)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the coordinator has received the present table."""
+        return frozenset(self.table) <= (self.known or frozenset())
 
     @property
     def expects_commit(self) -> bool:
@@ -218,12 +258,12 @@ class Flow:
     def shards(self) -> tuple[OwnShard, ...]:
         return tuple(self._shards.values())
 
-    def unacknowledged(self, rank: Rank) -> tuple[Step, ...]:
-        """Return the rank's durable steps of this round whose PREPARED is not acknowledged yet."""
+    def unlisted(self, rank: Rank) -> tuple[Step, ...]:
+        """Return the rank's durable steps of this round that `table` does not have yet."""
         return tuple(
             k.step
             for k, s in self._shards.items()
-            if k.rank == rank and s.reported and not s.prepared_acknowledged
+            if k.rank == rank and s.reported and not s.pruned and s.digests is None
         )
 
     def wake(self) -> None:
@@ -310,29 +350,22 @@ class Flow:
         self._failures.note(_subject(action), TierName.NODE, damage, step=action.key.step)
 
     async def _do(self, action: Action, shard: OwnShard) -> None:
-        coordinator_epoch = self._coordinator_epoch
         match action.verb:
+            case Verb.DESCRIBE:
+                self._update(shard, digests=await self._layouts.digests(shard.layout))
             case Verb.COPY:
                 await self._copy(shard, action.target)
-                return
             case Verb.UPLOAD:
                 await self._upload(shard)
-                return
-            case Verb.PREPARED:
-                await self._send_prepared(shard)
-            case Verb.REPLICATED:
-                message = Replicated(*self._sender(shard), shard.ref.rank, shard.ref.blake3)
-                await self._members.control.call(self._coordinator(), message, Ok)
-            case Verb.UPLOADED:
-                await self._send_uploaded(shard)
-        if coordinator_epoch == self._coordinator_epoch:
-            self._update(shard, acknowledged=action.verb)
+            case Verb.DELETE:
+                await self._tiers.pools.shard.run(self._tiers.node.delete_shard, shard.ref)
+                self._shards.pop(shard.key, None)
 
     def _update(
         self,
         shard: OwnShard,
         *,
-        acknowledged: Verb | None = None,
+        digests: LayoutDigests | None = None,
         stored_as: StoredAs | None = None,
         copied: Worker | None = None,
     ) -> None:
@@ -345,51 +378,11 @@ class Flow:
             return
         self._shards[shard.key] = replace(
             now,
-            prepared_acknowledged=now.prepared_acknowledged or acknowledged is Verb.PREPARED,
-            replicated_acknowledged=now.replicated_acknowledged or acknowledged is Verb.REPLICATED,
-            # If the whole shard was requested meanwhile, the UPLOADED that named the pack does not count.
-            uploaded_acknowledged=now.uploaded_acknowledged
-            or (
-                acknowledged is Verb.UPLOADED and now.uploaded and now.stored_as == shard.stored_as
-            ),
+            digests=digests or now.digests,
             uploaded=now.uploaded or stored_as is not None,
             stored_as=stored_as or now.stored_as,
             copied=now.copied if copied is None else now.copied | {copied},
         )
-
-    def _coordinator(self) -> Worker:
-        accepted = self._current().accepted
-        if accepted is None:
-            raise UnavailableError("no ROUND has been received: the coordinator is unknown")
-        return accepted.coordinator
-
-    async def _send_prepared(self, shard: OwnShard) -> None:
-        """Send PREPARED. The shard is deleted if the coordinator replies that its step was pruned."""
-        message = Prepared(
-            self._current().round,
-            shard.ref.step,
-            self._pod.state.worker,
-            shard.info,
-            await self._layouts.digests(shard.layout),
-        )
-        reply = await self._members.control.call(self._coordinator(), message, PreparedReply)
-        if reply.pruned:
-            self._shards.pop(shard.key, None)
-            await self._tiers.pools.shard.run(self._tiers.node.delete_shard, shard.ref)
-
-    async def _send_uploaded(self, shard: OwnShard) -> None:
-        message = Uploaded(
-            *self._sender(shard),
-            shard.ref.rank,
-            shard.ref.blake3,
-            shard.stored_as.base,
-            shard.stored_as.references,
-        )
-        await self._members.control.call(self._coordinator(), message, Ok)
-
-    def _sender(self, shard: OwnShard) -> tuple[RestartRound, Step, Worker]:
-        """Return the fields that every message about a shard begins with: round, step and sender."""
-        return self._current().round, shard.ref.step, self._pod.state.worker
 
     async def _copy(self, shard: OwnShard, target: Worker | None) -> None:
         state = self._current()
@@ -487,8 +480,10 @@ def _tier(action: Action) -> TierName:
     match action.verb:
         case Verb.UPLOAD:
             return TierName.OBJECT
-        case Verb.COPY | Verb.PREPARED | Verb.REPLICATED | Verb.UPLOADED:
+        case Verb.COPY:
             return TierName.PEER
+        case Verb.DESCRIBE | Verb.DELETE:
+            return TierName.NODE
 
 
 def _subject(action: Action) -> str:
@@ -498,5 +493,7 @@ def _subject(action: Action) -> str:
             return f"sending copies to worker {action.target}"
         case Verb.UPLOAD:
             return "uploads"
-        case Verb.PREPARED | Verb.REPLICATED | Verb.UPLOADED:
-            return "sending reports to the coordinator"
+        case Verb.DESCRIBE:
+            return "reading layouts"
+        case Verb.DELETE:
+            return "deleting steps that were given up"

@@ -1,21 +1,23 @@
 """Compute the next actions for a worker's own shards from their table. Pure functions.
 
-A shard of the current round takes these steps: durable on this node; PREPARED acknowledged; committed,
-when all ranks are prepared and the manifest arrives; copied to every assigned target; REPLICATED
-acknowledged. If the coordinator requests its upload: uploaded; UPLOADED acknowledged.
+A shard of the current round takes these steps: durable on this node; described, when its layout has been
+read; committed, when all ranks are durable and the manifest arrives; copied to every assigned target. If the
+coordinator requests its upload: uploaded. The reports of this worker list the table, so the coordinator
+learns each of these steps from the next report.
 
 The planning is level-triggered: it depends only on the present state of the table. The same function
-therefore serves the first attempt, a new coordinator, a lost reply and a restart of the sidecar.
+therefore serves the first attempt and a restart of the sidecar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
+from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, Rank, RestartRound, ShardRef, Step, Worker
-from holdfast_core.messages.schema import ShardInfo
+from holdfast_core.messages.schema import ReportedShard, ShardInfo
 from holdfast_core.store.rules import SELF_CONTAINED, StoredAs
 
 
@@ -36,47 +38,35 @@ class OwnShard:
     info: ShardInfo
     layout: Digest
     reported: bool = True
-    """Whether the coordinator is sent messages about the shard. False for a shard of the restore point,
-    which is only copied to targets that lack it: the coordinator has a record of its step already."""
-    prepared_acknowledged: bool = False
-    """Whether the current coordinator has acknowledged PREPARED."""
+    """Whether reports list the shard before it is uploaded. False for a shard of the restore point, which is
+    only copied to targets that lack it: the coordinator has a record of its step already."""
+    digests: LayoutDigests | None = None
+    """What a report says about the layout. None: not read yet."""
     committed: bool = False
     """Whether the step's manifest is on this node. Copies wait for it, because every rank's shard is
     durable then: a target reuses equal chunks of its own shard, and only the others are sent (ADR 0020)."""
     copied: frozenset[Worker] = frozenset()
     """Workers that have acknowledged a durable copy."""
-    replicated_acknowledged: bool = False
-    """Whether the current coordinator has acknowledged REPLICATED."""
     upload_requested: bool = False
     """Whether the coordinator has requested the upload."""
     uploaded: bool = False
     stored_as: StoredAs = SELF_CONTAINED
     """How the object store holds the shard. Valid if `uploaded` is set."""
-    uploaded_acknowledged: bool = False
-    """Whether the current coordinator has acknowledged UPLOADED."""
+    pruned: bool = False
+    """Whether the coordinator has given the step up or pruned it. The shard is deleted."""
 
     @property
     def key(self) -> ShardKey:
         return ShardKey(self.ref.step, self.ref.round, self.ref.rank)
 
-    def unacknowledged(self) -> OwnShard:
-        """Return the shard as a new coordinator requires it, with no message acknowledged."""
-        return replace(
-            self,
-            prepared_acknowledged=False,
-            replicated_acknowledged=False,
-            uploaded_acknowledged=False,
-        )
-
 
 class Verb(StrEnum):
     """Kind of an action on an own shard."""
 
-    PREPARED = "send PREPARED"
+    DESCRIBE = "read the layout of"
     COPY = "copy"
-    REPLICATED = "send REPLICATED"
     UPLOAD = "upload"
-    UPLOADED = "send UPLOADED"
+    DELETE = "delete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +80,49 @@ class Action:
 
 
 def next_actions(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> tuple[Action, ...]:
-    """Return all actions that are missing and whose prerequisites are met, oldest step first.
-
-    Without targets REPLICATED is never sent: the coordinator derives from its ROUND that this worker has
-    no copies to make.
-    """
+    """Return all actions that are missing and whose prerequisites are met, oldest step first."""
     actions: list[Action] = []
     for shard in sorted(shards, key=lambda s: s.key):
-        if shard.reported and not shard.prepared_acknowledged:
-            actions.append(Action(Verb.PREPARED, shard.key))
-        missing = [t for t in targets if t not in shard.copied]
+        if shard.pruned:
+            actions.append(Action(Verb.DELETE, shard.key))
+            continue
+        if shard.reported and shard.digests is None:
+            actions.append(Action(Verb.DESCRIBE, shard.key))
         if shard.committed:
+            missing = (t for t in targets if t not in shard.copied)
             actions.extend(Action(Verb.COPY, shard.key, target) for target in missing)
-        if (
-            shard.reported
-            and shard.prepared_acknowledged
-            and targets
-            and not missing
-            and not shard.replicated_acknowledged
-        ):
-            actions.append(Action(Verb.REPLICATED, shard.key))
         if shard.upload_requested and not shard.uploaded:
             actions.append(Action(Verb.UPLOAD, shard.key))
-        if shard.uploaded and not shard.uploaded_acknowledged:
-            actions.append(Action(Verb.UPLOADED, shard.key))
     return tuple(actions)
+
+
+def table(
+    shards: Iterable[OwnShard], targets: tuple[Worker, ...], limit: int
+) -> tuple[ReportedShard, ...]:
+    """Return what a report lists of these shards, oldest step first: the newest `limit` of them.
+
+    These are the shards of this round that are described, and uploaded ones of the restore point.
+
+    Without targets no shard counts as replicated: the coordinator derives from its ROUND that this worker has
+    no copies to make.
+    """
+    listed = sorted(
+        (s for s in shards if (s.reported or s.uploaded) and not s.pruned), key=lambda s: s.key
+    )
+    return tuple(
+        ReportedShard(
+            shard.ref.step,
+            shard.ref.round,
+            shard.info,
+            shard.digests,
+            replicated=bool(targets) and shard.copied.issuperset(targets),
+            uploaded=shard.uploaded,
+            base=shard.stored_as.base if shard.uploaded else None,
+            references=shard.stored_as.references if shard.uploaded else (),
+        )
+        for shard in listed[-limit:]
+        if shard.digests is not None or not shard.reported
+    )
 
 
 def startable(actions: Iterable[Action], running: frozenset[Action]) -> tuple[Action, ...]:
@@ -142,7 +150,7 @@ def startable(actions: Iterable[Action], running: frozenset[Action]) -> tuple[Ac
 
 
 def idle(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> bool:
-    """Return whether no shard of this round has still to be reported, copied or uploaded."""
+    """Return whether no shard of this round has still to be copied, uploaded or deleted."""
     return not next_actions((s for s in shards if s.reported), targets)
 
 

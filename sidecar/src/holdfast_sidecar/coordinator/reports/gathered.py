@@ -99,20 +99,10 @@ class Gathered:
             self.first_step_at = now
         return before is None or before.urgent != report.urgent
 
-    def saves(self, instance: str, worker: Worker | None = None) -> dict[Rank, RankSaves]:
-        """Return the saves of the ranks whose worker has sent this coordinator everything it had to send.
-
-        Args:
-            instance: Identity of this coordinator, which such a report names in `reported_to`.
-            worker: Return the saves of this worker's ranks only.
-        """
-        chosen = self.reports if worker is None else {worker: self.reports[worker]}
-        return {
-            entry.rank: entry
-            for report in chosen.values()
-            if report.reported_to == instance
-            for entry in report.saves
-        }
+    def saves(self, worker: Worker | None = None) -> dict[Rank, RankSaves]:
+        """Return the saves of all ranks, or of the ranks of one worker only."""
+        chosen = self.reports.values() if worker is None else (self.reports[worker],)
+        return {entry.rank: entry for report in chosen for entry in report.saves}
 
     @property
     def waits(self) -> bool:

@@ -1,0 +1,129 @@
+"""What the coordinator makes of reports that are late, repeated, partly refused, or without shards."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.sidecar.coordinators import CoordinatorWorld
+from tests.support.sidecar.ledgers import LAYOUT, OTHER_DIGEST, shard_info
+from tests.support.sidecar.waiting import until
+
+from holdfast_core.errors import UnavailableError
+from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import DeadRank, Ok, Policy, RankSaves, Refusal, ReportedShard
+
+ROUND = RestartRound(0)
+POLICY = Policy(interval_steps=1, keep_last=2)
+
+
+class Members:
+    """Two members that accept everything. Nobody has an inventory until `listed` is set."""
+
+    def __init__(self) -> None:
+        self.listed = asyncio.Event()
+
+    async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
+        await asyncio.sleep(0)
+        return Ok(ROUND)
+
+    async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> Any:
+        if path != "/v1/inventory":
+            raise UnavailableError(f"GET {path} to worker {worker}: it is away")
+        await self.listed.wait()
+        return reply()
+
+
+async def is_local(world: CoordinatorWorld, step: int) -> None:
+    await until(lambda: world.coordinator.levels()[Level.LOCAL] == step, f"step {step} is local")
+
+
+@pytest.mark.fault("A report was on its way for long, and a newer one came first")
+async def test_a_late_report_takes_nothing_back(tmp_path: Path) -> None:
+    async with CoordinatorWorld(tmp_path, Members(), POLICY) as world:
+        world.coordinator.start()
+        death = DeadRank(Rank(1), Worker(1), 9)
+        world.tell(1, order=5, dead=(death,), shards=(world.shard(1, 1),))
+        late = world.tell(1, order=4, dead=(), shards=())
+        assert late == Ok(ROUND, order=5)
+        assert (await world.coordinator.state(0, 0.0, 0.0, acknowledges=False)).dead == (death,)
+        world.tell(0, shards=(world.shard(0, 1),))
+        await is_local(world, 1)
+
+
+@pytest.mark.fault("A sidecar restarts, and its first report has a lower number than its last one")
+async def test_the_reply_names_the_number_from_which_a_new_process_goes_on(tmp_path: Path) -> None:
+    async with CoordinatorWorld(tmp_path, Members(), POLICY) as world:
+        world.coordinator.start()
+        world.tell(1, order=57, instance="a")
+        assert world.tell(1, order=1, instance="b").order == 57
+        assert world.tell(1, order=58, instance="b").order == 58
+
+
+@pytest.mark.fault("The coordinator restarts, and reports lack the shards that the last one had")
+async def test_a_new_coordinator_wants_all_shards_and_needs_one_round_of_reports(
+    tmp_path: Path,
+) -> None:
+    members = Members()
+    async with CoordinatorWorld(tmp_path, members, POLICY) as world:
+        world.coordinator.start()
+        members.listed.set()
+        world.tell(0, shards=(world.shard(0, 1, replicated=True),))
+        saves = (RankSaves(Rank(1), Step(1)),)
+        for _ in range(3):  # replies may be lost
+            assert world.tell(1, shards=(), has_all_shards=False, saves=saves).wants_shards
+            for _ in range(50):
+                await asyncio.sleep(0)
+        held = (world.shard(1, 1, replicated=True),)
+        assert not world.tell(1, shards=held, has_all_shards=True).wants_shards
+        await is_local(world, 1)
+        await until(lambda: world.coordinator.levels()[Level.REPLICATED] == 1, "it is replicated")
+        assert not world.tell(1, shards=(), has_all_shards=False).wants_shards
+        assert world.tell(1, instance="another process").wants_shards
+
+
+async def test_a_refused_shard_keeps_nothing_else_of_the_report_back(tmp_path: Path) -> None:
+    async with CoordinatorWorld(tmp_path, Members(), POLICY) as world:
+        world.coordinator.start()
+        world.hold(1, ranks=(1,))
+        other = ReportedShard(Step(1), ROUND, shard_info(1, OTHER_DIGEST), LAYOUT)
+        for _ in range(2):
+            refused = world.tell(1, shards=(other, world.shard(1, 2))).refused
+            assert refused is not None
+            assert (refused.code, refused.step, refused.rank) == (Refusal.CONFLICT, 1, 1)
+        world.hold(2, ranks=(0,))
+        await is_local(world, 2)
+
+
+async def test_a_report_of_a_pruned_step_is_answered_with_its_deletion(tmp_path: Path) -> None:
+    async with CoordinatorWorld(tmp_path, Members(), POLICY) as world:
+        world.coordinator.start()
+        for step in (1, 2, 3):
+            world.hold(step, replicated=True)
+            await until(
+                lambda step=step: world.coordinator.levels()[Level.REPLICATED] == step,
+                f"step {step} is replicated",
+            )
+        assert [reply.pruned for reply in world.hold(1)] == [(1,), (1,)]
+        assert [reply.pruned for reply in world.hold(3)] == [(), ()]
+
+
+@pytest.mark.fault("The coordinator restarts while a node has lost its shard of a committed step")
+async def test_no_step_is_given_up_before_the_own_manifests_are_read(tmp_path: Path) -> None:
+    """Rank 1 has saved step 2 and has no shard of step 1, which may be committed, with a copy elsewhere."""
+    members = Members()
+    async with CoordinatorWorld(tmp_path, members, POLICY) as world:
+        world.coordinator.start()
+        world.hold(1, ranks=(0,))
+        newest = (RankSaves(Rank(1), Step(2), (Step(2),)),)
+        world.tell(1, saves=newest)
+        assert world.hold(1, ranks=(0,))[0].pruned == ()
+        members.listed.set()
+
+        def given_up() -> bool:
+            world.tell(1, saves=newest)
+            return world.hold(1, ranks=(0,))[0].pruned == (1,)
+
+        await until(given_up, "there is no manifest of step 1: it is given up")
