@@ -101,6 +101,16 @@ class Clipped:
                 object.__setattr__(self, field, clipped(text, limit))
 
 
+class Sparse:
+    """Base of messages that leave out the fields that have their defaults.
+
+    A coordinator receives and answers two reports of each worker at each commit, in which most fields have
+    their defaults.
+    """
+
+    __slots__ = ()
+
+
 def clipped(text: str, limit: int) -> str:
     """Return at most `limit` characters of a text, as valid Unicode."""
     return text[:limit].encode(errors="replace").decode()

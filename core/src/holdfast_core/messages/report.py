@@ -27,6 +27,7 @@ from holdfast_core.messages.bounds import (
     PerRank,
     Seconds,
     ShortText,
+    Sparse,
     Text,
 )
 from holdfast_core.messages.common import (
@@ -52,7 +53,7 @@ class DeadRank(Clipped):
 
 
 @dataclass(frozen=True, slots=True)
-class RankSaves:
+class RankSaves(Sparse):
     """Outcome of one rank's saves in this round.
 
     A step up to `newest` that is not in `under_way` was skipped or could not be written, unless the shard is
@@ -71,7 +72,7 @@ class RankSaves:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedShard:
+class ReportedShard(Sparse):
     """A shard that is durable on its rank's node tier, and what was done with it since.
 
     Of older rounds, a report lists only uploaded shards, which are of the restore point.
@@ -106,7 +107,7 @@ class RefusedShard(Clipped):
 
 
 @dataclass(frozen=True, slots=True)
-class RankProgress(Clipped):
+class RankProgress(Clipped, Sparse):
     """Newest finished step of one rank."""
 
     rank: Rank
@@ -133,7 +134,7 @@ class AcceptedRound:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport(Clipped):
+class WorkerReport(Clipped, Sparse):
     """POST /v1/report, sidecar -> coordinator; reply Ok. This worker's part of CoordinatorState.
 
     It always has all that the coordinator lacks, so a lost report needs no repetition, and a coordinator that
@@ -206,7 +207,7 @@ class WorkerReport(Clipped):
 
 
 @dataclass(frozen=True, slots=True)
-class Ok:
+class Ok(Sparse):
     round: RestartRound
     order: Natural = 0
     """In the reply to WorkerReport: the highest `order` of a report of this worker that the coordinator has.

@@ -725,9 +725,10 @@ class Coordinator:
         A step is persisted only if all workers upload their shards. So it is the same for all workers, and
         false once one of them is silent.
         """
-        since = self._clock.monotonic() - _SILENT_SECONDS
-        can_persist = self._store is not None and self._gathered.all_reported_since(since)
-        return can_persist and not self._copies_stay
+        if self._store is None or self._copies_stay:
+            return False
+        # This looks at all workers, so it comes last: every report of each worker asks for it.
+        return self._gathered.all_reported_since(self._clock.monotonic() - _SILENT_SECONDS)
 
     def _persist_last_step(self) -> None:
         """Persist the step at which the ranks have stopped, then report it to the operator immediately."""
