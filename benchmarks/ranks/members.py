@@ -35,17 +35,16 @@ from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import (
     Inventory,
-    LevelNotice,
     ListedManifest,
     ListedShard,
     ManifestDocument,
     Ok,
+    Plan,
     RankProgress,
     RankSaves,
     ReportedShard,
     ShardInfo,
     WorkerReport,
-    WriteNext,
 )
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
@@ -233,24 +232,23 @@ class PlayedMember:
                 assert found is not None
                 step = Step(int(found.group(1)))
                 self._replicating[step] = asyncio.create_task(self._replicate(step))
-            case "/v1/level":
-                self._notice(loads(LevelNotice, body))
-            case "/v1/write-next":
-                self._prune(loads(WriteNext, body).prune)
+            case "/v1/plan":
+                self._take(loads(Plan, body))
             case "/v1/inventory":
                 return dumps(self._inventory())
             case other:
                 raise SystemExit(f"worker {self.worker} was sent {other}")
         return dumps(Ok(self._now.round))
 
-    def _notice(self, notice: LevelNotice) -> None:
+    def _take(self, plan: Plan) -> None:
         # A step may be replicated before its level LOCAL was sent here. Then that is not sent any more.
-        for level in {notice.level, Level.LOCAL}:
-            self._levels.setdefault(notice.step, set()).add(level)
-            waiting = self._reached.pop((notice.step, level), None)
-            if waiting is not None:
-                waiting.set()
-        self._prune(notice.prune)
+        for found in plan.levels:
+            for level in {found.level, Level.LOCAL}:
+                self._levels.setdefault(found.step, set()).add(level)
+                waiting = self._reached.pop((found.step, level), None)
+                if waiting is not None:
+                    waiting.set()
+        self._prune(plan.drop)
 
     def _prune(self, steps: tuple[Step, ...]) -> None:
         for step in steps:

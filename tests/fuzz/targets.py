@@ -87,7 +87,7 @@ def _messages() -> Iterator[Target]:
         if kind.__name__ in MESSAGES:
             frames = tuple(write_frame(example(kind, full=full), 7)[4:] for full in (True, False))
             yield Target(f"frame-{kind.__name__}", _frame, frames)
-    letters = (Letter("/v1/level", (Worker(1), Worker(2)), b"{}"), Letter("/v1/inventory", (), b""))
+    letters = (Letter("/v1/plan", (Worker(1), Worker(2)), b"{}"), Letter("/v1/inventory", (), b""))
     answers = (Answer(200, b"{}"), Answer(503, b"no answer"))
     yield Target("relay", _relay(Relay), (encode(Relay(RestartRound(3), letters)),))
     yield Target("relay-reply", _relay(RelayReply), (encode(RelayReply(RestartRound(3), answers)),))

@@ -29,9 +29,9 @@ from holdfast_core.messages.schema import (
     FinishCommit,
     GangRequest,
     KeepLayout,
-    LevelNotice,
+    LevelReached,
     ManifestPut,
-    PersistRequest,
+    Plan,
     Prune,
     RankProgress,
     RankSaves,
@@ -42,7 +42,6 @@ from holdfast_core.messages.schema import (
     ShardInfo,
     Suspect,
     WorkerReport,
-    WriteNext,
 )
 from holdfast_sidecar.base.rounds import (
     OPERATOR,
@@ -141,16 +140,8 @@ def finish(round_: RestartRound = NOW) -> FinishCommit:
     return FinishCommit(round_, Step(7), OLD, "{}")
 
 
-def level(round_: RestartRound = NOW) -> LevelNotice:
-    return LevelNotice(round_, Step(7), NOW, Level.LOCAL)
-
-
-def write_next(round_: RestartRound = NOW) -> WriteNext:
-    return WriteNext(round_, Step(7))
-
-
-def persist(round_: RestartRound = NOW) -> PersistRequest:
-    return PersistRequest(round_, Step(7), NOW)
+def plan(round_: RestartRound = NOW) -> Plan:
+    return Plan(round_, (LevelReached(Step(7), NOW, Level.LOCAL),))
 
 
 def ask(round_: RestartRound = NOW) -> GangRequest:
@@ -283,16 +274,12 @@ CASES = [
     Case("copy: from the operator", accepting(1), OPERATOR, copy(), Refusal.NOT_MEMBER),
     # messages of the coordinator
     *fenced("manifest", manifest, 0, MEMBER[1]),
-    *fenced("level", level, 0, MEMBER[1]),
-    *fenced("hold", write_next, 0, MEMBER[1]),
-    *fenced("persist", persist, 0, MEMBER[1]),
+    *fenced("plan", plan, 0, MEMBER[1]),
     Case("manifest: to itself", COORDINATOR, MEMBER[1], manifest(), None),
     Case("manifest: from another member", PLAIN, MEMBER[2], manifest(), Refusal.NOT_MEMBER),
     Case("manifest: from a stranger", PLAIN, STRANGER, manifest(), Refusal.NOT_MEMBER),
     Case("manifest: from the operator", PLAIN, OPERATOR, manifest(), Refusal.NOT_MEMBER),
-    Case("level: from another member", PLAIN, MEMBER[2], level(), Refusal.NOT_MEMBER),
-    Case("write next: from another member", PLAIN, MEMBER[2], write_next(), Refusal.NOT_MEMBER),
-    Case("persist: from another member", PLAIN, MEMBER[2], persist(), Refusal.NOT_MEMBER),
+    Case("plan: from another member", PLAIN, MEMBER[2], plan(), Refusal.NOT_MEMBER),
     # a report of ranks that its worker does not run
     *(
         Case(
@@ -345,7 +332,7 @@ CASES = [
         "relay: a path with a host",
         in_groups(2),
         GROUPED[1],
-        Relay(NOW, (Letter("@10.0.0.9/v1/level", (Worker(3),), b"{}"),)),
+        Relay(NOW, (Letter("@10.0.0.9/v1/plan", (Worker(3),), b"{}"),)),
         Refusal.BAD_REQUEST,
     ),
     Case(

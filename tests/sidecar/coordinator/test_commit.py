@@ -16,17 +16,15 @@ from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
-    LevelNotice,
     ListedManifest,
     ManifestList,
     Ok,
-    PersistRequest,
+    Plan,
     Policy,
     Prune,
     RankSaves,
     Refusal,
     RestorePoint,
-    WriteNext,
 )
 from holdfast_core.store.tier import ObjectTier
 
@@ -111,8 +109,8 @@ async def test_a_quarantined_checkpoint_takes_no_place_of_one_that_can_be_restor
         world.coordinator.start()
         await until(lambda: len(set(members.asked)) == len(RANKS), "both inventories are read")
         await world.replicate(40)
-        await until(lambda: any(m.prune for m in members.of(LevelNotice)), "steps are pruned")
-        assert {m.prune for m in members.of(LevelNotice)} - {()} == {(Step(5),)}, "40, 30, 10 stay"
+        await until(lambda: any(m.drop for m in members.of(Plan)), "steps are pruned")
+        assert {m.drop for m in members.of(Plan)} - {()} == {(Step(5),)}, "40, 30, 10 stay"
 
 
 @pytest.mark.parametrize(
@@ -159,16 +157,16 @@ async def test_the_end_of_a_job_uploads_the_step_that_waits_in_slots_and_not_an_
         await world.reaches(Level.LOCAL, 1)
         world.report(2)
         world.report(2, done=True)
-        await until(lambda: members.of(WriteNext), "the step that waits is chosen")
-        assert {m.step for m in members.of(WriteNext)} == {2}
+        await until(lambda: any(m.write for m in members.of(Plan)), "the step that waits is chosen")
+        assert {m.write for m in members.of(Plan)} == {None, 2}
         for _ in range(200):  # every loop of the coordinator looks at the reports
             await asyncio.sleep(0)
-        assert members.of(PersistRequest) == []
+        assert {m.upload for m in members.of(Plan)} == {None}
         world.prepare(2)
         world.report(done=True)
         await world.reaches(Level.LOCAL, 2)
-        await until(lambda: members.of(PersistRequest), "the newest step is to be uploaded")
-        assert {m.step for m in members.of(PersistRequest)} == {2}
+        await until(lambda: any(m.upload for m in members.of(Plan)), "the newest step is uploaded")
+        assert {m.upload.step for m in members.of(Plan) if m.upload is not None} == {2}
 
 
 async def test_a_dropped_step_that_ranks_save_again_is_dropped_again(tmp_path: Path) -> None:
@@ -180,7 +178,7 @@ async def test_a_dropped_step_that_ranks_save_again_is_dropped_again(tmp_path: P
         world.report(2, 3)
 
         def prunes() -> int:
-            return sum(Step(2) in m.prune for m in members.of(WriteNext))
+            return sum(Step(2) in m.drop for m in members.of(Plan))
 
         await until(lambda: prunes() == len(RANKS), "step 3 has replaced step 2")
         world.report(3)

@@ -43,7 +43,6 @@ class World:
             message,
             self.tier,
             ledger=self.ledger,
-            outbox=Mock(),
             versioned=Mock(),
             pools=self.pools,
             failures=self.failures,

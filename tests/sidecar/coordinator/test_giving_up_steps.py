@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.ledgers import LAYOUT, commit, new_ledger, replicate, shard_info
 from tests.support.sidecar.rounds import round_message
@@ -18,7 +16,7 @@ from holdfast_core.messages.schema import Failure, Policy, RankSaves, RestorePoi
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.coordinator.forgotten import MAX_FORGOTTEN, Forgotten
 from holdfast_sidecar.coordinator.ledger import Ledger
-from holdfast_sidecar.coordinator.outbox import Outbox, Recent
+from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.coordinator.reports.gathered import Gathered
 from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune
 from holdfast_sidecar.upkeep.prune import protected_steps
@@ -157,15 +155,6 @@ def test_a_step_that_a_member_lost_is_gone_and_not_deleted_elsewhere() -> None:
     ledger.forget((Step(20),))
     assert [ledger.is_forgotten(Step(s)) for s in (10, 20)] == [True, True]
     assert [ledger.is_pruned(Step(s)) for s in (10, 20)] == [False, True]
-
-
-@given(st.lists(st.integers(0, 3000), max_size=5))
-def test_a_recent_list_gives_what_came_after(marks: list[int]) -> None:
-    recent = Recent()
-    for step in range(2500):
-        recent.add(Step(step))
-    for mark in marks:
-        assert recent.after(mark) == tuple(range(max(mark, 2500 - 1024), 2500))
 
 
 def test_a_step_on_its_way_to_the_store_is_not_pruned_on_the_nodes() -> None:

@@ -22,7 +22,7 @@ from tests.support.sidecar.waiting import until
 
 from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import Level, RestartRound, Step, Worker
-from holdfast_core.messages.schema import LevelNotice, ManifestPut, Ok
+from holdfast_core.messages.schema import ManifestPut, Ok, Plan
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.coordinator.ledger import Ledger
 from holdfast_sidecar.coordinator.outbox import Outbox
@@ -84,7 +84,8 @@ class World:
         """Wait until every member has been sent level LOCAL of the step or a higher one."""
 
         def sent() -> bool:
-            return len({w for w, m in self.members.of(LevelNotice) if m.step == step}) == WORKERS
+            plans = self.members.of(Plan)
+            return len({w for w, m in plans if step in {r.step for r in m.levels}}) == WORKERS
 
         await until(sent, f"the level of step {step} at {WORKERS} members")
 
@@ -104,9 +105,7 @@ async def test_a_commit_sends_each_member_one_manifest_and_one_level() -> None:
         world.build(5)
         await world.local(5)
         kinds = Counter((worker, type(m)) for worker, m in world.members.received)
-        assert kinds == {
-            (w, kind): 1 for w in range(WORKERS) for kind in (ManifestPut, LevelNotice)
-        }
+        assert kinds == {(w, kind): 1 for w in range(WORKERS) for kind in (ManifestPut, Plan)}
 
 
 async def test_the_coordinators_own_node_stores_a_manifest_first() -> None:
@@ -145,7 +144,7 @@ async def test_only_the_restarted_member_gets_everything_again() -> None:
         await world.local(5)
         world.members.received.clear()
         world.outbox.repeat(Worker(2))
-        await until(lambda: world.members.of(LevelNotice), "the level again")
+        await until(lambda: world.members.of(Plan), "the level again")
         assert {worker for worker, _ in world.members.received} == {2}
 
 
@@ -158,12 +157,12 @@ async def test_a_restarted_sidecar_is_sent_the_last_prunes_again() -> None:
         world.outbox.prune((Step(5),))
 
         def told() -> list[Worker]:
-            return [w for w, m in world.members.of(LevelNotice) if m.prune == (Step(5),)]
+            return [w for w, m in world.members.of(Plan) if m.drop == (Step(5),)]
 
         await until(lambda: len(told()) == WORKERS, "every member is sent the prune")
         world.members.received.clear()
         world.outbox.repeat(Worker(2))
-        await until(lambda: world.members.of(LevelNotice), "the level again")
+        await until(lambda: world.members.of(Plan), "the level again")
         assert told() == [2]
 
 
@@ -173,7 +172,7 @@ async def test_the_own_pod_is_released_after_all_others() -> None:
         world.outbox.release()
 
         def released() -> list[Worker]:
-            return [w for w, m in world.members.of(LevelNotice) if m.released]
+            return [w for w, m in world.members.of(Plan) if m.released]
 
         await until(lambda: len(released()) >= WORKERS - 2, "all but the absent and the own one")
         assert {0, 4}.isdisjoint(released())
@@ -190,7 +189,7 @@ async def test_a_relay_is_released_after_its_group() -> None:
         world.outbox.release()
 
         def released() -> list[Worker]:
-            return [w for w, m in world.members.of(LevelNotice) if m.released]
+            return [w for w, m in world.members.of(Plan) if m.released]
 
         await until(lambda: len(released()) >= WORKERS - 3, "all but 6, its relay and the own one")
         tried = world.members.tried[Worker(6)]

@@ -25,9 +25,10 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
     ledger, versioned, requested = new_ledger(), Versioned(), asyncio.Event()
     requests: list[PersistRequest] = []
 
-    def persist(request: PersistRequest) -> None:
-        requests.append(request)
-        requested.set()
+    def changed_() -> None:
+        if ledger.uploads.request is not None:
+            requests.append(ledger.uploads.request)
+            requested.set()
 
     def round_with(compression: str) -> Mock:
         policy = Policy(1, object_every_steps=10, object_compression=compression)
@@ -41,12 +42,11 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
         round_with(compression),
         store,
         ledger=ledger,
-        outbox=Mock(persist=persist),
         versioned=versioned,
         pools=Mock(),
         failures=Mock(),
         clock=SystemClock(),
-        on_change=lambda: None,
+        on_change=changed_,
     )
     for rank in (0, 1):
         ledger.prepared(Step(10), shard_info(rank), LAYOUT)

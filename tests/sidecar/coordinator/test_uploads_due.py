@@ -39,7 +39,6 @@ def uploads(
         Mock(policy=policy, last_persisted=last, round=ledger.round, restore_point=point),
         Mock(),
         ledger=ledger,
-        outbox=Mock(),
         versioned=Mock(),
         pools=Mock(),
         failures=Mock(),

@@ -12,7 +12,6 @@ from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
     PROTOCOL_VERSION,
     Hello,
-    LevelNotice,
     LevelReached,
     LocalRole,
     Policy,
@@ -55,8 +54,8 @@ def connected(policy: Policy) -> tuple[RankNotices, RankZero]:
     return RankNotices(state, connections), rank
 
 
-def level(level: Level) -> LevelNotice:
-    return LevelNotice(ROUND, STEP, ROUND, level)
+def level(level: Level) -> LevelReached:
+    return LevelReached(STEP, ROUND, level)
 
 
 def test_a_committed_step_of_a_job_without_a_store_is_never_persisted() -> None:

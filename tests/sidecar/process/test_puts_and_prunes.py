@@ -16,7 +16,7 @@ from tests.support.sidecar.rounds import first_round
 
 from holdfast_core.errors import NotFoundError
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.messages.schema import ManifestPut, Ok, WriteNext
+from holdfast_core.messages.schema import ManifestPut, Ok, Plan
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
@@ -108,7 +108,7 @@ async def test_copies_begin_when_the_manifest_is_there(world: World) -> None:
 async def test_a_prune_deletes_nothing_after_a_seal(world: World) -> None:
     """The inventory that answers the seal lists the shard, and the next round may start from it."""
     world.node.write_shard(HEADER, BytesSource(DATA))
-    world.pruner.write_next(WriteNext(HEADER.round, prune=(HEADER.step,)))
+    world.pruner.take(Plan(HEADER.round, drop=(HEADER.step,)))
     world.current.state = world.current.state.sealed_for(RestartRound(1))
     await asyncio.sleep(0)
     await world.pools.meta.run(len, ())

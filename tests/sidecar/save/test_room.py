@@ -19,8 +19,8 @@ from holdfast_core.errors import CapacityError, UnavailableError
 from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     Failure,
-    LevelNotice,
     Ok,
+    Plan,
     Policy,
     RankProgress,
 )
@@ -41,8 +41,8 @@ class Members:
         self.pruned: set[Step] = set()
 
     async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
-        if isinstance(message, LevelNotice):
-            self.pruned.update(message.prune)
+        if isinstance(message, Plan):
+            self.pruned.update(message.drop)
         return Ok(ROUND)
 
     async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> Any:

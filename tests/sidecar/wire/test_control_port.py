@@ -236,7 +236,7 @@ async def test_a_former_member_is_refused_before_its_body_is_sent(
     ("pod", "path", "length"),
     [
         ("gpt-1-r0", "/v1/suspect", 257 << 10),
-        ("gpt-1-r0", "/v1/level", 257 << 10),
+        ("gpt-1-r0", "/v1/plan", 257 << 10),
         ("gpt-1-r0", "/v1/manifest", 65 << 20),
         ("operator", "/v1/seal", 5 << 10),
     ],

@@ -44,7 +44,7 @@ async def mail_to(relay: Relay) -> AsyncIterator[Mail]:
 
 
 def send(mail: Mail, worker: int, body: bytes = b"{}") -> asyncio.Task[Answer]:
-    return asyncio.create_task(mail.deliver("/v1/level", Worker(worker), body))
+    return asyncio.create_task(mail.deliver("/v1/plan", Worker(worker), body))
 
 
 async def test_letters_that_come_during_a_request_travel_together() -> None:

@@ -67,15 +67,15 @@ async def refuse_all(caller: Caller, path: str, message: Any) -> Any:
 async def test_a_relay_answers_for_each_worker_of_each_letter_in_order() -> None:
     group = Group()
     letters = (
-        Letter("/v1/level", (Worker(3), Worker(2)), LEVEL),
-        Letter("/v1/persist", (Worker(3),), LEVEL),
+        Letter("/v1/plan", (Worker(3), Worker(2)), LEVEL),
+        Letter("/v1/manifest", (Worker(3),), LEVEL),
     )
     reply = await relaying(2, group).serve(Relay(ROUND, letters), refuse_all)
     assert [a.body for a in reply.answers] == [b"3", b"2", b"3"]
     assert {(w, path) for w, path, _ in group.received} == {
-        (3, "/v1/level"),
-        (2, "/v1/level"),
-        (3, "/v1/persist"),
+        (3, "/v1/plan"),
+        (2, "/v1/plan"),
+        (3, "/v1/manifest"),
     }
 
 

@@ -11,6 +11,7 @@ from holdfast_core.ids import (
     CheckpointId,
     Digest,
     JobUid,
+    Level,
     Rank,
     RestartRound,
     Step,
@@ -227,6 +228,15 @@ class RestorePoint:
         if self.step is None or self.round is None or self.job_uid is not None:
             return None
         return CheckpointId(self.step, self.round)
+
+
+@dataclass(frozen=True, slots=True)
+class LevelReached:
+    """The step has reached `level`. Part of Plan, and push to the rank that staged the step."""
+
+    step: Step
+    round: RestartRound
+    level: Level
 
 
 @dataclass(frozen=True, slots=True)

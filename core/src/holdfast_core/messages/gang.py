@@ -13,15 +13,15 @@ from msgspec import Meta
 from holdfast_core.ids import (
     Digest,
     JobUid,
-    Level,
     Rank,
     RestartRound,
     ShardRef,
     Step,
     Worker,
 )
-from holdfast_core.messages.bounds import Document, Many, Natural, Text
+from holdfast_core.messages.bounds import Document, Many, Natural, Sparse, Text
 from holdfast_core.messages.common import (
+    LevelReached,
     Refused,
     RestorePoint,
 )
@@ -93,17 +93,6 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteNext:
-    """POST /v1/write-next, coordinator -> sidecar: what becomes of the steps that wait in slots."""
-
-    round: RestartRound
-    step: Step | None = None
-    """The step that every rank whose slot holds it writes to its node tier next."""
-    prune: Many[Step] = ()
-    """See LevelNotice."""
-
-
-@dataclass(frozen=True, slots=True)
 class ManifestPut:
     """POST /v1/manifest, coordinator -> sidecar. The reply Ok means that it is durable there."""
 
@@ -127,22 +116,8 @@ class KeepLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class LevelNotice:
-    """POST /v1/level, coordinator -> sidecar: notify the ranks that wait for this level, and prune steps."""
-
-    round: RestartRound
-    step: Step
-    step_round: RestartRound
-    level: Level
-    prune: Many[Step] = ()
-    """Steps, of any round, that may be deleted from the node tier, copies for peers included."""
-    released: bool = False
-    """The sidecar may answer `Finish`. Then `step` and `level` announce nothing new."""
-
-
-@dataclass(frozen=True, slots=True)
 class PersistRequest:
-    """POST /v1/persist, coordinator -> sidecar: upload the worker's shards of this committed step."""
+    """Part of Plan: upload the worker's shards of this committed step."""
 
     round: RestartRound
     step: Step
@@ -156,6 +131,27 @@ class PersistRequest:
     attempt referred to are gone."""
     compress: bool = False
     """Compress the uploaded data. Without effect where `whole` is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Sparse):
+    """POST /v1/plan, coordinator -> sidecar: what the worker is to do, and the levels of its steps.
+
+    It has what differs from the plan that the worker has acknowledged, and everything for a process that has
+    just started. A sidecar that receives it again changes nothing.
+    """
+
+    round: RestartRound
+    levels: Many[LevelReached] = ()
+    """The ranks that wait for these levels are notified."""
+    write: Step | None = None
+    """The step that every rank whose slot holds it writes to its node tier next."""
+    upload: PersistRequest | None = None
+    drop: Many[Step] = ()
+    """Steps, of any round, that may be deleted from the node tier, copies for peers included. Their slots are
+    freed."""
+    released: bool = False
+    """The sidecar may answer `Finish`."""
 
 
 @dataclass(frozen=True, slots=True)

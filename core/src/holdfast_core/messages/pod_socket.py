@@ -245,15 +245,6 @@ class Progress(Clipped):
 
 
 @dataclass(frozen=True, slots=True)
-class LevelReached:
-    """Push to the rank that staged the step: the step has reached `level`."""
-
-    step: Step
-    round: RestartRound
-    level: Level
-
-
-@dataclass(frozen=True, slots=True)
 class SaveFailed(Clipped):
     """Push to the rank that staged the step: the step will not reach `level`."""
 

@@ -23,10 +23,9 @@ from holdfast_core.messages.schema import (
     FinishCommit,
     GangRequest,
     KeepLayout,
-    LevelNotice,
     ManifestPut,
     Member,
-    PersistRequest,
+    Plan,
     Prune,
     Refusal,
     Refused,
@@ -34,7 +33,6 @@ from holdfast_core.messages.schema import (
     Seal,
     Suspect,
     WorkerReport,
-    WriteNext,
 )
 from holdfast_sidecar.base.tree import relay_of
 
@@ -170,9 +168,7 @@ RULES: dict[type[Any], Rule] = {
     WorkerReport: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     KeepLayout: Rule(From.MEMBER, To.ANY, fenced=True),
     ManifestPut: Rule(From.COORDINATOR, To.ANY, fenced=True),
-    LevelNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
-    WriteNext: Rule(From.COORDINATOR, To.ANY, fenced=True),
-    PersistRequest: Rule(From.COORDINATOR, To.ANY, fenced=True),
+    Plan: Rule(From.COORDINATOR, To.ANY, fenced=True),
     Suspect: Rule(From.MEMBER, To.ANY, fenced=False),
     Relay: Rule(From.OTHER_END, To.ANY, fenced=True),
 }

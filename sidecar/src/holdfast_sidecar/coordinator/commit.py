@@ -163,7 +163,6 @@ class Coordinator:
             message,
             store,
             ledger=self._ledger,
-            outbox=self._outbox,
             versioned=self._versioned,
             pools=pools,
             failures=failures,
@@ -549,7 +548,7 @@ class Coordinator:
         if choice.dropped:
             logs.info("dropped from slots", steps=list(choice.dropped), chosen=choice.chosen)
             self.dropped += len(choice.dropped)
-            self._outbox.prune(choice.dropped, in_slots=True)
+            self._outbox.prune(choice.dropped)
 
     def _retain(self) -> None:
         """Prune what the retention policy no longer keeps. Call this when a step has all its copies."""

@@ -35,6 +35,11 @@ class Forgotten:
             del self._steps[oldest]
             self._below = max(self._below, oldest)
 
+    @property
+    def pruned(self) -> tuple[Step, ...]:
+        """The recorded steps whose shards are to be deleted."""
+        return tuple(step for step, pruned in self._steps.items() if pruned)
+
     def has(self, step: Step, known: Iterable[Step]) -> bool:
         """Return whether a step is forgotten.
 

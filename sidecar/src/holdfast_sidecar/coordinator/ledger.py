@@ -327,6 +327,11 @@ class Ledger:
         """Return whether the step is forgotten and its remaining shards are to be deleted."""
         return step not in self.steps and self._forgotten.is_pruned(step)
 
+    @property
+    def dropped(self) -> tuple[Step, ...]:
+        """The newest steps that are forgotten and whose remaining shards are to be deleted."""
+        return tuple(s for s in self._forgotten.pruned if s not in self.steps)
+
     def states(self, limit: int) -> tuple[StepState, ...]:
         """Return the states of the newest `limit` steps, oldest first."""
         newest = sorted(self.steps)[-limit:]

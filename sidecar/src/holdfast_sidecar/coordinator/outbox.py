@@ -1,30 +1,28 @@
-"""Messages that the coordinator still has to send to each member.
+"""Messages that the coordinator still has to send to each member: what it lacks of the plan, and manifests.
 
 Each member has its own task, which sends one message at a time, so a member that hangs delays no other. The
 next message follows from what the member has not acknowledged yet. A message that failed is therefore sent
-again if it is still needed.
+again if it is still needed. The plan is sent before manifests, because a rank may need a slot that it frees,
+and a member may take long to store a manifest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, NotFoundError, StaleRoundError
-from holdfast_core.ids import Digest, Level, Step, Worker
+from holdfast_core.ids import Digest, Step, Worker
 from holdfast_core.messages.schema import (
     GangRequest,
-    LevelNotice,
     ManifestPut,
     Ok,
-    PersistRequest,
+    Plan,
     Round,
-    WriteNext,
 )
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
@@ -32,10 +30,9 @@ from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tree import relay_of
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
+from holdfast_sidecar.coordinator.plan import missing, plan
 from holdfast_sidecar.wire.client import Peers
 
-_MAX_RECENT = 1024
-_REPEATED_PRUNES = 64
 _PUTS_KEPT = 4
 
 
@@ -43,43 +40,19 @@ _PUTS_KEPT = 4
 class _Acknowledged:
     """Record of what one member has acknowledged."""
 
-    levels: dict[Step, Level] = field(default_factory=dict)
-    persists: dict[Step, PersistRequest] = field(default_factory=dict)
-    pruned: int = 0
-    """Number of acknowledged entries of `Outbox._prunes`."""
+    plan: Plan
+    """The whole plan, of which the member has been sent what it lacked."""
     again: frozenset[Step] = frozenset()
-    """Steps that are to be deleted once more, although their prune is acknowledged."""
-    chosen: Step | None = None
+    """Steps that are to be dropped once more, although the plan that drops them is acknowledged."""
     requests: int = 0
     """Number of acknowledged entries of `Outbox._requests`."""
-    released: bool = False
 
     def request_acknowledged(self) -> None:
         self.requests += 1
 
-    def was_released(self) -> None:
-        self.released = True
-
-
-class Recent:
-    """Append-only list that keeps its newest `_MAX_RECENT` entries and counts all of them.
-
-    A member that has not acknowledged the older entries does not receive them any more.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        """Number of entries that were ever added."""
-        self._kept: deque[Step] = deque(maxlen=_MAX_RECENT)
-
-    def add(self, step: Step) -> None:
-        self.count += 1
-        self._kept.append(step)
-
-    def after(self, count: int) -> tuple[Step, ...]:
-        """Return the kept entries that were added after the first `count`."""
-        new = min(self.count - count, len(self._kept))
-        return tuple(self._kept)[len(self._kept) - new :]
+    def plan_acknowledged(self, plan: Plan, again: frozenset[Step]) -> None:
+        self.plan = plan
+        self.again -= again
 
 
 class Outbox:
@@ -110,10 +83,13 @@ class Outbox:
         self._wakes: dict[Worker, asyncio.Event] = {}
         self._acknowledged: dict[Worker, _Acknowledged] = {}
         self._requests: list[tuple[str, GangRequest]] = []
-        self._prunes = Recent()
-        self._urgent_prunes = 0
-        """Number of entries of `_prunes` up to the last one whose slot a rank needs."""
-        self._persist: dict[Step, PersistRequest] = {}
+        self._nothing = Plan(ledger.round)
+        """What a process that has just started has acknowledged."""
+        self._plans: dict[bool, Plan] = {}
+        """The present plan for members that are released, and for others. Empty until it is asked for."""
+        self._missing: dict[tuple[int, bool], tuple[Plan, Plan | None]] = {}
+        """By the id of an acknowledged plan, that plan and what it lacks of the present one. Nearly all
+        members have acknowledged the same plan."""
         self._puts: dict[Digest | None, ManifestPut] = {}
         """The newest messages with manifests. All members share them: one has megabytes in a large gang."""
         self._released = False
@@ -125,7 +101,7 @@ class Outbox:
         self._message = message
         self._own = message.coordinator
         for worker in self._ledger.workers:
-            self._acknowledged[worker] = _Acknowledged()
+            self._acknowledged[worker] = _Acknowledged(self._nothing)
             self._wakes[worker] = asyncio.Event()
         sending = ((self._serve(w), f"sending to worker {w}") for w in self._ledger.workers)
         self._tasks.spawn(self._tasks.spawn_all(sending), "sending to all workers")
@@ -137,14 +113,15 @@ class Outbox:
         pods = {} if before is None else {m.worker: m.pod for m in before.members}
         for member in message.members:
             if pods.get(member.worker) != member.pod and member.worker in self._acknowledged:
-                self._acknowledged[member.worker] = _Acknowledged()
+                self._acknowledged[member.worker] = _Acknowledged(self._nothing)
         self.wake()
 
     async def close(self) -> None:
         await self._tasks.cancel()
 
     def wake(self) -> None:
-        """Look again for messages to all members. Call this when the ledger has changed for all of them."""
+        """Plan again and look for messages to all members. Call this when the ledger has changed."""
+        self._plans, self._missing = {}, {}
         for event in self._wakes.values():
             event.set()
 
@@ -159,26 +136,9 @@ class Outbox:
             event.set()
         return True
 
-    def prune(self, steps: tuple[Step, ...], *, in_slots: bool = False) -> None:
-        """Forget these steps and have members delete them, except for those on their way to the store.
-
-        Args:
-            steps: The steps.
-            in_slots: They wait in slots, which ranks need for their next saves. Members are sent these before
-                anything else, because they may take long to store a manifest.
-        """
-        going = [step for step in steps if step not in self._ledger.on_way_to_store]
-        if not going:
-            return
+    def prune(self, steps: tuple[Step, ...]) -> None:
+        """Forget these steps and have members delete them, except for those on their way to the store."""
         self._ledger.forget(steps)
-        for step in going:
-            self._prunes.add(step)
-            self._persist.pop(step, None)
-            for record in self._acknowledged.values():
-                record.levels.pop(step, None)
-                record.persists.pop(step, None)
-        if in_slots:
-            self._urgent_prunes = self._prunes.count
         self.wake()
 
     def prune_again(self, worker: Worker, steps: frozenset[Step]) -> None:
@@ -187,16 +147,10 @@ class Outbox:
         A broadcast would let one late report of each worker cause a message to every other one.
         """
         record = self._acknowledged[worker]
-        known = record.again.union(self._prunes.after(record.pruned))
-        if not steps <= known:
-            record.again |= steps - known
+        on_way = frozenset(self._plan(worker).drop) - frozenset(record.plan.drop)
+        if not steps <= record.again | on_way:
+            record.again |= steps - on_way
             self._wakes[worker].set()
-
-    def persist(self, request: PersistRequest) -> None:
-        """Send this request to all members. It replaces an earlier one for the same step."""
-        if self._persist.get(request.step) != request:
-            self._persist[request.step] = request
-            self.wake()
 
     def release(self) -> None:
         """Notify all members that their pods may end, the own pod last."""
@@ -207,10 +161,7 @@ class Outbox:
 
     def repeat(self, worker: Worker) -> None:
         """Send everything again to a member whose sidecar has restarted and has only the data on its disk."""
-        record = _Acknowledged()
-        # The last prunes are sent again: the sidecar may have ended before it had deleted those steps.
-        record.pruned = max(0, self._acknowledged[worker].pruned - _REPEATED_PRUNES)
-        self._acknowledged[worker] = record
+        self._acknowledged[worker] = _Acknowledged(self._nothing)
         self._wakes[worker].set()
 
     # ------------------------------------------------------------------ one member
@@ -261,24 +212,35 @@ class Outbox:
         if worker == 0 and record.requests < len(self._requests):
             path, message = self._requests[record.requests]
             return message, path, record.request_acknowledged
-        if (write_next := self._write_next(worker)) is not None:
-            return write_next
+        if (lacks := self._lacks(worker)) is not None:
+            acknowledged = functools.partial(
+                record.plan_acknowledged, self._plan(worker), record.again
+            )
+            return lacks, None, acknowledged
         for step in sorted(self._ledger.steps):
-            entry = self._ledger.steps[step]
-            put = self._manifest_for(worker, entry)
+            put = self._manifest_for(worker, self._ledger.steps[step])
             if put is not None:
                 return put, None, functools.partial(self._on_manifest, step, worker)
-            request = self._persist.get(step)
-            if request is not None and entry.local and record.persists.get(step) != request:
-                return request, None, functools.partial(record.persists.__setitem__, step, request)
-            known, level = record.levels.get(step), entry.level
-            if level is not None and (known is None or not known.includes(level)):
-                return self._notice(worker, step, level)
-        if record.pruned < self._prunes.count and (newest := self._newest()) is not None:
-            return self._notice(worker, newest.step, newest.level or Level.LOCAL)
-        if self._may_release(worker) and not record.released:
-            return self._release_notice(worker)
         return None
+
+    def _plan(self, worker: Worker) -> Plan:
+        """Return the whole plan for this member."""
+        released = self._may_release(worker)
+        if released not in self._plans:
+            self._plans[released] = plan(self._ledger, released=released)
+        return self._plans[released]
+
+    def _lacks(self, worker: Worker) -> Plan | None:
+        """Return what this member lacks of the plan."""
+        record, wanted = self._acknowledged[worker], self._plan(worker)
+        key = id(record.plan), wanted.released
+        if key not in self._missing:
+            self._missing[key] = record.plan, missing(wanted, record.plan)
+        lacks = self._missing[key][1]
+        if not record.again:
+            return lacks
+        found = lacks or Plan(wanted.round, write=wanted.write)
+        return replace(found, drop=tuple(sorted(record.again.union(found.drop))))
 
     def _manifest_for(self, worker: Worker, entry: StepEntry) -> ManifestPut | None:
         """Return the manifest of a step if this member is to receive it now.
@@ -296,52 +258,6 @@ class Outbox:
             self._puts[key] = ManifestPut(self._ledger.round, entry.step, entry.manifest.decode())
         return self._puts[key]
 
-    def _notice(
-        self, worker: Worker, step: Step, level: Level
-    ) -> tuple[LevelNotice, None, Callable[[], None]]:
-        record = self._acknowledged[worker]
-        count = self._prunes.count
-        prune = self._prunes.after(record.pruned)
-
-        def acknowledged() -> None:
-            record.levels[step] = level
-            record.pruned = count
-
-        notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, prune)
-        return notice, None, acknowledged
-
-    def _write_next(self, worker: Worker) -> tuple[WriteNext, None, Callable[[], None]] | None:
-        """Return the message about steps that wait in slots, if this member lacks any of it.
-
-        It also carries all prunes while no step is local yet, because a LevelNotice must name a local step.
-        """
-        record, chosen = self._acknowledged[worker], self._ledger.chosen
-        pruned = self._prunes.count
-        urgent = record.pruned < (pruned if self._newest() is None else self._urgent_prunes)
-        if record.chosen == chosen and not urgent:
-            return self._prune_again(record) if record.again else None
-
-        def acknowledged() -> None:
-            record.chosen, record.pruned = chosen, pruned
-
-        message = WriteNext(self._ledger.round, chosen, self._prunes.after(record.pruned))
-        return message, None, acknowledged
-
-    def _prune_again(self, record: _Acknowledged) -> tuple[WriteNext, None, Callable[[], None]]:
-        again = record.again
-
-        def acknowledged() -> None:
-            record.again -= again
-
-        return (
-            WriteNext(self._ledger.round, record.chosen, tuple(sorted(again))),
-            None,
-            acknowledged,
-        )
-
-    def _newest(self) -> StepEntry | None:
-        return self._ledger.newest(Level.LOCAL)
-
     def _may_release(self, worker: Worker) -> bool:
         """Return whether this member may be released now.
 
@@ -352,7 +268,7 @@ class Outbox:
             return False
         waited = self._clock.monotonic() - self._released_at
         return waited > self._settings.release_seconds or all(
-            self._acknowledged[other].released for other in self._released_before(worker)
+            self._acknowledged[other].plan.released for other in self._released_before(worker)
         )
 
     def _released_before(self, worker: Worker) -> list[Worker]:
@@ -364,10 +280,3 @@ class Outbox:
             return []
         group = range(worker + 1, min(worker + message.fan_in, message.workers))
         return [Worker(other) for other in group]
-
-    def _release_notice(self, worker: Worker) -> tuple[LevelNotice, None, Callable[[], None]]:
-        newest = self._newest()
-        step = Step(0) if newest is None else newest.step
-        level = Level.LOCAL if newest is None or newest.level is None else newest.level
-        notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, released=True)
-        return notice, None, self._acknowledged[worker].was_released

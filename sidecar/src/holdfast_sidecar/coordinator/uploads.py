@@ -33,7 +33,6 @@ from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
-from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.wire.versioned import Versioned
 
 COMPARE_SECONDS = 60.0
@@ -51,7 +50,6 @@ class Uploads:
         store: ObjectTier | None,
         *,
         ledger: Ledger,
-        outbox: Outbox,
         versioned: Versioned,
         pools: Pools,
         failures: Failures,
@@ -61,7 +59,6 @@ class Uploads:
         self._contract = contract
         self._store = store
         self._ledger = ledger
-        self._outbox = outbox
         self._versioned = versioned
         self._pools = pools
         self._failures = failures
@@ -210,6 +207,7 @@ class Uploads:
         if store is None:
             return
         backoff = Backoff(0.5, 15.0)
+        planned: PersistRequest | None = None
         while True:
             await self._versioned.wait_tick(at_most_seconds=5.0)
             first = self._ledger.uploads.first
@@ -220,7 +218,9 @@ class Uploads:
                 request = await self._requested(store, first)
                 if request is None:
                     continue
-                self._outbox.persist(request)
+                if request != planned:
+                    planned = request
+                    self._on_change()  # The plan for the workers has it now.
                 if len(entry.uploaded) < entry.world_size:
                     continue
                 if not await self._commit(store, entry, entry.manifest):

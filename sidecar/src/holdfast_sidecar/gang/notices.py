@@ -14,7 +14,6 @@ from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
     OVERTAKEN,
     GangRequest,
-    LevelNotice,
     LevelReached,
     SaveFailed,
     SaveRequested,
@@ -42,14 +41,15 @@ class RankNotices:
         self._overtaken: dict[Step, SaveFailed] = {}
         """The newest dropped steps of this round."""
 
-    def level(self, message: LevelNotice) -> None:
-        """Notify the ranks of a step's level, or end `released` if the notice releases the pod."""
-        if message.released:
-            self._released.set()
-            return
-        self._reached(LevelReached(message.step, message.step_round, message.level))
-        if message.level is Level.LOCAL:
+    def level(self, reached: LevelReached) -> None:
+        """Notify the ranks of a step's level."""
+        self._reached(reached)
+        if reached.level is Level.LOCAL:
             self._requests = [a for a in self._requests if isinstance(a, StopRequested)]
+
+    def release(self) -> None:
+        """End `released`: the pod may end."""
+        self._released.set()
 
     def dropped(self, steps: tuple[Step, ...]) -> None:
         """Notify the ranks of pruned steps that have not reached level local. They never will."""
@@ -87,7 +87,7 @@ class RankNotices:
                 connection.push(request)
 
     async def released(self) -> None:
-        """Wait until a notice releases the pod, or until the round is sealed."""
+        """Wait until a plan releases the pod, or until the round is sealed."""
         await self._released.wait()
 
     def sealed(self) -> None:

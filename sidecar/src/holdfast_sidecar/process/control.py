@@ -15,11 +15,10 @@ from holdfast_core.messages.schema import (
     GangRequest,
     Inventory,
     KeepLayout,
-    LevelNotice,
     ManifestDocument,
     ManifestPut,
     Ok,
-    PersistRequest,
+    Plan,
     Prune,
     Refusal,
     Rendezvous,
@@ -27,7 +26,6 @@ from holdfast_core.messages.schema import (
     Seal,
     Suspect,
     WorkerReport,
-    WriteNext,
 )
 from holdfast_sidecar.base.rounds import (
     Caller,
@@ -150,12 +148,8 @@ class Control:
                 return await receivers.copies.take(caller, message)
             case KeepLayout():
                 return await receivers.manifests.keep_layout(message)
-            case LevelNotice():
-                return receivers.pruner.level(message)
-            case WriteNext():
-                receivers.pruner.write_next(message)
-            case PersistRequest():
-                self._components.saves.flow.request_upload(message)
+            case Plan():
+                receivers.pruner.take(message)
             case Suspect():
                 receivers.verifier.suspect(message)
             case _:

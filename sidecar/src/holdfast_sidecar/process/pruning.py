@@ -1,4 +1,4 @@
-"""Carry out the coordinator's notices: levels for the ranks, and steps that are deleted from this pod."""
+"""Carry out the coordinator's plan: levels for the ranks, writes, uploads, and steps that are deleted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Level, Step, TierName
-from holdfast_core.messages.schema import LevelNotice, Ok, Round, WriteNext
+from holdfast_core.messages.schema import Plan, Round
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
@@ -22,7 +22,7 @@ from holdfast_sidecar.upkeep.prune import (
 
 
 class Pruner:
-    """Handler of LevelNotice and WriteNext."""
+    """Handler of the coordinator's plans."""
 
     def __init__(
         self,
@@ -44,23 +44,21 @@ class Pruner:
     async def close(self) -> None:
         await self._tasks.cancel()
 
-    def level(self, message: LevelNotice) -> Ok:
-        """Notify the ranks of the step's level, and begin to delete the steps that it makes dispensable."""
-        self._notices.level(message)
-        if message.level is Level.PERSISTED:
-            self._saves.persisted(message.step)
-        self._forget(message.prune)
-        if message.prune or message.level is not Level.LOCAL:
-            self._tasks.spawn(self._until_done(lambda: self._prune(message)), "prune")
-        return Ok(message.round)
-
-    def write_next(self, message: WriteNext) -> None:
-        """Begin to write the chosen step, and to delete the steps that are dropped. Free their slots."""
-        self._forget(message.prune)
-        self._saves.stager.choose(message.step)
-        accepted, steps = self._pod.state.accepted, frozenset(message.prune)
-        if steps and accepted is not None:
-            self._tasks.spawn(self._until_done(lambda: self._delete(accepted, steps)), "prune")
+    def take(self, message: Plan) -> None:
+        """Begin what the plan wants: notices, writes, uploads, deletions. Free the slots of dropped steps."""
+        for reached in message.levels:
+            self._notices.level(reached)
+            if reached.level is Level.PERSISTED:
+                self._saves.persisted(reached.step)
+        if message.released:
+            self._notices.release()
+        self._forget(message.drop)
+        self._saves.stager.choose(message.write)
+        if message.upload is not None:
+            self._saves.flow.request_upload(message.upload)
+        kept = max((r.step for r in message.levels if r.level is not Level.LOCAL), default=None)
+        if message.drop or kept is not None:
+            self._tasks.spawn(self._until_done(lambda: self._prune(message, kept)), "prune")
 
     def _forget(self, steps: tuple[Step, ...]) -> None:
         if not steps:
@@ -82,22 +80,22 @@ class Pruner:
                 self._failures.healthy("pruning")
                 return
 
-    async def _prune(self, message: LevelNotice) -> None:
-        """Delete the steps that a LevelNotice names, and orphans below a replicated step.
+    async def _prune(self, message: Plan, kept: Step | None) -> None:
+        """Delete the steps that a plan drops, and orphans below `kept`, the newest replicated step in it.
 
         Nothing is deleted while sealed. What this round protects is never deleted.
         """
         accepted = self._pod.state.accepted
         if accepted is None or accepted.round != message.round:
             return
-        await self._delete(accepted, frozenset(message.prune))
-        if message.level is not Level.LOCAL:
+        await self._delete(accepted, frozenset(message.drop))
+        if kept is not None:
             await self._tiers.pools.shard.run(
                 delete_orphans,
                 self._tiers.node,
                 self._pod.job_uid,
                 before=accepted.round,
-                below=message.step,
+                below=kept,
                 protected=protected_steps(accepted),
             )
 

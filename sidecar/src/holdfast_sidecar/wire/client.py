@@ -39,13 +39,11 @@ from holdfast_core.messages.relay import (
     pieces,
 )
 from holdfast_core.messages.schema import (
-    LevelNotice,
     ManifestPut,
     Member,
-    PersistRequest,
+    Plan,
     Refusal,
     Refused,
-    WriteNext,
 )
 from holdfast_sidecar.base.rounds import Caller, RoundState, is_of_coordinator
 from holdfast_sidecar.base.tree import next_hop
@@ -164,7 +162,7 @@ class Peers:
             if not isinstance(answer, reply):
                 raise FormatError(f"{target}: answered {type(answer).__name__}")
             return answer
-        shared = isinstance(message, ManifestPut | LevelNotice | WriteNext | PersistRequest)
+        shared = isinstance(message, ManifestPut | Plan)
         body = _encode_shared(message) if shared else encode(message)
         round_ = getattr(message, "round", None)
         # What members send one another must not stop at a relay, which would take it for its own.

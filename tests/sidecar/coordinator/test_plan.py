@@ -1,0 +1,129 @@
+"""The plan for the workers follows from the ledger alone, and a worker needs only what it lacks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.sidecar.ledgers import acknowledge, new_ledger, reported
+
+from holdfast_core.ids import Level, RestartRound, Step
+from holdfast_core.messages.schema import LevelReached, PersistRequest, Plan, ReportedShard
+from holdfast_sidecar.coordinator.ledger import Ledger
+from holdfast_sidecar.coordinator.plan import missing, plan
+
+ROUND = RestartRound(1)
+RANKS = (0, 1, 2)
+STEPS = range(5)
+
+steps = st.sampled_from(STEPS).map(Step)
+plans = st.builds(
+    Plan,
+    st.just(ROUND),
+    levels=st.dictionaries(steps, st.sampled_from(Level)).map(
+        lambda found: tuple(LevelReached(s, ROUND, level) for s, level in sorted(found.items()))
+    ),
+    write=st.none() | steps,
+    upload=st.none() | st.builds(PersistRequest, st.just(ROUND), steps, st.just(ROUND)),
+    drop=st.sets(steps).map(lambda found: tuple(sorted(found))),
+    released=st.booleans(),
+)
+
+
+@dataclass
+class Played:
+    """A worker that does what each plan says."""
+
+    levels: set[LevelReached] = field(default_factory=set)
+    write: Step | None = None
+    uploads: set[PersistRequest] = field(default_factory=set)
+    dropped: set[Step] = field(default_factory=set)
+    released: bool = False
+
+    def take(self, found: Plan | None) -> Played:
+        if found is not None:
+            self.levels.update(found.levels)
+            self.write = found.write
+            self.uploads.update({found.upload} - {None})
+            self.dropped.update(found.drop)
+            self.released = self.released or found.released
+        return self
+
+
+@given(plans, plans)
+def test_a_worker_that_is_sent_what_it_lacks_has_done_the_whole_plan(before: Plan, now: Plan):
+    worker = Played().take(before).take(missing(now, before))
+    assert worker == Played().take(before).take(now)
+
+
+@given(plans)
+def test_a_worker_that_has_the_plan_is_sent_nothing(now: Plan):
+    assert missing(now, now) is None
+
+
+@given(plans, plans)
+def test_a_plan_that_arrives_twice_changes_nothing(before: Plan, now: Plan):
+    lacks = missing(now, before)
+    assert Played().take(before).take(lacks).take(lacks) == Played().take(before).take(lacks)
+
+
+@given(plans)
+def test_a_process_that_has_just_started_is_sent_the_whole_plan(now: Plan):
+    assert Played().take(missing(now, Plan(ROUND))) == Played().take(now)
+
+
+tables = st.dictionaries(
+    st.tuples(st.sampled_from(RANKS), steps), st.booleans(), max_size=len(RANKS) * len(STEPS)
+).map(lambda found: [reported(r, s, replicated=copied) for (r, s), copied in found.items()])
+
+
+def settled(ledger: Ledger) -> Plan:
+    """Return the plan after the members have stored every manifest that can be built."""
+    complete = [step for step, entry in sorted(ledger.steps.items()) if entry.complete]
+    acknowledge(ledger, *complete)
+    for step in complete:
+        ledger.settle_replicated(step)
+    return plan(ledger)
+
+
+@given(tables, st.data())
+def test_the_order_and_the_number_of_the_reports_do_not_matter(
+    table: list[ReportedShard], data: Any
+):
+    """A coordinator that has just started needs one round of reports, in any order."""
+    once, often = new_ledger(workers=len(RANKS)), new_ledger(workers=len(RANKS))
+    for shard in table:
+        once.take(shard)
+    for shard in [*data.draw(st.permutations(table)), *data.draw(st.permutations(table))]:
+        often.take(shard)
+    assert settled(often) == settled(once)
+
+
+@given(tables)
+def test_a_new_plan_of_the_same_reports_is_the_same(table: list[ReportedShard]):
+    ledger = new_ledger(workers=len(RANKS))
+    for shard in table:
+        ledger.take(shard)
+    assert settled(ledger) == settled(ledger)
+    assert {r.step for r in plan(ledger).levels} == {
+        step for step, entry in ledger.steps.items() if len(entry.durable) == len(RANKS)
+    }
+
+
+def test_dropped_steps_have_no_level_and_a_step_that_is_uploaded_stays():
+    ledger = new_ledger()
+    for step in map(Step, (1, 2)):
+        for rank in (0, 1):
+            ledger.take(reported(rank, step, replicated=True))
+    settled(ledger)
+    ledger.request_upload(Step(2))
+    ledger.uploads, _ = ledger.uploads.requested(ROUND, None, (), compress=False)
+    ledger.forget((Step(1), Step(2)))
+    assert plan(ledger) == Plan(
+        ROUND,
+        levels=(LevelReached(Step(2), ROUND, Level.REPLICATED),),
+        upload=PersistRequest(ROUND, Step(2), ROUND),
+        drop=(Step(1),),
+    )
