@@ -9,6 +9,7 @@ and a member may take long to store a manifest.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -194,12 +195,12 @@ class Outbox:
 
     async def _wait(self, worker: Worker) -> None:
         """Wait until there may be something to send. The release of some pods also depends on time."""
-        limit = 0.5 if self._released and self._released_before(worker) else None
-        try:
-            async with asyncio.timeout(limit):
-                await self._wakes[worker].wait()
-        except TimeoutError:
+        if not (self._released and self._released_before(worker)):
+            await self._wakes[worker].wait()
             return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await self._wakes[worker].wait()
 
     def _next(self, worker: Worker) -> tuple[Any, str | None, Callable[[], None]] | None:
         """Return the next message for this member, or None if nothing is missing.

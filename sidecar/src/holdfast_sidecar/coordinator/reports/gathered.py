@@ -88,11 +88,12 @@ class Gathered:
         ):
             (workers.add if holds else workers.discard)(worker)
         self._received_at[worker] = now
-        if before is not None:
-            self._steps -= Counter(p.step for p in before.progress)
-            self.steps_finished -= sum(p.finished for p in before.progress)
-        self._steps.update(p.step for p in report.progress)
-        self.steps_finished += sum(p.finished for p in report.progress)
+        if before is None or before.progress != report.progress:
+            old = () if before is None else before.progress
+            self._steps -= Counter(p.step for p in old)
+            self.steps_finished -= sum(p.finished for p in old)
+            self._steps.update(p.step for p in report.progress)
+            self.steps_finished += sum(p.finished for p in report.progress)
         if self.barrier_at is None and len(self._open) == len(self.workers):
             self.barrier_at = now
         if self.first_step_at is None and self.running:
