@@ -38,7 +38,7 @@ ALLOWED = {
     "sidecar.Flow": "It runs each kind of action on the table of own shards, and notes its reply there.",
     "sidecar.Gathered": "It collects each kind of report of the gang for one round.",
     "sidecar.Metrics": METRICS,
-    "sidecar.Outbox": "It keeps each kind of notice that the coordinator has not acknowledged.",
+    "sidecar.Outbox": "It keeps what each member has acknowledged, and the messages that members share.",
     "sidecar.Settings": SETTINGS,
     "sidecar.Sidecar": WIRING,
     "sidecar.Uploads": "One machine decides which uploads run, wait and are repeated.",

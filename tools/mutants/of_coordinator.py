@@ -1,4 +1,4 @@
-"""Mutants of the sidecar's coordinator: the ledger, the outbox, retention and uploads."""
+"""Mutants of the sidecar's coordinator: the ledger, the plan, the outbox, retention and uploads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ _COORDINATOR = "sidecar/src/holdfast_sidecar/coordinator/"
 _TESTS = "tests/sidecar/coordinator/"
 _COMMIT = (f"{_TESTS}test_commit.py",)
 _LEDGER = (f"{_TESTS}test_ledger.py",)
+_PLAN = (f"{_TESTS}test_plan.py",)
 _OUTBOX = (f"{_TESTS}test_outbox.py",)
 _GIVING_UP = (f"{_TESTS}test_giving_up_steps.py",)
 _CHOICE = (f"{_TESTS}test_choice.py",)
@@ -88,13 +89,23 @@ OF_COORDINATOR = (
         tests=_COMMIT,
     ),
     Mutant(
-        name="coordinator/prunes-are-not-repeated",
-        kind=Kind.CHANGED_CONSTANT,
+        name="coordinator/restarted-sidecar-has-the-plan",
+        kind=Kind.MISSING_CHECK,
         file=f"{_COORDINATOR}outbox.py",
-        original="_REPEATED_PRUNES = 64",
-        replacement="_REPEATED_PRUNES = 0",
+        original="""        self._acknowledged[worker] = _Acknowledged(self._nothing)
+        self._wakes[worker].set()""",
+        replacement="        self._wakes[worker].set()",
         loses="A sidecar that restarts keeps pruned shards, until its node has no room.",
         tests=_OUTBOX,
+    ),
+    Mutant(
+        name="coordinator/plan-has-one-level-for-a-step",
+        kind=Kind.CHANGED_CONSTANT,
+        file=f"{_COORDINATOR}plan.py",
+        original="levels=tuple(level for level in wanted.levels if level not in levels),",
+        replacement="levels=wanted.levels[len(levels) :],",
+        loses="A rank waits for ever for a level that its step reached after a lower one.",
+        tests=_PLAN,
     ),
     Mutant(
         name="coordinator/manifest-at-others-first",
