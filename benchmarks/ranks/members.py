@@ -203,6 +203,11 @@ class PlayedMember:
         else:
             self._known = sent
 
+    def begin_round(self) -> None:
+        """Forget the table of the round before, as a sidecar does when it is sealed."""
+        self._table.clear()
+        self._known.clear()
+
     async def commit(self, step: Step) -> None:
         """Prepare a step, and wait until the coordinator has sent its level REPLICATED."""
         shard = self.shard(step)
@@ -338,6 +343,8 @@ class Played:
                 self._now.round = RestartRound(command["round"])
                 self._now.version = command["version"]
                 self._now.where = {w: (host, port) for w, host, port in command["real"]}
+                for member in members:
+                    member.begin_round()
                 await asyncio.gather(*(m.report(None) for m in members))
             case "replace":
                 for worker in command["workers"]:
