@@ -50,7 +50,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import PIECE_BYTES, BulkOptions, Peer, receive_into, tune
 from holdfast_core.peer.server import BulkServer
-from holdfast_core.peer.shard import PeerShard
+from holdfast_core.peer.store import PeerStore
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import ShardStream
 from holdfast_core.tiers.base import NodeTier
@@ -346,7 +346,7 @@ class Bench:
             for first in range(chunks.start, chunks.stop, RUN_CHUNKS)
         )
         with (
-            PeerShard.open(peer, self.in_memory.ref) as shard,
+            PeerStore(peer).open_shard(self.in_memory.ref) as shard,
             closing(shard.read(runs)) as pieces,
         ):
             for _ in pieces:

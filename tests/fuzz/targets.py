@@ -134,7 +134,7 @@ class Wire:
 
 
 def _bulk() -> Iterator[Target]:
-    for kind in (schema.ReadShard, schema.ReadReply):
+    for kind in (schema.ReadObject, schema.ReadReply):
 
         def written(message: object) -> bytes:
             wire = Wire()

@@ -37,14 +37,16 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
+from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, ShardRef
-from holdfast_core.messages.schema import PayloadSpan, ReadReply, ReadShard, Refusal, Refused
+from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply, Refusal, Refused
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import PIECE_BYTES, receive_message, send_message
 from holdfast_core.peer.server import BulkLimits
-from holdfast_core.peer.shard import PeerShard
+from holdfast_core.peer.store import READERS, RUN_BYTES, PeerStore
+from holdfast_core.shards.file import head_bytes
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, SIZE])
@@ -55,7 +57,7 @@ def test_a_shard_is_copied_whole(pair: Pair, size: int) -> None:
     assert copied.record == record
     assert bytes_of(target, record) == payload(size)
     assert size < copied.received_bytes <= size + 8192
-    assert set(pair.handler.reads) == {(CLIENT, record.ref)}
+    assert set(pair.handler.reads) == {(CLIENT, node_key(record.ref))}
     assert pair.handler.throttled == []
 
 
@@ -70,31 +72,34 @@ def test_chunks_of_any_size(pair: Pair, chunk_bytes: int) -> None:
 def test_the_server_limits_the_rate_of_background_copies(pair: Pair) -> None:
     record = filled(pair.tier)
     pair.copy(MemoryTier(), record.ref, background=True)
-    assert sum(pair.handler.throttled) == SIZE
+    assert SIZE <= sum(pair.handler.throttled) <= record.file_bytes + 8192
     assert max(pair.handler.throttled) <= PIECE_BYTES
 
 
 def test_parts_of_the_payload(pair: Pair) -> None:
     data = payload(SIZE)
     record = filled(pair.tier)
-    spans = [ByteRange(0, 10), ByteRange(5, 5), ByteRange(4194300, 4194310), ByteRange(5, SIZE)]
-    assert pair.spans(record.ref, spans) == b"".join(data[s.start : s.stop] for s in spans)
-    for span in (ByteRange(0, SIZE + 1), ByteRange(SIZE + 1, SIZE + 2)):
-        with pytest.raises(RefusedError, match="of a payload of"):
-            pair.spans(record.ref, [span])
+    head = head_bytes(record.header)
+    for span in (ByteRange(0, 10), ByteRange(4194300, 4194310), ByteRange(5, SIZE)):
+        in_file = ByteRange(head + span.start, head + span.stop)
+        assert pair.read(record.ref, in_file) == data[span.start : span.stop]
+    end = record.file_bytes
+    for span in (ByteRange(0, end + 1), ByteRange(end + 1, end + 2)):
+        with pytest.raises(RefusedError, match="of a file of"):
+            pair.read(record.ref, span)
 
 
 def test_a_span_that_ends_before_it_begins_is_refused(pair: Pair) -> None:
     record = filled(pair.tier, 1000)
     with pair.peer().connected() as line:
-        send_message(line.sock, ReadShard(record.ref, (PayloadSpan(10, 5),)))
+        send_message(line.sock, ReadObject(node_key(record.ref), ObjectRange(10, 5)))
         reply = receive_message(line.sock, ReadReply)
         assert reply is not None and reply.refused is not None
         assert reply.refused.code is Refusal.BAD_REQUEST
 
 
 @pytest.mark.fault("A peer dies in the middle of a copy")
-@pytest.mark.parametrize("cuts", [[5 << 20], [5 << 20, 5 << 20], [5 << 20, 5 << 20, 3000]], ids=len)
+@pytest.mark.parametrize("cuts", [[5 << 20], [3 << 20] * 2, [*[3 << 20] * 2, 3000]], ids=len)
 def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> None:
     record = filled(pair.tier)
     target = FaultyNodeTier(MemoryTier(), faults := Faults())
@@ -103,7 +108,7 @@ def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> 
         assert pair.copy(target, record.ref, cutter.port).record == record
     finally:
         cutter.close()
-    assert cutter.connections == len(cuts) + 1
+    assert len(cuts) < cutter.connections <= len(cuts) + READERS
     assert faults.calls("begin_copy") == 1
     assert bytes_of(target, record) == payload(SIZE)
 
@@ -130,13 +135,13 @@ def test_a_connection_that_breaks_at_any_place_delays_the_copy_only(pair: Pair, 
 def test_attempts_are_bounded_and_nothing_stays_behind(pair: Pair) -> None:
     record = filled(pair.tier)
     target = MemoryTier(capacity_bytes=64 << 20)
-    cutter = Cutter(pair.port, [2 << 20] * 10)
+    cutter = Cutter(pair.port, [500_000] * 10)
     try:
         with pytest.raises(UnavailableError, match="all 3 attempts failed"):
             pair.copy(target, record.ref, cutter.port)
     finally:
         cutter.close()
-    assert cutter.connections == 3
+    assert cutter.connections <= 3 * READERS
     assert target.free_bytes() == 64 << 20
 
 
@@ -144,8 +149,8 @@ def test_attempts_are_bounded_and_nothing_stays_behind(pair: Pair) -> None:
 @pytest.mark.fault("A pod of an older round sends old shards")
 def test_a_round_that_turns_stale_under_way_is_not_committed(pair: Pair) -> None:
     record = filled(pair.tier)
-    pieces = 1 + SIZE // PIECE_BYTES
-    for allowed in range(pieces + 1):
+    runs = 1 + SIZE // RUN_BYTES
+    for allowed in range(runs + 1):
         target = MemoryTier(capacity_bytes=64 << 20)
         left = [allowed]
 
@@ -188,7 +193,7 @@ def test_wrong_bytes_are_refused_by_the_receiver(pair: Pair, chunk_bytes: int) -
     record = filled(pair.tier, chunk_bytes=chunk_bytes)
     pair.tier.damage(record.ref, 5 << 20)
     target = MemoryTier(capacity_bytes=64 << 20)
-    with pytest.raises(CorruptionError, match="does not match"):
+    with pytest.raises(CorruptionError, match="not match"):
         pair.copy(target, record.ref)
     assert target.list_shards() == ()
     assert target.free_bytes() == 64 << 20
@@ -212,7 +217,7 @@ def test_a_file_that_was_cut_ends_the_connection(
     record = filled(tier)
     (path,) = tmp_path.rglob("*.shard")
     for pair in started(certificates, tier):  # type: ignore[arg-type]
-        with PeerShard.open(pair.peer(), record.ref) as shard:
+        with pair.open(record.ref) as shard:
             os.truncate(path, 5 << 20)
             with pytest.raises(CorruptionError, match="bulk: reading"):
                 list(shard.read([range(36)]))
@@ -226,7 +231,7 @@ def test_errors_of_the_own_disk_are_not_retried(pair: Pair) -> None:
     with pytest.raises(CapacityError, match="volume is full"):
         pair.copy(FaultyNodeTier(MemoryTier(), faults), record.ref, cutter.port)
     cutter.close()
-    assert cutter.connections == 1
+    assert cutter.connections <= READERS
 
 
 def test_another_server_under_this_address_is_not_spoken_to(pair: Pair) -> None:
@@ -314,20 +319,27 @@ def test_noise_ends_the_connection_only(pair: Pair, data: bytes) -> None:
     pair.copy(MemoryTier(), record.ref)
 
 
-def test_more_spans_than_the_limit_are_not_parsed() -> None:
-    record = filled(MemoryTier(), 1000)
+def test_a_key_that_is_too_long_is_not_parsed() -> None:
     left, right = socket.socketpair()
     with left, right:
-        request = ReadShard(record.ref, (PayloadSpan(0, 1),) * 2049)
-        threading.Thread(target=send_message, args=(left, request)).start()
-        with pytest.raises(FormatError, match="spans: Expected `array` of length <= 2048"):
-            receive_message(right, ReadShard)
+        send_message(left, ReadObject("a" * 513))
+        with pytest.raises(FormatError, match="key: Expected `str` of length <= 512"):
+            receive_message(right, ReadObject)
+
+
+@pytest.mark.parametrize("key", ["", "../x", "uid", "a/b\0c", "/etc/passwd"])
+def test_a_key_that_names_no_shard_is_not_found(pair: Pair, key: str) -> None:
+    filled(pair.tier, 1000)
+    with PeerStore(pair.peer()) as store:
+        assert store.size(key) is None
+        with pytest.raises(NotFoundError):
+            store.read_into(key, 0, memoryview(bytearray(1)))
 
 
 def test_closing_the_server_ends_connections_that_wait(pair: Pair) -> None:
     """Such connections may wait for a minute, and close waits for their threads."""
     record = filled(pair.tier, 10)
-    with PeerShard.open(pair.peer(), record.ref):  # another request may follow
+    with pair.open(record.ref):  # another request may follow
         (serving,) = [t for t in threading.enumerate() if t.name == "bulk"]
         pair.server.close()
         assert not serving.is_alive()
@@ -339,7 +351,7 @@ def test_messages_keep_their_fields() -> None:
     left, right = socket.socketpair()
     with left, right:
         for message in (
-            ReadShard(record.ref, (PayloadSpan(5, 1 << 50),), plain=True, background=True),
+            ReadObject("a/b", ObjectRange(5, 1 << 50), plain=True, background=True),
             ReadReply(1 << 50, plain=True),
             ReadReply(refused=refused),
         ):

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 from tests.support.clock import ManualClock
-from tests.support.peer.hostile_peer import HostilePeer, filled, requested, trailer_of
+from tests.support.peer.hostile_peer import HostilePeer, end_of_file, filled, requested, trailer_of
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.messages.codec import dumps
-from holdfast_core.messages.schema import ReadReply, ReadShard
+from holdfast_core.messages.schema import ReadObject, ReadReply
 from holdfast_core.net.tls import TlsFiles
 from holdfast_core.pacing.minimum_rate import MinimumRate
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import send_message
-from holdfast_core.peer.shard import PeerShard, ShardAnswer
-from holdfast_core.shards.file import pack_trailer
+from holdfast_core.peer.store import Answer, PeerStore
 
 SILENCE_SECONDS = 29.0
 """Just less than the longest silence that a connection allows."""
@@ -46,14 +45,14 @@ class Slow:
             sock.sendall(content[index : index + 1])
         sock.sendall(content[10:])
 
-    def dripped(self, sock: socket.socket, request: ReadShard) -> None:
+    def dripped(self, sock: socket.socket, request: ReadObject) -> None:
         content = requested(request)
         send_message(sock, ReadReply(len(content)))
         self.drip(sock, content)
 
     def range(self) -> None:
         self.hostile.spans = self.dripped
-        with PeerShard.open(self.peer, self.record.ref) as shard:
+        with PeerStore(self.peer).open_shard(self.record.ref) as shard:
             next(shard.read([range(0, 8)]))
 
     def whole(self) -> None:
@@ -61,23 +60,21 @@ class Slow:
         copy_shard(self.peer, self.record.ref, MemoryTier())
 
     def trailer_bytes(self) -> None:
-        record = self.record
-        packed = pack_trailer(record.header, record.blake3, self.trailer.table)
-
-        def answer(sock: socket.socket, request: ReadShard) -> None:
-            send_message(sock, ReadReply(len(packed)))
-            self.drip(sock, packed)
+        def answer(sock: socket.socket, request: ReadObject) -> None:
+            content = end_of_file(self.trailer, request)
+            send_message(sock, ReadReply(len(content)))
+            self.drip(sock, content)
 
         self.hostile.trailer = answer
-        PeerShard.open(self.peer, self.record.ref).close()
+        PeerStore(self.peer).open_shard(self.record.ref).close()
 
     def reply(self) -> None:
-        def answer(sock: socket.socket, request: ReadShard) -> None:
+        def answer(sock: socket.socket, request: ReadObject) -> None:
             body = dumps(ReadReply(1000))
             self.drip(sock, len(body).to_bytes(4, "big") + body)
 
-        self.hostile.trailer = answer
-        PeerShard.open(self.peer, self.record.ref).close()
+        self.hostile.size = answer
+        PeerStore(self.peer).open_shard(self.record.ref).close()
 
 
 @pytest.fixture
@@ -118,7 +115,7 @@ def test_a_read_waits_no_longer_than_the_pace_allows() -> None:
     clock = ManualClock()
     sock = Trickle(clock)
     line: Any = SimpleNamespace(sock=sock)
-    rated = ShardAnswer(line, MinimumRate("bulk: a table", clock, clock.monotonic(), 60.0))
+    rated = Answer(line, MinimumRate("bulk: a table", clock, clock.monotonic(), 60.0))
     began = clock.monotonic()
     with pytest.raises(HoldfastError, match=r"bulk: a table: only 2 bytes in 60\.0 s"):
         for _ in range(10):

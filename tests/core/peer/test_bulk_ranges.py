@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from tests.support.peer.hostile_peer import (
     CHUNK,
     CHUNKS,
     DATA,
+    HEAD,
     SIZE,
     Answer,
     HostilePeer,
@@ -33,15 +35,19 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.ids import ShardRef
-from holdfast_core.messages.gang import MAX_SPANS
-from holdfast_core.messages.schema import ReadReply, ReadShard, Refusal
+from holdfast_core.format.digest import crc32c
+from holdfast_core.format.keys import node_key
+from holdfast_core.messages.bounds import MAX_INT
+from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply, Refusal
 from holdfast_core.net.tls import TlsFiles
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import receive_into, receive_message, send_message
-from holdfast_core.peer.shard import MAX_TRAILER_BYTES, PeerShard
-from holdfast_core.shards.file import Trailer, unpack_trailer
+from holdfast_core.peer.store import READERS, PeerStore
+from holdfast_core.shards.file import FOOTER_MAGIC, Trailer, trailer_offset, unpack_trailer
+from holdfast_core.store.download.stored import MAX_TRAILER_BYTES
 
+FOOTER_BEGIN = struct.Struct("<QQI")
+RUN_COUNT = 500
 RUNS = [range(0, 3), range(5, 6), range(9, 30), range(31, 33), range(38, CHUNKS)]
 
 
@@ -49,29 +55,25 @@ def bytes_of(chunks: range) -> bytes:
     return DATA[chunks.start * CHUNK : chunks.stop * CHUNK]
 
 
-def open_at(pair: Pair, ref: ShardRef, port: int | None = None) -> PeerShard:
-    return PeerShard.open(pair.peer(port), ref)
-
-
-def test_many_runs_on_one_connection(pair: Pair) -> None:
+def test_many_runs_on_few_connections(pair: Pair) -> None:
     record = filled(pair.tier)
     cutter = Cutter(pair.port, [])
-    with open_at(pair, record.ref, cutter.port) as shard:
+    with pair.open(record.ref, cutter.port) as shard:
         assert shard.trailer.record == record
         assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
         assert [bytes(view) for view in shard.read(RUNS[:1])] == [bytes_of(RUNS[0])]
     cutter.close()
-    assert cutter.connections == 1
-    assert set(pair.handler.reads) == {(CLIENT, record.ref)}
+    assert cutter.connections <= READERS
+    assert set(pair.handler.reads) == {(CLIENT, node_key(record.ref))}
     assert len(pair.handler.reads) > 1 + len(RUNS) + 1, "asked again before each piece"
 
 
-def test_more_runs_than_one_request_names(pair: Pair) -> None:
-    data = payload(4096 * (MAX_SPANS + 10))
+def test_many_small_runs(pair: Pair) -> None:
+    data = payload(4096 * (RUN_COUNT))
     header = shard_header(len(data), chunk_bytes=4096)
     record = pair.tier.write_shard(header, BytesSource(data))
-    runs = (range(i, i + 1) for i in range(MAX_SPANS + 10))
-    with open_at(pair, record.ref) as shard:
+    runs = (range(i, i + 1) for i in range(RUN_COUNT))
+    with pair.open(record.ref) as shard:
         assert b"".join(bytes(view) for view in shard.read(runs)) == data
 
 
@@ -80,9 +82,8 @@ def test_ranges_come_outside_tls_where_both_sides_allow_it(pair: Pair, broken: b
     pair.handler.plain = True
     record = filled(pair.tier)
     cutter = Cutter(pair.port, [1 << 20] if broken else [])
-    with PeerShard.open(pair.peer(cutter.port, plain=True), record.ref) as shard:
+    with pair.open(record.ref, cutter.port, plain=True) as shard:
         assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
-        assert shard.left_tls
         assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
     cutter.close()
 
@@ -90,7 +91,7 @@ def test_ranges_come_outside_tls_where_both_sides_allow_it(pair: Pair, broken: b
 def test_a_broken_connection_goes_on_with_the_run_that_was_cut(pair: Pair) -> None:
     record = filled(pair.tier)
     cutter = Cutter(pair.port, [1 << 20, 1 << 20])
-    with open_at(pair, record.ref, cutter.port) as shard:
+    with pair.open(record.ref, cutter.port) as shard:
         assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
     cutter.close()
     assert cutter.connections >= 2
@@ -100,7 +101,7 @@ def test_a_peer_that_always_cuts_is_given_up(pair: Pair) -> None:
     record = filled(pair.tier)
     cutter = Cutter(pair.port, [300_000] * 100)
     with (
-        open_at(pair, record.ref, cutter.port) as shard,
+        pair.open(record.ref, cutter.port) as shard,
         pytest.raises(UnavailableError, match="all 3 attempts failed"),
     ):
         list(shard.read([range(CHUNKS)]))
@@ -109,7 +110,7 @@ def test_a_peer_that_always_cuts_is_given_up(pair: Pair) -> None:
 
 def test_a_reader_that_stops_in_the_middle_reads_again(pair: Pair) -> None:
     record = filled(pair.tier)
-    with open_at(pair, record.ref) as shard:
+    with pair.open(record.ref) as shard:
         views = shard.read(RUNS)
         assert bytes(next(views)) == bytes_of(RUNS[0])
         views.close()
@@ -119,22 +120,21 @@ def test_a_reader_that_stops_in_the_middle_reads_again(pair: Pair) -> None:
 def test_what_is_not_there(pair: Pair) -> None:
     record = filled(MemoryTier())
     with pytest.raises(NotFoundError):
-        open_at(pair, record.ref)
+        pair.open(record.ref)
 
 
 def test_a_shard_that_goes_in_the_middle_is_read_to_its_end(pair: Pair) -> None:
     """The peer keeps the deleted file open for the connection. A new connection does not find it."""
     record = filled(pair.tier)
-    with open_at(pair, record.ref) as shard:
+    with pair.open(record.ref) as shard:
         views = shard.read([range(i, i + 1) for i in range(CHUNKS)])
         assert bytes(next(views)) == bytes_of(range(1))
         pair.tier.delete_shard(record.ref)
         assert [bytes(view) for view in views] == [
             bytes_of(range(i, i + 1)) for i in range(1, CHUNKS)
         ]
-        shard.close()
-        with pytest.raises(NotFoundError):
-            next(shard.read([range(1)]))
+    with pytest.raises(NotFoundError):
+        pair.open(record.ref)
 
 
 def test_a_connection_reads_one_shard_after_the_other(pair: Pair) -> None:
@@ -142,7 +142,8 @@ def test_a_connection_reads_one_shard_after_the_other(pair: Pair) -> None:
     first, second = filled(pair.tier), filled(pair.tier, step=11)
     with pair.peer().connected() as line:
         for record in (first, second, first):
-            send_message(line.sock, ReadShard(record.ref))
+            end = ObjectRange(trailer_offset(record.header), record.file_bytes)
+            send_message(line.sock, ReadObject(node_key(record.ref), end))
             reply = receive_message(line.sock, ReadReply)
             assert reply is not None
             packed = bytearray(reply.length_bytes)
@@ -154,7 +155,7 @@ def test_a_refusal_leaves_the_connection_open(pair: Pair) -> None:
     here, absent = filled(pair.tier), filled(MemoryTier(), step=11)
     with pair.peer().connected() as line:
         for record, code in ((absent, Refusal.NOT_FOUND), (here, None)):
-            send_message(line.sock, ReadShard(record.ref))
+            send_message(line.sock, ReadObject(node_key(record.ref)))
             reply = receive_message(line.sock, ReadReply)
             assert reply is not None
             assert (reply.refused and reply.refused.code) == code
@@ -164,13 +165,13 @@ def test_a_refused_caller_reads_nothing(pair: Pair) -> None:
     record = filled(pair.tier)
     pair.handler.error = RefusedError(Refusal.NOT_MEMBER, "who are you")
     with pytest.raises(RefusedError, match="who are you"):
-        open_at(pair, record.ref)
+        pair.open(record.ref)
 
 
 def test_chunks_that_it_has_not_are_not_asked_for(pair: Pair) -> None:
     record = filled(pair.tier)
     with (
-        open_at(pair, record.ref) as shard,
+        pair.open(record.ref) as shard,
         pytest.raises(FormatError, match="expected chunks below"),
     ):
         list(shard.read([range(CHUNKS, CHUNKS + 1)]))
@@ -182,9 +183,9 @@ def test_bytes_that_do_not_match_the_chunk_table_are_refused(
     """The peer's table is right, but it sends other bytes."""
     tier = MemoryTier()
     record = filled(tier)
-    lying = FaultyNodeTier(tier, Faults([Fault("read", FaultKind.FLIP, first=3, times=1)]))
+    lying = FaultyNodeTier(tier, Faults([Fault("read", FaultKind.FLIP, first=3, times=100)]))
     for pair in started(certificates, lying):  # type: ignore[arg-type]
-        with open_at(pair, record.ref) as shard:
+        with pair.open(record.ref) as shard:
             views = shard.read([range(0, 2), range(2, 8)])
             assert bytes(next(views)) == bytes_of(range(0, 2))
             with pytest.raises(CorruptionError, match=r"chunks \[5\] do not match its chunk table"):
@@ -199,34 +200,35 @@ def hostile(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[HostilePeer]:
     peer.close()
 
 
-def bytes_of_another_place(sock: socket.socket, request: ReadShard) -> None:
-    content = requested(request)
-    sends(content[CHUNK:] + content[:CHUNK])(sock, request)
+def bytes_of_another_place(sock: socket.socket, request: ReadObject) -> None:
+    assert request.range is not None
+    start, stop = (at - HEAD + CHUNK for at in (request.range.start, request.range.stop))
+    sends((DATA + DATA)[start:stop])(sock, request)
 
 
-def too_many_bytes(sock: socket.socket, request: ReadShard) -> None:
+def too_many_bytes(sock: socket.socket, request: ReadObject) -> None:
     sends(requested(request) + b"x")(sock, request)
 
 
-def too_few_bytes(sock: socket.socket, request: ReadShard) -> None:
+def too_few_bytes(sock: socket.socket, request: ReadObject) -> None:
     sends(requested(request)[:-1])(sock, request)
 
 
-def fewer_bytes_than_announced(sock: socket.socket, request: ReadShard) -> None:
+def fewer_bytes_than_announced(sock: socket.socket, request: ReadObject) -> None:
     send_message(sock, ReadReply(len(requested(request))))
     sock.sendall(requested(request)[:-1])
     sock.shutdown(socket.SHUT_RDWR)
 
 
-def outside_tls(sock: socket.socket, request: ReadShard) -> None:
+def outside_tls(sock: socket.socket, request: ReadObject) -> None:
     send_message(sock, ReadReply(len(requested(request)), plain=True))
 
 
-def no_reply(sock: socket.socket, request: ReadShard) -> None:
+def no_reply(sock: socket.socket, request: ReadObject) -> None:
     sock.sendall(b"\x00\x00\x00\x05hello")
 
 
-def a_reply_without_end(sock: socket.socket, request: ReadShard) -> None:
+def a_reply_without_end(sock: socket.socket, request: ReadObject) -> None:
     sock.sendall(b"\x7f\xff\xff\xff")
 
 
@@ -249,7 +251,7 @@ def test_a_hostile_peer_gives_no_byte(
 ) -> None:
     hostile.spans = answer
     target = MemoryTier(capacity_bytes=64 << 20)
-    with PeerShard.open(hostile.peer, hostile.record.ref) as shard, pytest.raises(error):
+    with PeerStore(hostile.peer).open_shard(hostile.record.ref) as shard, pytest.raises(error):
         next(shard.read([range(0, 2)]))
     with pytest.raises(error):
         copy_shard(hostile.peer, hostile.record.ref, target)
@@ -257,11 +259,28 @@ def test_a_hostile_peer_gives_no_byte(
     assert target.free_bytes() == 64 << 20
 
 
+@pytest.mark.parametrize("length", [0, 1, 1 << 62])
+def test_a_file_of_an_impossible_length_is_refused(hostile: HostilePeer, length: int) -> None:
+    hostile.size = lambda sock, request: send_message(sock, ReadReply(length))
+    with pytest.raises((CorruptionError, FormatError)):
+        PeerStore(hostile.peer).open_shard(hostile.record.ref)
+
+
 @pytest.mark.parametrize("length", [0, MAX_TRAILER_BYTES + 1, 1 << 62])
 def test_a_trailer_of_an_impossible_length_is_refused(hostile: HostilePeer, length: int) -> None:
-    hostile.trailer = lambda sock, request: send_message(sock, ReadReply(length))
-    with pytest.raises(FormatError, match=f"announced a trailer of {length} bytes"):
-        PeerShard.open(hostile.peer, hostile.record.ref)
+    """The file is long enough for it, and its footer is intact. Its memory is not taken."""
+    footer = FOOTER_BEGIN.pack(length, SIZE, 0)
+    footer += struct.pack("<I", crc32c(footer)) + FOOTER_MAGIC
+    hostile.size = lambda sock, request: send_message(sock, ReadReply(MAX_INT))
+
+    def answer(sock: socket.socket, request: ReadObject) -> None:
+        assert request.range is not None
+        count = request.range.stop - request.range.start
+        sends(bytes(count - len(footer)) + footer)(sock, request)
+
+    hostile.trailer = answer
+    with pytest.raises(CorruptionError):
+        PeerStore(hostile.peer).open_shard(hostile.record.ref)
 
 
 def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
@@ -271,7 +290,7 @@ def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
     record = forged.write_shard(header, BytesSource(payload(SIZE, seed=1)))
     hostile.trailer = sends_trailer(trailer_of(forged, record))
     with pytest.raises(CorruptionError, match="the file names the payload"):
-        PeerShard.open(hostile.peer, hostile.record.ref)
+        PeerStore(hostile.peer).open_shard(hostile.record.ref)
 
 
 def test_a_table_with_other_digests_is_not_believed(hostile: HostilePeer) -> None:
@@ -281,4 +300,4 @@ def test_a_table_with_other_digests_is_not_believed(hostile: HostilePeer) -> Non
     swapped = table.digests[32:64] + table.digests[:32] + table.digests[64:]
     hostile.trailer = sends_trailer(Trailer(record, replace(table, digests=swapped)))
     with pytest.raises(CorruptionError, match="does not match the digest of the payload"):
-        PeerShard.open(hostile.peer, hostile.record.ref)
+        PeerStore(hostile.peer).open_shard(hostile.record.ref)

@@ -11,7 +11,8 @@ from tests.support.peer.bulk_pair import SERVER, Pair, filled, started
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import UnavailableError
-from holdfast_core.messages.schema import PayloadSpan, ReadShard
+from holdfast_core.format.keys import node_key
+from holdfast_core.messages.schema import ObjectRange, ReadObject
 from holdfast_core.net.tls import TlsFiles
 from holdfast_core.peer.protocol import send_message
 from holdfast_core.peer.server import BulkLimits
@@ -47,7 +48,7 @@ def test_a_reader_that_does_not_read_is_disconnected(
     for pair, record in serving(certificates, BulkLimits(requests=1, io_seconds=2)):
         pair.handler.plain = plain
         with connected(pair) as sock:
-            send_message(sock, ReadShard(record.ref, (PayloadSpan(0, SIZE),), plain=plain))
+            send_message(sock, ReadObject(node_key(record.ref), ObjectRange(0, SIZE), plain=plain))
             assert sock.recv(1)  # it is being served, and stops reading
             assert pair.copy(MemoryTier(), record.ref).record == record
 

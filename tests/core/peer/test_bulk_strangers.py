@@ -15,14 +15,13 @@ from tests.support.servers.flood import flood
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import RefusedError
-from holdfast_core.ids import ShardRef
-from holdfast_core.messages.schema import PayloadSpan, ReadShard, Refusal
+from holdfast_core.format.keys import node_key
+from holdfast_core.messages.schema import ObjectRange, ReadObject, Refusal
 from holdfast_core.net.listener import ConnectionLimits
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import PIECE_BYTES, send_message
 from holdfast_core.peer.server import BulkLimits
-from holdfast_core.peer.shard import PeerShard
 
 HOUR = 3600.0
 """Time-outs that are too long for any test, so that no connection ends because of the time."""
@@ -128,17 +127,18 @@ def test_a_member_that_reads_nothing_delays_no_other_member(
     reading = threading.Event()
 
     class Reading(Handler):
-        def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
+        def authorize(self, peer_dns_name: str, key: str) -> None:
             reading.set()
 
     limits = BulkLimits(requests=2, io_seconds=HOUR, idle_seconds=HOUR)
     for pair in started(certificates, MemoryTier(), limits, Reading()):
         record = filled(pair.tier)
-        whole = PayloadSpan(0, record.header.payload_bytes)
+        large = filled(pair.tier, 64 << 20, step=11)
+        request = ReadObject(node_key(large.ref), ObjectRange(0, large.file_bytes))
         with ExitStack() as stack:
             for _ in range(2):
                 line = stack.enter_context(pair.peer().connected())
-                send_message(line.sock, ReadShard(record.ref, (whole,) * 16))
+                send_message(line.sock, request)
             reading.wait()
             # The server's own certificate stands for another member.
             other = replace(pair, client=client_context(certificates[0]))
@@ -163,7 +163,7 @@ def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
     class Membership(Handler):
         left = 3
 
-        def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
+        def authorize(self, peer_dns_name: str, key: str) -> None:
             assert peer_dns_name == CLIENT
             self.left -= 1
             if self.left < 0:
@@ -172,7 +172,7 @@ def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
     membership = Membership()
     for pair in started(certificates, MemoryTier(), handler=membership):
         record = filled(pair.tier, 24 << 20)
-        with PeerShard.open(pair.peer(), record.ref) as shard:
+        with pair.open(record.ref) as shard:
             membership.left = 3
             views = shard.read([range(0, 16), range(16, 96)])
             assert len(next(views)) == PIECE_BYTES

@@ -6,21 +6,23 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import HoldfastError
+from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.server import BulkLimits, BulkServer
-from holdfast_core.peer.shard import PeerShard
+from holdfast_core.peer.store import PeerStore
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.store.download.copy import Copied
+from holdfast_core.store.download.shard import StoredShardReader
 from holdfast_core.tiers.base import NodeTier
 
 SERVER = "gpt-1-r0.uid.holdfast"
@@ -35,12 +37,12 @@ class Handler:
     """A handler that allows everything except what a test forbids."""
 
     error: HoldfastError | None = None
-    reads: list[tuple[str, ShardRef]] = field(default_factory=list)
+    reads: list[tuple[str, str]] = field(default_factory=list)
     plain: bool = False
     throttled: list[int] = field(default_factory=list)
 
-    def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
-        self.reads.append((peer_dns_name, ref))
+    def authorize(self, peer_dns_name: str, key: str) -> None:
+        self.reads.append((peer_dns_name, key))
         if self.error is not None:
             raise self.error
 
@@ -71,11 +73,14 @@ class Pair:
     ) -> Copied:
         return copy_shard(self.peer(port, **options), ref, tier)
 
-    def spans(self, ref: ShardRef, spans: Sequence[ByteRange]) -> bytes:
-        """Return any parts of the payload, unverified."""
-        found = bytearray(sum(span.length_bytes for span in spans))
-        with PeerShard.open(self.peer(), ref) as shard, shard.answer(spans) as answer:
-            answer.receive_into(memoryview(found))
+    def open(self, ref: ShardRef, port: int | None = None, **options: object) -> StoredShardReader:
+        return PeerStore(self.peer(port, **options)).open_shard(ref)
+
+    def read(self, ref: ShardRef, wanted: ByteRange) -> bytes:
+        """Return any bytes of the shard file, unverified."""
+        found = bytearray(wanted.length_bytes)
+        with PeerStore(self.peer()) as store:
+            store.read_into(node_key(ref), wanted.start, memoryview(found))
         return bytes(found)
 
 

@@ -12,16 +12,17 @@ from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.messages.schema import ReadReply, ReadShard
+from holdfast_core.messages.schema import ReadObject, ReadReply
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.peer.protocol import Peer, receive_message, send_message
-from holdfast_core.shards.file import Trailer, pack_trailer
+from holdfast_core.shards.file import Trailer, head_bytes, pack_trailer, trailer_offset
 from holdfast_core.shards.record import ShardRecord
 
 CHUNK = 64 << 10
 CHUNKS = 40
 SIZE = (CHUNKS - 1) * CHUNK + 1000
 DATA = payload(SIZE)
+HEAD = head_bytes(shard_header(SIZE, chunk_bytes=CHUNK))
 
 
 def filled(tier: MemoryTier, *, step: int = 10) -> ShardRecord:
@@ -34,7 +35,7 @@ def trailer_of(tier: MemoryTier, record: ShardRecord) -> Trailer:
         return Trailer(record, reader.table)
 
 
-Answer = Callable[[socket.socket, ReadShard], None]
+Answer = Callable[[socket.socket, ReadObject], None]
 
 
 class HostilePeer:
@@ -43,7 +44,11 @@ class HostilePeer:
     def __init__(self, certificates: tuple[TlsFiles, TlsFiles], trailer: Trailer) -> None:
         self.record = trailer.record
         self.trailer: Answer = sends_trailer(trailer)
-        """Answer to a request for the trailer."""
+        """Answer to a request for the trailer, or for the end of it."""
+        self.size: Answer = lambda sock, request: send_message(
+            sock, ReadReply(self.record.file_bytes)
+        )
+        """Answer to a request for the length of the shard file."""
         self.spans: Answer = sends_bytes
         """Answer to a request for parts of the payload."""
         self._context = server_context(certificates[0])
@@ -63,8 +68,15 @@ class HostilePeer:
                 contextlib.suppress(OSError, HoldfastError),
                 self._context.wrap_socket(plain, server_side=True) as sock,
             ):
-                while (request := receive_message(sock, ReadShard)) is not None:
-                    (self.spans if request.spans else self.trailer)(sock, request)
+                while (request := receive_message(sock, ReadObject)) is not None:
+                    self._answer(request)(sock, request)
+
+    def _answer(self, request: ReadObject) -> Answer:
+        if request.range is None:
+            return self.size
+        if request.range.stop > trailer_offset(self.record.header):
+            return self.trailer
+        return self.spans
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -76,7 +88,7 @@ class HostilePeer:
 def sends(content: bytes) -> Answer:
     """Return the answer that announces and sends these bytes."""
 
-    def answer(sock: socket.socket, request: ReadShard) -> None:
+    def answer(sock: socket.socket, request: ReadObject) -> None:
         send_message(sock, ReadReply(len(content)))
         sock.sendall(content)
 
@@ -84,14 +96,28 @@ def sends(content: bytes) -> Answer:
 
 
 def sends_trailer(trailer: Trailer) -> Answer:
-    record = trailer.record
-    return sends(pack_trailer(record.header, record.blake3, trailer.table))
+    """Return the answer with the requested end of a file that has this trailer."""
+
+    def answer(sock: socket.socket, request: ReadObject) -> None:
+        sends(end_of_file(trailer, request))(sock, request)
+
+    return answer
 
 
-def requested(request: ReadShard) -> bytes:
-    """Return the bytes that an honest peer sends."""
-    return b"".join(DATA[span.start : span.stop] for span in request.spans)
+def end_of_file(trailer: Trailer, request: ReadObject) -> bytes:
+    record, wanted = trailer.record, request.range
+    assert wanted is not None
+    end = pack_trailer(record.header, record.blake3, trailer.table)
+    file = bytes(HEAD) + DATA + bytes(trailer_offset(record.header) - HEAD - SIZE) + end
+    return file[wanted.start : wanted.stop]
 
 
-def sends_bytes(sock: socket.socket, request: ReadShard) -> None:
+def requested(request: ReadObject) -> bytes:
+    """Return the bytes of the payload that an honest peer sends."""
+    wanted = request.range
+    assert wanted is not None
+    return DATA[wanted.start - HEAD : wanted.stop - HEAD]
+
+
+def sends_bytes(sock: socket.socket, request: ReadObject) -> None:
     sends(requested(request))(sock, request)

@@ -99,6 +99,11 @@ def stored_layout_key(ref: ShardRef) -> str:
     return f"{_of_rank(ref)}.layout"
 
 
+def node_key(ref: ShardRef) -> str:
+    """Return `<job uid>/<shard key>`, by which members read each other's shards. Raises FormatError."""
+    return f"{checked_job_uid(ref.job_uid)}/{shard_key(ref)}"
+
+
 def shards_prefix(checkpoint: CheckpointId) -> str:
     """Return `shards/s<step>-r<round>/`, the prefix of all shards of one checkpoint, with the slash."""
     return f"{SHARDS}/{_folder(checkpoint)}/"

@@ -1,6 +1,6 @@
 """Messages between the sidecars of a gang over HTTPS, above all to and from the coordinator.
 
-The paths and statuses are those of `messages.operator`. ReadShard and ReadReply travel on the bulk port.
+The paths and statuses are those of `messages.operator`. ReadObject and ReadReply travel on the bulk port.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from holdfast_core.messages.common import (
     RestorePoint,
 )
 
-MAX_SPANS = 2048
-"""Largest number of spans in one ReadShard."""
+MAX_KEY = 512
+"""Largest length of the key of an object, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,20 @@ class CopyReply:
 
 
 @dataclass(frozen=True, slots=True)
-class PayloadSpan:
-    """The bytes from `start` to before `stop` of a payload."""
+class ObjectRange:
+    """The bytes from `start` to before `stop` of an object."""
 
     start: Natural
     stop: Natural
 
 
 @dataclass(frozen=True, slots=True)
-class ReadShard:
-    """Request on the bulk port: send these parts of a shard's payload, or its trailer if there are none."""
+class ReadObject:
+    """Request on the bulk port: send a range of an object, or only its length if no range is given."""
 
-    shard: ShardRef
-    spans: Annotated[tuple[PayloadSpan, ...], Meta(max_length=MAX_SPANS)] = ()
+    key: Annotated[str, Meta(max_length=MAX_KEY)]
+    """`format.keys.node_key` of a shard."""
+    range: ObjectRange | None = None
     plain: bool = False
     """The caller allows the bytes outside TLS."""
     background: bool = False
@@ -74,9 +75,10 @@ class ReadShard:
 
 @dataclass(frozen=True, slots=True)
 class ReadReply:
-    """Reply to ReadShard. The bytes follow it, unless it is a refusal."""
+    """Reply to ReadObject. The bytes of the range follow it, unless it is a refusal."""
 
     length_bytes: Natural = 0
+    """Length of the range, or of the object if no range was requested."""
     plain: bool = False
     """Both sides leave TLS now, and the bytes follow outside TLS."""
     refused: Refused | None = None

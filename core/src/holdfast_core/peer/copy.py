@@ -7,8 +7,8 @@ from collections.abc import Callable
 from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.ids import ShardRef
 from holdfast_core.peer.local_chunks import LocalChunks
-from holdfast_core.peer.protocol import PIECE_BYTES, Attempts, Peer
-from holdfast_core.peer.shard import PeerShard
+from holdfast_core.peer.protocol import Attempts, Peer
+from holdfast_core.peer.store import PeerStore
 from holdfast_core.store.download.copy import Copied, copy_file
 from holdfast_core.tiers.base import NodeTier
 
@@ -38,13 +38,14 @@ def copy_shard(
     After an error no part of the copy remains.
     """
     attempts = Attempts(peer.options.attempts)
-    with PeerShard.open(peer, ref) as shard, LocalChunks(tier, shard.trailer) as local:
+    store = PeerStore(peer)
+    with store.open_shard(ref) as shard, LocalChunks(tier, shard.trailer) as local:
         while True:
             # A copy that a change outside TLS has damaged starts again, inside TLS.
             try:
-                return copy_file(shard, tier.begin_copy, PIECE_BYTES, local, may_go_on)
+                return copy_file(shard, tier.begin_copy, store.run_bytes, local, may_go_on)
             except CorruptionError as error:
-                if not shard.left_tls:
+                if not store.left_tls:
                     raise
-                shard.stay_inside()
+                store.stay_inside()
                 attempts.failed(UnavailableError(f"bulk: {ref} from {peer}: outside TLS: {error}"))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, HoldfastError
 from holdfast_core.ids import ShardRef
-from holdfast_core.messages.gang import MAX_SPANS
 from holdfast_core.peer.protocol import PIECE_BYTES
 from holdfast_core.shards.chunks import payload_span
 from holdfast_core.shards.file import Trailer
@@ -24,6 +23,8 @@ from holdfast_core.shards.record import DIGEST_BYTES, ChunkTable, ShardRecord
 from holdfast_core.store.download.copy import EqualRun
 from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 
+MAX_RUNS = 2047
+"""Largest number of runs that one copy takes from this node, because each may cost a request."""
 MAX_SOURCES = 16
 """Largest number of shards that one shard is compared with."""
 
@@ -126,8 +127,8 @@ class LocalChunks(Closing):
             for ref, reader in self._readers.items()
             if reader.record.header.chunk_bytes == header.chunk_bytes
         ]
-        # Each run leaves a run before it to request, and a request has at most MAX_SPANS.
-        found = equal_runs(self._trailer.table, sources, MAX_SPANS - 1)
+        # Each run leaves a run before it to request.
+        found = equal_runs(self._trailer.table, sources, MAX_RUNS)
         return tuple(run for run in found if run.chunks.start >= first_chunk)
 
     def take(self, run: EqualRun, writer: CopyWriter, may_go_on: Callable[[], None]) -> bool:

@@ -2,9 +2,9 @@
 
 A connection begins with mutual TLS 1.3 and carries one request after another:
 
-    u32 length in network order, then that many bytes of JSON: ReadShard
+    u32 length in network order, then that many bytes of JSON: ReadObject
     u32 length, then JSON: ReadReply
-    the bytes, without frames: the spans of the payload one after the other, or the trailer
+    the bytes of the range, without frames; none if only the length was requested
 
 A server that cannot send all bytes closes the connection; the caller's next request gets the reason. If
 request and reply have `plain` set, both sides leave TLS after the reply, and the connection ends with the
@@ -25,8 +25,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -134,7 +133,7 @@ class BulkOptions:
     """Allow bytes outside TLS, if the other side's policy allows it, too. After a failure, further attempts
     stay inside."""
     background: bool = False
-    """See ReadShard."""
+    """See ReadObject."""
     clock: Clock = field(default_factory=SystemClock)
 
 
@@ -158,17 +157,20 @@ class Peer:
             f"{what} from {self}", clock, clock.monotonic(), self.options.grace_seconds
         )
 
-    @contextmanager
-    def connected(self) -> Iterator[Line]:
-        """Yield a connection after its TLS handshake. Raises OSError, AccessDeniedError."""
-        with socket.create_connection(
+    def connected(self) -> Line:
+        """Return a connection after its TLS handshake. Raises OSError, AccessDeniedError."""
+        plain = socket.create_connection(
             (self.address, self.port), timeout=self.options.connect_seconds
-        ) as plain:
+        )
+        line = Line(plain, self._wrap)
+        try:
             tune(plain)
-            with Line(plain, self._wrap) as line:
-                line.secure()
-                line.sock.settimeout(self.options.io_seconds)
-                yield line
+            line.secure()
+            line.sock.settimeout(self.options.io_seconds)
+        except BaseException:
+            line.close()
+            raise
+        return line
 
     def _wrap(self, plain: socket.socket) -> ssl.SSLSocket:
         return self.ssl_context.wrap_socket(
@@ -275,7 +277,7 @@ def refusal(error: HoldfastError) -> ReadReply:
 
 
 def raise_refusal(refused: Refused, operation: str) -> None:
-    """Raise the error that a refusal of ReadShard stands for.
+    """Raise the error that a refusal of ReadObject stands for.
 
     Raises:
         CorruptionError: The server's own copy is corrupt.

@@ -1,4 +1,4 @@
-"""Server of the bulk protocol: send parts of shards to members that copy or restore them.
+"""Server of the bulk protocol: send ranges of shards to members that copy or restore them.
 
 The handler decides who may read. The number of connections is limited, and unauthenticated callers cannot
 keep members out (net.connections). The number of requests in progress has a limit of its own, so that idle
@@ -12,9 +12,10 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -25,10 +26,10 @@ from holdfast_core.errors import (
     HoldfastError,
     UnavailableError,
 )
-from holdfast_core.ids import ByteRange, ShardRef
-from holdfast_core.messages.schema import PayloadSpan, ReadReply, ReadShard
+from holdfast_core.ids import ByteRange
+from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply
 from holdfast_core.net.listener import ConnectionLimits, Connections
-from holdfast_core.peer.open_shard import KeptReader
+from holdfast_core.peer.open_shard import KeptReader, open_by_key
 from holdfast_core.peer.protocol import (
     PIECE_BYTES,
     SEND_BYTES,
@@ -38,7 +39,6 @@ from holdfast_core.peer.protocol import (
     send_message,
     tune,
 )
-from holdfast_core.shards.file import head_bytes, trailer_offset
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.tiers.base import NodeTier, ShardReader
 
@@ -52,7 +52,7 @@ ending."""
 class BulkHandler(Protocol):
     """Decisions of the sidecar. The methods are called in several threads."""
 
-    def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
+    def authorize(self, peer_dns_name: str, key: str) -> None:
         """Check whether the peer may read a shard. Raises RefusedError.
 
         Called before a read and again before each piece of it, because the caller may cease to be a member
@@ -219,7 +219,7 @@ class BulkServer:
                     self._dropped("room")
                     return
                 tune(line.sock)
-                with KeptReader(self._tier.open_shard) as kept:
+                with KeptReader(partial(open_by_key, self._tier)) as kept:
                     self._converse(line, peer, kept)
         except (OSError, HoldfastError):
             # A member logs the failure on its side. Errors of unauthenticated callers must not fill this log.
@@ -233,7 +233,7 @@ class BulkServer:
         plain = False
         while not (self._closing.is_set() or plain):
             line.sock.settimeout(self._limits.idle_seconds)
-            request = receive_message(line.sock, ReadShard)
+            request = receive_message(line.sock, ReadObject)
             if request is None:
                 return
             line.sock.settimeout(self._limits.io_seconds)
@@ -262,7 +262,7 @@ class BulkServer:
         finally:
             turns.release()
 
-    def _answer(self, line: Line, peer: str, request: ReadShard, kept: KeptReader) -> bool:
+    def _answer(self, line: Line, peer: str, request: ReadObject, kept: KeptReader) -> bool:
         """Answer one request, and return whether the connection has left TLS.
 
         An error before the reply is the reply. After it, only the end of the connection can show an error,
@@ -271,16 +271,18 @@ class BulkServer:
         replied = False
         try:
             with self._turn(peer):
-                self._handler.authorize(peer, request.shard)
-                reader = kept.of(request.shard)
-                ranges = _ranges(reader.record, request.spans)
-                length_bytes = sum(span.length_bytes for span in ranges)
-                plain = request.plain and bool(request.spans) and self._handler.allows_plain()
-                send_message(line.sock, ReadReply(length_bytes, plain))
+                self._handler.authorize(peer, request.key)
+                reader = kept.of(request.key)
+                if request.range is None:
+                    send_message(line.sock, ReadReply(reader.record.file_bytes))
+                    return False
+                wanted = _checked(reader.record, request.range)
+                plain = request.plain and self._handler.allows_plain()
+                send_message(line.sock, ReadReply(wanted.length_bytes, plain))
                 replied = True
                 if plain:
                     line.leave()
-                self._send(line.sock, peer, request, reader, ranges)
+                self._send(line.sock, peer, request, reader, wanted)
                 return plain
         except HoldfastError as error:
             if replied:
@@ -292,50 +294,41 @@ class BulkServer:
         self,
         sock: socket.socket,
         peer: str,
-        request: ReadShard,
+        request: ReadObject,
         reader: ShardReader,
-        ranges: Sequence[ByteRange],
+        wanted: ByteRange,
     ) -> None:
-        """Send the ranges of the file. The next piece is read while one is being sent.
+        """Send the range of the file. The next piece is read while one is being sent.
 
         Raises:
             HoldfastError: The caller may not read any more, or the file cannot be read.
             OSError: The connection failed.
         """
-        with closing(reader.read_file(_pieces(ranges))) as views:
-            for piece, view in zip(_pieces(ranges), views, strict=True):
+        with closing(reader.read_file(_pieces(wanted))) as views:
+            for piece, view in zip(_pieces(wanted), views, strict=True):
                 if len(view) != piece.length_bytes:
                     raise CorruptionError(
-                        f"shard of {request.shard}: the file ends at {piece.start + len(view)} of "
+                        f"{request.key}: the file ends at {piece.start + len(view)} of "
                         f"{reader.record.file_bytes}"
                     )
-                self._handler.authorize(peer, request.shard)
+                self._handler.authorize(peer, request.key)
                 if request.background:
                     self._handler.throttle(len(view))
                 for start in range(0, len(view), SEND_BYTES):
                     sock.sendall(view[start : start + SEND_BYTES])
 
 
-def _pieces(ranges: Sequence[ByteRange]) -> Iterator[ByteRange]:
+def _pieces(wanted: ByteRange) -> Iterator[ByteRange]:
     return (
-        ByteRange(start, min(start + PIECE_BYTES, span.stop))
-        for span in ranges
-        for start in range(span.start, span.stop, PIECE_BYTES)
+        ByteRange(start, min(start + PIECE_BYTES, wanted.stop))
+        for start in range(wanted.start, wanted.stop, PIECE_BYTES)
     )
 
 
-def _ranges(record: ShardRecord, spans: Sequence[PayloadSpan]) -> list[ByteRange]:
-    """Return the ranges of the shard file to send: spans of the payload, or the trailer if there are none.
-
-    Raises FormatError if the payload does not have these bytes.
-    """
-    if not spans:
-        return [ByteRange(trailer_offset(record.header), record.file_bytes)]
-    head = head_bytes(record.header)
-    for span in spans:
-        if not span.start <= span.stop <= record.header.payload_bytes:
-            raise FormatError(
-                f"bulk: bytes [{span.start}, {span.stop}) of a payload of "
-                f"{record.header.payload_bytes}"
-            )
-    return [ByteRange(head + span.start, head + span.stop) for span in spans]
+def _checked(record: ShardRecord, wanted: ObjectRange) -> ByteRange:
+    """Return the range of the shard file to send. Raises FormatError if the file does not have it."""
+    if not wanted.start <= wanted.stop <= record.file_bytes:
+        raise FormatError(
+            f"bulk: bytes [{wanted.start}, {wanted.stop}) of a file of {record.file_bytes}"
+        )
+    return ByteRange(wanted.start, wanted.stop)

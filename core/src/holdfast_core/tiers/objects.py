@@ -151,8 +151,8 @@ class Page:
     """Beginnings of keys, each up to and with a `/`, if the listing has folders."""
 
 
-class ReadableStore(Protocol):
-    """Immutable objects under keys, to be read. Safe for use by many threads and processes.
+class RangedStore(Protocol):
+    """Immutable objects under keys, to be read by ranges. Safe for use by many threads and processes.
 
     A key consists of names of letters, digits, `.`, `_` and `-`, separated by `/`. No name begins with a
     dot or ends with `.bad`. Calls block and retry temporary failures themselves. They raise errors of
@@ -163,10 +163,6 @@ class ReadableStore(Protocol):
     @property
     def name(self) -> str:
         """What an operator calls this store, for error messages."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return a whole object of at most MAX_DOCUMENT_BYTES. Raises NotFoundError, CorruptionError."""
         ...
 
     def read_into(
@@ -195,6 +191,18 @@ class ReadableStore(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End all waits, and release connections and threads. Calls in progress raise UnavailableError."""
+        ...
+
+
+class ReadableStore(RangedStore, Protocol):
+    """A RangedStore that can also be listed."""
+
+    def get(self, key: str) -> bytes:
+        """Return a whole object of at most MAX_DOCUMENT_BYTES. Raises NotFoundError, CorruptionError."""
+        ...
+
     def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
         """Return one page of the objects whose key begins with `prefix`, in ascending order of the keys.
 
@@ -206,10 +214,6 @@ class ReadableStore(Protocol):
             folders: List the objects whose key has a further `/` behind the prefix by folder, each
                 folder once. The time of a listing then does not depend on the number of these objects.
         """
-        ...
-
-    def close(self) -> None:
-        """End all waits, and release connections and threads. Calls in progress raise UnavailableError."""
         ...
 
 

@@ -17,10 +17,10 @@ from holdfast_core.messages.schema import Member, Refusal
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.server import BulkServer
-from holdfast_core.peer.shard import PeerShard
+from holdfast_core.peer.store import PeerStore
 from holdfast_core.shards.file import Trailer
 from holdfast_core.store.download.copy import Copied
-from holdfast_core.tiers.base import NodeTier
+from holdfast_core.tiers.base import NodeTier, ShardSource
 from holdfast_sidecar.base.rounds import RoundState, refuse_reader
 from holdfast_sidecar.wire.client import Peers, raise_refused
 from holdfast_sidecar.wire.closed import ClosedConnections
@@ -75,7 +75,7 @@ class BulkServing:
         if self._server is not None:
             self._server.close()
 
-    def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
+    def authorize(self, peer_dns_name: str, key: str) -> None:
         """Raise RefusedError unless the caller is a member of the current ROUND or the operator."""
         caller = caller_of((peer_dns_name,), self._contract.job_uid)
         if caller is None:
@@ -137,7 +137,7 @@ class BulkPeers:
         options = replace(_OPTIONS, background=background)
         return copy_shard(self._peer(member, options), ref, self._node, may_go_on)
 
-    def open(self, member: Member, ref: ShardRef) -> PeerShard:
+    def open(self, member: Member, ref: ShardRef) -> ShardSource:
         """Open a member's shard to read ranges of it.
 
         Raises:
@@ -145,14 +145,15 @@ class BulkPeers:
             CorruptionError: The member's copy is corrupt.
             RefusedError, AccessDeniedError, UnavailableError: The member does not serve it.
         """
-        return PeerShard.open(self._peer(member, _OPTIONS), ref)
+        return PeerStore(self._peer(member, _OPTIONS)).open_shard(ref)
 
     def fetch_table(self, member: Member, ref: ShardRef) -> Trailer:
         """Fetch the chunk table of a member's shard, which is verified against the digest in `ref`.
 
         There is only one attempt. Raises what `open` raises.
         """
-        with PeerShard.open(self._peer(member, replace(_OPTIONS, attempts=1)), ref) as shard:
+        peer = self._peer(member, replace(_OPTIONS, attempts=1))
+        with PeerStore(peer).open_shard(ref) as shard:
             return shard.trailer
 
     def _peer(self, member: Member, options: BulkOptions) -> Peer:

@@ -4,7 +4,7 @@ The end of the object is read first: it has its own checksum, and it has the che
 runs of whole chunks are fetched, several at a time. A run takes one request for each object that stores a
 part of it: one for a whole shard, several for a pack. The worker that fetches a compressed chunk also
 decodes it. Each chunk is verified; a wrong chunk is read again, alone. At most MAX_AHEAD_BYTES are in
-memory, or one run if it is longer.
+memory, or one run if it is longer. A shard at a peer is read by the same code (peer.store).
 
 The shard file is written from the same runs (copy).
 """
@@ -15,7 +15,7 @@ import logging
 import mmap
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -32,7 +32,7 @@ from holdfast_core.store.download.decode import fill_decoded
 from holdfast_core.store.download.source import READS, Source
 from holdfast_core.store.download.stored import Extent, ShardPlaces, StoredShards, places_in
 from holdfast_core.tiers.base import OpenWriter
-from holdfast_core.tiers.objects import ReadableStore
+from holdfast_core.tiers.objects import RangedStore
 from holdfast_core.tiers.pooled import CLOSING, submit, wait_all
 
 _LOG = logging.getLogger(__name__)
@@ -45,9 +45,23 @@ MAX_AHEAD_BYTES = 48 << 20
 
 
 def open_stored_shard(
-    store: ReadableStore, shards: StoredShards, workers: ThreadPoolExecutor, ref: ShardRef
+    store: RangedStore,
+    shards: StoredShards,
+    workers: ThreadPoolExecutor,
+    ref: ShardRef,
+    *,
+    ahead_bytes: int = MAX_AHEAD_BYTES,
+    close: Callable[[], None] = lambda: None,
 ) -> StoredShardReader:
     """Read and verify the end of a shard, and return a source of its ranges.
+
+    Args:
+        store: The objects: those of a bucket, a folder or a peer.
+        shards: Finds the shard there.
+        workers: Threads that fetch ranges.
+        ref: The shard.
+        ahead_bytes: Memory limit of the runs that are fetched ahead.
+        close: Called when the source is closed.
 
     Raises:
         NotFoundError: The store has neither the shard nor its pack.
@@ -56,7 +70,8 @@ def open_stored_shard(
     """
     stored = shards.find(ref)
     places = places_in(shards, stored)
-    return StoredShardReader(Source(store, stored.key), workers, stored.trailer, places)
+    source = Source(store, stored.key)
+    return StoredShardReader(source, workers, stored.trailer, places, ahead_bytes, close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +96,12 @@ class StoredShardReader(Closing):
         workers: ThreadPoolExecutor,
         trailer: Trailer,
         places: ShardPlaces,
+        ahead_bytes: int,
+        close: Callable[[], None],
     ) -> None:
         """`source` is the object of the shard itself, and `places` are those of its chunks."""
+        self._ahead_bytes = ahead_bytes
+        self._close = close
         self._source = source
         self._workers = workers
         self._trailer = trailer
@@ -132,7 +151,7 @@ class StoredShardReader(Closing):
                         found = tuple(self._places.of(chunks))
                     length = payload_span(self._trailer.record.header, chunks).length_bytes
                     held = length + sum(map(_stored_bytes, found))
-                    if waiting and ahead_bytes + held > MAX_AHEAD_BYTES:
+                    if waiting and ahead_bytes + held > self._ahead_bytes:
                         break
                     buffer = _buffer(free, length)
                     parts = self._submit(source, chunks, buffer, found, find_bad)
@@ -228,7 +247,7 @@ class StoredShardReader(Closing):
         return [extent.chunks[position] for position in bad]
 
     def close(self) -> None:
-        """Do nothing: the connections belong to the store."""
+        self._close()
 
 
 def _bad_crcs(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
@@ -257,7 +276,7 @@ def _stored_bytes(extent: Extent) -> int:
     return 0 if extent.coding is None else extent.coding.stored_bytes(0, len(extent.chunks))
 
 
-def is_damaged(store: ReadableStore, key: str, workers: ThreadPoolExecutor, ref: ShardRef) -> bool:
+def is_damaged(store: RangedStore, key: str, workers: ThreadPoolExecutor, ref: ShardRef) -> bool:
     """Read the object of a whole shard, and return whether any byte of it is damaged."""
     whole = StoredShards(store, lambda ref, packed: key)
     try:

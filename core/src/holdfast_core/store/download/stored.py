@@ -31,13 +31,16 @@ from holdfast_core.shards.pack import (
 from holdfast_core.shards.record import CHUNK_BYTES, DIGEST_BYTES, table_bytes
 from holdfast_core.shards.stream import check_ref
 from holdfast_core.store.download.source import READS, Source
-from holdfast_core.tiers.objects import ReadableStore
+from holdfast_core.tiers.objects import RangedStore
 from holdfast_core.tiers.pooled import run_all
 
 _LOG = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 20
 """Length of the first read of a pack's end; it holds the index of a payload of up to 6 GiB. It is also the
 limit of the first read of a shard file's end, because the size that the store reports may be wrong."""
+
+MAX_TRAILER_BYTES = 256 << 20
+"""Largest trailer or index that is accepted. It suffices for a payload of 1.8 TiB."""
 
 KeyOf = Callable[[ShardRef, bool], str]
 """Returns the key of a shard, or of its pack if the second argument is true."""
@@ -113,9 +116,17 @@ class StoredShard:
 class StoredShards:
     """Lookup of shards in one store."""
 
-    def __init__(self, store: ReadableStore, key_of: KeyOf) -> None:
+    def __init__(self, store: RangedStore, key_of: KeyOf, *, packs: bool = True) -> None:
+        """Create the lookup.
+
+        Args:
+            store: The objects.
+            key_of: Returns their keys.
+            packs: Whether the store may have packs. A peer has none, and one that claims to is not asked.
+        """
         self._store = store
         self._key_of = key_of
+        self._kinds = (False, True) if packs else (False,)
 
     def find(
         self, ref: ShardRef, *, sure: bool = True, tail_bytes: int = _TAIL_BYTES
@@ -140,7 +151,7 @@ class StoredShards:
             return self._read(ref, size_bytes, tail_bytes, packed=packed)
         except CorruptionError as error:
             key = self._key_of(ref, True)
-            other = None if packed else self._store.size(key)
+            other = None if packed or True not in self._kinds else self._store.size(key)
             if other is None:
                 raise
             _LOG.warning("%s: using the pack %s instead: %s", self._key_of(ref, False), key, error)
@@ -149,7 +160,7 @@ class StoredShards:
     def _look(self, ref: ShardRef, sure: bool) -> tuple[bool, int]:
         """Return whether the shard is packed, and the length of its object. Raises NotFoundError."""
         for surely in (False, True) if sure else (False,):
-            for packed in (False, True):
+            for packed in self._kinds:
                 size_bytes = self._store.size(self._key_of(ref, packed), sure=surely)
                 if size_bytes is not None:
                     return packed, size_bytes
@@ -282,9 +293,10 @@ def _read_end(
     length_of = index_bytes_of if packed else trailer_bytes_of
     tail = source.last_bytes(min(size_bytes, likely_bytes), size_bytes)
     length = length_of(tail[-FOOTER.size :])
-    if length > size_bytes:
+    if length > min(size_bytes, MAX_TRAILER_BYTES):
         raise CorruptionError(
-            f"{source.describe()}: {length} bytes at its end, but the object has {size_bytes}"
+            f"{source.describe()}: {length} bytes at its end, but the object has {size_bytes}, and at "
+            f"most {MAX_TRAILER_BYTES} are accepted"
         )
     if length > len(tail):
         tail = source.last_bytes(length, size_bytes)
