@@ -48,6 +48,7 @@ from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.node.files import set_direct
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.copy import copy_shard
+from holdfast_core.peer.open_shard import shards_of
 from holdfast_core.peer.protocol import PIECE_BYTES, BulkOptions, Peer, receive_into, tune
 from holdfast_core.peer.server import BulkServer
 from holdfast_core.peer.store import PeerStore
@@ -87,7 +88,7 @@ RATIOS = {
 class Handler:
     """Allows everything."""
 
-    def authorize(self, peer_dns_name: str, ref: ShardRef) -> None: ...
+    def authorize(self, peer_dns_name: str, key: str) -> None: ...
 
     def allows_plain(self) -> bool:
         return True
@@ -170,7 +171,7 @@ def serve(folder: Path, memory: Path, certificates: Path, pipe: Connection) -> N
     with ExitStack() as stack:
         ports = []
         for tier in (disk, shared):
-            server = BulkServer(Handler(), tier, context)
+            server = BulkServer(Handler(), shards_of(tier), context)
             ports.append(server.start("127.0.0.1", 0))
             stack.callback(server.close)
         for send in (_send_raw, _send_with_crc):

@@ -360,6 +360,7 @@ class HoldfastCopier:
         from tests.support.servers.pki import Authority
 
         from holdfast_core.net.tls import TlsFiles, client_context, server_context
+        from holdfast_core.peer.open_shard import shards_of
         from holdfast_core.peer.server import BulkServer
 
         # With a single attempt, a plain copy cannot fall back to TLS, which would falsify the measurement.
@@ -370,7 +371,7 @@ class HoldfastCopier:
         self._context = client_context(TlsFiles.in_directory(client))
         self._shards = _Shards(directory / "own", mib)
         context = server_context(TlsFiles.in_directory(certificates))
-        self._server = BulkServer(_Allowing(), self._shards.tier, context)
+        self._server = BulkServer(_Allowing(), shards_of(self._shards.tier), context)
         own = _Own(self._server.start("127.0.0.1", 0), client, self._options)
         self._memory = tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm")
         self._on_disk = _Peer(directory / "peer", certificates, own)
@@ -513,7 +514,7 @@ class _ThreadedDigester:
 class _Allowing:
     """Allows every transfer, without a limit."""
 
-    def authorize(self, peer_dns_name: str, ref: ShardRef) -> None:
+    def authorize(self, peer_dns_name: str, key: str) -> None:
         return
 
     def allows_plain(self) -> bool:
@@ -526,12 +527,15 @@ class _Allowing:
 def _serve_copies(pipe: Connection, root: Path, certificates: Path, own: _Own) -> None:
     from holdfast_core.net.tls import TlsFiles, client_context, server_context
     from holdfast_core.peer.copy import copy_shard
+    from holdfast_core.peer.open_shard import shards_of
     from holdfast_core.peer.protocol import Peer
     from holdfast_core.peer.server import BulkServer
 
     tier = DiskNodeTier(root, fill_limit=1.0)
     tier.open()
-    server = BulkServer(_Allowing(), tier, server_context(TlsFiles.in_directory(certificates)))
+    server = BulkServer(
+        _Allowing(), shards_of(tier), server_context(TlsFiles.in_directory(certificates))
+    )
     pipe.send(server.start("127.0.0.1", 0))
     context = client_context(TlsFiles.in_directory(own.certificates))
     peer = Peer("127.0.0.1", own.port, _SERVER, context, own.options)

@@ -45,7 +45,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import PIECE_BYTES, receive_message, send_message
 from holdfast_core.peer.server import BulkLimits
-from holdfast_core.peer.store import READERS, RUN_BYTES, PeerStore
+from holdfast_core.peer.store import RUN_BYTES, PeerStore
 from holdfast_core.shards.file import head_bytes
 
 
@@ -85,7 +85,7 @@ def test_parts_of_the_payload(pair: Pair) -> None:
         assert pair.read(record.ref, in_file) == data[span.start : span.stop]
     end = record.file_bytes
     for span in (ByteRange(0, end + 1), ByteRange(end + 1, end + 2)):
-        with pytest.raises(RefusedError, match="of a file of"):
+        with pytest.raises(RefusedError, match="of an object of"):
             pair.read(record.ref, span)
 
 
@@ -108,7 +108,7 @@ def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> 
         assert pair.copy(target, record.ref, cutter.port).record == record
     finally:
         cutter.close()
-    assert len(cuts) < cutter.connections <= len(cuts) + READERS
+    assert cutter.connections == len(cuts) + 1
     assert faults.calls("begin_copy") == 1
     assert bytes_of(target, record) == payload(SIZE)
 
@@ -141,7 +141,7 @@ def test_attempts_are_bounded_and_nothing_stays_behind(pair: Pair) -> None:
             pair.copy(target, record.ref, cutter.port)
     finally:
         cutter.close()
-    assert cutter.connections <= 3 * READERS
+    assert 3 <= cutter.connections <= 4, "the run that is read ahead may begin before the copy ends"
     assert target.free_bytes() == 64 << 20
 
 
@@ -231,7 +231,7 @@ def test_errors_of_the_own_disk_are_not_retried(pair: Pair) -> None:
     with pytest.raises(CapacityError, match="volume is full"):
         pair.copy(FaultyNodeTier(MemoryTier(), faults), record.ref, cutter.port)
     cutter.close()
-    assert cutter.connections <= READERS
+    assert cutter.connections == 1
 
 
 def test_another_server_under_this_address_is_not_spoken_to(pair: Pair) -> None:

@@ -17,6 +17,7 @@ from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.peer.copy import copy_shard
+from holdfast_core.peer.open_shard import shards_of
 from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.server import BulkLimits, BulkServer
 from holdfast_core.peer.store import PeerStore
@@ -91,7 +92,7 @@ def started(
     handler: Handler | None = None,
 ) -> Iterator[Pair]:
     handler = handler or Handler()
-    server = BulkServer(handler, tier, server_context(certificates[0]), limits=limits)
+    server = BulkServer(handler, shards_of(tier), server_context(certificates[0]), limits=limits)
     port = server.start("127.0.0.1", 0)
     try:
         yield Pair(handler, tier, server, client_context(certificates[1]), port)

@@ -8,7 +8,7 @@ from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.ids import ShardRef
 from holdfast_core.peer.local_chunks import LocalChunks
 from holdfast_core.peer.protocol import Attempts, Peer
-from holdfast_core.peer.store import PeerStore
+from holdfast_core.peer.store import RUN_BYTES, PeerStore
 from holdfast_core.store.download.copy import Copied, copy_file
 from holdfast_core.tiers.base import NodeTier
 
@@ -43,7 +43,7 @@ def copy_shard(
         while True:
             # A copy that a change outside TLS has damaged starts again, inside TLS.
             try:
-                return copy_file(shard, tier.begin_copy, store.run_bytes, local, may_go_on)
+                return copy_file(shard, tier.begin_copy, RUN_BYTES, local, may_go_on)
             except CorruptionError as error:
                 if not store.left_tls:
                     raise

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -29,7 +28,7 @@ from holdfast_core.errors import (
 from holdfast_core.ids import ByteRange
 from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply
 from holdfast_core.net.listener import ConnectionLimits, Connections
-from holdfast_core.peer.open_shard import KeptReader, open_by_key
+from holdfast_core.peer.open_shard import KeptObject, OpenByKey, OpenObject
 from holdfast_core.peer.protocol import (
     PIECE_BYTES,
     SEND_BYTES,
@@ -39,8 +38,6 @@ from holdfast_core.peer.protocol import (
     send_message,
     tune,
 )
-from holdfast_core.shards.record import ShardRecord
-from holdfast_core.tiers.base import NodeTier, ShardReader
 
 CONNECTION_THREAD = "bulk"
 """Name of each thread that serves a connection."""
@@ -93,7 +90,7 @@ class BulkServer:
     def __init__(
         self,
         handler: BulkHandler,
-        tier: NodeTier,
+        objects: OpenByKey,
         context: ssl.SSLContext,
         *,
         limits: BulkLimits | None = None,
@@ -103,14 +100,14 @@ class BulkServer:
 
         Args:
             handler: Decides who may read.
-            tier: Has the shards.
+            objects: Opens what is served: `open_shard.shards_of` a tier.
             context: TLS settings, which require a client certificate.
             limits: Limits other than the usual ones.
             dropped: Called with the reason, in any thread, for each connection that the server closes for
                 a newer one, cannot accept, or loses in the first handshake.
         """
         self._handler = handler
-        self._tier = tier
+        self._objects = objects
         self._context = context
         self._limits = limits or BulkLimits()
         self._turns = threading.BoundedSemaphore(self._limits.requests)
@@ -219,7 +216,7 @@ class BulkServer:
                     self._dropped("room")
                     return
                 tune(line.sock)
-                with KeptReader(partial(open_by_key, self._tier)) as kept:
+                with KeptObject(self._objects) as kept:
                     self._converse(line, peer, kept)
         except (OSError, HoldfastError):
             # A member logs the failure on its side. Errors of unauthenticated callers must not fill this log.
@@ -229,7 +226,7 @@ class BulkServer:
             with self._lock:
                 self._open.pop(threading.current_thread(), None)
 
-    def _converse(self, line: Line, peer: str, kept: KeptReader) -> None:
+    def _converse(self, line: Line, peer: str, kept: KeptObject) -> None:
         plain = False
         while not (self._closing.is_set() or plain):
             line.sock.settimeout(self._limits.idle_seconds)
@@ -262,7 +259,7 @@ class BulkServer:
         finally:
             turns.release()
 
-    def _answer(self, line: Line, peer: str, request: ReadObject, kept: KeptReader) -> bool:
+    def _answer(self, line: Line, peer: str, request: ReadObject, kept: KeptObject) -> bool:
         """Answer one request, and return whether the connection has left TLS.
 
         An error before the reply is the reply. After it, only the end of the connection can show an error,
@@ -272,17 +269,17 @@ class BulkServer:
         try:
             with self._turn(peer):
                 self._handler.authorize(peer, request.key)
-                reader = kept.of(request.key)
+                found = kept.of(request.key)
                 if request.range is None:
-                    send_message(line.sock, ReadReply(reader.record.file_bytes))
+                    send_message(line.sock, ReadReply(found.size_bytes))
                     return False
-                wanted = _checked(reader.record, request.range)
+                wanted = _checked(found.size_bytes, request.range)
                 plain = request.plain and self._handler.allows_plain()
                 send_message(line.sock, ReadReply(wanted.length_bytes, plain))
                 replied = True
                 if plain:
                     line.leave()
-                self._send(line.sock, peer, request, reader, wanted)
+                self._send(line.sock, peer, request, found, wanted)
                 return plain
         except HoldfastError as error:
             if replied:
@@ -295,21 +292,21 @@ class BulkServer:
         sock: socket.socket,
         peer: str,
         request: ReadObject,
-        reader: ShardReader,
+        found: OpenObject,
         wanted: ByteRange,
     ) -> None:
-        """Send the range of the file. The next piece is read while one is being sent.
+        """Send the range of the object. The next piece is read while one is being sent.
 
         Raises:
             HoldfastError: The caller may not read any more, or the file cannot be read.
             OSError: The connection failed.
         """
-        with closing(reader.read_file(_pieces(wanted))) as views:
+        with closing(found.read_file(_pieces(wanted))) as views:
             for piece, view in zip(_pieces(wanted), views, strict=True):
                 if len(view) != piece.length_bytes:
                     raise CorruptionError(
                         f"{request.key}: the file ends at {piece.start + len(view)} of "
-                        f"{reader.record.file_bytes}"
+                        f"{found.size_bytes}"
                     )
                 self._handler.authorize(peer, request.key)
                 if request.background:
@@ -325,10 +322,10 @@ def _pieces(wanted: ByteRange) -> Iterator[ByteRange]:
     )
 
 
-def _checked(record: ShardRecord, wanted: ObjectRange) -> ByteRange:
-    """Return the range of the shard file to send. Raises FormatError if the file does not have it."""
-    if not wanted.start <= wanted.stop <= record.file_bytes:
+def _checked(size_bytes: int, wanted: ObjectRange) -> ByteRange:
+    """Return the range to send. Raises FormatError if the object does not have it."""
+    if not wanted.start <= wanted.stop <= size_bytes:
         raise FormatError(
-            f"bulk: bytes [{wanted.start}, {wanted.stop}) of a file of {record.file_bytes}"
+            f"bulk: bytes [{wanted.start}, {wanted.stop}) of an object of {size_bytes}"
         )
     return ByteRange(wanted.start, wanted.stop)

@@ -27,16 +27,15 @@ from holdfast_core.peer.protocol import (
     send_message,
 )
 from holdfast_core.shards.file import head_bytes
-from holdfast_core.store.download.shard import StoredShardReader, open_stored_shard
+from holdfast_core.store.download.shard import StoredShardReader, none_bad, open_stored_shard
 from holdfast_core.store.download.stored import StoredShards
 from holdfast_core.tiers.pooled import CLOSING
 
-READERS = 2
-"""Ranges that are requested at the same time: while one is verified, the peer reads and sends the next."""
-RUN_BYTES = 8 << 20
+RUN_BYTES = 4 << 20
 """Length of the ranges of a copy. The progress of a copy is reported once for each."""
-PLAIN_RUN_BYTES = 16 << 20
-"""Length of the ranges of a copy outside TLS, each of which needs a handshake of its own."""
+_AHEAD_BYTES = 64 << 20
+"""Length of one answer to reads that follow each other, so that the peer sends while the bytes are used. An
+answer outside TLS costs a connection of its own."""
 _PLAIN_BYTES = 2 << 20
 """Shortest range that is worth a connection of its own, which leaving TLS takes."""
 _PROGRESS_BYTES = 1 << 20
@@ -60,31 +59,33 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Filling:
-    """A buffer that is being filled, by one or more answers."""
+class _Stream:
+    """Bytes of an object that arrive one after the other, for one read or for several."""
 
-    start: int
-    """Position of the buffer's first byte in the object."""
-    buffer: memoryview
-    stopped: threading.Event | None
-    """See RangedStore.read_into."""
-    filled: int = 0
+    key: str
+    answer: Answer
+    is_plain: bool
+    left: ByteRange
 
     @property
-    def left(self) -> ByteRange:
-        return ByteRange(self.start + self.filled, self.start + len(self.buffer))
+    def is_done(self) -> bool:
+        return self.left.length_bytes == 0
 
-    def take(self, answer: Answer) -> None:
-        """Fill the rest of the buffer. Raises what `Answer.recv_into` raises, and OSError at an early end."""
-        while self.filled < len(self.buffer):
-            if self.stopped is not None and self.stopped.is_set():
-                raise UnavailableError("bulk: the bytes are not needed any more")
-            count = answer.recv_into(self.buffer[self.filled :])
-            if count == 0:
-                raise ConnectionResetError(
-                    f"the peer closed the connection at {self.filled} of {len(self.buffer)} bytes"
-                )
-            self.filled += count
+    def fill(self, buffer: memoryview, stopped: threading.Event | None) -> int:
+        """Read some bytes into the buffer and return how many.
+
+        Raises what `Answer.recv_into` raises, OSError at an early end, and UnavailableError once `stopped`
+        is set.
+        """
+        if stopped is not None and stopped.is_set():
+            raise UnavailableError("bulk: the bytes are not needed any more")
+        count = self.answer.recv_into(buffer[: self.left.length_bytes])
+        if count == 0:
+            raise ConnectionResetError(
+                f"the peer closed the connection {self.left.length_bytes} bytes too early"
+            )
+        self.left = ByteRange(self.left.start + count, self.left.stop)
+        return count
 
 
 class PeerStore(Closing):
@@ -93,16 +94,19 @@ class PeerStore(Closing):
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._lock = threading.Lock()
+        self._open: set[Line] = set()
         self._idle: list[Line] = []
-        self._busy: set[Line] = set()
+        self._stream: _Stream | None = None
+        """An answer of which the next read may take the next bytes."""
         self._closed = False
-        self._outside = ByteRange(0, 0)
-        """The bytes that may come outside TLS. They are read there once: the caller reads bytes again only
-        if they were damaged, and then no attacker on the network must be able to damage them again."""
+        self._payload = ByteRange(0, 0)
+        """The part of the payload that was not read yet. Only it is requested ahead, and only it may come
+        outside TLS: the caller reads bytes again if they were damaged, and then no attacker on the network
+        must be able to damage them again."""
         self._may_leave = peer.options.plain
         self.left_tls = False
         """Whether bytes came outside TLS since `stay_inside`. An attacker may have changed them."""
-        self._workers = ThreadPoolExecutor(READERS, thread_name_prefix="peer-store")
+        self._workers = ThreadPoolExecutor(1, thread_name_prefix="peer-store")
 
     @property
     def name(self) -> str:
@@ -129,7 +133,8 @@ class PeerStore(Closing):
                 shards,
                 self._workers,
                 ref,
-                ahead_bytes=READERS * self.run_bytes,
+                ahead_bytes=2 * RUN_BYTES,
+                find_bad_piece=none_bad,
                 close=self.close,
             )
         except BaseException:
@@ -138,21 +143,17 @@ class PeerStore(Closing):
         header = shard.trailer.record.header
         head = head_bytes(header)
         with self._lock:
-            self._outside = ByteRange(head, head + header.payload_bytes)
+            self._payload = ByteRange(head, head + header.payload_bytes)
         return shard
-
-    @property
-    def run_bytes(self) -> int:
-        """Return how long the ranges of a copy should be."""
-        return PLAIN_RUN_BYTES if self._may_leave else RUN_BYTES
 
     def size(self, key: str, *, sure: bool = False) -> int | None:
         """See RangedStore. One look is sure."""
         attempts = Attempts(self._peer.options.attempts)
         while True:
             try:
-                with self._answered(ReadObject(key)) as (_, reply):
-                    return reply.length_bytes
+                answer, reply = self._ask(ReadObject(key))
+                self._ended(answer.line)
+                return reply.length_bytes
             except NotFoundError:
                 return None
             except UnavailableError as error:
@@ -163,18 +164,21 @@ class PeerStore(Closing):
         self, key: str, start: int, buffer: memoryview, stopped: threading.Event | None = None
     ) -> None:
         """See RangedStore. After a broken connection the read continues where it stopped."""
-        filling = _Filling(start, buffer, stopped)
         attempts = Attempts(self._peer.options.attempts)
-        while True:
-            before = filling.filled
+        filled = 0
+        while filled < len(buffer):
+            before = filled
             try:
-                self._read(key, filling)
-                return
+                stream = self._stream_of(key, ByteRange(start + filled, start + len(buffer)))
+                with self._received(stream):
+                    while not stream.is_done and filled < len(buffer):
+                        filled += stream.fill(buffer[filled:], stopped)
+                self._keep(stream)
             except UnavailableError as error:
                 self._check_open()
                 if stopped is not None and stopped.is_set():
                     raise
-                if filling.filled - before >= _PROGRESS_BYTES:
+                if filled - before >= _PROGRESS_BYTES:
                     attempts.progressed()
                 attempts.failed(error)
 
@@ -185,109 +189,141 @@ class PeerStore(Closing):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
-            busy = list(self._busy)
-        for line in busy:
+            lines = list(self._open)
+        for line in lines:
             line.interrupt()
-        for line in idle:
-            line.close()
         self._workers.shutdown(cancel_futures=True)
+        for line in lines:
+            line.close()
 
-    def _read(self, key: str, filling: _Filling) -> None:
-        """Request what is left, and receive it.
+    def _stream_of(self, key: str, wanted: ByteRange) -> _Stream:
+        """Return the answer that continues with these bytes, or request them.
+
+        Bytes behind them are requested too where the read continues the one before it, or begins the payload.
+        """
+        with self._lock:
+            stream, self._stream = self._stream, None
+            payload = self._payload
+            is_fresh = payload.start <= wanted.start and wanted.stop <= payload.stop
+            if is_fresh:
+                self._payload = ByteRange(wanted.stop, payload.stop)
+        if stream is not None:
+            if (stream.key, stream.left.start) == (key, wanted.start):
+                return stream
+            self._drop(stream.answer.line)
+        stop = wanted.stop
+        if is_fresh and wanted.start == payload.start:
+            stop = max(stop, min(wanted.start + _AHEAD_BYTES, payload.stop))
+        request = ReadObject(
+            key,
+            ObjectRange(wanted.start, stop),
+            plain=self._may_leave and is_fresh and wanted.length_bytes >= _PLAIN_BYTES,
+            background=self._peer.options.background,
+        )
+        answer, reply = self._ask(request)
+        stream = _Stream(key, answer, reply.plain, ByteRange(wanted.start, stop))
+        with self._received(stream):
+            if reply.length_bytes != stream.left.length_bytes:
+                raise FormatError(
+                    f"bulk: {self._peer} announced {reply.length_bytes} bytes of {key}, "
+                    f"expected {stream.left.length_bytes}"
+                )
+            if reply.plain:
+                self.left_tls = True
+                answer.line.leave()
+        return stream
+
+    @contextmanager
+    def _received(self, stream: _Stream) -> Iterator[None]:
+        """Receive bytes of an answer in the body. Any error closes the connection.
 
         An error of bytes that came outside TLS is an UnavailableError, because an attacker on the network
         may have caused it, so it shows nothing about the peer. Then all further requests stay inside TLS.
         """
-        left = filling.left
-        request = ReadObject(
-            key,
-            ObjectRange(left.start, left.stop),
-            plain=self._leaves(left),
-            background=self._peer.options.background,
-        )
-        with self._answered(request) as (answer, reply):
-            if reply.length_bytes != left.length_bytes:
-                raise FormatError(
-                    f"bulk: {self._peer} announced {reply.length_bytes} bytes of {key}, "
-                    f"expected {left.length_bytes}"
-                )
-            if not reply.plain:
-                filling.take(answer)
-                return
-            self.left_tls = True
-            try:
-                answer.line.leave()
-                filling.take(answer)
-            except (OSError, FormatError) as error:
+        operation = f"bulk: reading {stream.key} from {self._peer}"
+        try:
+            yield
+        except (OSError, FormatError) as error:
+            self._failed(stream.answer.line)
+            if stream.is_plain:
                 raise UnavailableError(
-                    f"bulk: reading {key} from {self._peer}: outside TLS: "
-                    f"{error or type(error).__name__}"
+                    f"{operation}: outside TLS: {error or type(error).__name__}"
                 ) from error
+            if isinstance(error, OSError):
+                raise connection_error(error, operation) from error
+            raise
+        except BaseException:
+            self._failed(stream.answer.line)
+            raise
 
-    def _leaves(self, wanted: ByteRange) -> bool:
-        """Return whether this range may come outside TLS. It may do so only once."""
+    def _keep(self, stream: _Stream) -> None:
+        """Keep what is left of an answer for the next read."""
+        if stream.is_done:
+            if stream.is_plain:
+                self._drop(stream.answer.line)
+            else:
+                self._ended(stream.answer.line)
+            return
         with self._lock:
-            outside = self._outside
-            if (
-                not self._may_leave
-                or wanted.length_bytes < _PLAIN_BYTES
-                or not outside.start <= wanted.start
-                or not wanted.stop <= outside.stop
-            ):
-                return False
-            self._outside = ByteRange(wanted.stop, outside.stop)
-            return True
+            before, self._stream = self._stream, stream
+        if before is not None:
+            self._drop(before.answer.line)
 
-    @contextmanager
-    def _answered(self, request: ReadObject) -> Iterator[tuple[Answer, ReadReply]]:
-        """Send a request on an idle connection or a new one, and yield the answer after its reply.
+    def _ask(self, request: ReadObject) -> tuple[Answer, ReadReply]:
+        """Send a request on an idle connection or a new one, and return the answer after its reply.
 
         Any error closes the connection, because bytes of this answer may still arrive on it.
         """
         operation = f"bulk: reading {request.key} from {self._peer}"
+        line: Line | None = None
         try:
-            with self._line() as line:
-                answer = Answer(line, self._peer.rate(f"bulk: {request.key}"))
-                send_message(line.sock, request)
-                reply = receive_message(answer, ReadReply)
-                if reply is None:
-                    raise ConnectionResetError("the peer closed the connection before its reply")
-                if reply.refused is not None:
-                    raise_refusal(reply.refused, operation)
-                if reply.plain and not request.plain:
-                    raise FormatError(
-                        f"{operation}: the peer left TLS, which the request did not allow"
-                    )
-                yield answer, reply
-                if not reply.plain:
-                    with self._lock:
-                        if not self._closed:
-                            self._idle.append(line)
+            line = self._connected()
+            answer = Answer(line, self._peer.rate(f"bulk: {request.key}"))
+            send_message(line.sock, request)
+            reply = receive_message(answer, ReadReply)
+            if reply is None:
+                raise ConnectionResetError("the peer closed the connection before its reply")
+            if reply.refused is not None:
+                raise_refusal(reply.refused, operation)
+            if reply.plain and not request.plain:
+                raise FormatError(
+                    f"{operation}: the peer left TLS, which the request did not allow"
+                )
         except OSError as error:
-            self._may_leave = False
+            self._failed(line)
             raise connection_error(error, operation) from error
         except BaseException:
-            self._may_leave = False
+            self._failed(line)
             raise
+        return answer, reply
 
-    @contextmanager
-    def _line(self) -> Iterator[Line]:
-        """Yield a connection, and close it unless it is idle then. Raises OSError, AccessDeniedError."""
+    def _connected(self) -> Line:
         with self._lock:
-            line = self._idle.pop() if self._idle else None
-        line = line or self._peer.connected()
-        try:
-            with self._lock:
-                self._busy.add(line)
+            if self._idle:
+                return self._idle.pop()
+        line = self._peer.connected()
+        with self._lock:
+            self._open.add(line)
+            is_closed = self._closed
+        if is_closed:
+            self._drop(line)
             self._check_open()
-            yield line
-        finally:
-            with self._lock:
-                self._busy.discard(line)
-                is_idle = line in self._idle
-            if not is_idle:
-                line.close()
+        return line
+
+    def _ended(self, line: Line) -> None:
+        """Keep a connection for the next request."""
+        with self._lock:
+            self._idle.append(line)
+
+    def _failed(self, line: Line | None) -> None:
+        self._may_leave = False
+        if line is not None:
+            self._drop(line)
+
+    def _drop(self, line: Line) -> None:
+        with self._lock:
+            self._open.discard(line)
+        line.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -15,6 +15,7 @@ from holdfast_core.errors import RefusedError
 from holdfast_core.ids import ShardRef
 from holdfast_core.messages.schema import Member, Refusal
 from holdfast_core.peer.copy import copy_shard
+from holdfast_core.peer.open_shard import shards_of
 from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.server import BulkServer
 from holdfast_core.peer.store import PeerStore
@@ -65,7 +66,7 @@ class BulkServing:
         """Start the server and return its port. Raises ConfigError."""
         self._server = BulkServer(
             self,
-            self._node,
+            shards_of(self._node),
             self._context,
             dropped=lambda reason: self._closed(reason, f"a bulk connection was closed: {reason}"),
         )

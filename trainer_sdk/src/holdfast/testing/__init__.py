@@ -1,8 +1,8 @@
 """Support for tests of training code, and for tests of stores that others write.
 
-`FakeSidecar` is a sidecar that needs no cluster. `ObjectStoreContract` and `ReadableStoreContract` are the
-tests that every object store passes. Only they need pytest, so their module is imported when one of them is
-first used.
+`FakeSidecar` is a sidecar that needs no cluster. `ObjectStoreContract`, `ReadableStoreContract`
+and `RangedStoreContract` are the tests that every object store passes. Only they need pytest, so their module
+is imported when one of them is first used.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING
 from holdfast.testing.fake_sidecar import FakeSidecar
 
 if TYPE_CHECKING:
-    from holdfast.testing.object_store_contract import ObjectStoreContract, ReadableStoreContract
+    from holdfast.testing.object_store_contract import (
+        ObjectStoreContract,
+        RangedStoreContract,
+        ReadableStoreContract,
+    )
 
-__all__ = ["FakeSidecar", "ObjectStoreContract", "ReadableStoreContract"]
+__all__ = ["FakeSidecar", "ObjectStoreContract", "RangedStoreContract", "ReadableStoreContract"]
 
 _CONTRACTS = "holdfast.testing.object_store_contract"
 

@@ -44,6 +44,21 @@ MAX_AHEAD_BYTES = 48 << 20
 1 GiB, runs a few downloads at a time."""
 
 
+def bad_crcs(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
+    """Return those of `chunks`, whose bytes are in `data`, that do not match their CRC32C in the table."""
+    size = trailer.record.header.chunk_bytes
+    return [
+        chunk
+        for place, chunk in enumerate(chunks)
+        if crc32c(data[place * size : (place + 1) * size]) != trailer.table.crcs[chunk]
+    ]
+
+
+def none_bad(trailer: Trailer, chunks: range, data: memoryview) -> tuple[int, ...]:
+    """Compare nothing: the writer of a copy does."""
+    return ()
+
+
 def open_stored_shard(
     store: RangedStore,
     shards: StoredShards,
@@ -51,6 +66,7 @@ def open_stored_shard(
     ref: ShardRef,
     *,
     ahead_bytes: int = MAX_AHEAD_BYTES,
+    find_bad_piece: FindBad = bad_crcs,
     close: Callable[[], None] = lambda: None,
 ) -> StoredShardReader:
     """Read and verify the end of a shard, and return a source of its ranges.
@@ -61,6 +77,7 @@ def open_stored_shard(
         workers: Threads that fetch ranges.
         ref: The shard.
         ahead_bytes: Memory limit of the runs that are fetched ahead.
+        find_bad_piece: Finds the chunks of `pieces` that are wrong, to read them again.
         close: Called when the source is closed.
 
     Raises:
@@ -71,7 +88,9 @@ def open_stored_shard(
     stored = shards.find(ref)
     places = places_in(shards, stored)
     source = Source(store, stored.key)
-    return StoredShardReader(source, workers, stored.trailer, places, ahead_bytes, close)
+    return StoredShardReader(
+        source, workers, stored.trailer, places, ahead_bytes, find_bad_piece, close
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +116,12 @@ class StoredShardReader(Closing):
         trailer: Trailer,
         places: ShardPlaces,
         ahead_bytes: int,
+        find_bad_piece: FindBad,
         close: Callable[[], None],
     ) -> None:
         """`source` is the object of the shard itself, and `places` are those of its chunks."""
         self._ahead_bytes = ahead_bytes
+        self._find_bad_piece = find_bad_piece
         self._close = close
         self._source = source
         self._workers = workers
@@ -118,9 +139,9 @@ class StoredShardReader(Closing):
     def pieces(self, wanted: Iterable[range]) -> Generator[memoryview]:
         """See store.download.copy.PieceSource.
 
-        The chunks are compared by CRC32C, so that one that is wrong is read again.
+        A chunk that `find_bad_piece` finds is read again.
         """
-        return self._read(wanted, _bad_crcs)
+        return self._read(wanted, self._find_bad_piece)
 
     def copy_to(self, open_writer: OpenWriter) -> ShardRecord:
         """Write the whole shard file and commit the writer. Return the record of the shard.
@@ -248,16 +269,6 @@ class StoredShardReader(Closing):
 
     def close(self) -> None:
         self._close()
-
-
-def _bad_crcs(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
-    """Return those of `chunks`, whose bytes are in `data`, that do not match their CRC32C in the table."""
-    size = trailer.record.header.chunk_bytes
-    return [
-        chunk
-        for place, chunk in enumerate(chunks)
-        if crc32c(data[place * size : (place + 1) * size]) != trailer.table.crcs[chunk]
-    ]
 
 
 def _buffer(free: list[memoryview], length: int) -> memoryview:

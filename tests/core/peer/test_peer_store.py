@@ -1,0 +1,72 @@
+"""A peer as a store: the contract of stores that are read by ranges, over the members' TLS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from tests.support.peer.bulk_pair import OPTIONS, SERVER, Handler
+
+from holdfast.testing import RangedStoreContract
+from holdfast_core.closing import Closing
+from holdfast_core.errors import NotFoundError
+from holdfast_core.ids import ByteRange
+from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.peer.protocol import Peer
+from holdfast_core.peer.server import BulkServer
+from holdfast_core.peer.store import PeerStore
+
+
+@dataclass
+class OpenBytes(Closing):
+    """An object in memory."""
+
+    data: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        for wanted in ranges:
+            yield memoryview(self.data)[wanted.start : wanted.stop]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass
+class Objects:
+    """The objects that a peer serves."""
+
+    found: dict[str, bytes] = field(default_factory=dict)
+
+    def open(self, key: str) -> OpenBytes:
+        if key not in self.found:
+            raise NotFoundError(f"no object {key!r}")
+        return OpenBytes(self.found[key])
+
+
+@pytest.fixture
+def served() -> Objects:
+    return Objects()
+
+
+@pytest.fixture
+def put(served: Objects) -> Callable[[str, bytes], object]:
+    return served.found.__setitem__
+
+
+@pytest.fixture
+def objects(certificates: tuple[TlsFiles, TlsFiles], served: Objects) -> Iterator[PeerStore]:
+    server = BulkServer(Handler(), served.open, server_context(certificates[0]))
+    port = server.start("127.0.0.1", 0)
+    peer = Peer("127.0.0.1", port, SERVER, client_context(certificates[1]), OPTIONS)
+    with PeerStore(peer) as store:
+        yield store
+    server.close()
+
+
+class TestPeerStore(RangedStoreContract):
+    """A peer passes the tests of every store that is read."""
