@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 14750,  # 30 of them are the queue of uploads, which left the sidecar and the SDK
+    "core": 14850,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
     "operator": 13100,
     "sidecar": 9130,
-    "trainer_sdk": 17340,  # 230 of them are the suite that stores of others must pass (holdfast.testing)
+    "trainer_sdk": 17350,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 650,
 }
 """Most lines of code of each package."""

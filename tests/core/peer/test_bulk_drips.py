@@ -20,7 +20,7 @@ from holdfast_core.net.tls import TlsFiles
 from holdfast_core.pacing.minimum_rate import MinimumRate
 from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import send_message
-from holdfast_core.peer.store import Answer, PeerStore
+from holdfast_core.peer.store import PeerAnswer, PeerStore
 
 SILENCE_SECONDS = 29.0
 """Just less than the longest silence that a connection allows."""
@@ -115,7 +115,7 @@ def test_a_read_waits_no_longer_than_the_pace_allows() -> None:
     clock = ManualClock()
     sock = Trickle(clock)
     line: Any = SimpleNamespace(sock=sock)
-    rated = Answer(line, MinimumRate("bulk: a table", clock, clock.monotonic(), 60.0))
+    rated = PeerAnswer(line, MinimumRate("bulk: a table", clock, clock.monotonic(), 60.0))
     began = clock.monotonic()
     with pytest.raises(HoldfastError, match=r"bulk: a table: only 2 bytes in 60\.0 s"):
         for _ in range(10):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from holdfast_core.closing import Closing
@@ -33,7 +33,7 @@ from holdfast_core.tiers.pooled import CLOSING
 
 RUN_BYTES = 4 << 20
 """Length of the ranges of a copy. The progress of a copy is reported once for each."""
-_AHEAD_BYTES = 64 << 20
+_AHEAD_BYTES = 1 << 30
 """Length of one answer to reads that follow each other, so that the peer sends while the bytes are used. An
 answer outside TLS costs a connection of its own."""
 _PLAIN_BYTES = 2 << 20
@@ -43,7 +43,7 @@ _PROGRESS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PeerAnswer:
     """Reply and bytes that the peer sends now, at its minimum rate."""
 
     line: Line
@@ -63,7 +63,7 @@ class _Stream:
     """Bytes of an object that arrive one after the other, for one read or for several."""
 
     key: str
-    answer: Answer
+    answer: PeerAnswer
     is_plain: bool
     left: ByteRange
 
@@ -74,8 +74,8 @@ class _Stream:
     def fill(self, buffer: memoryview, stopped: threading.Event | None) -> int:
         """Read some bytes into the buffer and return how many.
 
-        Raises what `Answer.recv_into` raises, OSError at an early end, and UnavailableError once `stopped`
-        is set.
+        Raises what `PeerAnswer.recv_into` raises, OSError at an early end, and UnavailableError once
+        `stopped` is set.
         """
         if stopped is not None and stopped.is_set():
             raise UnavailableError("bulk: the bytes are not needed any more")
@@ -233,27 +233,30 @@ class PeerStore(Closing):
                 answer.line.leave()
         return stream
 
+    def _received(self, stream: _Stream) -> AbstractContextManager[None]:
+        """Receive bytes of an answer in the body. See `_talking`."""
+        operation = f"bulk: reading {stream.key} from {self._peer}"
+        return self._talking(stream.answer.line, operation, is_plain=stream.is_plain)
+
     @contextmanager
-    def _received(self, stream: _Stream) -> Iterator[None]:
-        """Receive bytes of an answer in the body. Any error closes the connection.
+    def _talking(self, line: Line, operation: str, *, is_plain: bool = False) -> Iterator[None]:
+        """Close the connection after any error of the body, because bytes may still arrive on it.
 
         An error of bytes that came outside TLS is an UnavailableError, because an attacker on the network
-        may have caused it, so it shows nothing about the peer. Then all further requests stay inside TLS.
+        may have caused it, so it shows nothing about the peer. After any error all further requests stay
+        inside TLS.
         """
-        operation = f"bulk: reading {stream.key} from {self._peer}"
         try:
             yield
-        except (OSError, FormatError) as error:
-            self._failed(stream.answer.line)
-            if stream.is_plain:
+        except BaseException as error:
+            self._may_leave = False
+            self._drop(line)
+            if is_plain and isinstance(error, OSError | FormatError):
                 raise UnavailableError(
                     f"{operation}: outside TLS: {error or type(error).__name__}"
                 ) from error
             if isinstance(error, OSError):
                 raise connection_error(error, operation) from error
-            raise
-        except BaseException:
-            self._failed(stream.answer.line)
             raise
 
     def _keep(self, stream: _Stream) -> None:
@@ -269,16 +272,12 @@ class PeerStore(Closing):
         if before is not None:
             self._drop(before.answer.line)
 
-    def _ask(self, request: ReadObject) -> tuple[Answer, ReadReply]:
-        """Send a request on an idle connection or a new one, and return the answer after its reply.
-
-        Any error closes the connection, because bytes of this answer may still arrive on it.
-        """
+    def _ask(self, request: ReadObject) -> tuple[PeerAnswer, ReadReply]:
+        """Send a request on an idle connection or a new one, and return the answer after its reply."""
         operation = f"bulk: reading {request.key} from {self._peer}"
-        line: Line | None = None
-        try:
-            line = self._connected()
-            answer = Answer(line, self._peer.rate(f"bulk: {request.key}"))
+        line = self._connected(operation)
+        with self._talking(line, operation):
+            answer = PeerAnswer(line, self._peer.rate(f"bulk: {request.key}"))
             send_message(line.sock, request)
             reply = receive_message(answer, ReadReply)
             if reply is None:
@@ -289,23 +288,19 @@ class PeerStore(Closing):
                 raise FormatError(
                     f"{operation}: the peer left TLS, which the request did not allow"
                 )
-        except OSError as error:
-            self._failed(line)
-            raise connection_error(error, operation) from error
-        except BaseException:
-            self._failed(line)
-            raise
         return answer, reply
 
-    def _connected(self) -> Line:
+    def _connected(self, operation: str) -> Line:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        line = self._peer.connected()
+        try:
+            line = self._peer.connected()
+        except OSError as error:
+            raise connection_error(error, operation) from error
         with self._lock:
             self._open.add(line)
-            is_closed = self._closed
-        if is_closed:
+        if self._closed:
             self._drop(line)
             self._check_open()
         return line
@@ -314,11 +309,6 @@ class PeerStore(Closing):
         """Keep a connection for the next request."""
         with self._lock:
             self._idle.append(line)
-
-    def _failed(self, line: Line | None) -> None:
-        self._may_leave = False
-        if line is not None:
-            self._drop(line)
 
     def _drop(self, line: Line) -> None:
         with self._lock:
