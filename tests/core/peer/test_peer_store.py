@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +12,7 @@ from tests.support.peer.bulk_pair import OPTIONS, SERVER, Handler
 
 from holdfast.testing import RangedStoreContract
 from holdfast_core.closing import Closing
-from holdfast_core.errors import NotFoundError
+from holdfast_core.errors import NotFoundError, UnavailableError
 from holdfast_core.ids import ByteRange
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.peer.protocol import Peer
@@ -70,3 +72,26 @@ def objects(certificates: tuple[TlsFiles, TlsFiles], served: Objects) -> Iterato
 
 class TestPeerStore(RangedStoreContract):
     """A peer passes the tests of every store that is read."""
+
+
+def test_a_read_in_progress_ends_when_the_store_is_closed(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    asked, release = threading.Event(), threading.Event()
+
+    def opened(key: str) -> OpenBytes:
+        asked.set()
+        release.wait(60)
+        return OpenBytes(b"")
+
+    server = BulkServer(Handler(), opened, server_context(certificates[0]))
+    port = server.start("127.0.0.1", 0)
+    store = PeerStore(Peer("127.0.0.1", port, SERVER, client_context(certificates[1]), OPTIONS))
+    with ThreadPoolExecutor(1) as helper:
+        size = helper.submit(store.size, "a/one")
+        assert asked.wait(60)
+        store.close()
+        with pytest.raises(UnavailableError, match="being closed"):
+            size.result(60)
+    release.set()
+    server.close()
